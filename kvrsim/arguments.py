@@ -1,8 +1,11 @@
-"""What the functions of the Python API are given, checked at one place: by the parameter's name.
+"""Arguments of the Python API and options of the command line, each declared once.
 
-`checked` wraps a function of the facade. Each argument becomes a plain Python value (numbers of NumPy as Python's,
-paths as text, a generator as a list), or an InputError names the parameter. Text is left for the parser that knows its
-unit. Arguments without a check here, such as those in `**options`, go on as they are.
+A field of a group such as ScenarioArgs has everything that is known of an argument: its default, its check, and for
+people what it means, how its value looks and the section of the help that lists it. From a group follow the parameters
+and the reference of the Python functions (`takes`) and the options of the commands (kvrsim/cli/options.py).
+
+A check turns what a user gives into a plain value in SI units, or raises an InputError with the parameter's name.
+Numbers may be text with a unit, as on the command line, or of NumPy; a path may be any path-like object.
 """
 
 from __future__ import annotations
@@ -11,163 +14,135 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Self, TypeVar
 
+from kvrsim.choices import (
+    ATTENTIONS,
+    DECODES,
+    DTYPES,
+    EXECUTORS,
+    FLEET_OBJECTIVES,
+    MAP_STRATEGIES,
+    METHODS,
+    ORDERS,
+    POOL_BACKENDS,
+)
 from kvrsim.errors import InputError
+from kvrsim.units import (
+    parse_bandwidth,
+    parse_count,
+    parse_fraction,
+    parse_number,
+    parse_seconds,
+    parse_tokens,
+)
 
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
+REQUIRED: Any = MISSING  # the default of an argument that must be given
+SECTIONS = (  # of help, in this order
+    *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
+    "Output",
+)
 
-_Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-Check = Callable[[object, str], Any]  # value, parameter -> the value to use
+Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
+OnProgress = Callable[[float, float | None, str], object]  # what is done, the total (None: unknown), and of what
 
 
-def checked(**others: Check) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Check keyword arguments by CHECKS, or by `others` where a name means something else in this function.
-
-    None is left as it is where it is the parameter's default.
-    """
-    checks = CHECKS | others
-
-    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-
-        @functools.wraps(function)
-        def called(*args: _Parameters.args, **given: _Parameters.kwargs) -> _Result:
-            for name, value in given.items():
-                if name in checks and not (value is None and defaults.get(name) is None):
-                    given[name] = checks[name](value, name)
-            return function(*args, **given)
-
-        return called
-
-    return decorate
-
-
-def whole(value: object, parameter: str) -> int | str:
-    """A whole number of Python or NumPy, or text; whether it is in range is for others to say."""
-    if isinstance(value, str):
-        return str(value)
-    found = _index(value)
-    if found is None:
-        raise _refusal(parameter, value, "a whole number")
-    return found
+# Checks
 
 
 def tokens(value: object, parameter: str) -> int:
-    """A number of tokens: a whole number, or text such as "4k"."""
-    from kvrsim.units import parse_tokens
-
-    found = whole(value, parameter)
-    return parse_tokens(found, parameter) if isinstance(found, str) else found
+    """Read a number of tokens: a whole number, or text such as "4k"."""
+    return parse_tokens(value, parameter) if isinstance(value, str) else _whole(value, parameter)
 
 
-def bandwidths(value: object, parameter: str) -> list[float]:
-    """Several bandwidths in bytes per second, or texts such as "10GB/s"."""
-    from kvrsim.units import parse_bandwidth
-
-    found = [number(one, parameter) for one in _list(value, parameter, "a list of numbers or texts with units")]
-    return [parse_bandwidth(one, parameter) if isinstance(one, str) else one for one in found]
+def tokens_or_none(value: object, parameter: str) -> int:
+    """Read a number of tokens that may be 0."""
+    return 0 if isinstance(value, str) and value.strip() == "0" else tokens(value, parameter)
 
 
-def count(most: int) -> Check:
-    """A whole number from 1 to `most`, as a number or as text."""
+def whole(value: object, parameter: str) -> int:
+    """Read a whole number; whether it is in range is for its user to check."""
+    return parse_count(value, parameter) if isinstance(value, str) else _whole(value, parameter)
+
+
+def count(most: int, *, least: int = 1) -> Check:
+    """Check for whole numbers from `least` to `most`."""
 
     def check(value: object, parameter: str) -> int:
-        found = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else _index(value)
-        if found is None or not 1 <= found <= most:
-            raise _refusal(parameter, value, f"a whole number from 1 to {most}")
-        return found
+        number = parse_count(value, parameter, minimum=least, maximum=most) if isinstance(value, str) else _index(value)
+        if number is None or not least <= number <= most:
+            raise _refusal(parameter, value, f"a whole number from {least} to {most}")
+        return number
 
     return check
 
 
-def seed(value: object, parameter: str) -> int:
-    """A whole number from 0 to 2**32 - 1."""
-    found = _index(value)
-    if found is None or not 0 <= found <= MOST_SEED:
-        raise _refusal(parameter, value, f"a whole number from 0 to {MOST_SEED}")
-    return found
+def quantity(parse: Callable[..., float], **limits: Any) -> Check:
+    """Check for numbers in SI units, or text that `parse` reads."""
+
+    def check(value: object, parameter: str) -> float:
+        if isinstance(value, str):
+            return parse(value, parameter, **limits)
+        number = None if _is_flag(value) or isinstance(value, bytes | bytearray) else _real(value)
+        if number is None:
+            raise _refusal(parameter, value, "a number, or text with its unit")
+        return number
+
+    return check
 
 
-def number(value: object, parameter: str) -> float | str:
-    """A real number, or text with its unit."""
-    if isinstance(value, str):
-        return str(value)
-    found = None if _is_flag(value) or isinstance(value, bytes | bytearray) else _real(value)
-    if found is None:
-        raise _refusal(parameter, value, "a number, or text with its unit")
-    return found
+def number(**limits: float) -> Check:
+    """Check for numbers without a unit within the limits of `parse_number`."""
+    return lambda value, parameter: parse_number(quantity(parse_number)(value, parameter), parameter, **limits)
 
 
 def text(value: object, parameter: str) -> str:
-    """A text."""
+    """Read a text."""
     if not isinstance(value, str):
         raise _refusal(parameter, value, "a text")
     return str(value)
 
 
+def choice(*names: str) -> Check:
+    """Check for one of these texts."""
+
+    def check(value: object, parameter: str) -> str:
+        if text(value, parameter) not in names:
+            raise InputError(parameter, value, f"one of {', '.join(names)}")
+        return str(value)
+
+    return check
+
+
 def flag(value: object, parameter: str) -> bool:
-    """True or False."""
+    """Read True or False."""
     if not _is_flag(value):
         raise _refusal(parameter, value, "True or False")
     return bool(value)
 
 
 def function(value: object, parameter: str) -> object:
-    """Something to call."""
+    """Check for something to call."""
     if not callable(value):
         raise _refusal(parameter, value, "a function")
     return value
 
 
-def strategies(value: object, parameter: str) -> list[object]:
-    """Names or Strategies in a list, names in a text with commas between, or one Strategy."""
-    given: list[object]
-    if isinstance(value, str):
-        given = [name.strip() for name in value.split(",")]
-    elif _is_one_of(value, (STRATEGY,)):
-        given = [value]
-    else:
-        given = _list(value, parameter, "names, such as ['tsp', 'kvr-s'], or Strategies")
-    return [CHECKS["strategy"](one.strip() if isinstance(one, str) else one, parameter) for one in given]
-
-
-def chunk_lens(value: object, parameter: str) -> list[int]:
-    """Whole numbers of tokens in a list, tuple or array of one dimension."""
-    accepted = "whole numbers of tokens, such as [5000, 3192]"
-    found = [_index(one) for one in _list(value, parameter, accepted)]
-    if None in found:
-        raise _refusal(parameter, value, accepted)
-    return [one for one in found if one is not None]
-
-
-def wholes(value: object, parameter: str) -> list[int | str] | str:
-    """A text such as "2,4,8", or several whole numbers."""
-    if isinstance(value, str):
-        return str(value)
-    return [whole(one, parameter) for one in _list(value, parameter, "whole numbers, such as [2, 4, 8]")]
-
-
-def listed(value: object, parameter: str) -> str:
-    """Several whole numbers as a text with commas between."""
-    found = wholes(value, parameter)
-    return found if isinstance(found, str) else ",".join(map(str, found))
-
-
 def named(*kinds: str, what: str = "a name or path") -> Check:
-    """Text, or an object of one of these classes ("module:Class"), imported where they are needed.
+    """Check for text, a path, or an object of one of these classes ("module:Class"), which are not imported.
 
     what: the text, in words for users.
     """
 
     def check(value: object, parameter: str) -> object:
-        if isinstance(value, str):
-            return str(value)
-        if hasattr(type(value), "__fspath__"):
+        if isinstance(value, str) or hasattr(type(value), "__fspath__"):
             return str(value)
         if not _is_one_of(value, kinds):
             classes = " or ".join(f"a {kind.partition(':')[2]}" for kind in kinds)
@@ -177,21 +152,65 @@ def named(*kinds: str, what: str = "a name or path") -> Check:
     return check
 
 
-def number_or_path(value: object, parameter: str) -> int | str:
-    """A whole number, or a text or path."""
-    if isinstance(value, str) or hasattr(type(value), "__fspath__"):
+def strategies(value: object, parameter: str) -> list[object]:
+    """Read names or Strategies in a list, names in a text with commas between, or one Strategy; each once."""
+    accepted = "names, such as ['tsp', 'kvr-s'], or Strategies"
+    values: list[object]
+    if isinstance(value, str):
+        values = [name.strip() for name in value.split(",")]
+        if not all(values):
+            raise InputError(parameter, value, "names with commas between")
+    else:
+        values = [value] if _is_one_of(value, (STRATEGY,)) else _list(value, parameter, accepted)
+    check = named(STRATEGY)
+    return list(dict.fromkeys(check(one.strip() if isinstance(one, str) else one, parameter) for one in values))
+
+
+def chunk_lens(value: object, parameter: str) -> list[int]:
+    """Read tokens of each chunk: text such as "5000,3192", or a list, tuple or array of one dimension."""
+    accepted = "whole numbers of tokens, such as [5000, 3192]"
+    if isinstance(value, str):
+        if "," not in value and not value.strip():
+            raise InputError(parameter, value, "chunk lengths with commas between, such as 5000,3192")
+        return [tokens(part.strip(), parameter) for part in value.split(",")]
+    return [_whole(one, parameter, accepted, value) for one in _list(value, parameter, accepted)]
+
+
+def bandwidths(value: object, parameter: str) -> list[float]:
+    """Read bandwidths in bytes per second, or texts such as "10GB/s", in a list or with commas between; sorted."""
+    accepted = "a list of numbers or texts with units, such as 10GB/s,100GB/s"
+    parts = value.split(",") if isinstance(value, str) else _list(value, parameter, accepted)
+    check = quantity(parse_bandwidth)
+    return sorted({check(one.strip() if isinstance(one, str) else one, parameter) for one in parts})
+
+
+def wholes(value: object, parameter: str) -> list[int | str] | str:
+    """Read a text such as "2,4,8", or several whole numbers or texts."""
+    if isinstance(value, str):
         return str(value)
-    found = _index(value)
-    if found is None:
-        raise _refusal(parameter, value, "a whole number, a text or a path")
-    return found
+    parts = _list(value, parameter, "whole numbers, such as [2, 4, 8]")
+    return [str(one) if isinstance(one, str) else _whole(one, parameter) for one in parts]
+
+
+def listed(value: object, parameter: str) -> str:
+    """Read several whole numbers as a text with commas between."""
+    parts = wholes(value, parameter)
+    return parts if isinstance(parts, str) else ",".join(map(str, parts))
 
 
 def price(value: object, parameter: str) -> object:
-    """One number, a text, or a mapping from group sizes to numbers."""
+    """Read one number, a text, or a mapping from group sizes to numbers."""
+    check = quantity(lambda text, _: text)
     if isinstance(value, Mapping):
-        return {whole(size, parameter): number(one, parameter) for size, one in value.items()}
-    return number(value, parameter)
+        return {_whole(size, parameter): check(one, parameter) for size, one in value.items()}
+    return check(value, parameter)
+
+
+def _whole(value: object, parameter: str, accepted: str = "a whole number", shown: object = MISSING) -> int:
+    number = _index(value)
+    if number is None:
+        raise _refusal(parameter, value if shown is MISSING else shown, accepted)
+    return number
 
 
 def _is_one_of(value: object, kinds: Iterable[str]) -> bool:
@@ -221,12 +240,12 @@ def _list(value: object, parameter: str, accepted: str) -> list[object]:
     if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
         raise _refusal(parameter, value, accepted)
     try:
-        found = list(itertools.islice(value, MOST_VALUES + 1))
+        values = list(itertools.islice(value, MOST_VALUES + 1))
     except TypeError:  # an array without dimensions
         raise _refusal(parameter, value, accepted) from None
-    if len(found) > MOST_VALUES:
+    if len(values) > MOST_VALUES:
         raise InputError(parameter, f"more than {MOST_VALUES} values", f"at most {MOST_VALUES} values")
-    return found
+    return values
 
 
 def _refusal(parameter: str, value: object, accepted: str) -> InputError:
@@ -235,29 +254,390 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
     return InputError(parameter, f"{type(value).__name__} {value!r}", accepted)
 
 
-CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("ctx", "gpus", "batch", "cached_prefix", "pack_tokens"), whole),
-    **dict.fromkeys(("samples", "max_gpus", "replications", "top"), count(2**20)),
-    "jobs": count(4096),
-    **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
-    **dict.fromkeys(("rate_scale", "tpot", "expert_imbalance"), number),
-    **dict.fromkeys(("topology", "attention", "dtype", "method", "executor", "objective"), text),
-    **dict.fromkeys(("decode", "order"), text),
-    **dict.fromkeys(("timeline", "breakdown", "sure", "uniform_only", "virtual", "expert_parallel"), flag),
-    **dict.fromkeys(("on_progress", "on_stage", "on_place"), function),
-    "strategies": strategies,
-    "strategy": named(STRATEGY),
-    "partition": chunk_lens,
-    "link_bandwidths": bandwidths,
-    "stride": tokens,
-    "group_sizes": listed,
-    "price_per_gpu_hour": price,
-    "seed": seed,
-    "model": named("kvrsim.model.spec:ModelSpec"),
-    "profile": named("kvrsim.kernels.profile:CalibrationProfile"),
-    "cluster": named("kvrsim.hardware:Cluster"),
-    "prefix_placement": named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"),
-    "engine": named("kvrsim.engine:Engine"),
-    "table": named("planner.table.table:PartitionTable"),
-    "noise": named("kvrsim.noise:Noise"),
-}
+# Declarations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """What is known of an argument besides its name and its default."""
+
+    metavar: str  # how its value looks on the command line; empty: a flag
+    help: str  # one sentence or two, in which other arguments are named as options
+    section: str  # of help, one of SECTIONS
+    check: Check
+    spelling: tuple[str, ...] = ()  # on the command line, where it is not --NAME
+    positional: bool = False  # an argument of a command, without a name
+
+
+def option(
+    metavar: str,
+    help: str,
+    section: str = "Output",
+    check: Check = text,
+    default: Any = None,
+    *,
+    spelling: tuple[str, ...] = (),
+    positional: bool = False,
+) -> Any:
+    """Declare an argument: the default of a field of Arguments, or of a parameter of a command."""
+    known = Option(metavar=metavar, help=help, section=section, check=check, spelling=spelling, positional=positional)
+    return field(default=default, metadata={"option": known})
+
+
+def switch(help: str, section: str = "Output", default: bool | None = False, *, spelling: tuple[str, ...] = ()) -> Any:
+    """Declare an argument that is False unless it is given."""
+    return option("", help, section, flag, default, spelling=spelling)
+
+
+def argument(metavar: str, help: str, check: Check = text, default: Any = REQUIRED) -> Any:
+    """Declare an argument of a command that is given without its name; its metavar ends with ... if it is a list."""
+    return option(metavar, help, "Arguments", check, default, positional=True)
+
+
+def checked(given: Any, parameter: str, declared: Field[Any]) -> Any:
+    """The value that a field's check makes; None is left as it is where it is the default."""
+    return given if given is None and declared.default is None else declared.metadata["option"].check(given, parameter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Base of groups of arguments: each field is checked when an object is made; InputError names the field."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, checked(getattr(self, one.name), one.name, one))
+
+    @classmethod
+    def take(cls, given: dict[str, Any], **fixed: Any) -> Self:
+        """Make a group from its fields in `given`, which are removed there, and from fixed ones."""
+        return cls(**{one.name: given.pop(one.name) for one in fields(cls) if one.name in given} | fixed)
+
+
+def takes(*groups: type[Arguments], **checks: Check) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Let a function, whose first parameters are these groups, take all their fields as keywords.
+
+    checks: of the function's own parameters, by name; None is left as it is where it is the default.
+    The fields are listed in the function's signature and in its docstring, after `Parameters`.
+    """
+
+    def decorate(made: Callable[..., _Result]) -> Callable[..., _Result]:
+        own = list(inspect.signature(made).parameters.values())[len(groups) :]
+        defaults = {one.name: one.default for one in own}
+
+        @functools.wraps(made)
+        def called(**given: Any) -> _Result:
+            values = [
+                group(**{one.name: given.pop(one.name) for one in fields(group) if one.name in given})
+                for group in groups
+            ]
+            for name, check in checks.items():
+                if name in given and not (given[name] is None and defaults[name] is None):
+                    given[name] = check(given[name], name)
+            return made(*values, **given)
+
+        options = [one for group in groups for one in fields(group)]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        listed = [
+            inspect.Parameter(
+                one.name, keyword, default=inspect.Parameter.empty if one.default is MISSING else one.default
+            )
+            for one in options
+        ]
+        called.__signature__ = inspect.Signature([*listed, *(one.replace(kind=keyword) for one in own)])  # type: ignore[attr-defined]
+        if called.__doc__ is not None:
+            head, title, rest = called.__doc__.partition("Parameters\n    ----------\n")
+            called.__doc__ = head + title + "".join(map(_described, options)) + rest
+        return called
+
+    return decorate
+
+
+def _described(one: Field[Any]) -> str:
+    """An argument in a numpydoc section, with options named as parameters."""
+    known: Option = one.metadata["option"]
+    words = re.sub(r"--([a-z-]+)", lambda match: f"`{match[1].replace('-', '_')}`", known.help)
+    return f"    {one.name} : {known.metavar or 'bool'}\n        {words}\n"
+
+
+# Groups of arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioArgs(Arguments):
+    """What a prediction is about."""
+
+    ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED)
+    gpus: Any = option("N", "Number of GPUs. Default: all of the cluster.", "Question", whole)
+    model: Any = option(
+        "NAME|PATH",
+        "A built-in model, a Hugging Face config.json, or its folder.",
+        "Question",
+        named("kvrsim.model.spec:ModelSpec"),
+        "llama-7b",
+    )
+    batch: Any = option("N", "Number of sequences prefilled together, each of --ctx tokens.", "Question", whole, 1)
+    cached_prefix: Any = option(
+        "LEN", "Leading tokens whose K and V are already cached.", "Question", tokens_or_none, 0
+    )
+    prefix_placement: Any = option(
+        "all|sharded|host[:RATE]|remote[:RATE]",
+        "Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory, or in a"
+        " remote store; RATE is a GPU's bandwidth to it, such as 20GB/s.",
+        "Question",
+        named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"),
+        "all",
+    )
+    dtype: Any = option(
+        "|".join(DTYPES),
+        "Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision."
+        " Default: fp16, or the profile's first.",
+        "Question",
+    )
+    expert_parallel: Any = switch(
+        "Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them.", "Question"
+    )
+    expert_imbalance: Any = option(
+        "X",
+        "With --expert-parallel, rows of the busiest GPU over the mean. Default: that of a power law.",
+        "Question",
+        number(),
+    )
+    cluster: Any = option(
+        "NAME|PATH",
+        "GPUs and their links. Default: where the profile was measured, or a100-nvlink.",
+        "Machine",
+        named("kvrsim.hardware:Cluster"),
+    )
+    profile: Any = option(
+        "NAME|PATH",
+        "A calibration profile, or roofline. Default: the built-in one of the cluster's GPU.",
+        "Machine",
+        named("kvrsim.kernels.profile:CalibrationProfile"),
+    )
+    engine: Any = option(
+        "NAME|PATH",
+        "What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the profile's.",
+        "Machine",
+        named("kvrsim.engine:Engine"),
+    )
+    attention: Any = option("|".join(ATTENTIONS), "Attention kernel. Default: the profile's first.", "Machine")
+    memory_fraction: Any = option(
+        "F",
+        "Share of each GPU's memory that the prefill may use, above 0 to 1.",
+        "Machine",
+        quantity(parse_fraction),
+        0.9,
+    )
+    link_bandwidth: Any = option(
+        "RATE",
+        "Override the cluster's link bandwidth (per direction), such as 10GB/s.",
+        "Machine",
+        quantity(parse_bandwidth),
+    )
+    link_latency: Any = option(
+        "TIME", "Override the cluster's link latency, such as 5us.", "Machine", quantity(parse_seconds, allow_zero=True)
+    )
+    topology: Any = option("switch|bus|chain", "Override the cluster's topology.", "Machine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenariosArgs(ScenarioArgs):
+    """The same with several contexts and numbers of GPUs."""
+
+    ctx: Any = option(
+        "LEN:LEN:STEP|LEN,...",
+        "Contexts: a range with both ends, such as 1k:32k:1k, or a list.",
+        "Question",
+        wholes,
+        REQUIRED,
+    )
+    gpus: Any = option(
+        "N,N,...", "Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.", "Question", wholes
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredArgs(ScenarioArgs):
+    """A scenario on as many GPUs as a small machine has ranks."""
+
+    gpus: Any = option("N", "Number of ranks.", "Question", whole, 2)
+
+
+TABLE = option(
+    "FILE",
+    "Partition table for kvr-p; kvrsim table build writes one.",
+    "Question",
+    named("planner.table.table:PartitionTable"),
+    None,
+)
+SEED = option(
+    "N",
+    "Seed of all random draws; the same seed gives the same answer.",
+    "Randomness",
+    count(MOST_SEED, least=0),
+    0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArgs(Arguments):
+    """Which strategies are compared, and how their partitions are searched."""
+
+    strategies: Any = option(
+        "NAMES|all|FILE.py:NAME",
+        "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default: kvr-s and all that need no"
+        " search; all adds pipelines and hybrids.",
+        "Question",
+        strategies,
+    )
+    table: Any = TABLE
+    method: Any = option(
+        "|".join(METHODS),
+        "Search method of partitions over single GPUs; grid is the paper's.",
+        "Search",
+        choice(*METHODS),
+        "auto",
+    )
+    stride: Any = option("LEN", "Search only chunk boundaries that are multiples of LEN.", "Search", tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateArgs(Arguments):
+    """Which strategy is simulated, and how."""
+
+    strategy: Any = option(
+        "NAME|FILE.py:NAME", "Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s.", "Question", named(STRATEGY), REQUIRED
+    )
+    partition: Any = option(
+        "LEN,LEN,...",
+        "New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.",
+        "Question",
+        chunk_lens,
+    )
+    table: Any = TABLE
+    executor: Any = option(
+        "|".join(EXECUTORS),
+        "event simulates the queue of every link. Default: batch where it suffices.",
+        "Search",
+        choice(*EXECUTORS),
+    )
+    breakdown: Any = switch("Print the seconds of every operation, and whether they were measured.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseArgs(Arguments):
+    """Noise, how often it is drawn, and the seed of all random draws."""
+
+    noise: Any = option(
+        "SPEC",
+        "Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,"
+        " slow-link:2-3x4, paper, several joined by +, or a JSON file.",
+        "Randomness",
+        named("kvrsim.noise:Noise"),
+    )
+    samples: Any = option("N", "Number of runs under --noise. Default: 200.", "Randomness", count(2**20))
+    seed: Any = SEED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples is not None and self.noise is None:
+            raise InputError("samples", self.samples, "with --noise SPEC")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolArgs(Arguments):
+    """Which processes or machines share the work."""
+
+    jobs: Any = option(
+        "N", "Number of processes. Default: 1; with --backend dask or ray, one per core.", "Processes", count(4096)
+    )
+    backend: Any = option(
+        "|".join(POOL_BACKENDS),
+        "Backend of joblib; loky runs processes of this machine.",
+        "Processes",
+        choice(*POOL_BACKENDS),
+        "loky",
+    )
+    dask_address: Any = option("ADDRESS", "A Dask scheduler. Default: start a local cluster.", "Processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapArgs(Arguments):
+    """What a map compares."""
+
+    link_bandwidths: Any = option(
+        "RATE,RATE,...",
+        "Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.",
+        "Question",
+        bandwidths,
+    )
+    strategies: Any = option(
+        "NAMES|all|FILE.py:NAME", "Strategies to compare with one GPU.", "Question", strategies, MAP_STRATEGIES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetArgs(Arguments):
+    """What a fleet is planned for, and what it may consist of."""
+
+    requests: Any = option(
+        "FILE|azure:FILE|mooncake:FILE|synthetic:SPEC",
+        "A trace, or random arrivals such as synthetic:poisson,rate=4.",
+        "Workload",
+        named(),
+        REQUIRED,
+    )
+    rate_scale: Any = option(
+        "X", "Multiply the number of requests in the same time.", "Workload", number(above=0, most=1e6), 1
+    )
+    replications: Any = option("N", "Number of independent draws of a synthetic workload.", "Workload", count(2**20), 5)
+    pack_tokens: Any = option(
+        "LEN",
+        "Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.",
+        "Workload",
+        tokens,
+    )
+    order: Any = option(
+        "|".join(ORDERS),
+        "Order of the queue: first come, or fewest new tokens.",
+        "Workload",
+        choice(*ORDERS),
+        "first-come",
+    )
+    slo_ttft: Any = option("TIME", "Target TTFT, such as 2s.", "Target", quantity(parse_seconds), REQUIRED)
+    percentile: Any = option(
+        "P", "Percentage of requests that must meet the target, up to 100.", "Target", number(above=0, most=100), 99
+    )
+    sure: Any = switch("Require the upper confidence bound, not only the estimate, to meet the target.", "Target")
+    max_gpus: Any = option("N", "Largest fleet to consider. Default: 512.", "Fleet", count(2**20))
+    group_sizes: Any = option(
+        "N,N,...",
+        "Group sizes to consider. Default: 1,2,4,8 or, where the cluster has nodes, up to two of them.",
+        "Fleet",
+        listed,
+    )
+    uniform_only: Any = switch("Consider only fleets of equal groups behind one queue.", "Fleet")
+    price_per_gpu_hour: Any = option(
+        "USD", "Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.", "Fleet", price
+    )
+    objective: Any = option("|".join(FLEET_OBJECTIVES), "What to minimise.", "Fleet", choice(*FLEET_OBJECTIVES), "gpus")
+    decode: Any = option(
+        "|".join(DECODES),
+        "Decode on another fleet, or on the last GPU of each group.",
+        "Fleet",
+        choice(*DECODES),
+        "separate",
+    )
+    tpot: Any = option(
+        "TIME",
+        "Time per output token, such as 30ms: the target of the fleet that decodes, or the last GPU's time.",
+        "Fleet",
+        quantity(parse_seconds),
+    )
+    kv_transfer_bandwidth: Any = option(
+        "RATE",
+        "Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.",
+        "Fleet",
+        quantity(parse_bandwidth),
+    )
+    seed: Any = SEED

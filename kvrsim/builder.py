@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from os import PathLike
-from typing import Any, TypedDict, cast
+from dataclasses import fields
 
-from kvrsim.arguments import checked
-from kvrsim.choices import Topology
+from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
 from kvrsim.engine import NO_ENGINE, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
     DEFAULT_CLUSTER,
-    DEFAULT_MEMORY_FRACTION,
     MAX_GPUS,
     Cluster,
     LinkSpec,
@@ -30,16 +26,9 @@ from kvrsim.units import (
     counts_of,
     counts_up_to,
     lengths_of,
-    parse_bandwidth,
-    parse_count,
-    parse_fraction,
-    parse_number,
-    parse_seconds,
-    parse_tokens,
     scale,
 )
 
-DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"
 _MEASURED = "measured"  # what a link is called that no datasheet speaks of
 DEFAULT_PROFILES = (  # one a GPU; the first without a cluster
@@ -48,122 +37,85 @@ DEFAULT_PROFILES = (  # one a GPU; the first without a cluster
 )
 
 
-class ScenarioArgs(TypedDict, total=False):
-    """What make_scenario takes besides the context, for functions that hand it on."""
-
-    gpus: int | str | None
-    model: str | PathLike[str] | ModelSpec
-    profile: str | PathLike[str] | CalibrationProfile | None
-    cluster: str | PathLike[str] | Cluster | None
-    link_bandwidth: float | str | None
-    link_latency: float | str | None
-    topology: str | None
-    attention: str | None
-    batch: int | str
-    cached_prefix: int | str
-    dtype: str | None
-    memory_fraction: float | str
-    engine: str | PathLike[str] | Engine | None
-    expert_parallel: bool
-    expert_imbalance: float | str | None
-    prefix_placement: str | PrefixPlacement
-
-
-@checked()
-def make_scenario(
-    *,
-    ctx: int | str,
-    gpus: int | str | None = None,
-    model: str | PathLike[str] | ModelSpec = DEFAULT_MODEL,
-    profile: str | PathLike[str] | CalibrationProfile | None = None,
-    cluster: str | PathLike[str] | Cluster | None = None,
-    link_bandwidth: float | str | None = None,
-    link_latency: float | str | None = None,
-    topology: str | None = None,
-    attention: str | None = None,
-    batch: int | str = 1,
-    cached_prefix: int | str = 0,
-    dtype: str | None = None,
-    memory_fraction: float | str = DEFAULT_MEMORY_FRACTION,
-    engine: str | PathLike[str] | Engine | None = None,
-    expert_parallel: bool = False,
-    expert_imbalance: float | str | None = None,
-    prefix_placement: str | PrefixPlacement = "all",
-) -> tuple[Scenario, tuple[str, ...]]:
-    """What a prediction is about, and notes on it; numbers may be text, as on the command line.
-
-    ctx: tokens of the whole context, such as 16384 or "16k".
-    gpus: GPUs that take part; None: all of the cluster.
-    model: a built-in name, a path to a Hugging Face config.json or its folder, or a ModelSpec.
-    profile: a built-in name, a path, "roofline" (the datasheet's limits), or a CalibrationProfile; None: the
-        one measured on the cluster's GPU.
-    cluster: a built-in name, a path, or a Cluster; None: the one that the profile was measured on, where it says,
-        or else A100s of 80 GB on NVLink.
-    link_bandwidth: bytes per second and direction, or text such as "10GB/s"; overrides the cluster's.
-    link_latency: seconds, or text such as "5us"; overrides the cluster's.
-    topology: "switch", "bus" or "chain"; overrides the cluster's.
-    attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
-    batch, cached_prefix: sequences prefilled together; leading tokens of each whose K and V exist already.
-    prefix_placement: where: "all" ranks, "sharded" over them by tokens, "host" or "remote", these two with a bandwidth
-        per GPU if need be, such as "host:20GB/s"; or a PrefixPlacement.
-    dtype: "fp16", "bf16" or "fp32", of weights, activations and KV cache, or "fp8", of the products of the layers, all
-        else in half precision; None: fp16, or what the profile has.
-    memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
-    engine: what serves the model: a built-in name, a path, an Engine, or "none" (the kernels, and the host that the
-        profile has); None: the profile's.
-    expert_parallel: whether routed experts are spread whole over all GPUs, instead of all on each rank.
-    expert_imbalance: then, rows of the busiest GPU over the mean, at least 1; None: that of NVIDIA's power law.
-
-    Raises InputError naming the parameter.
-    """
-    num_gpus = parsed(gpus, parse_count, "gpus")
-    spec = model if isinstance(model, ModelSpec) else load_model(str(model))
-    given = cluster if isinstance(cluster, Cluster) or cluster is None else load_cluster(str(cluster))
-    calibration = _profile_of(profile, given)
-    whole = given or (calibration and calibration.cluster) or load_cluster(DEFAULT_CLUSTER)
-    machine = whole if topology is None else whole.with_topology(cast("Topology", topology))  # checked by Cluster
-    size_notes = () if num_gpus is None else _size_notes(machine, num_gpus, named=given is not None)
-    machine = machine if num_gpus is None else machine.with_num_gpus(num_gpus)
-    bandwidth_bytes_per_s = parsed(link_bandwidth, parse_bandwidth, "link_bandwidth")
-    latency_s = parsed(link_latency, parse_seconds, "link_latency", allow_zero=True)
-    machine, link_notes = _linked(machine, calibration, bandwidth_bytes_per_s, latency_s)
+def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
+    """Build the scenario that the arguments describe, and notes on it; raises InputError naming the parameter."""
+    spec = args.model if isinstance(args.model, ModelSpec) else load_model(args.model)
+    given = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
+    profile = _profile_of(args.profile, given)
+    cluster = given or (profile and profile.cluster) or load_cluster(DEFAULT_CLUSTER)
+    cluster = cluster if args.topology is None else cluster.with_topology(args.topology)
+    size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=given is not None)
+    cluster = cluster if args.gpus is None else cluster.with_num_gpus(args.gpus)
+    cluster, link_notes = _linked(cluster, profile, args.link_bandwidth, args.link_latency)
+    placement = args.prefix_placement
     scenario = Scenario(
         model=spec,
-        cluster=machine,
+        cluster=cluster,
         request=Request(
-            context_len=parsed(ctx, parse_tokens, "ctx"),
-            batch=parsed(batch, parse_count, "batch"),
-            cached_prefix=0 if cached_prefix == "0" else parsed(cached_prefix, parse_tokens, "cached_prefix"),
-            dtype=dtype or _dtype_of(calibration),
+            context_len=args.ctx,
+            batch=args.batch,
+            cached_prefix=args.cached_prefix,
+            dtype=args.dtype or _dtype_of(profile),
         ),
-        profile=calibration,
-        kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
-        memory_fraction=parsed(memory_fraction, parse_fraction, "memory_fraction"),
-        engine=_engine_of(engine, calibration),
-        expert_parallel=expert_parallel,
-        expert_imbalance=parsed(expert_imbalance, parse_number, "expert_imbalance"),
-        prefix_placement=parsed(prefix_placement, PrefixPlacement.parse, "prefix_placement"),
+        profile=profile,
+        kernel=args.attention or (profile.attention_kernels[0] if profile else "flash"),
+        memory_fraction=args.memory_fraction,
+        engine=_engine_of(args.engine, profile),
+        expert_parallel=args.expert_parallel,
+        expert_imbalance=args.expert_imbalance,
+        prefix_placement=PrefixPlacement.parse(placement, "prefix_placement")
+        if isinstance(placement, str)
+        else placement,
     )
     return scenario, (*size_notes, *notes_on(scenario), *link_notes)
 
 
-def make_scenarios(
-    *, ctx: str | Iterable[int | str], gpus: str | Iterable[int | str] | None = None, **scenario: Any
-) -> tuple[Scenario, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-    """The scenario of the longest context on the most GPUs, its notes, and all contexts and numbers of GPUs.
+@takes(ScenarioArgs)
+def make_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
+    """Build what a prediction is about, and notes on it.
 
-    gpus: None: 2, 4, 8, ... up to the number of GPUs of the cluster. Raises InputError naming the parameter.
+    Numbers may be text with a unit, as on the command line.
+
+    Parameters
+    ----------
+
+    Returns
+    -------
+    scenario : Scenario
+        Model, cluster, request and everything else that a TTFT depends on.
+    notes : tuple of str
+        What a reader of a prediction must know, such as that it is extrapolated.
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> scenario, notes = kvrsim.make_scenario(ctx="16k", gpus=8)
+    >>> scenario.request.context_len, scenario.num_gpus
+    (16384, 8)
     """
-    lengths = lengths_of(ctx, "ctx")
-    counts = counts_of(gpus, "gpus") if gpus is not None else None
-    counts = counts or counts_up_to(make_scenario(ctx=lengths[-1], **scenario)[0].num_gpus)
-    base, notes = make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
-    return base, notes, lengths, counts
+    return build_scenario(args)
 
 
-def parsed(value: Any, parse: Callable[..., Any], parameter: str, **options: bool) -> Any:
-    """Text as a number; the rest is left for the type that checks it."""
-    return parse(value, parameter, **options) if isinstance(value, str) else value
+def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+    """Build the scenario of the longest context on the most GPUs; also its notes, all contexts and numbers of GPUs.
+
+    Without `gpus` these are 2, 4, 8, ... up to the number of GPUs of the cluster. Raises InputError.
+    """
+    values = {one.name: getattr(args, one.name) for one in fields(args)}
+    lengths = lengths_of(args.ctx, "ctx")
+    values["ctx"] = lengths[-1]
+    if args.gpus is None:
+        scenario, _ = build_scenario(ScenarioArgs(**values))
+        counts = counts_up_to(scenario.num_gpus)
+    else:
+        counts = counts_of(args.gpus, "gpus")
+    scenario, notes = build_scenario(ScenarioArgs(**values | {"gpus": counts[-1]}))
+    return scenario, notes, lengths, counts
 
 
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
@@ -186,10 +138,8 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     return (f"{cluster.name} has {cluster.num_gpus} {kind}; {gpus} are simulated on {longer[cluster.topology]}",)
 
 
-def _profile_of(
-    profile: str | PathLike[str] | CalibrationProfile | None, cluster: Cluster | None
-) -> CalibrationProfile | None:
-    """The profile asked for; by default the one of the cluster's GPU, else the datasheet's roofline."""
+def _profile_of(profile: str | CalibrationProfile | None, cluster: Cluster | None) -> CalibrationProfile | None:
+    """The given profile; by default the one of the cluster's GPU, else the datasheet's roofline."""
     if isinstance(profile, CalibrationProfile):
         return profile
     if profile is None:
@@ -197,15 +147,15 @@ def _profile_of(
             return load_profile(DEFAULT_PROFILES[0])
         defaults = (load_profile(name) for name in DEFAULT_PROFILES)
         return next((default for default in defaults if default.gpu == cluster.gpu.name), None)
-    return None if str(profile) == ROOFLINE else load_profile(str(profile))
+    return None if profile == ROOFLINE else load_profile(profile)
 
 
-def _engine_of(engine: str | PathLike[str] | Engine | None, profile: CalibrationProfile | None) -> Engine | None:
-    """The engine asked for; by default the profile's."""
-    asked = profile.engine if engine is None and profile is not None else engine
-    if asked is None or isinstance(asked, Engine):
-        return asked
-    return None if str(asked) == NO_ENGINE else load_engine(str(asked))
+def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) -> Engine | None:
+    """The given engine; by default the profile's."""
+    chosen = profile.engine if engine is None and profile is not None else engine
+    if isinstance(chosen, str):
+        return None if chosen == NO_ENGINE else load_engine(chosen)
+    return chosen
 
 
 def _dtype_of(profile: CalibrationProfile | None) -> str:

@@ -1,21 +1,38 @@
-"""The functions of the Python API, by keyword: from what a user writes to a Scenario, and on to the planner.
+"""The functions of the Python API: from what a user writes to a Scenario, and on to the planner.
 
-`kvrsim` offers them under its own name. Each loads its part of the planner when it is called.
+`kvrsim` offers them under its own name. Arguments are declared in kvrsim/arguments.py; all are keywords. Each function
+loads its part of the planner when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from kvrsim.arguments import checked, named, wholes
-from kvrsim.builder import ScenarioArgs, make_scenario, make_scenarios
-from kvrsim.choices import MAP_STRATEGIES
+from kvrsim.arguments import (
+    STRATEGY,
+    TABLE,
+    FleetArgs,
+    MapArgs,
+    MeasuredArgs,
+    NoiseArgs,
+    OnProgress,
+    PlanArgs,
+    ScenarioArgs,
+    ScenariosArgs,
+    SimulateArgs,
+    checked,
+    count,
+    flag,
+    function,
+    named,
+    strategies,
+    takes,
+)
+from kvrsim.builder import build_scenario, build_scenarios
 
 if TYPE_CHECKING:
-    from kvrsim.kernels.profile import CalibrationProfile
-    from kvrsim.noise import Noise
     from kvrsim.results.results import Plan, SimResult
     from kvrsim.strategies import Strategy
     from planner.capacity.result import CapacityPlan
@@ -23,267 +40,347 @@ if TYPE_CHECKING:
     from planner.map.map import StrategyMap
     from planner.predictor.predictor import TtftPredictor
     from planner.table.table import PartitionTable
+    from planner.uncertainty.noise import Disturbance
+
+_jobs = count(4096)
 
 
-@checked()
+@takes(ScenarioArgs, PlanArgs, NoiseArgs, timeline=flag, on_progress=function)
 def plan(
+    asked: ScenarioArgs,
+    compared: PlanArgs,
+    noise: NoiseArgs,
     *,
-    ctx: int | str,
-    strategies: Sequence[str | Strategy] | None = None,
-    method: str = "auto",
-    stride: int | str | None = None,
-    table: str | PathLike[str] | PartitionTable | None = None,
-    on_progress: Callable[[int, int | None, float], None] | None = None,
-    on_stage: Callable[[str, int, int], None] | None = None,
     timeline: bool = False,
-    noise: str | Noise | None = None,
-    samples: int = 200,
-    seed: int = 0,
-    **scenario: Unpack[ScenarioArgs],
+    on_progress: OnProgress | None = None,
 ) -> Plan:
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
-    strategies: names, such as "tp8+kvr-s", "./mine.py:STRATEGY" (a file's variable), "all", or Strategy objects; None:
-        KVR-S and all that need no search.
-    method: how partitions over single GPUs are searched: "grid" (the paper's), "analytical", or "auto".
-    stride: tokens; every searched chunk boundary is a multiple of it; None: chosen for the context.
-    table: where "kvr-p" looks up its partition: a file of build_table, or a PartitionTable.
-    on_progress: called with partitions simulated, the most there will be (None: unknown), best TTFT so far in seconds.
-    on_stage: called before each strategy with its name, its number from 1 and the number of strategies.
-    timeline: whether the plan carries the timelines of all strategies; without, `plot` compares their TTFTs.
-    noise: a spec as after --noise, or a Noise. Strategies are then ranked by their mean TTFT over `samples` samples of
-        this `seed`.
-    scenario: the other arguments of make_scenario (gpus, model, profile, ...).
+    Strategies may be names in a list or a text, or Strategy objects. Under noise they are ranked by their mean TTFT.
 
-    Raises InputError naming the parameter. Where nothing fits in memory, the plan's `feasible` is False.
+    Parameters
+    ----------
+    timeline : bool
+        Record the timelines of all strategies; without, `plot` compares their TTFTs.
+    on_progress : callable
+        Called with what is done, the total (None: unknown), and of what.
+
+    Returns
+    -------
+    Plan
+        Where nothing fits in memory, its `feasible` is False.
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> plan = kvrsim.plan(ctx="16k", gpus=8)
+    >>> plan.best.strategy, plan.best.partition
+    ('zigzag', (2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048))
     """
     from planner.candidates import Search
     from planner.plan import make_plan
-    from planner.uncertainty.noise import Disturbance
 
-    asked, warnings = make_scenario(ctx=ctx, **scenario)
+    scenario, warnings = build_scenario(asked)
     return make_plan(
-        asked,
-        strategies=strategies,
+        scenario,
+        strategies=compared.strategies,
         search=Search(
-            method=method,
-            stride=stride,  # type: ignore[arg-type]  # parsed by `checked`
-            table=_table(table),
-            on_progress=on_progress,
+            method=compared.method, stride=compared.stride, table=table_of(compared.table), on_progress=on_progress
         ),
-        disturbance=Disturbance.of(noise, samples, seed),
+        disturbance=disturbance_of(noise),
         timelines="all" if timeline else None,
         warnings=warnings,
-        seed=seed,
-        on_stage=on_stage,
+        seed=noise.seed,
     )
 
 
-@checked()
-def simulate(
-    *,
-    strategy: str | Strategy,
-    ctx: int | str,
-    partition: Sequence[int] | None = None,
-    table: str | PathLike[str] | PartitionTable | None = None,
-    executor: str | None = None,
-    timeline: bool = False,
-    breakdown: bool = False,
-    noise: str | Noise | None = None,
-    samples: int = 200,
-    seed: int = 0,
-    **scenario: Unpack[ScenarioArgs],
-) -> SimResult:
+@takes(ScenarioArgs, SimulateArgs, NoiseArgs, timeline=flag)
+def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timeline: bool = False) -> SimResult:
     """Simulate one strategy's prefill.
 
-    strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/explanation/strategies.md),
-        "./mine.py:STRATEGY" (a file's variable), or a Strategy.
-    partition: new tokens of each rank, summing to the context less the cached prefix; None: the strategy's own
-        ("kvr-s" searches it first, "kvr-p" looks it up).
-    table: where "kvr-p" looks it up: a file of build_table, or a PartitionTable.
-    executor: "batch", "event" (simulates the queue of every link), or None: chosen automatically.
-    timeline, breakdown: whether the result carries a timeline, and the seconds of every operation, its share of the
-        roofline and whether it was measured (result.breakdown.to_frame()); both need the event executor.
-    noise: a spec as after --noise, or a Noise; result.noisy is the distribution of TTFT over `samples` samples.
-    seed: of the noise.
-    scenario: the other arguments of make_scenario (gpus, model, profile, ...).
+    The strategy may be a Strategy object. Under noise, `noisy` of the result is the distribution of TTFT.
 
-    Raises InputError naming the parameter.
+    Parameters
+    ----------
+    timeline : bool
+        Record the timeline. It and `breakdown` need the event executor.
+
+    Returns
+    -------
+    SimResult
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> result = kvrsim.simulate(strategy="kvr-e", ctx="4k", gpus=2)
+    >>> result.partition
+    (2048, 2048)
     """
     from planner.candidates import Search
     from planner.simulate import run_simulation
-    from planner.uncertainty.noise import Disturbance
 
-    asked, warnings = make_scenario(ctx=ctx, **scenario)
+    scenario, warnings = build_scenario(asked)
+    record: Any = [*["timeline"] * timeline, *["breakdown"] * run.breakdown]
     return run_simulation(
-        asked,
-        strategy=strategy,
-        search=Search(partition=partition, table=_table(table)),
-        executor=executor,
-        record=[name for name, wanted in (("timeline", timeline), ("breakdown", breakdown)) if wanted],
-        disturbance=Disturbance.of(noise, samples, seed),
+        scenario,
+        strategy=run.strategy,
+        search=Search(partition=run.partition, table=table_of(run.table)),
+        executor=run.executor,
+        record=record,
+        disturbance=disturbance_of(noise),
         warnings=warnings,
-        seed=seed,
+        seed=noise.seed,
     )
 
 
-@checked(ctx=wholes, gpus=wholes)
+@takes(ScenariosArgs, strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
 def build_table(
+    asked: ScenariosArgs,
     *,
-    ctx: Sequence[int | str] | str,
-    gpus: Sequence[int | str] | str | None = None,
     strategy: str | Strategy = "kvr-s",
     jobs: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-    **scenario: Any,
+    on_progress: OnProgress | None = None,
 ) -> PartitionTable:
     """Search the best partition for many contexts and numbers of GPUs: a lookup table for "kvr-p".
 
-    ctx: contexts in tokens, or text such as "1k:32k:1k" (both ends included) or "4k,8k".
-    gpus: numbers of GPUs, or text such as "2,4,8"; None: 2, 4, 8, ... up to those of the cluster.
-    strategy: its partitions are searched; as in simulate.
-    jobs: processes; more than one needs a script with `if __name__ == "__main__"` on some systems.
-    on_progress: called with entries searched and entries in all.
-    scenario: the other arguments of make_scenario.
+    Parameters
+    ----------
+    strategy : str or Strategy
+        A strategy over single GPUs whose chunks are searched.
+    jobs : int
+        Processes; more than one needs a script with `if __name__ == "__main__"` on some systems.
+    on_progress : callable
+        As in `plan`.
 
-    Raises InputError naming the parameter.
+    Returns
+    -------
+    PartitionTable
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> table = kvrsim.build_table(ctx="1k,2k", gpus=2)
+    >>> [sum(entry.partition) for entry in table.entries]
+    [1024, 2048]
     """
     from planner.processes import Pool
     from planner.table.build import make_table
 
-    base, _, lengths, counts = make_scenarios(ctx=ctx, gpus=gpus, **scenario)
+    base, _, lengths, counts = build_scenarios(asked)
     with Pool(jobs=jobs) as pool:
         return make_table(base, counts, lengths, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
-@checked()
+@takes(strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
 def build_predictor(
-    *,
-    ctx: int | str = "128k",
-    batch: int | str = 1,
-    strategy: str | Strategy = "best",
-    jobs: int = 1,
-    on_progress: Callable[[int, int, str], None] | None = None,
-    **scenario: Any,
+    *, strategy: str | Strategy = "best", jobs: int = 1, on_progress: OnProgress | None = None, **scenario: Any
 ) -> TtftPredictor:
     """Simulate a grid of new tokens, cached prefixes and batches: what a router needs to predict TTFT without kvrsim.
 
-    ctx, batch: the longest context in tokens, cached prefix included, and the largest batch.
-    strategy: as in simulate; "best": the fastest that fits, of those that plan compares by default.
-    jobs: as in build_table. on_progress: called with parts done, parts in all, and what they are.
-    scenario: the other arguments of make_scenario, but for cached_prefix: every prefix is answered for.
+    Parameters
+    ----------
+    strategy : str or Strategy
+        As in `simulate`; "best": the fastest that fits, of those that `plan` compares by default.
+    jobs : int
+        As in `build_table`.
+    on_progress : callable
+        As in `plan`.
+    **scenario
+        Arguments of `make_scenario` but for cached_prefix; `ctx` ("128k" by default) and `batch` are the largest.
 
-    Raises InputError naming the parameter, also where no strategy fits in memory.
+    Returns
+    -------
+    TtftPredictor
+
+    Raises
+    ------
+    InputError
+        It names the parameter, also where no strategy fits in memory.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> predictor = kvrsim.build_predictor(ctx="2k", gpus=2, strategy="tp")
+    >>> predictor.predict(ctx=1500).strategy
+    'tp'
     """
     from planner.predictor.build import make_predictor
     from planner.processes import Pool
 
-    asked, _ = make_scenario(ctx=ctx, batch=batch, **scenario)
+    asked, _ = build_scenario(ScenarioArgs(**{"ctx": "128k"} | scenario))
     with Pool(jobs=jobs) as pool:
-        return make_predictor(asked, strategy=strategy, pool=pool, on_part=on_progress)
+        return make_predictor(asked, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
-@checked(ctx=wholes, gpus=wholes)
-def map_strategies(
-    *,
-    ctx: Sequence[int | str] | str,
-    gpus: Sequence[int | str] | str | None = None,
-    link_bandwidths: Sequence[float | str] | None = None,
-    strategies: Sequence[str | Strategy] = MAP_STRATEGIES,
-    on_place: Callable[[int, int], None] | None = None,
-    **scenario: Any,
-) -> StrategyMap:
+@takes(ScenariosArgs, MapArgs, on_progress=function)
+def map_strategies(asked: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None) -> StrategyMap:
     """Find which strategy on how many GPUs is the fastest, and from which context on each is faster than one GPU.
 
-    ctx, gpus: as those of build_table.
-    link_bandwidths: bytes per second and direction, or text such as "10GB/s"; None: the cluster's own.
-    strategies: as those of plan; one GPU is always compared.
-    on_place: called with the combinations done and their total number.
-    scenario: the other arguments of make_scenario.
+    One GPU is always compared.
 
-    Raises InputError naming the parameter.
+    Parameters
+    ----------
+    on_progress : callable
+        As in `plan`.
+
+    Returns
+    -------
+    StrategyMap
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> strategies = kvrsim.map_strategies(ctx="1k,4k", gpus=2, strategies=["tsp", "tp"])
+    >>> len(strategies.points)
+    6
     """
     from planner.map.map import make_map
 
-    base, warnings, lengths, counts = make_scenarios(ctx=ctx, gpus=gpus, **scenario)
+    base, warnings, lengths, counts = build_scenarios(asked)
     return make_map(
         base,
         lengths=lengths,
         gpu_counts=counts,
-        bandwidths=link_bandwidths,  # type: ignore[arg-type]  # parsed by `checked`
-        strategies=strategies,
+        bandwidths=compared.link_bandwidths,
+        strategies=compared.strategies,
         warnings=warnings,
-        on_place=on_place,
+        on_progress=on_progress,
     )
 
 
-@checked(requests=named())
+@takes(FleetArgs, strategies=strategies, on_progress=function)
 def capacity(
+    fleet: FleetArgs,
     *,
-    requests: str | PathLike[str],
-    slo_ttft: float | str,
     strategies: Sequence[str | Strategy] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
-    on_progress: Callable[[str], None] | None = None,
-    **options: Any,
+    on_progress: OnProgress | None = None,
+    **scenario: Any,
 ) -> CapacityPlan:
     """Find the smallest or cheapest fleet whose TTFT is within the target for a percentile of the requests.
 
-    requests: a trace, or "synthetic:...". slo_ttft: seconds, or text such as "2s".
-    strategies: what groups may run, as in plan; None: all that take no long search.
-    on_progress: called with what is being worked on.
-    options: the other options of `kvrsim capacity`, with _ for -.
+    Parameters
+    ----------
+    strategies : sequence of str or Strategy
+        What groups may run, as in `plan`; None: all that take no long search.
+    table : str, path or PartitionTable
+        Partitions of KVR-S; None: they are searched.
+    on_progress : callable
+        As in `plan`.
+    **scenario
+        The arguments of `make_scenario` that requests do not have: model, cluster, profile, ...
 
-    Raises InputError naming the parameter; where nothing meets the target, the plan's `feasible` is False.
+    Returns
+    -------
+    CapacityPlan
+        Where nothing meets the target, its `feasible` is False.
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> requests = "synthetic:poisson,rate=1,requests=50,context=1k"
+    >>> plan = kvrsim.capacity(requests=requests, slo_ttft="2s", group_sizes="1", replications=1)
+    >>> plan.feasible
+    True
     """
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
 
-    about = {name: options.pop(name) for name in ScenarioArgs.__annotations__.keys() & options}
-    scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
-    nodes = {"gpus_per_node": scenario.cluster.gpus_per_node}
-    request = make_request(requests=str(requests), slo_ttft=slo_ttft, **nodes | options)
-    policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=_table(table))
-    on_stage = None if on_progress is None else lambda stage: on_progress(stage())
-    return plan_capacity(scenario, request, policy, warnings=warnings, on_stage=on_stage)
+    asked, warnings = build_scenario(ScenarioArgs(ctx=1, gpus=1, **scenario))
+    request = make_request(**vars(fleet), gpus_per_node=asked.cluster.gpus_per_node)
+    policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=table_of(table))
+    return plan_capacity(asked, request, policy, warnings=warnings, on_progress=on_progress)
 
 
-@checked()
+@takes(MeasuredArgs, strategies=strategies, top=count(2**20), virtual=flag)
 def confirm(
+    asked: MeasuredArgs,
     *,
-    ctx: int | str,
-    model: str | PathLike[str],
-    profile: str | PathLike[str] | CalibrationProfile,
-    gpus: int | str = 2,
     strategies: Sequence[str] | None = None,
     top: int = 3,
     virtual: bool | None = None,
     hardware: dict[str, Any] | None = None,
-    **scenario: Any,
 ) -> Confirmation:
     """Run a plan's candidates on this machine, interleaved, and report the errors of the predictions.
 
-    profile: of this machine, as `kvrsim calibrate all` makes one.
-    strategies: names, or ["all"]; None: the paper's. top: partitions: the plan's, and the top - 1 best further ones.
-    virtual: replay all ranks on one device, with modelled messages; None: only where there are too few devices.
-    hardware: device, backend, threads, repeats and the other fields of planner.confirm.hardware.Hardware.
-    scenario: the other arguments of make_scenario; links given here are emulated.
+    `model` must be given by name or path, `profile` is of this machine, as `kvrsim calibrate all` makes one, and `gpus`
+    is the number of ranks. Links given here are emulated. It starts processes: a script needs `if __name__ ==
+    "__main__"`.
 
-    It starts processes: a script needs `if __name__ == "__main__"`. Raises InputError naming the parameter, RankError.
+    Parameters
+    ----------
+    strategies : sequence of str
+        Names, or ["all"]; None: the paper's.
+    top : int
+        Number of KVR partitions: the plan's, and the top - 1 next best.
+    virtual : bool
+        Replay all ranks on one device, with modelled messages; None: only where there are too few devices.
+    hardware : dict
+        Device, backend, threads, repeats and the other fields of planner.confirm.hardware.Hardware.
+
+    Returns
+    -------
+    Confirmation
+
+    Raises
+    ------
+    InputError
+        It names the parameter.
+    RankError
+        A rank failed.
+
+    Examples
+    --------
+    >>> import kvrsim
+    >>> found = kvrsim.confirm(ctx="1k", gpus=2, model="tiny.json", profile="here.json")  # doctest: +SKIP
+    >>> found.ok  # doctest: +SKIP
+    True
     """
     from planner.confirm.confirm import confirm as run
     from planner.confirm.hardware import Hardware
 
-    asked, warnings = make_scenario(ctx=ctx, gpus=gpus, model=model, profile=profile, **scenario)
-    emulated = scenario.get("link_bandwidth") is not None or scenario.get("link_latency") is not None
-    about: dict[str, Any] = {"config": str(model), "emulated": emulated} | (hardware or {})
-    here = Hardware(**about)
-    return run(asked, here, strategies=strategies, top=top, virtual=virtual, warnings=warnings)
+    scenario, warnings = build_scenario(asked)
+    emulated = asked.link_bandwidth is not None or asked.link_latency is not None
+    about: dict[str, Any] = {"config": str(asked.model), "emulated": emulated} | (hardware or {})
+    return run(scenario, Hardware(**about), strategies=strategies, top=top, virtual=virtual, warnings=warnings)
 
 
-def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
-    """A table, read where it is named by its file."""
+def table_of(given: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
+    """A table, read where its file is named."""
     from planner.table.table import load_table
 
-    return load_table(value) if isinstance(value, str) else value  # type: ignore[return-value]
+    table = checked(given, "table", TABLE)
+    return load_table(table) if isinstance(table, str) else table
+
+
+def disturbance_of(given: NoiseArgs) -> Disturbance | None:
+    """The noise that is asked for, and how often it is drawn; None: none is."""
+    from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance
+
+    return Disturbance.of(given.noise, given.samples or DEFAULT_SAMPLES, given.seed)

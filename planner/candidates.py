@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
@@ -23,7 +24,6 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks
-from planner.search.minimise import Progress
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
@@ -196,7 +196,7 @@ class Search:
     method: str = "auto"  # of searches over single GPUs, one of METHODS
     stride: int | None = None  # tokens; searched boundaries are multiples of it; None: chosen for the context
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
-    on_progress: Progress | None = None
+    on_progress: OnProgress | None = None
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
 
-OnStage = Callable[[str, int, int], None]  # a strategy, its number from 1, and how many there are
 MOST_SPANS = 200_000  # of all timelines together but the first: what a page holds and a browser moves
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, from which fewer GPUs cannot be as fast
@@ -60,7 +59,6 @@ def make_plan(
     timelines: Literal["best", "all"] | None = None,
     warnings: Sequence[str] = (),
     seed: int = 0,
-    on_stage: OnStage | None = None,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
@@ -74,7 +72,7 @@ def make_plan(
     comparison = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
     if disturbance is not None:
         scenario = disturbance.fixed(scenario)
-    contest = Contest.of(scenario, comparison, search, disturbance, on_stage)
+    contest = Contest.of(scenario, comparison, search, disturbance)
     best, bounds = contest.ranked[0], contest.bounds()
     spans, untimed = contest.timelines(timelines)
     return Plan(
@@ -111,7 +109,6 @@ class Contest:
         comparison: Comparison,
         search: Search,
         disturbance: Disturbance | None,
-        on_stage: OnStage | None,
     ) -> Contest:
         """Search the partition of every strategy; one that is near KVR's chain starts from the chain's partition."""
         for strategy in comparison.strategies:  # fail early: before the first search
@@ -121,8 +118,8 @@ class Contest:
                 search.candidate(scenario, strategy)
         by_name: dict[str, Candidate] = {}
         for number, strategy in enumerate(comparison.strategies, start=1):
-            if on_stage is not None:
-                on_stage(strategy.name, number, len(comparison.strategies))
+            if search.on_progress is not None:
+                search.on_progress(number - 1, None, f"{strategy.name} ({number} of {len(comparison.strategies)})")
             chain = by_name.get(chain_like(strategy).name)
             warm_start = None if chain is None or chain.search is None else chain.partition
             by_name[strategy.name] = search.candidate(scenario, strategy, warm_start)

@@ -14,6 +14,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvrsim.arguments import OnProgress
 from kvrsim.choices import POOL_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.version import __version__
@@ -94,15 +95,16 @@ class Pool:
         self,
         call: Callable[..., _Result],
         arguments: Sequence[tuple[Any, ...]],
-        on_done: Callable[[int, int], None] | None = None,
+        what: str = "calls",
+        on_progress: OnProgress | None = None,
     ) -> list[_Result]:
-        """Results in the order of the arguments; on_done: called with the calls done and the calls in all."""
+        """Results in the order of the arguments. what: the name of a call's work in reports of progress."""
         results: dict[int, _Result] = {}
         work = [(number, call, each) for number, each in enumerate(arguments)]
         for number, result in self.run(_numbered, work):
             results[number] = result
-            if on_done is not None:
-                on_done(len(results), len(work))
+            if on_progress is not None:
+                on_progress(len(results), len(work), what)
         return [results[number] for number in range(len(work))]
 
     def _enter_dask(self) -> None:

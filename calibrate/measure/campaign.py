@@ -16,15 +16,12 @@ import numpy as np
 
 from calibrate.data import Measurement, write_measurements
 from calibrate.measure.device import CpuLoad, Reading, faults_of, summary
-from calibrate.prefills.solve import Progress
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import KvrsimError
 from kvrsim.interp import median_error
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, fields_to_json, read
 from kvrsim.runtime.host import busy_cores
-
-OnProgress = Callable[[Progress], None]
-
 
 OriginOf = Callable[[list[Measurement]], Mapping[str, Any]]
 
@@ -133,18 +130,6 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Progress of a campaign."""
-
-    done_s: float  # of the budget
-    budget_s: float
-    samples: int
-    steady: int  # points
-    points: int
-    point: str  # being timed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Result of a campaign."""
 
@@ -182,7 +167,7 @@ def estimate(bench: Bench, policy: Policy) -> Estimate:
 
 
 def run_campaign(
-    bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: Callable[[Progress], None] | None = None
+    bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: OnProgress | None = None
 ) -> Outcome:
     """Measure every point LEAST_SAMPLES times; then repeat those with imprecise medians until the budget is used up.
 
@@ -223,7 +208,7 @@ class _Campaign:
     journal: CampaignJournal
     policy: Policy
     points: Sequence[str]
-    on_progress: Callable[[Progress], None] | None
+    on_progress: OnProgress | None
     skipped: dict[str, str] = field(default_factory=dict)
     spent_s: float = 0.0
 
@@ -295,18 +280,13 @@ class _Campaign:
 
     def _tell(self, point: str) -> None:
         if self.on_progress is not None:
-            self.on_progress(
-                Progress(
-                    done_s=min(self.spent_s, self.policy.budget_s),
-                    budget_s=self.policy.budget_s,
-                    samples=len(self.journal.samples),
-                    steady=sum(len(self.journal.of(one)) >= LEAST_SAMPLES and self._is_done(one) for one in self.points)
-                    if len(self.journal.samples) >= LEAST_SAMPLES * len(self.points)
-                    else 0,
-                    points=len(self.points),
-                    point=point,
-                )
-            )
+            samples, budget_s = len(self.journal.samples), self.policy.budget_s
+            steady = 0
+            if samples >= LEAST_SAMPLES * len(self.points):
+                steady = sum(len(self.journal.of(one)) >= LEAST_SAMPLES and self._is_done(one) for one in self.points)
+            late = " (time is up; the rest has too few samples)" if self.spent_s >= budget_s else ""
+            text = f"{samples} samples, {steady} of {len(self.points)} steady; {point}{late}; seconds"
+            self.on_progress(min(self.spent_s, budget_s), budget_s, text)
 
 
 # -- CampaignJournal: every sample is written at once, so that a killed campaign resumes.

@@ -14,6 +14,7 @@ import numpy as np
 
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
+from kvrsim.arguments import OnProgress
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine import PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
@@ -144,7 +145,7 @@ def fit_prefills(
     source: str,
     cluster: Cluster | None = None,
     interval_of: IntervalOf | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PrefillFit:
     """Fit an engine's terms to the cases, and make a profile of that name with the fitted engine.
 
@@ -305,7 +306,7 @@ def make_cases(
     profile: CalibrationProfile,
     cut: Cut,
     setting: Mapping[str, Any] | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PrefillCases:
     """The rows as cases of one profile.
 
@@ -327,7 +328,7 @@ def make_cases(
     kept, gpu_notes = _of_gpu(rows, profile)
     for number, row in enumerate(kept, start=1):
         if on_progress is not None:
-            on_progress(f"preparing row {number} of {len(kept)}")
+            on_progress(number, len(kept), "preparing rows")
         scenario, about = _scenario_of(row, profile, given)
         for note in about:
             notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
@@ -493,13 +494,13 @@ class PrefillCheck:
 
 
 def check_prefills(
-    cases: Sequence[PrefillCase], interval_of: IntervalOf, on_progress: Callable[[str], None] | None = None
+    cases: Sequence[PrefillCase], interval_of: IntervalOf, on_progress: OnProgress | None = None
 ) -> PrefillCheck:
     """Predict each case, with its 80 % interval."""
     rows = []
     for number, case in enumerate(cases, start=1):
         if on_progress is not None:
-            on_progress(f"predicting row {number} of {len(cases)}")
+            on_progress(number, len(cases), "predicting rows")
         predicted_s = case.ttft_s()
         span = interval_of(case.scenario, case.strategy, case.partition, predicted_s)
         rows.append(

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrsim.arguments import OnProgress
+
 Array = NDArray[np.float64]
 Predict = Callable[[Array], Array]  # values of the terms, shape (terms,), to seconds of every row, shape (rows,)
-Progress = Callable[[str], None]
 
 LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
 _NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row that is off by more is an outlier
@@ -63,24 +64,24 @@ def solve(
     measured_s: Array,
     priors: Sequence[Prior],
     cases: Sequence[Hashable],
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Solution:
     """Fit terms to rows, and again without each case.
 
     measured_s: (rows,). cases: of each row what was measured; rows of one case are left out together.
     """
     problem = _Problem(predict, np.asarray(measured_s, dtype=float), tuple(priors))
-    tell = on_progress or (lambda text: None)
+    report = on_progress or (lambda done, total, text: None)
     everyone = np.ones(len(measured_s), dtype=bool)
     before = problem.errors(np.zeros(len(priors)))
-    tell(f"fitting {len(priors)} terms to {len(measured_s)} rows")
+    report(0, None, f"fitting {len(priors)} terms to {len(measured_s)} rows")
     point, noise = problem.fit(everyone)
     errors = problem.errors(point)
     slopes = problem.slopes(point, errors)
     left_out = np.empty_like(errors)
     folds = _folds(cases)
     for number, fold in enumerate(folds, start=1):
-        tell(f"refitting without case {number} of {len(folds)}")
+        report(number, len(folds), "fits without one case")
         left_out[fold] = problem.errors(problem.refit(point, errors, slopes, ~fold, noise))[fold]
     sd = np.sqrt(np.diag(problem.covariance(errors, slopes, everyone, noise)))
     widths = np.array([prior.log_sd for prior in priors])

@@ -15,9 +15,7 @@ from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
 import kvrsim
-from kvrsim.cli.guide.help import sections_of
-from kvrsim.cli.lazy import GROUPS
-from kvrsim.cli.main import app
+from kvrsim.cli.main import GROUPS, app, sections_of
 
 ROOT = Path(__file__).parents[2]
 # Pages of the site whose source is outside docs/: path in the site -> path in the repository.
@@ -109,7 +107,7 @@ def _command(command: Any, path: str, parent: click.Context, level: int) -> list
             lines += _command(command.get_command(context, name), f"{path} {name}", context, level + 1)
         return lines
     lines += ["```", " ".join([path, *command.collect_usage_pieces(context)]), "```", ""]
-    for title, records in sections_of(command, context).items():
+    for title, records in sections_of(command, context):
         lines += [f"**{title}**", ""]
         for name, text in records:
             if "--help" not in name:

@@ -1,28 +1,166 @@
-"""The console entry: `run()`; every way to fail ends in one line on standard error and an exit code."""
+"""The console entry: `run()`; every way to fail ends in one line on standard error and an exit code.
+
+Commands are imported when they are looked at, so that one does not pay for the others.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from kvrsim.cli.lazy import LazyGroup
-from kvrsim.cli.mistakes import as_options, click_exception, command_of, wrong_use
-from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN, interrupted, remember
 from kvrsim.errors import KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
 
-ASKED = "__complete"  # the first word of a shell that completes a command line
 WRONG_USE = 2
 BUG = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
 ENDED = (129, 143)  # likewise of SIGHUP and SIGTERM
+_EXAMPLE = "Example: "
+_FEW = 8  # options that need no sections
+_ROOM = "kvrsim.cli.commands"
+# Under the title that help shows them under: of each command its summary, its module and what it is called there: a
+# function, or a typer.Typer with commands of its own.
+GROUPS = {
+    "Plan": {
+        "plan": ("Compare strategies for one prefill, each at its best.", "plan:plan"),
+        "simulate": ("Simulate one strategy's prefill, rank by rank.", "simulate:simulate"),
+        "map": ("Find the fastest strategy over contexts and GPUs.", "map:strategy_map"),
+        "capacity": ("Find the smallest or cheapest fleet for a TTFT target.", "capacity:capacity"),
+        "table": ("Build and look up partition tables.", "table:app"),
+        "predictor": ("Build and look up a TTFT predictor for routers.", "predictor:app"),
+    },
+    "Your machine": {
+        "calibrate": ("Measure a machine, and fit a profile to it.", "calibrate:app"),
+        "run": ("Measure one strategy's prefill on this machine.", "run:run"),
+        "confirm": ("Measure a plan's candidates on this machine.", "confirm:confirm"),
+    },
+    "Look up": {
+        "strategies": ("Ways to run one prefill on several GPUs.", "catalogue:strategies"),
+        "models": ("Built-in models, or any Hugging Face config.json.", "catalogue:models"),
+        "clusters": ("GPUs and the links between them.", "catalogue:clusters"),
+        "profiles": ("Calibration profiles: measured rates of machines.", "catalogue:profiles"),
+        "engines": ("Serving engines: the time that their software adds.", "catalogue:engines"),
+    },
+    "Check": {
+        "validate": ("Compare the simulator with published measurements.", "validate:app"),
+    },
+}
+COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
+
+
+class Command(TyperCommand):
+    """A command whose docstring may end with a paragraph `Example: kvrsim ...`."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """The docstring without its example."""
+        whole = self.help
+        self.help = (whole or "").partition(_EXAMPLE)[0].rstrip()
+        super().format_help_text(ctx, formatter)
+        self.help = whole
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, then options by section."""
+        write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The example."""
+        if example := " ".join((self.help or "").partition(_EXAMPLE)[2].split()):
+            with formatter.section("Example"):
+                formatter.write(f"{' ' * formatter.current_indent}{example}\n")
+
+
+class Group(TyperGroup):
+    """Commands with a summary in one line each."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Commands first: what a reader of this help looks for."""
+        self.format_commands(ctx, formatter)
+        write_options(self, ctx, formatter)
+
+
+class LazyGroup(Group):
+    """The program's commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Commands(COMMANDS)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of COMMANDS."""
+        return list(COMMANDS)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Commands by what they are for, none of them imported; then options."""
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), summary) for name, (summary, _) in commands.items()])
+        write_options(self, ctx, formatter)
+
+
+class _Commands(dict[str, Any]):
+    """The commands by name, each made when it is looked at."""
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(super().__getitem__(name), tuple):
+            self[name] = made(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - dict.get would not make it
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+def made(name: str) -> Any:
+    """A command, as Typer makes one of a program."""
+    summary, where = COMMANDS[name]
+    module, _, attribute = where.partition(":")
+    command = getattr(import_module(f"{_ROOM}.{module}"), attribute)
+    program = typer.Typer(add_completion=False, rich_markup_mode=None)
+    program.callback()(lambda: None)  # so that one command is one of a group
+    if isinstance(command, typer.Typer):
+        for one in command.registered_commands:
+            one.cls = Command
+        program.add_typer(command, name=name, cls=Group, help=summary)
+    else:
+        program.command(name, cls=Command)(command)
+    return typer.main.get_group(program).commands[name]
+
+
+def write_options(command: Any, ctx: Any, formatter: Any) -> None:
+    """The parameters that help shows, by section."""
+    for title, records in sections_of(command, ctx):
+        with formatter.section(title):
+            formatter.write_dl(records)
+
+
+def sections_of(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Parameters with their help: arguments, then options, of which many come in sections."""
+    from kvrsim.arguments import SECTIONS
+
+    params = [param for param in command.get_params(ctx) if param.get_help_record(ctx)]
+    options = [param for param in params if param.param_type_name == "option"]
+    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS, "Options")}
+    for param in params:
+        title = getattr(param, "rich_help_panel", None) or "Output"
+        title = "Arguments" if param not in options else title if len(options) > _FEW else "Options"
+        sections[title].append(param.get_help_record(ctx))
+    return ((title, records) for title, records in sections.items() if records)
+
 
 app = typer.Typer(
     name="kvrsim",
@@ -31,7 +169,6 @@ app = typer.Typer(
     epilog="Begin with: kvrsim plan --gpus 8 --ctx 16k. The options of a command: kvrsim help COMMAND.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -73,23 +210,26 @@ def _open_closed_streams() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code and raises nothing."""
-    remember(arguments)
+    from kvrsim.cli.output import NOT_WRITTEN, interrupted
+
+    arguments = list(arguments)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     try:
-        if arguments[:1] == [ASKED]:
-            return _complete(arguments[1:])
-        code = app(args=list(arguments), prog_name="kvrsim", standalone_mode=False)
+        code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
             return _fail(interrupted(), INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
-        command, path = command_of(arguments, typer.main.get_command(app))
-        return _fail(f"error: {as_options(error, command, path)}", error.exit_code)
+        from kvrsim.cli.mistakes import command_of, error_line
+
+        return _fail(f"error: {error_line(error, command_of(arguments, _program()))}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail(interrupted(), INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
-        if isinstance(error, SystemExit) and error.code in ENDED:
-            return int(error.code)  # a signal, while ranks were at work
+        if isinstance(error, SystemExit) and error.code in (0, *ENDED):
+            return int(error.code or 0)  # completion; or a signal, while ranks were at work
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return BROKEN_PIPE
     except OSError as error:  # a full disk, say
@@ -98,13 +238,8 @@ def main(arguments: Sequence[str]) -> int:
         return _fail_unexpectedly(error, arguments)
 
 
-def _complete(words: Sequence[str]) -> int:
-    """Answer a shell."""
-    from kvrsim.cli.guide.completion import answer
-
-    for line in answer(words, typer.main.get_command(app)):
-        typer.echo(line)
-    return 0
+def _program() -> Any:
+    return typer.main.get_command(app)
 
 
 def _fail(message: str, code: int) -> int:
@@ -117,9 +252,11 @@ def _fail(message: str, code: int) -> int:
 
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
     """Wrong use of the command line, which Typer raises as Click's exceptions; or a bug."""
+    from kvrsim.cli.mistakes import click_exception, command_of, usage_line
+    from kvrsim.cli.output import ADVICE
+
     if isinstance(error, click_exception()):
-        program = typer.main.get_command(app)
-        return _fail(f"error: {wrong_use(error, command_of(arguments, program)[0], arguments, program)}", WRONG_USE)
+        return _fail(f"error: {usage_line(error, command_of(arguments, _program()))}", WRONG_USE)
     if os.environ.get("KVRSIM_TRACEBACK"):
         import traceback
 

@@ -2,76 +2,74 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import typer
 
 from kvrsim.errors import InputError, KvrsimError
 
-_FIRST_NAME = re.compile(r"^[a-z][a-z0-9_]*(?=$|[: ])")
-_QUOTED_NAME = re.compile(r"`([a-z][a-z0-9_]*)`")
-_SAME = {"strategy": ("strategies",), "strategies": ("strategy",)}  # a command has one of the two
+_FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
+_QUOTED_NAME = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)`")
+_SAME = {"strategy": "strategies", "strategies": "strategy"}  # a command has one of the two
+_LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
+_MANY_NAMES = re.compile(r"[\w.+@-]+(?:, [\w.+@-]+){11,}")
 # Click says these in its messages alone.
 _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 
 
-def as_options(error: KvrsimError, command: Any, path: str = "") -> str:
+def error_line(error: KvrsimError, command: Any) -> str:
     """The error's line; a parameter that is an option of `command` (Click's) is spelled as that option.
 
-    Also that of an InputError which a rank has reported: the error's `faults` name it. path: the command's, without
-    `kvrsim`. Where a value is near to one that is accepted, the line ends with that one.
+    Also that of an InputError which a rank has reported: the error's `faults` name it. Where a value is near to one
+    that is accepted, the line ends with that one.
     """
-    options = _long_options(command)
+    options = options_of(command)
 
-    def spelled(name: str) -> str | None:
-        names = (name, *_SAME.get(name, ()))
-        return next((option for one in names if (option := "--" + one.replace("_", "-")) in options), None)
+    def spelled(match: re.Match[str]) -> str:
+        names = (f"--{one.replace('_', '-')}" for one in (match["name"], _SAME.get(match["name"], "")))
+        return next((one for one in names if one in options), match[0])
 
     def first_name(text: str) -> str:
-        return _FIRST_NAME.sub(lambda match: spelled(match[0]) or match[0], text, count=1)
+        return _FIRST_NAME.sub(spelled, text, count=1)
 
     if isinstance(error, InputError):
-        accepted = _QUOTED_NAME.sub(lambda match: spelled(match[1]) or match[0], error.accepted)
-        return _with_value(first_name(error.parameter), error.value, accepted, command, path)
+        name = first_name(error.parameter)
+        accepted = _QUOTED_NAME.sub(spelled, error.accepted)
+        meant = nearest(str(error.value), re.split(r"[,;:]? ", accepted))
+        if name in _LISTED:
+            accepted = _MANY_NAMES.sub(f"those of kvrsim {_LISTED[name]} list", accepted)
+        return _with_hint(str(InputError(name, error.value, accepted)), meant)
     text = str(error)
     for name in {fault.parameter for fault in getattr(error, "faults", ()) if fault.parameter}:
         text = text.replace(f": {name}: got", f": {first_name(name)}: got")
     return text
 
 
-def _with_value(name: str, value: object, accepted: str, command: Any, path: str) -> str:
-    """The line of an InputError, with the value that was meant."""
-    param = next((param for param in command.params if name in (*param.opts, param.metavar)), None)
-    if param is None or not isinstance(value, str):
-        return str(InputError(name, value, accepted))
-    from kvrsim.cli.guide.suggest import meant_value, shortened
-
-    meant = meant_value(value, name, param, command, path, accepted)
-    return _hinted(str(InputError(name, value, accepted if meant is None else shortened(accepted, param, path))), meant)
+def nearest(text: str, known: Iterable[str]) -> str | None:
+    """The known word that a misspelt one is nearest to; None: none is near, or it is one of them."""
+    words = list(known)
+    near = get_close_matches(text.lower(), words, n=1, cutoff=0.7)
+    near += [word for word in words if len(text) > 2 and word.startswith(text.lower())]
+    return near[0] if near and text not in words else None
 
 
-def _hinted(line: str, meant: str | None) -> str:
-    return line if meant is None else f"{line}; did you mean {meant}?"
+def options_of(command: Any) -> list[str]:
+    """Long options of a command of Click."""
+    return sorted(option for param in command.params for option in param.opts if option.startswith("--"))
 
 
-def command_of(arguments: Sequence[str], program: Any) -> tuple[Any, str]:
-    """The innermost command that the first arguments name, and these."""
-    command, words = program, []
+def command_of(arguments: Sequence[str], program: Any) -> Any:
+    """The innermost command that the first arguments name."""
     for word in arguments:
-        inner = getattr(command, "commands", {}).get(word)
+        inner = getattr(program, "commands", {}).get(word)
         if inner is None:
             break
-        command = inner
-        words.append(word)
-    return command, " ".join(words)
-
-
-def _long_options(command: Any) -> set[str]:
-    return {option for param in command.params for option in param.opts if option.startswith("--")}
+        program = inner
+    return program
 
 
 def click_exception() -> type[Exception]:
@@ -79,77 +77,37 @@ def click_exception() -> type[Exception]:
     return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
-def wrong_use(error: Any, command: Any, arguments: Sequence[str], program: Any) -> str:
+def usage_line(error: Any, command: Any) -> str:
     """Click's error about a command in kvrsim's form: argument, value, what is accepted, what was meant."""
-    from kvrsim.cli.guide import suggest
-
     context: Any = getattr(error, "ctx", None)
     message = error.format_message()
     full = "" if context is None else context.command_path
-    path = full.partition(" ")[2]
     match type(error).__name__:
         case "NoSuchOption" if context is not None:
-            given = _as_typed(error.option_name, arguments)
-            meant = suggest.meant_option(given, context.command, path, program)
-            options = ", ".join(_options(context.command)) if meant is None else f"those of {full} --help"
-            return _hinted(f"{given}: no such option of {full}, accepted: {options}", meant)
+            options = [*options_of(context.command), "--help"]
+            meant = nearest(error.option_name, options)
+            accepted = ", ".join(options) if meant is None else f"those of {full} --help"
+            return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", meant)
         case "MissingParameter" if error.param is not None:
-            line = f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
-            words = _words_alone(context, arguments)
-            meant = suggest.meant_words(words, _before(words, arguments), context.command, path) if words else None
-            return _hinted(line, meant)
+            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
         case "BadOptionUsage":
             option = next((param for param in command.params if error.option_name in param.opts), None)
             if option is not None and option.is_flag:
                 return f"{error.option_name}: got a value, accepted: the option alone"
             return f"{error.option_name}: got nothing, accepted: {_accepted(option)}"
-    commands = getattr(getattr(context, "command", None), "commands", None)
-    if commands:
-        got = _NO_SUCH_COMMAND.search(message)
-        shown = "nothing" if got is None else f"'{got[1]}'"
-        words = (
-            [] if got is None else list(arguments[list(arguments).index(got[1]) :]) if got[1] in arguments else [got[1]]
-        )
-        meant = suggest.meant_command(words, context.command, full) if words else None
+    if commands := getattr(getattr(context, "command", None), "commands", None):
+        given = _NO_SUCH_COMMAND.search(message)
+        meant = nearest(given[1], commands) if given else None
         accepted = ", ".join(commands) if meant is None else f"those of {full} --help"
-        return _hinted(f"command of {full}: got {shown}, accepted: {accepted}", meant)
+        value = f"'{given[1]}'" if given else "nothing"
+        return _with_hint(f"command of {full}: got {value}, accepted: {accepted}", meant and f"{full} {meant}")
     if extra := _EXTRA_ARGUMENT.search(message):
-        if (option := _without_value(context.command, arguments)) is not None:
-            return f"{option.opts[0]}: got nothing, accepted: {_accepted(option)}"
-        words = _words_alone(context, arguments) or extra[1].split()
-        meant = suggest.meant_words(words, _before(words, arguments), context.command, path)
-        return _hinted(f"arguments: got '{extra[1]}', accepted: none but the options of {full}", meant)
+        return f"arguments: got '{extra[1]}', accepted: none but the options of {full}"
     return str(message)
 
 
-def _as_typed(option: str, arguments: Sequence[str]) -> str:
-    """An option of one dash and several letters (-gpus), of which Click names the first letter alone."""
-    letter = option[1:2]
-    return next((one for one in arguments if re.fullmatch(r"-[a-z][\w-]+(=.*)?", one) and letter in one), option)
-
-
-def _without_value(command: Any, arguments: Sequence[str]) -> Any:
-    """The option that has taken the next option for its value; None: none has."""
-    options = {name: param for param in command.params for name in param.opts if name.startswith("-")}
-    pairs = ((options.get(one), after) for one, after in itertools.pairwise(arguments))
-    return next((param for param, after in pairs if param is not None and not param.is_flag and after in options), None)
-
-
-def _words_alone(context: Any, arguments: Sequence[str]) -> list[str]:
-    """Words that are neither options, nor their values, nor arguments that the command takes."""
-    rest = list(arguments[len(context.command_path.split()) - 1 :])
-    _, words, _ = context.command.make_parser(context).parse_args(rest)
-    return list(words)
-
-
-def _before(words: Sequence[str], arguments: Sequence[str]) -> Sequence[str]:
-    """All words before the first of some words."""
-    return arguments[: list(arguments).index(words[0])] if words and words[0] in arguments else ()
-
-
-def _options(command: Any) -> list[str]:
-    """Long options of a command, besides --help."""
-    return sorted(_long_options(command))
+def _with_hint(line: str, meant: str | None) -> str:
+    return line if meant is None else f"{line}; did you mean {meant}?"
 
 
 def _spelling(param: Any) -> str:

@@ -1,233 +1,294 @@
-"""Options that several commands share; all are taken as text, so that every error message is kvrsim's own."""
+"""Options of commands, generated from groups of arguments (kvrsim/arguments.py); groups that only commands have."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrsim.choices import ATTENTIONS, DTYPES
+from kvrsim.arguments import (
+    SEED,
+    Arguments,
+    MeasuredArgs,
+    Option,
+    PoolArgs,
+    checked,
+    choice,
+    count,
+    flag,
+    option,
+    quantity,
+    switch,
+)
+from kvrsim.choices import DEPLOY_ENGINES, DEVICES, RANK_BACKENDS
+from kvrsim.errors import InputError
+from kvrsim.units import parse_seconds, parse_share
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
+    from planner.confirm.hardware import Hardware
+    from planner.processes import Pool
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Seed = Annotated[
-    str, typer.Option("--seed", metavar="N", help="Seed of all random draws; the same seed gives the same answer.")
-]
-Table = Annotated[
-    str | None,
-    typer.Option("--table", metavar="FILE", help="Partition table for kvr-p; kvrsim table build writes one."),
-]
-PackTokens = Annotated[
-    str | None,
-    typer.Option(
-        "--pack-tokens",
-        metavar="LEN",
-        help="Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.",
-    ),
-]
-
-_GPUS = typer.Option("--gpus", metavar="N", help="Number of GPUs. Default: all of the cluster.")
-_RANKS = typer.Option("--gpus", metavar="N", help="Number of ranks.")
-_CONTEXTS = typer.Option(
-    "--ctx", metavar="LEN:LEN:STEP|LEN,...", help="Contexts: a range with both ends, such as 1k:32k:1k, or a list."
-)
-_COUNTS = typer.Option(
-    "--gpus", metavar="N,N,...", help="Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster."
-)
+FORMATS = ("csv", "md")
+COMPLETION = "_KVRSIM_COMPLETE"  # set by a shell that completes a command line (Typer)
+_DATA = Path(__file__).parents[1] / "data"
+_NAMED = {  # folder or file of kvrsim/data with the names of an option's values
+    **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},
+    **{"link": "links", "strategy": "strategies", "strategies": "strategies"},
+}
+JSON = switch("Print one JSON object instead of tables.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScenarioOptions:
-    """What a prediction is about, as text; the fields are the arguments of kvrsim.make_scenario."""
+def takes(
+    *groups: type[Arguments], fixed: Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command for Typer of a function whose first parameters are these groups.
 
-    ctx: Annotated[str, typer.Option("--ctx", metavar="LEN", help="Context length in tokens: 16k is 16384.")]
-    gpus: Annotated[str | None, _GPUS] = None
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", metavar="NAME|PATH", help="A built-in model, a Hugging Face config.json, or its folder."
-        ),
-    ] = "llama-7b"
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            metavar="NAME|PATH",
-            help="A calibration profile, or roofline. Default: the built-in one of the cluster's GPU.",
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME|PATH",
-            help="GPUs and their links. Default: where the profile was measured, or a100-nvlink.",
-        ),
-    ] = None
-    link_bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            "--link-bandwidth",
-            metavar="RATE",
-            help="Override the cluster's link bandwidth (per direction), such as 10GB/s.",
-        ),
-    ] = None
-    link_latency: Annotated[
-        str | None,
-        typer.Option("--link-latency", metavar="TIME", help="Override the cluster's link latency, such as 5us."),
-    ] = None
-    topology: Annotated[
-        str | None,
-        typer.Option("--topology", metavar="switch|bus|chain", help="Override the cluster's topology."),
-    ] = None
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            "--attention", metavar="|".join(ATTENTIONS), help="Attention kernel. Default: the profile's first."
-        ),
-    ] = None
-    batch: Annotated[
-        str, typer.Option("--batch", metavar="N", help="Number of sequences prefilled together, each of --ctx tokens.")
-    ] = "1"
-    cached_prefix: Annotated[
-        str,
-        typer.Option("--cached-prefix", metavar="LEN", help="Leading tokens whose K and V are already cached."),
-    ] = "0"
-    prefix_placement: Annotated[
-        str,
-        typer.Option(
-            "--prefix-placement",
-            metavar="all|sharded|host[:RATE]|remote[:RATE]",
-            help="Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory,"
-            " or in a remote store; RATE is a GPU's bandwidth to it, such as 20GB/s.",
-        ),
-    ] = "all"
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="|".join(DTYPES),
-            help="Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision."
-            " Default: fp16, or the profile's first.",
-        ),
-    ] = None
-    memory_fraction: Annotated[
-        str,
-        typer.Option(
-            "--memory-fraction", metavar="F", help="Share of each GPU's memory that the prefill may use, above 0 to 1."
-        ),
-    ] = "0.9"
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="NAME|PATH",
-            help="What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the"
-            " profile's.",
-        ),
-    ] = None
-    expert_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--expert-parallel", help="Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them."
-        ),
-    ] = False
-    expert_imbalance: Annotated[
-        str | None,
-        typer.Option(
-            "--expert-imbalance",
-            metavar="X",
-            help="With --expert-parallel, rows of the busiest GPU over the mean. Default: that of a power law.",
-        ),
-    ] = None
+    The command has an option for each of their fields, but for those with a `fixed` value, and for each further
+    parameter, whose default is an `option`, a `switch` or an `argument`.
+    """
+    fixed = fixed or {}
 
-    def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
-        """The scenario and its notes; InputError names the option."""
-        from kvrsim.builder import make_scenario
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(function).parameters.values())[len(groups) :]
+        declared: dict[str, Field[Any]] = {one.name: one for group in groups for one in fields(group)}
+        declared |= {one.name: one.default for one in own}
 
-        return make_scenario(**self._given())
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            given = {name: value for name, value in values.items() if value is not None}
+            parts = [
+                group.take(given, **{one.name: fixed[one.name] for one in fields(group) if one.name in fixed})
+                for group in groups
+            ]
+            rest = {one.name: checked(given.get(one.name), one.name, one.default) for one in own}
+            function(*parts, **rest)
 
-    def _given(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManyOptions(ScenarioOptions):
-    """The same with lists of contexts and of numbers of GPUs."""
-
-    ctx: Annotated[str, _CONTEXTS]
-    gpus: Annotated[str | None, _COUNTS] = None
-
-    def scenarios(self) -> tuple[Scenario, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        """The scenario of the longest context on the most GPUs, its notes, all contexts, and all numbers of GPUs."""
-        from kvrsim.builder import make_scenarios
-
-        return make_scenarios(**self._given())
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredOptions(ScenarioOptions):
-    """The same on as many GPUs as a small machine has ranks."""
-
-    gpus: Annotated[str | None, _RANKS] = "2"
-    prefix_placement: str = field(init=False, default="all")
-    expert_parallel: bool = field(init=False, default=False)
-    expert_imbalance: str | None = field(init=False, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadOptions(ScenarioOptions):
-    """The same without what a workload's requests say themselves."""
-
-    ctx: str = field(init=False, default="1")
-    gpus: str | None = field(init=False, default="1")
-    batch: str = field(init=False, default="1")
-    cached_prefix: str = field(init=False, default="0")
-    prefix_placement: str = field(init=False, default="all")
-    expert_parallel: bool = field(init=False, default=False)
-    expert_imbalance: str | None = field(init=False, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictorOptions(ScenarioOptions):
-    """The same up to the largest context and batch that a predictor answers for, with any cached prefix."""
-
-    ctx: Annotated[
-        str, typer.Option("--ctx", metavar="LEN", help="Longest context in tokens, cached prefix included.")
-    ] = "128k"
-    batch: Annotated[
-        str, typer.Option("--batch", metavar="N", help="Largest number of sequences prefilled together.")
-    ] = "1"
-    cached_prefix: str = field(init=False, default="0")
-    prefix_placement: str = field(init=False, default="all")
-
-
-def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, whose first parameters are these dataclasses, an option for each of their fields."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def spread(**values: Any) -> None:
-            own = [group(**{one: values.pop(one) for one in inspect.signature(group).parameters}) for group in groups]
-            command(*own, **values)
-
-        others = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
-        options = [parameter for group in groups for parameter in _parameters(group)]
-        named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*options, *others)]
-        spread.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-        return spread
+        parameters = [_parameter(name, one) for name, one in declared.items() if name not in fixed]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
 
     return decorate
 
 
-def _parameters(group: type) -> list[inspect.Parameter]:
-    """A dataclass's fields as parameters, which Typer turns into options."""
-    hints = get_type_hints(group, include_extras=True)
-    signature = inspect.signature(group)
-    return [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+def _parameter(name: str, declared: Field[Any]) -> inspect.Parameter:
+    """An argument as Typer reads it from a function's signature; values are text, which its check reads."""
+    known: Option = declared.metadata["option"]
+    is_required, default = declared.default is MISSING, declared.default
+    if not (is_required or default is None or isinstance(default, bool)):
+        default = ",".join(default) if isinstance(default, tuple) else str(default)
+    kind: Any = (
+        bool if known.check is flag else list[str] if known.metavar.endswith("...") and known.positional else str
+    )
+    if known.positional:
+        about: Any = typer.Argument(metavar=known.metavar, help=known.help)
+    else:
+        spelling = known.spelling or (f"--{name.replace('_', '-')}",)
+        about = typer.Option(
+            *spelling,
+            metavar=known.metavar or None,
+            help=known.help,
+            rich_help_panel=known.section,
+            autocompletion=_completion(name, known.metavar) if COMPLETION in os.environ else None,
+        )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else default,
+        annotation=Annotated[kind | None if default is None else kind, about],
+    )
+
+
+def _completion(name: str, metavar: str) -> Callable[[str], list[str]]:
+    """Values of an option for a shell: names that ship, and the words of the metavar, such as fp16|bf16."""
+    words = re.findall(r"(?<![\w:])[a-z][a-z0-9-]*", metavar)
+    if (path := _DATA / f"{_NAMED.get(name)}").is_dir():
+        words += sorted(one.stem for one in path.glob("*.json"))
+    elif (path := path.with_suffix(".json")).exists():
+        words += [word for word in json.loads(path.read_text("utf-8")) if not word.startswith("_")]
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{word}" for word in words if word.startswith(last)]
+
+    return complete
+
+
+def writable(value: object, parameter: str) -> str:
+    """Complain before the work, rather than after it, where a file cannot be written."""
+    path = str(value)
+    if path.startswith("-"):  # another command's standard output, or an option whose file was forgotten
+        raise InputError(parameter, path, f"a file; ./{path} is one of this name")
+    from kvrsim.io.files import check_writable
+
+    check_writable(path, parameter)
+    return path
+
+
+def picture(value: object, parameter: str, *, page: bool = False) -> str:
+    """The same for a figure, whose suffix names its format; page: .html is one of them."""
+    from kvrsim.views.figure import check_suffix
+
+    check_suffix(str(value), parameter, page=page)
+    return writable(value, parameter)
+
+
+picture_or_page = functools.partial(picture, page=True)
+
+
+def output(metavar: str, help: str, default: Any = MISSING) -> Any:
+    """Declare --output, -o."""
+    return option(metavar, help, "Output", writable, default, spelling=("--output", "-o"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineArgs(Arguments):
+    """Files of a timeline."""
+
+    trace: Any = option("FILE", "Write the timeline as JSON for Perfetto or chrome://tracing.", check=writable)
+    plot: Any = option("FILE", "Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf.", check=picture)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether either file is."""
+        return self.trace is not None or self.plot is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageArgs(TimelineArgs):
+    """The same where the picture may be an interactive page."""
+
+    plot: Any = option(
+        "FILE",
+        "Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.",
+        check=picture_or_page,
+    )
+
+    @property
+    def is_page(self) -> bool:
+        """Whether the picture is a page."""
+        return self.plot is not None and Path(self.plot).suffix.lower() == ".html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployArgs(Arguments):
+    """The serving engine that an answer is for."""
+
+    emit: Any = option(
+        "|".join(DEPLOY_ENGINES),
+        "Print what launches the answer on this engine. Without --strategies, only strategies that it has are"
+        " compared.",
+        check=choice(*DEPLOY_ENGINES),
+    )
+    only_deployable: Any = option(
+        "|".join(DEPLOY_ENGINES), "Compare only strategies that this engine has.", "Search", choice(*DEPLOY_ENGINES)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArgs(Arguments):
+    """How a command prints its answer."""
+
+    format: Any = option(
+        "|".join(FORMATS),
+        "Print the answer's table as CSV or as a Markdown table, with the names and units of --json.",
+        check=choice(*FORMATS),
+    )
+    json: Any = JSON
+
+    def check(self, **others: object) -> None:
+        """Refuse a format next to --json or to other options that print something."""
+        for name, value in {"json": self.json, **others}.items():
+            if self.format is not None and value:
+                raise InputError("format", self.format, f"nothing with `{name}`, which prints something else")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareArgs(Arguments):
+    """How ranks run on this machine."""
+
+    device: Any = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
+    backend: Any = option(
+        "|".join(RANK_BACKENDS),
+        "Backend of torch.distributed. Default: nccl where each rank has a GPU, else gloo.",
+        "Measurement",
+        choice(*RANK_BACKENDS),
+    )
+    threads: Any = option("N", "CPU threads of each rank. Default: the profile's, or 1.", "Measurement", count(1024))
+    repeats: Any = option("N", "Measured prefills of each candidate.", "Measurement", count(10_000), 5)
+    warmups: Any = option(
+        "N", "Unmeasured prefills of each candidate before them.", "Measurement", count(10_000, least=0), 1
+    )
+    side_traffic: Any = option(
+        "SHARE",
+        "Share of the emulated links' time (--link-bandwidth) that other traffic takes, such as 0.3.",
+        "Measurement",
+        quantity(parse_share, below=1),
+        "0",
+    )
+    timeout: Any = option(
+        "TIME",
+        "Longest wait of a rank for a message. Default: from the prediction.",
+        "Measurement",
+        quantity(parse_seconds),
+    )
+    seed: Any = SEED
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildArgs(PoolArgs):
+    """The same where starting processes always pays."""
+
+    jobs: Any = option("N", "Number of processes. Default: one per core.", "Processes", count(4096))
+
+
+def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
+    """The workers that the arguments ask for; every_core: by default one process per core."""
+    from planner.processes import Pool, cores
+
+    default = cores() if every_core or args.backend != "loky" else 1
+    return Pool(jobs=args.jobs or default, backend=args.backend, dask_address=args.dask_address)
+
+
+def hardware_of(args: HardwareArgs, asked: MeasuredArgs, scenario: Scenario) -> Hardware:
+    """How ranks run, with what torch finds on this machine; links are emulated where the user gives them."""
+    require_torch()
+    from kvrsim.runtime.host import chosen_device
+    from planner.confirm.hardware import Hardware
+
+    emulated = asked.link_bandwidth is not None or asked.link_latency is not None
+    device = chosen_device(args.device)
+    if args.backend == "nccl" and (device == "cpu" or emulated):
+        raise InputError("backend", args.backend, "gloo, on a CPU and over emulated links")
+    measured = None if scenario.profile is None else scenario.profile.cluster
+    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # as when it was measured
+    return Hardware(
+        config=asked.model,
+        device=device,
+        backend=args.backend,
+        threads=args.threads or threads,
+        repeats=args.repeats,
+        warmups=args.warmups,
+        seed=args.seed,
+        emulated=emulated,
+        traffic_share=args.side_traffic,
+        timeout_s=args.timeout,
+    )
+
+
+def require_torch() -> None:
+    """Raise InputError where torch or transformers is not installed."""
+    from importlib.util import find_spec
+
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            accepted = "torch and transformers, by pip install '.[hardware]' in a checkout of kvrsim"
+            raise InputError(name, "no such module", accepted)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
@@ -34,16 +35,16 @@ def plan_capacity(
     *,
     warnings: Sequence[str] = (),
     pool: Pool | None = None,
-    on_stage: Callable[[Callable[[], str]], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     policy: what groups may run; None: the usual strategies. pool: who simulates groups; None: this process.
-    on_stage: called with each stage as a function that says how far the stage is.
+    on_progress: called with each stage.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
-    report = on_stage or (lambda stage: None)
+    report = on_progress or (lambda done, total, text: None)
     policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
     request = _on_machine(scenario, request, policy)
     workloads = [
@@ -53,12 +54,12 @@ def plan_capacity(
     # Not on the context length of the scenario: a workload has many.
     notes = [*without(warnings, "context-range"), *_table_notes(scenario, policy, request.limits.sizes)]
     times = service_times(scenario, workloads, policy, request.pack_tokens)
-    report(lambda: f"prefill times of groups: {times.num_types} kinds of group done")
+    report(0, None, "prefill times of groups")
     if pool is not None and not pool.is_here:
         times.fill(request.limits.sizes, pool)
     simulator = FleetSimulator(request, workloads, times)
     search = FleetSearch(simulator)
-    report(lambda: f"fleets: {simulator.simulated} requests simulated")
+    report(0, None, "fleets")
     fits = search.all_fits(_stretch(workloads))
     answers = [(fit, simulator.answer(fit.fleet)) for fit in fits]
     if request.needs_confidence:
@@ -70,7 +71,7 @@ def plan_capacity(
             one.target.value_s,
         ),
     )
-    report(lambda: f"Pareto front: {simulator.simulated} requests simulated")
+    report(0, None, "Pareto front")
     front = FrontSearch(simulator, fits, search.largest()).front()
     infeasible = search.infeasible(fits)
     decoders = _decoders(scenario, request, workloads[0], fleets[0]) if fleets else None

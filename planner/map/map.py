@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from kvrsim.arguments import OnProgress
 from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json, to_json
@@ -226,9 +227,6 @@ def _break_even(places: Sequence[dict[str, MapPoint]], name: str, over: str) -> 
     )
 
 
-OnPlace = Callable[[int, int], None]  # places done, places in all
-
-
 def make_map(
     scenario: Scenario,
     *,
@@ -238,7 +236,7 @@ def make_map(
     strategies: Sequence[str | Strategy] = MAP_STRATEGIES,
     warnings: Sequence[str] = (),
     pool: Pool | None = None,
-    on_place: OnPlace | None = None,
+    on_progress: OnProgress | None = None,
 ) -> StrategyMap:
     """TTFTs of the strategies, and of one GPU, for every context, bandwidth and number of GPUs.
 
@@ -271,7 +269,7 @@ def make_map(
         shortest = min(place.request.new_tokens for place in wanted)
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
     refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
-    found = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], on_place)
+    found = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
     for here, chosen, reasons in found:
         points.extend(here)
         compared |= chosen

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.results.question import Question
@@ -22,7 +23,6 @@ from planner.processes import Pool
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.search import search
 
-OnPart = Callable[[int, int, str], None]  # parts done, parts in all, and what they are
 BEST = "best"
 _Result = TypeVar("_Result")
 _PER_DOUBLING = 4  # grid points of new tokens; more where linear interpolation is off
@@ -37,14 +37,14 @@ def make_predictor(
     *,
     strategy: str | Strategy = BEST,
     pool: Pool | None = None,
-    on_part: OnPart | None = None,
+    on_progress: OnProgress | None = None,
 ) -> TtftPredictor:
     """The predictor of a scenario, whose context and batch are the largest that it answers for.
 
     strategy: "best", the fastest of those that `plan` compares by default and that fit, or one by name.
     pool: who works; None: this process. Raises InputError where no strategy fits in memory.
     """
-    build = _Build(scenario, pool or Pool(), on_part)
+    build = _Build(scenario, pool or Pool(), on_progress)
     strategies = build.strategies(strategy)
     points = build.points(strategies)
     return TtftPredictor(
@@ -59,8 +59,8 @@ def make_predictor(
 
 
 class _Build:
-    def __init__(self, scenario: Scenario, pool: Pool, on_part: OnPart | None) -> None:
-        self.scenario, self.pool, self.on_part = scenario, pool, on_part
+    def __init__(self, scenario: Scenario, pool: Pool, on_progress: OnProgress | None) -> None:
+        self.scenario, self.pool, self.on_progress = scenario, pool, on_progress
         self.longest, most = scenario.request.context_len, scenario.request.batch
         self.fewest = 2 * scenario.num_gpus  # new tokens
         if self.longest < 2 * self.fewest:
@@ -141,12 +141,9 @@ class _Build:
 
     def _results(self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], what: str) -> Iterator[_Result]:
         """Results in the order of the work."""
-        if self.on_part is not None:
-            self.on_part(0, len(work), what)
-        on_part = self.on_part
-        yield from self.pool.ordered(
-            call, work, None if on_part is None else lambda done, total: on_part(done, total, what)
-        )
+        if self.on_progress is not None:
+            self.on_progress(0, len(work), what)
+        yield from self.pool.ordered(call, work, what, self.on_progress)
 
 
 # -- in a worker

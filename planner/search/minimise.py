@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.arguments import OnProgress
 from kvrsim.executors.run import rows_at_once, ttft_s
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-
-# Evaluations done, the most that there will be (None: unknown), and the best TTFT so far in seconds.
-Progress = Callable[[int, int | None, float], None]
+from kvrsim.units import format_seconds
 
 
 @dataclass(slots=True)
@@ -26,7 +25,7 @@ class Evaluator:
 
     scenario: Scenario
     strategy: Strategy
-    on_progress: Progress | None = None
+    on_progress: OnProgress | None = None
     evaluations: int = 0
     most: int | None = None  # evaluations that the search will not go beyond; None: unknown
     best_s: float = math.inf
@@ -49,7 +48,10 @@ class Evaluator:
     def report(self) -> None:
         """Report how many evaluations are done."""
         if self.on_progress is not None:
-            self.on_progress(self.evaluations, self.most, self.best_s)
+            most = "" if self.most is None else f" of at most {self.most}"
+            best = f", best TTFT {format_seconds(self.best_s)}" if math.isfinite(self.best_s) else ""
+            text = f"{self.strategy.name}: {self.evaluations} partitions simulated{most}{best}"
+            self.on_progress(self.evaluations, None, text)
 
     def one(self, chunks: tuple[int, ...]) -> float:
         """TTFT of one partition."""

@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.ends import embedding, step
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
@@ -30,7 +31,6 @@ from kvrsim.strategies.pipeline import context_ranks, even_layers
 from planner.search.minimise import (
     Boundaries,
     Evaluator,
-    Progress,
     Row,
     chunk_lens,
     chunks_between,
@@ -134,7 +134,7 @@ def search_pipeline(
     pieces: Partition | None = None,
     stride: int | None = None,
     least_piece: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> SearchResult:
     """The best pieces and stages found; of given `pieces`, the best stages.
 
@@ -154,7 +154,7 @@ def search_pipeline(
     return SearchResult(strategy=run.strategy, partition=partition, ttft_s=ttft_s, report=report)
 
 
-def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: Progress | None = None) -> SearchResult:
+def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
     """Even pieces: 1, 2, 4, ... of them, as long as TTFT falls.
 
     More pieces fill the stages sooner, fewer waste less on each. TTFT has one minimum: S stages take
@@ -205,7 +205,7 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
 
 class _Search:
     def __init__(
-        self, scenario: Scenario, strategy: Strategy, stride: int, least: int, on_progress: Progress | None
+        self, scenario: Scenario, strategy: Strategy, stride: int, least: int, on_progress: OnProgress | None
     ) -> None:
         self.scenario, self.stride, self.least, self.on_progress = scenario, stride, least, on_progress
         self.tokens, self.num_stages = scenario.request.new_tokens, scenario.cluster.num_gpus

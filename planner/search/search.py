@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
 from kvrsim.program import Array
@@ -20,7 +21,6 @@ from planner.search.grid import Floor, Grid
 from planner.search.minimise import (
     Boundaries,
     Evaluator,
-    Progress,
     Row,
     apart,
     chunk_lens,
@@ -59,7 +59,7 @@ def search(
     method: str = "auto",
     stride: int | None = None,
     warm_start: Partition | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> SearchResult:
     """The best partition found.
 

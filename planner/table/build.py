@@ -9,13 +9,14 @@ resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.io.journal import Journal
@@ -239,7 +240,6 @@ def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
     return run_partition(per_rank_scenario(scenario, strategy), strategy, even).ttft_s
 
 
-TableProgress = Callable[[int, int], None]  # entries done, entries in all
 Around = tuple[Draft, Draft] | None
 
 
@@ -251,7 +251,7 @@ def make_table(
     strategy: str | Strategy = KVR_S,
     pool: Pool | None = None,
     partial: Partial | None = None,
-    on_progress: TableProgress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PartitionTable:
     """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
 
@@ -268,13 +268,13 @@ def make_table(
     missing = [key for key in scenarios if key not in drafts]
     total = len(scenarios)
     if on_progress is not None:
-        on_progress(len(drafts), total)
+        on_progress(len(drafts), total, "entries")
     missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
     for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
         drafts[draft.key] = draft
         kept.add(draft)
         if on_progress is not None:
-            on_progress(len(drafts), total)
+            on_progress(len(drafts), total, "entries")
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
     work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _beside(drafts).items()]

@@ -108,7 +108,7 @@ def _partial() -> str:
     scenario, _ = kvrsim.make_scenario(ctx=512, gpus=2, profile="roofline")
     path = Path("built.json.partial")
 
-    def stop(done: int, _: int) -> None:
+    def stop(done: float, _total: float | None, _text: str) -> None:
         if done:
             raise InterruptedError
 

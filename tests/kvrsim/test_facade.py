@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.builder import ScenarioArgs
-from kvrsim.cli.options import ScenarioOptions
+from kvrsim.arguments import ScenarioArgs
 from tests.building.snapshot import assert_recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,14 +38,13 @@ def test_type_checkers_see_the_same_table() -> None:
     assert seen == homes | {("kvrsim.version", "__version__")}
 
 
-def test_one_list_of_scenario_parameters() -> None:
-    """The same names, for the same defaults, in make_scenario, in what other functions hand on, and as options."""
-    parameters = signature(kvrsim.make_scenario).parameters
-    assert ["ctx", *ScenarioArgs.__annotations__] == list(parameters)
-    options = {field.name: field.default for field in fields(ScenarioOptions) if field.name != "ctx"}
-    defaults = {name: parameters[name].default for name in options}
-    texts = {name: str(value) if isinstance(value, int | float | str) else value for name, value in defaults.items()}
-    assert options == texts | {name: value for name, value in defaults.items() if isinstance(value, bool)}
+def test_functions_take_what_is_declared() -> None:
+    """Signatures and docstrings have the fields of ScenarioArgs, with their defaults."""
+    declared = {one.name: one.default for one in fields(ScenarioArgs) if one.name != "ctx"}
+    for function in (kvrsim.make_scenario, kvrsim.plan, kvrsim.simulate):
+        parameters = signature(function).parameters
+        assert {name: parameters[name].default for name in declared} == declared
+        assert all(f"    {name} : " in (function.__doc__ or "") for name in ("ctx", *declared))
 
 
 def test_functions_say_what_they_do() -> None:
@@ -97,7 +95,7 @@ def test_names_paths_and_objects_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_plan() -> None:
-    seen: list[tuple[int, int | None, float]] = []
+    seen: list[tuple[float, float | None, str]] = []
     plan = kvrsim.plan(
         ctx="1k",
         gpus=2,

@@ -1,142 +1,151 @@
-"""`kvrsim calibrate compute` and `links`: measuring this machine."""
+"""`kvrsim calibrate`: from measurements of this machine, or from published ones, to a profile."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.cli.machine_options import Device as Device
-from kvrsim.cli.machine_options import require_torch
-from kvrsim.cli.options import Json, ScenarioOptions, takes
-from kvrsim.cli.outputs import print_json, resumable, tell
-from kvrsim.cli.parsing import check_output, check_plot, parse_choice, parse_list, parse_strategy
-from kvrsim.cli.progress import WorkProgress
-from kvrsim.cli.text import columns, facts, format_interval, narrowing, show
+from kvrsim.arguments import (
+    REQUIRED,
+    Arguments,
+    ScenarioArgs,
+    argument,
+    choice,
+    count,
+    named,
+    number,
+    option,
+    quantity,
+    switch,
+    text,
+    tokens,
+    whole,
+)
+from kvrsim.choices import ATTENTIONS, DEVICES
+from kvrsim.cli.options import JSON, output, picture, require_torch, takes, writable
+from kvrsim.cli.output import print_json, resumable, warn
+from kvrsim.cli.progress import Progress
+from kvrsim.cli.text import Hint, columns, facts, format_interval, narrowing, show
 from kvrsim.errors import InputError
 from kvrsim.text import printable
-from kvrsim.units import format_seconds
+from kvrsim.units import format_seconds, parse_bytes, parse_seconds
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     from calibrate.data import Measurement
     from calibrate.fit.report import FitReport
-    from calibrate.measure.campaign import Campaign, Measured, Outcome, Policy
+    from calibrate.measure.campaign import Campaign, Estimate, Measured, Outcome, Policy
     from calibrate.measure.forward import ComputeSetup
-    from calibrate.prefills.fit import Errors, FittedTerm, PrefillCases, PrefillCheck, PrefillFit
-    from calibrate.prefills.rows import PrefillDefaults
-    from kvrsim.kernels.profile import CalibrationProfile
+    from calibrate.prefills.fit import Errors, FittedTerm, PrefillCheck, PrefillFit
     from kvrsim.scenario import Scenario
 
 app = typer.Typer()
-
-Threads = Annotated[str, typer.Option("--threads", metavar="N", help="CPU threads of each rank.")]
-Ranks = Annotated[
-    str | None, typer.Option("--ranks", metavar="N", help="Number of ranks. Default: one per GPU, or cores / threads.")
-]
-Minutes = Annotated[
-    str, typer.Option("--minutes", metavar="M", help="Approximate time limit of the measurements, in minutes.")
-]
-EvenIfBusy = Annotated[
-    bool, typer.Option("--even-if-busy", help="Keep samples taken while other processes used the machine.")
-]
-Timeout = Annotated[
-    str, typer.Option("--timeout", metavar="TIME", help="Time after which an unresponsive rank counts as failed.")
-]
-CsvOutput = Annotated[
-    str,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Write the measurements as CSV. The same command resumes an interrupted run.",
-    ),
-]
+_ROWS = "Write the measurements as CSV. The same command resumes an interrupted run."
+_COMPUTE_SHARE = 0.75  # of the minutes of `all`
+_NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one
+_LISTED_DROPPED = 3  # points that do not fit into the time budget
+_PREFILLS = "prefills"
+_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype")  # the others hold for all rows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerOptions:
-    """What to measure, as text; `setup` checks it."""
+def _kernels(value: object, parameter: str) -> tuple[str, ...]:
+    """Check a list of attention kernels."""
+    kernels = tuple(part.strip() for part in str(value).split(","))
+    if not set(kernels) <= set(ATTENTIONS) or len(set(kernels)) < len(kernels):
+        raise InputError(parameter, value, f"some of {', '.join(ATTENTIONS)}, separated by commas")
+    return kernels
 
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="NAME|PATH",
-            help="Model whose layers are measured: a built-in name, or a config.json's path.",
-        ),
-    ] = "llama-7b"
-    device: Device = "auto"
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Element type. Default: fp16; fp32 on a CPU."),
-    ] = None
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            "--attention",
-            metavar="KERNEL,...",
-            help="Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.",
-        ),
-    ] = None
-    ctx: Annotated[
-        str | None, typer.Option("--ctx", metavar="LEN", help="Longest context. Default: 16k; 4k on a CPU.")
-    ] = None
-    threads: Threads = "1"
+
+def _form(value: object, parameter: str) -> str:
+    """Check the form of an attention kernel."""
+    from calibrate.fit.attention import KERNELS
+
+    if value not in KERNELS:
+        raise InputError(parameter, value, ", ".join(KERNELS))
+    return str(value)
+
+
+DEVICE = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
+THREADS = option("N", "CPU threads of each rank.", "Measurement", count(1024), 1)
+RANKS = option("N", "Number of ranks. Default: one per GPU, or cores / threads.", "Measurement", count(64))
+TIMEOUT = option(
+    "TIME", "Time after which an unresponsive rank counts as failed.", "Measurement", quantity(parse_seconds), "60s"
+)
+BUSY = switch("Keep samples taken while other processes used the machine.", "Measurement")
+NAME = option("NAME", "Name of the profile. Default: its file's.")
+
+
+def _minutes(default: float) -> Any:
+    limits = number(least=0.05, most=24 * 60)
+    return option("M", "Approximate time limit of the measurements, in minutes.", "Measurement", limits, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerArgs(Arguments):
+    """Which layers are measured, and how."""
+
+    model: Any = option(
+        "NAME|PATH",
+        "Model whose layers are measured: a built-in name, or a config.json's path.",
+        "Question",
+        text,
+        "llama-7b",
+    )
+    ctx: Any = option("LEN", "Longest context. Default: 16k; 4k on a CPU.", "Question", tokens)
+    dtype: Any = option(
+        "fp16|bf16|fp32", "Element type. Default: fp16; fp32 on a CPU.", "Question", choice("fp16", "bf16", "fp32")
+    )
+    attention: Any = option(
+        "KERNEL,...",
+        "Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.",
+        "Machine",
+        _kernels,
+    )
+    device: Any = DEVICE
+    threads: Any = THREADS
 
     def setup(self) -> ComputeSetup:
-        """Checked, with what torch finds on this machine; InputError names the option."""
+        """What is measured, with what torch finds on this machine."""
         require_torch()
         from calibrate.measure.forward import ComputeSetup
         from kvrsim.io.schema import JsonObject
         from kvrsim.model.load import config_path, load_model
-        from kvrsim.runtime.geometry import DTYPES, family_of
+        from kvrsim.runtime.geometry import family_of
         from kvrsim.runtime.host import chosen_device, num_gpus
-        from kvrsim.units import parse_count, parse_tokens
 
         model = load_model(self.model)
         config = JsonObject.read(config_path(self.model, "model"), "model").fields
         family_of(model.model_type)
-        parse_choice(self.dtype, "dtype", tuple(DTYPES))
         device = chosen_device(self.device)
         on_cpu = device == "cpu"
-        dtype = self.dtype or ("fp32" if on_cpu else "fp16")
         return ComputeSetup(
             model=model,
             config={key: value for key, value in config.items() if not key.startswith("_")},
             device=device,
-            dtype=dtype,
-            kernels=self._kernels(on_cpu),
-            max_context=parse_tokens(self.ctx or ("4k" if on_cpu else "16k"), "ctx"),
-            threads=parse_count(self.threads, "threads", maximum=1024),
+            dtype=self.dtype or ("fp32" if on_cpu else "fp16"),
+            kernels=self.attention or (("sdpa",) if on_cpu else ATTENTIONS),
+            max_context=self.ctx or (2**12 if on_cpu else 2**14),
+            threads=self.threads,
             num_gpus=1 if on_cpu else num_gpus(),
         )
 
-    def _kernels(self, on_cpu: bool) -> tuple[str, ...]:
-        from kvrsim.choices import ATTENTIONS
 
-        accepted = f"some of {', '.join(ATTENTIONS)}, separated by commas"
-        named = self.attention or ("sdpa" if on_cpu else ",".join(ATTENTIONS))
-        kernels = parse_list(named, "attention", accepted)
-        if not set(kernels) <= set(ATTENTIONS) or len(set(kernels)) < len(kernels):
-            raise InputError("attention", named, accepted)
-        return tuple(kernels)
-
-
-@takes(LayerOptions)
+@takes(LayerArgs)
 def compute(
-    layers: LayerOptions,
+    layers: LayerArgs,
     *,
-    output: CsvOutput,
-    minutes: Minutes = "3",
-    even_if_busy: EvenIfBusy = False,
-    json: Json = False,
+    minutes: Any = _minutes(3),
+    even_if_busy: Any = BUSY,
+    output: Any = output("FILE", _ROWS),
+    json: Any = JSON,
 ) -> None:
     """Measure a model's decoder layers on this machine.
 
@@ -144,26 +153,26 @@ def compute(
 
     Example: kvrsim calibrate compute --model llama-3-8b -o compute.csv
     """
-    check_output(output, "output")
-    setup = layers.setup()
     from calibrate.measure.compute import compute_campaign
 
-    campaign = compute_campaign(setup, Path(output), command())
-    _measure_one(campaign, policy_of(minutes, even_if_busy), "layers", json=json)
+    campaign = compute_campaign(layers.setup(), Path(output), command())
+    _measure_one(campaign, _policy(minutes, even_if_busy), "layers", json=json)
 
 
+@takes()
 def links(
-    output: CsvOutput,
-    device: Device = "auto",
-    ranks: Ranks = None,
-    threads: Threads = "1",
-    max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="Longest message, such as a layer's K and V.")
-    ] = "64MiB",
-    minutes: Minutes = "2",
-    timeout: Timeout = "60s",
-    even_if_busy: EvenIfBusy = False,
-    json: Json = False,
+    *,
+    device: Any = DEVICE,
+    ranks: Any = RANKS,
+    threads: Any = THREADS,
+    max_bytes: Any = option(
+        "SIZE", "Longest message, such as a layer's K and V.", "Measurement", quantity(parse_bytes), "64MiB"
+    ),
+    minutes: Any = _minutes(2),
+    timeout: Any = TIMEOUT,
+    even_if_busy: Any = BUSY,
+    output: Any = output("FILE", _ROWS),
+    json: Any = JSON,
 ) -> None:
     """Measure messages and all-gathers between this machine's ranks.
 
@@ -171,67 +180,77 @@ def links(
 
     Example: kvrsim calibrate links --ranks 2 -o links.csv
     """
-    check_output(output, "output")
     require_torch()
     from calibrate.measure.links import link_campaign
     from kvrsim.runtime.host import chosen_device
-    from kvrsim.units import parse_bytes, parse_count, parse_seconds
 
     place = chosen_device(device)
-    cores = parse_count(threads, "threads", maximum=1024)
+    num_ranks = _num_ranks(ranks, place, threads)
+    if num_ranks < 2:
+        raise InputError("ranks", num_ranks, "at least 2: links join ranks")
     campaign = link_campaign(
-        ranks=parse_ranks(ranks, place, cores, least=2),
+        ranks=num_ranks,
         device=place,
         backend="nccl" if place == "cuda" else "gloo",
-        threads=cores,
-        max_bytes=parse_bytes(max_bytes, "max_bytes"),
-        timeout_s=parse_seconds(timeout, "timeout"),
+        threads=threads,
+        max_bytes=max_bytes,
+        timeout_s=timeout,
         output=Path(output),
         command=command(),
     )
-    _measure_one(campaign, policy_of(minutes, even_if_busy), "links", json=json)
+    _measure_one(campaign, _policy(minutes, even_if_busy), "links", json=json)
 
 
-def parse_ranks(text: str | None, device: str, threads: int, *, least: int = 1) -> int:
-    """As many as asked for, or as the machine has; InputError where that is fewer than `least`."""
+def _num_ranks(ranks: int | None, device: str, threads: int) -> int:
+    """The given number of ranks, or as many as the machine has room for."""
     from kvrsim.runtime.host import devices
-    from kvrsim.units import parse_count
 
-    ranks = devices(device, threads) if text is None else parse_count(text, "ranks", maximum=64)
-    if ranks < least:
-        raise InputError("ranks", ranks, f"at least {least}: links join ranks")
-    return ranks
+    return devices(device, threads) if ranks is None else ranks
 
 
-def policy_of(minutes: str, even_if_busy: bool, share: float = 1.0) -> Policy:
-    """A budget of so many minutes, or of a share of them."""
+def _policy(minutes: float, even_if_busy: bool, share: float = 1.0) -> Policy:
+    """A budget of a share of some minutes."""
     from calibrate.measure.campaign import Policy
-    from kvrsim.units import parse_number
 
-    value = parse_number(minutes, "minutes", least=0.05, most=24 * 60)
-    return Policy(budget_s=60 * value * share, even_if_busy=even_if_busy)
+    return Policy(budget_s=60 * minutes * share, even_if_busy=even_if_busy)
 
 
-def run(campaign: Campaign, policy: Policy, title: str) -> Measured:
+def _run(campaign: Campaign, policy: Policy, title: str) -> Measured:
     """Measure, with an estimate first and a progress bar, both on standard error."""
     from calibrate.measure.campaign import journal_path, measure
-    from kvrsim.cli.progress import CampaignProgress, tell_estimate
 
-    with resumable(journal_path(campaign.output)), CampaignProgress(title) as progress:
+    with (
+        resumable(journal_path(campaign.output)),
+        Progress(f"{title}: preparing", is_timed=True) as progress,
+    ):
         return measure(
             campaign,
             policy,
-            on_estimate=lambda found, resumed: tell_estimate(title, found, policy, resumed),
-            on_progress=progress,
+            on_estimate=lambda estimate, resumed: _print_estimate(title, estimate, policy, resumed),
+            on_progress=lambda done, total, what: progress(done, total, f"{title}: {what}"),
         )
 
 
+def _print_estimate(title: str, estimate: Estimate, policy: Policy, resumed: int) -> None:
+    """Print what will be measured and how long it takes."""
+    span = f"{_time(min(estimate.least_s, policy.budget_s))} to {_time(policy.budget_s)}"
+    resuming = f", resuming from {resumed} samples" if resumed else ""
+    typer.echo(f"{title}: {len(estimate.points)} points, {span}{resuming}", err=True)
+    if dropped := estimate.dropped:
+        more = f" and {len(dropped) - _LISTED_DROPPED} more" if len(dropped) > _LISTED_DROPPED else ""
+        names = ", ".join(dropped[:_LISTED_DROPPED])
+        typer.echo(f"{title}: dropped because of the time budget (--minutes): {names}{more}", err=True)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
 def _measure_one(campaign: Campaign, policy: Policy, title: str, *, json: bool) -> None:
-    measured = run(campaign, policy, title)
+    measured = _run(campaign, policy, title)
     measured.journal.remove()
-    told = outcome_json(measured.outcome) | {"output": str(campaign.output)}
     if json:
-        print_json(told)
+        print_json(outcome_json(measured.outcome) | {"output": str(campaign.output)})
     else:
         show_outcome(measured.outcome, str(campaign.output))
 
@@ -249,7 +268,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def median_spread(outcome: Outcome) -> float | None:
-    """Of the repeats: interquartile range over median, in the middle of all rows."""
+    """Median over all rows of the interquartile range over the median of the repeats."""
     from statistics import median
 
     spreads = [row.spread_s / row.median_s for row in outcome.rows if row.spread_s is not None]
@@ -258,8 +277,6 @@ def median_spread(outcome: Outcome) -> float | None:
 
 def show_outcome(outcome: Outcome, output: str) -> None:
     """One line each for what was measured, what was not, and where it is."""
-    from kvrsim.cli.text import facts, show
-
     table = facts()
     spread = median_spread(outcome)
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
@@ -279,66 +296,30 @@ def command() -> str:
     return " ".join(["kvrsim", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
 
 
-# -- `kvrsim calibrate fit` and `import`: measurements to a profile, and how well it agrees with them.
+@dataclass(frozen=True, kw_only=True)
+class FitArgs(Arguments):
+    """What is fitted, and where it is written."""
 
-Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the profile, as JSON.")]
-Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the profile. Default: its file's.")]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitOptions:
-    """What to fit and where to write it; `check` before the work."""
-
-    output: Output
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME|PATH", help="The GPU measured. Default: the one named in the rows."),
-    ] = None
-    link: Annotated[
-        str | None,
-        typer.Option("--link", metavar="NAME|PATH", help="The link measured. Default: the one of the GPU's cluster."),
-    ] = None
-    name: Name = None
-    attention_kernel: Annotated[
-        str | None,
-        typer.Option(
-            "--attention-kernel",
-            metavar="fa2|flashinfer|paged|fa3|eager",
-            help="Form of the kernel. Default: the best fit.",
-        ),
-    ] = None
-    report: Annotated[
-        str | None, typer.Option("--report", metavar="FILE", help="Also write the errors of the fit as Markdown.")
-    ] = None
-    plot: Annotated[
-        str | None,
-        typer.Option("--plot", metavar="FILE", help="Plot fitted against measured times: FILE.png, .svg or .pdf."),
-    ] = None
-    json: Json = False
-
-    def check(self) -> None:
-        """Complain before the work rather than after it."""
-        check_output(self.output, "output")
-        check_output(self.report, "report")
-        check_plot(self.plot)
-        if self.attention_kernel is not None:
-            from calibrate.fit.attention import KERNELS
-
-            if self.attention_kernel not in KERNELS:
-                raise InputError("attention_kernel", self.attention_kernel, ", ".join(KERNELS))
+    gpu: Any = option("NAME|PATH", "The GPU measured. Default: the one named in the rows.", "Machine")
+    link: Any = option("NAME|PATH", "The link measured. Default: the one of the GPU's cluster.", "Machine")
+    attention_kernel: Any = option(
+        "fa2|flashinfer|paged|fa3|eager", "Form of the kernel. Default: the best fit.", "Machine", _form
+    )
+    output: Any = output("FILE", "Write the profile, as JSON.")
+    name: Any = NAME
+    report: Any = option("FILE", "Also write the errors of the fit as Markdown.", check=writable)
+    plot: Any = option("FILE", "Plot fitted against measured times: FILE.png, .svg or .pdf.", check=picture)
+    json: Any = JSON
 
 
-@takes(FitOptions)
+@takes(FitArgs)
 def fit(
-    wanted: FitOptions,
+    wanted: FitArgs,
     *,
-    compute: Annotated[
-        str,
-        typer.Option("--compute", metavar="SOURCE", help="Measured kernels: CSV, or another source (see import)."),
-    ],
-    links: Annotated[
-        str | None, typer.Option("--links", metavar="SOURCE", help="Measured links. Default: the datasheet's.")
-    ] = None,
+    compute: Any = option(
+        "SOURCE", "Measured kernels: CSV, or another source (see import).", "Machine", text, REQUIRED
+    ),
+    links: Any = option("SOURCE", "Measured links. Default: the datasheet's.", "Machine"),
 ) -> None:
     """Fit a profile to measurements of one GPU and its links.
 
@@ -346,34 +327,20 @@ def fit(
 
     Example: kvrsim calibrate fit --compute compute.csv --links links.csv -o here.json
     """
-    from calibrate.data import read_origins
-    from calibrate.importers import read_source
-
-    wanted.check()
-    rows = read_source(compute, "compute")
-    origins = read_origins([compute], "compute")
-    if links is not None:
-        rows += read_source(links, "links")
-        origins += read_origins([links], "links")
-    found = write_fit(rows, wanted, "compute", origins)
-    if wanted.json:
-        print_json(found)
+    sources = {"compute": compute} | ({} if links is None else {"links": links})
+    _fit(sources, wanted, "compute")
 
 
-@takes(FitOptions)
+@takes(FitArgs)
 def import_(
-    wanted: FitOptions,
+    wanted: FitArgs,
     *,
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE...",
-            help="aiconfigurator:SYSTEM, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
-        ),
-    ],
-    measurements: Annotated[
-        str | None, typer.Option("--measurements", metavar="FILE", help="Also write the rows as one CSV file.")
-    ] = None,
+    sources: Any = argument(
+        "SOURCE...",
+        "aiconfigurator:SYSTEM, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
+        check=lambda value, _: value,
+    ),
+    measurements: Any = option("FILE", "Also write the rows as one CSV file.", check=writable),
 ) -> None:
     """Fit a profile to measurements that others have published.
 
@@ -382,22 +349,32 @@ def import_(
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 
-    wanted.check()
-    check_output(measurements, "measurements")
-    with WorkProgress() as progress:
+    with Progress() as progress:
         rows = []
-        for source in sources:
-            progress(f"reading {printable(source)}")
+        for number, source in enumerate(sources):
+            progress(number, len(sources), f"reading {printable(source)}")
             rows += read_source(source, "SOURCE...")
     if measurements is not None:
         write_measurements(measurements, rows, "measurements")
-    found = write_fit(rows, wanted, "SOURCE...", read_origins(sources, "SOURCE..."))
+    content = write_fit(rows, wanted, "SOURCE...", read_origins(sources, "SOURCE..."))
     if wanted.json:
-        print_json(found)
+        print_json(content)
+
+
+def _fit(sources: Mapping[str, str], wanted: FitArgs, argument: str) -> None:
+    """Fit a profile to the rows of sources, by the argument that names each."""
+    from calibrate.data import read_origins
+    from calibrate.importers import read_source
+
+    rows = [row for name, source in sources.items() for row in read_source(source, name)]
+    origins = [origin for name, source in sources.items() for origin in read_origins([source], name)]
+    content = write_fit(rows, wanted, argument, origins)
+    if wanted.json:
+        print_json(content)
 
 
 def write_fit(
-    rows: list[Measurement], wanted: FitOptions, argument: str, origins: Sequence[Mapping[str, Any]] = ()
+    rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Fit, write, and print how well the profile agrees; with --json nothing is printed, the caller does."""
     from calibrate.fit.profile import FitChoices, Label, fit_profile
@@ -410,8 +387,7 @@ def write_fit(
     )
     link = link_of(spec, wanted.link, origins)
     choices = FitChoices(attention_kernel=wanted.attention_kernel, fused=wanted.attention_kernel != "eager")
-    with WorkProgress() as progress:
-        progress(f"fitting {len(rows)} rows")
+    with Progress(f"fitting {len(rows)} rows"):
         profile, found = fit_profile(
             rows, label, gpu=spec, link=link, choices=choices, argument=argument, origins=origins
         )
@@ -425,10 +401,9 @@ def write_fit(
     return found.to_dict()
 
 
-def _show(found: FitReport, wanted: FitOptions) -> None:
+def _show(found: FitReport, wanted: FitArgs) -> None:
     """One row per operation, then notes."""
     from calibrate.fit.report import TITLES
-    from kvrsim.cli.text import Hint, columns, facts, show
 
     table = columns("operation")
     columns("rows", "error", "held-out", numbers=True, into=table)
@@ -450,42 +425,21 @@ def _show(found: FitReport, wanted: FitOptions) -> None:
     show(table, "", meaning, "", notes, plan)
 
 
-# -- `kvrsim calibrate all`: from nothing to a profile of this machine, in one command.
-
-_COMPUTE_SHARE = 0.75  # of the minutes
-_NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one
-_SUFFIX = ".json"
-
-ProfileOutput = Annotated[
-    str,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE.json",
-        help="Write the profile, and beside it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png.",
-    ),
-]
-
-
-@takes(LayerOptions)
+@takes(LayerArgs)
 def calibrate_all(
-    layers: LayerOptions,
+    layers: LayerArgs,
     *,
-    output: ProfileOutput,
-    ranks: Ranks = None,
-    links: Annotated[
-        str | None,
-        typer.Option("--links", metavar="FILE", help="Use links measured elsewhere instead of measuring them."),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option("--link", metavar="NAME|PATH", help="Use a datasheet's link instead of measuring it."),
-    ] = None,
-    name: Name = None,
-    minutes: Minutes = "4",
-    timeout: Timeout = "60s",
-    even_if_busy: EvenIfBusy = False,
-    json: Json = False,
+    links: Any = option("FILE", "Use links measured elsewhere instead of measuring them.", "Machine"),
+    link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
+    ranks: Any = RANKS,
+    minutes: Any = _minutes(4),
+    timeout: Any = TIMEOUT,
+    even_if_busy: Any = BUSY,
+    output: Any = output(
+        "FILE.json", "Write the profile, and beside it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png."
+    ),
+    name: Any = NAME,
+    json: Any = JSON,
 ) -> None:
     """Measure layers and links of this machine and fit a profile.
 
@@ -493,190 +447,96 @@ def calibrate_all(
 
     Example: kvrsim calibrate all --minutes 5 -o here.json
     """
+    from calibrate.data import read_origins
     from calibrate.importers import read_source
-    from kvrsim.units import parse_seconds
+    from calibrate.measure.compute import compute_campaign, layer_kv_bytes
+    from calibrate.measure.links import link_campaign
 
-    check_output(output, "output")
-    if Path(output).suffix != _SUFFIX:
-        raise InputError("output", output, f"a file that ends in {_SUFFIX}")
+    if Path(output).suffix != ".json":
+        raise InputError("output", output, "a file that ends in .json")
     if links is not None and link is not None:
         raise InputError("link", link, "nothing where --links is given")
     if links is not None:
         read_source(links, "links")  # complain before the work
     setup = layers.setup()
-    count = parse_ranks(ranks, setup.device, setup.threads)
-    files = _Files(output)
-    steps = [("layers", files.compute_campaign(setup), _COMPUTE_SHARE)]
-    if links is None and link is None and count > 1:
-        timeout_s = parse_seconds(timeout, "timeout")
-        steps.append(("links", files.link_campaign(setup, count, timeout_s), 1 - _COMPUTE_SHARE))
-    done = [_step(*step, minutes, even_if_busy) for step in steps]
-    links_file = links or (str(files.links) if len(steps) > 1 else None)
-    try:
-        told = _fitted(files, links_file, link, name, json)
-    except InputError as refusal:
-        for measured in done:
-            measured.journal.remove()  # the next run measures anew; the CSV files stay
-        advice = "measure again with nothing else running, or with more --minutes"
-        raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
-    for measured in done:
-        measured.journal.remove()
-    if json:
-        outcomes = {title: outcome_json(one.outcome) for (title, *_), one in zip(steps, done, strict=True)}
-        print_json(told | {"measured": outcomes, "files": files.names(links_file)})
-
-
-def _fitted(files: _Files, links: str | None, link: str | None, name: str | None, json: bool) -> dict[str, Any]:
-    """The profile, its report and plot, from the CSV files."""
-    from calibrate.data import read_origins
-    from calibrate.importers import read_source
-
-    sources = [str(files.compute), *([links] if links else [])]
-    wanted = FitOptions(
-        output=files.output,
-        link=link or (None if links else _datasheet_link(files)),
-        name=name,
-        report=str(files.report),
-        plot=str(files.plot),
-        json=json,
-    )
-    rows = [row for source in sources for row in read_source(source, "output")]
-    return write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
-
-
-def _step(title: str, campaign: Campaign, share: float, minutes: str, even_if_busy: bool) -> Measured:
-    return run(campaign, policy_of(minutes, even_if_busy, share), title)
-
-
-class _Files:
-    """What goes beside the profile."""
-
-    def __init__(self, output: str) -> None:
-        stem = Path(output).with_suffix("")
-        self.output = output
-        self.compute, self.links, self.report, self.plot = (
-            Path(f"{stem}{ending}") for ending in (".compute.csv", ".links.csv", ".md", ".png")
-        )
-
-    def compute_campaign(self, setup: ComputeSetup) -> Campaign:
-        """Layers."""
-        from calibrate.measure.compute import compute_campaign
-
-        return compute_campaign(setup, self.compute, command())
-
-    def link_campaign(self, setup: ComputeSetup, ranks: int, timeout_s: float) -> Campaign:
-        """Messages up to K and V of a layer for the longest context."""
-        from calibrate.measure.compute import layer_kv_bytes
-        from calibrate.measure.links import link_campaign
-
-        return link_campaign(
-            ranks=ranks,
+    num_ranks = _num_ranks(ranks, setup.device, setup.threads)
+    stem = Path(output).with_suffix("")
+    files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"), ("plot", ".png"))}
+    done = {}
+    measures_links = links is None and link is None and num_ranks > 1
+    campaign = compute_campaign(setup, Path(files["compute"]), command())
+    campaigns = [("layers", campaign, _COMPUTE_SHARE)]
+    if measures_links:
+        links = f"{stem}.links.csv"
+        campaign = link_campaign(
+            ranks=num_ranks,
             device=setup.device,
             backend="nccl" if setup.device == "cuda" else "gloo",
             threads=setup.threads,
-            max_bytes=max(layer_kv_bytes(setup), 2**20),
-            timeout_s=timeout_s,
-            output=self.links,
+            max_bytes=max(layer_kv_bytes(setup), 2**20),  # K and V of a layer for the longest context
+            timeout_s=timeout,
+            output=Path(links),
             command=command(),
         )
+        campaigns.append(("links", campaign, 1 - _COMPUTE_SHARE))
+    for title, one, share in campaigns:
+        done[title] = _run(one, _policy(minutes, even_if_busy, share), title)
+    sources = [files["compute"], *([links] if links else [])]
+    try:
+        link = link or (None if links else _datasheet_link(files["compute"]))
+        wanted = FitArgs(output=output, link=link, name=name, report=files["report"], plot=files["plot"], json=json)
+        rows = [row for source in sources for row in read_source(source, "output")]
+        content = write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
+    except InputError as refusal:
+        advice = "measure again with nothing else running, or with more --minutes"
+        raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
+    finally:
+        for measured in done.values():
+            measured.journal.remove()  # after a refusal the next run measures anew; the CSV files stay
+    if json:
+        outcomes = {title: outcome_json(measured.outcome) for title, measured in done.items()}
+        print_json(content | {"measured": outcomes, "files": {"profile": output, **files, "links": links}})
 
-    def names(self, links: str | None) -> dict[str, str | None]:
-        """For JSON."""
-        return {
-            "profile": self.output,
-            "compute": str(self.compute),
-            "links": links,
-            "report": str(self.report),
-            "plot": str(self.plot),
-        }
 
-
-def _datasheet_link(files: _Files) -> str | None:
+def _datasheet_link(compute: str) -> str | None:
     """None where a built-in cluster has the device; else the link that such a device is likely to have."""
     from calibrate.data import read_origins
     from kvrsim.hardware import builtin_clusters, load_cluster
 
-    gpu = next((origin["gpu"]["name"] for origin in read_origins([str(files.compute)], "compute")), None)
+    gpu = next((origin["gpu"]["name"] for origin in read_origins([compute], "compute")), None)
     known = {load_cluster(name).gpu.name for name in builtin_clusters()}
     return None if gpu in known else _NO_DATASHEET
 
 
-# -- `kvrsim calibrate prefills`: an engine fitted to whole prefills, or a profile checked against them.
-
-_ARGUMENT = "prefills"
-_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype")  # the others hold for all rows
-
-
 @dataclass(frozen=True, kw_only=True)
-class PrefillOptions(ScenarioOptions):
+class PrefillArgs(ScenarioArgs):
     """What rows are about where their file does not say."""
 
-    ctx: Annotated[
-        str, typer.Option("--ctx", metavar="LEN", help="Context length in tokens, of rows that do not say theirs.")
-    ] = ""
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="N", help="Number of GPUs. Default: 1.")] = None
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", metavar="NAME|PATH", help="A built-in model, a Hugging Face config.json, or its folder."
-        ),
-    ] = ""
-    profile: Annotated[
-        str,
-        typer.Option("--profile", metavar="NAME|PATH", help="The calibration profile whose kernels the engine runs."),
-    ]
-
-    def defaults(self, strategy: str | None) -> PrefillDefaults:
-        """Checked; InputError names the option."""
-        from calibrate.prefills.rows import PrefillDefaults
-        from kvrsim.units import parse_count, parse_tokens
-
-        return PrefillDefaults(
-            model=self.model or None,
-            num_gpus=1 if self.gpus is None else parse_count(self.gpus, "gpus"),
-            strategy=strategy,
-            context_len=parse_tokens(self.ctx, "ctx") if self.ctx else None,
-            batch=parse_count(self.batch, "batch"),
-            cached_prefix=0 if self.cached_prefix == "0" else parse_tokens(self.cached_prefix, "cached_prefix"),
-            dtype=self.dtype,
-        )
-
-    def setting(self) -> dict[str, Any]:
-        """The other arguments of make_scenario."""
-        return {name: value for name, value in self._given().items() if name not in _OF_ROWS}
+    ctx: Any = option("LEN", "Context length in tokens, of rows that do not say theirs.", "Question", tokens)
+    gpus: Any = option("N", "Number of GPUs. Default: 1.", "Question", whole)
+    model: Any = option("NAME|PATH", "A built-in model, a Hugging Face config.json, or its folder.", "Question")
+    profile: Any = option(
+        "NAME|PATH", "The calibration profile whose kernels the engine runs.", "Machine", named(), REQUIRED
+    )
 
 
-@takes(PrefillOptions)
+@takes(PrefillArgs)
 def prefills(
-    options: PrefillOptions,
+    asked: PrefillArgs,
     *,
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ROWS.csv|OUTPUT.json...",
-            help="Measured prefills: a CSV file with a column ttft_s, or what vllm bench latency, vllm bench serve,"
-            " sglang.bench_one_batch, AIPerf or GenAI-Perf wrote.",
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the profile with the fitted engine, as JSON."),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy",
-            metavar="NAME",
-            help="Strategy of rows that do not say theirs. Default: tp, or single on one GPU.",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of the profile. Default: its file's.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Fit nothing; report how far the profile is from the rows.")
-    ] = False,
-    json: Json = False,
+    files: Any = argument(
+        "ROWS.csv|OUTPUT.json...",
+        "Measured prefills: a CSV file with a column ttft_s, or what vllm bench latency, vllm bench serve,"
+        " sglang.bench_one_batch, AIPerf or GenAI-Perf wrote.",
+        check=lambda value, _: value,
+    ),
+    strategy: Any = option(
+        "NAME", "Strategy of rows that do not say theirs. Default: tp, or single on one GPU.", "Question"
+    ),
+    check: Any = switch("Fit nothing; report how far the profile is from the rows.", "Measurement"),
+    output: Any = output("FILE", "Write the profile with the fitted engine, as JSON.", None),
+    name: Any = NAME,
+    json: Any = JSON,
 ) -> None:
     """Fit a serving engine to whole prefills measured on it.
 
@@ -684,88 +544,61 @@ def prefills(
 
     Example: kvrsim calibrate prefills rows.csv --profile h100-flash -o mine.json
     """
-    from calibrate.prefills.rows import read_prefills
-    from kvrsim.cli.progress import WorkProgress
+    from calibrate.prefills.fit import check_prefills, fit_prefills, make_cases, source_of
+    from calibrate.prefills.rows import PrefillDefaults, read_prefills
     from kvrsim.kernels.profile import load_profile
-
-    _check_outputs(output, name, check)
-    if strategy is not None:
-        parse_strategy(strategy)
-    if options.profile == "roofline":
-        raise InputError("profile", options.profile, "a calibration profile, which has measured kernels")
-    profile = load_profile(options.profile)
-    found = read_prefills(files, options.defaults(strategy), _ARGUMENT)
-    with WorkProgress() as progress:
-        cases = _cases(options, profile, found.rows, progress)
-        for note in (*found.notes, *cases.notes):
-            tell(f"note: {note}")
-        if check:
-            content = _checked(cases, progress, json)
-        else:
-            assert output is not None, "see _check_outputs"
-            label = name or Path(output).stem
-            content = _fitted_prefills(cases, profile, label, files, output, progress, json)
-    if json:
-        print_json(content | {"warnings": [*found.notes, *cases.notes]})
-
-
-def _check_outputs(output: str | None, name: str | None, check: bool) -> None:
-    """Complain before the work rather than after it."""
-    if check:
-        for parameter, value in (("output", output), ("name", name)):
-            if value is not None:
-                raise InputError(parameter, value, "nothing beside --check, which fits no profile")
-    elif output is None:
-        raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
-    check_output(output, "output")
-
-
-def _cases(options: PrefillOptions, profile: CalibrationProfile, rows: Any, progress: WorkProgress) -> PrefillCases:
-    from calibrate.prefills.fit import make_cases
+    from kvrsim.strategies import get_strategy
     from planner.candidates import partition_of
-
-    return make_cases(rows, profile, partition_of, options.setting(), progress)
-
-
-def _checked(cases: PrefillCases, progress: WorkProgress, json: bool) -> dict[str, Any]:
-    from calibrate.prefills.fit import check_prefills
     from planner.uncertainty.intervals import interval
 
-    checked = check_prefills(cases.cases, interval, progress)
-    if not json:
-        show_check(checked, cases.cases[0].scenario)
-    return checked.to_dict()
-
-
-def _fitted_prefills(
-    cases: PrefillCases,
-    profile: CalibrationProfile,
-    name: str,
-    files: list[str],
-    output: str,
-    progress: WorkProgress,
-    json: bool,
-) -> dict[str, Any]:
-    from calibrate.prefills.fit import fit_prefills, source_of
-    from planner.uncertainty.intervals import interval
-
-    fit = fit_prefills(
-        cases.cases,
-        profile,
-        cases.cases[0].scenario.engine,
-        name=name,
-        source=source_of(files),
-        cluster=cases.cluster,
-        interval_of=interval,
-        on_progress=progress,
+    for parameter, value in (("output", output), ("name", name)):
+        if check and value is not None:
+            raise InputError(parameter, value, "nothing beside --check, which fits no profile")
+    if not check and output is None:
+        raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
+    if strategy is not None:
+        get_strategy(strategy)
+    if asked.profile == "roofline":
+        raise InputError("profile", asked.profile, "a calibration profile, which has measured kernels")
+    profile = load_profile(asked.profile)
+    defaults = PrefillDefaults(
+        model=asked.model,
+        num_gpus=asked.gpus or 1,
+        strategy=strategy,
+        context_len=asked.ctx,
+        batch=asked.batch,
+        cached_prefix=asked.cached_prefix,
+        dtype=asked.dtype,
     )
-    fit.profile.write(output)
-    if not json:
-        show_fit(fit, output)
-    return fit.to_dict() | {"output": output}
+    found = read_prefills(files, defaults, _PREFILLS)
+    setting = {one.name: getattr(asked, one.name) for one in fields(asked) if one.name not in _OF_ROWS}
+    with Progress() as progress:
+        cases = make_cases(found.rows, profile, partition_of, setting, progress)
+        notes = [*found.notes, *cases.notes]
+        for note in notes:
+            warn(f"note: {note}")
+        scenario = cases.cases[0].scenario
+        if check:
+            checked = check_prefills(cases.cases, interval, progress)
+            content, printed = checked.to_dict(), partial(show_check, checked, scenario)
+        else:
+            fitted = fit_prefills(
+                cases.cases,
+                profile,
+                scenario.engine,
+                name=name or Path(output).stem,
+                source=source_of(files),
+                cluster=cases.cluster,
+                interval_of=interval,
+                on_progress=progress,
+            )
+            fitted.profile.write(output)
+            content, printed = fitted.to_dict() | {"output": output}, partial(show_fit, fitted, output)
+    if json:
+        print_json(content | {"warnings": notes})
+    else:
+        printed()
 
-
-# -- An engine fitted to whole prefills, and a profile checked against them, on the terminal.
 
 _WHAT = {
     "request_s": "before the first layer, once a request",

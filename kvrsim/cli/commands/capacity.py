@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.choices import DEPLOY_ENGINES
-from kvrsim.cli.answers import AnswerOptions, DeployOptions
-from kvrsim.cli.fleet_options import FleetOptions
-from kvrsim.cli.options import Table as TableFile
-from kvrsim.cli.options import WorkloadOptions, takes
-from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_strategies, read_table
-from kvrsim.cli.pool_options import PoolOptions
+from kvrsim.arguments import TABLE, FleetArgs, PoolArgs, ScenarioArgs, option, strategies
+from kvrsim.cli.commands.plan import show_launch
+from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes, writable
+from kvrsim.cli.output import print_answer, write_files
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Table, Text, columns, facts, header, limit_text, narrowing, rests_on_line, show
 from kvrsim.cli.text import headline as emphasised
 from kvrsim.units import format_seconds, format_tokens
 
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
+    from planner.deploy import Launch
+
+# What the requests of a workload have themselves.
+_OF_REQUESTS = {
+    **{"ctx": 1, "gpus": 1, "batch": 1, "cached_prefix": 0, "prefix_placement": "all"},
+    **{"expert_parallel": False, "expert_imbalance": None},
+}
+_STRATEGIES = "What groups may run, each with the fastest. Default: all without a long search."
+_PLOT = "Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
 
 
-@takes(WorkloadOptions, FleetOptions, PoolOptions, DeployOptions, AnswerOptions)
+@takes(ScenarioArgs, FleetArgs, PoolArgs, DeployArgs, OutputArgs, fixed=_OF_REQUESTS)
 def capacity(
-    options: WorkloadOptions,
-    fleet: FleetOptions,
-    workers: PoolOptions,
-    deploy: DeployOptions,
-    answers: AnswerOptions,
+    asked: ScenarioArgs,
+    fleet: FleetArgs,
+    workers: PoolArgs,
+    deploy: DeployArgs,
+    output: OutputArgs,
     *,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            metavar="NAME,NAME,...|all",
-            help="What groups may run, each with the fastest. Default: all without a long search.",
-        ),
-    ] = None,
-    table: TableFile = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Write an interactive page in one HTML file.")
-    ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option("--plot", metavar="FILE", help="Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."),
-    ] = None,
+    strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategies),
+    table: Any = TABLE,
+    html: Any = option("FILE", "Write an interactive page in one HTML file.", check=writable),
+    plot: Any = option("FILE", _PLOT, check=picture_or_page),
 ) -> None:
     """Find the smallest or cheapest fleet for a TTFT target.
 
@@ -54,69 +48,53 @@ def capacity(
 
     Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s --cluster h100-nvlink
     """
-    answers.check(emit=deploy.emit)
-    deploy.check()
-    check_output(html, "html")
-    check_plot(plot, page=True)
-    pool = workers.pool()
-    scenario, warnings = options.scenario()
+    output.check(emit=deploy.emit)
+    from kvrsim.builder import build_scenario
+    from planner.api import table_of
+    from planner.capacity.launch import check_emit, launch_of_fleet
     from planner.capacity.plan import plan_capacity
+    from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
     from planner.deploy import deploy_engine
 
-    request = fleet.request(scenario)
+    scenario, warnings = build_scenario(asked)
+    request = make_request(**vars(fleet), gpus_per_node=scenario.cluster.gpus_per_node)
     if deploy.emit is not None:
-        from planner.capacity.launch import check_emit
-
         check_emit(request)
-    from kvrsim.cli.progress import WorkProgress
-
-    asked_engines = (deploy.emit, deploy.only_deployable)
-    with pool, WorkProgress() as progress:
-        policy = StrategyPolicy(
-            names=None if strategies is None else tuple(parse_strategies(strategies)),
-            table=read_table(table),
-            engines=tuple(deploy_engine(name) for name in DEPLOY_ENGINES if name in asked_engines),
-        )
-        result = plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_stage=progress)
+    policy = StrategyPolicy(
+        names=None if strategies is None else tuple(strategies),
+        table=table_of(table),
+        engines=tuple(map(deploy_engine, filter(None, (deploy.emit, deploy.only_deployable)))),
+    )
+    with pool_of(workers) as pool, Progress() as progress:
+        result = plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=progress)
     launch = None
     if deploy.emit is not None and result.answer is not None:
-        from planner.capacity.launch import launch_of_fleet
-
-        launch = launch_of_fleet(scenario, request, result, deploy.emit, model=options.model)
-    if not answers.printed((launch or result).to_dict, result.rows):
-        if launch is not None:
-            from kvrsim.cli.commands.plan import show_launch
-
-            show_launch(launch)
-        from kvrsim.cli.commands.capacity import show_capacity
-
-        show_capacity(result)
-    write_beside((html, lambda path: _write_page(result, path)), (plot, result.write_plot))
+        launch = launch_of_fleet(scenario, request, result, deploy.emit, model=asked.model)
+    print_answer(output, (launch or result).to_dict, result.rows, lambda: show_capacity(result, launch))
+    write_files((html, lambda path: _write_page(result, path)), (plot, result.write_plot))
     if not result.feasible:
         raise typer.Exit(1)
 
 
 def _write_page(result: CapacityPlan, path: str) -> None:
-    """With what the page alone needs, simulated now."""
-    from kvrsim.cli.progress import WorkProgress
+    """Write the page, with what it alone needs simulated now."""
     from kvrsim.views.page import write_page
     from planner.capacity.page import capacity_page
 
-    with WorkProgress() as progress:
-        progress("fleets at other rates")
+    with Progress("fleets at other rates"):
         explored = result.explored()
     write_page(capacity_page(explored), path, argument="html")
 
-
-# -- A capacity plan for people; imported only where no JSON is asked for.
 
 _SHOWN = 5  # alternatives
 _BAR = 24  # characters of the longest bar of the histogram
 
 
-def show_capacity(plan: CapacityPlan) -> None:
+def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
     """The fleet, the requests, the alternatives, and what the answer rests on."""
+    if launch is not None:
+        show_launch(launch)
     from planner.capacity.page import details, group_rows, headline, verdict
 
     best = plan.first

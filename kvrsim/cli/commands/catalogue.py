@@ -1,19 +1,19 @@
-"""`kvrsim strategies`: the ways to run a prefill on several GPUs, and what is known of one."""
+"""What ships by name: `kvrsim strategies`, `models`, `clusters`, `profiles`, `engines`, each with list and show."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import Json, takes
-from kvrsim.cli.outputs import print_json
-from kvrsim.cli.text import Text, columns, facts, show
+from kvrsim.arguments import argument, option
+from kvrsim.cli.options import JSON, OutputArgs, takes
+from kvrsim.cli.output import print_answer, print_json
+from kvrsim.cli.text import Text, columns, facts, show, show_tree
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -28,45 +28,120 @@ if TYPE_CHECKING:
 
 _WORDS = Path(__file__).parents[2] / "data" / "strategies.json"
 
-strategies = typer.Typer()
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """Things of one kind: how they are loaded, and how they are printed."""
+
+    names: Iterable[str]
+    load: Callable[..., Any]  # of a name or path; `argument` is what errors name
+    to_json: Callable[[Any], dict[str, Any]]
+    show: Callable[[Any], None]
+    show_all: Callable[[Sequence[Any]], None]
+    row: Callable[[Any], dict[str, Any]] | None = None  # JSON in the list; None: to_json
+    without: tuple[str, ...] = ()  # fields that a table leaves to JSON
 
 
-@strategies.command("list")
-@takes(AnswerOptions)
-def list_strategies(answers: AnswerOptions) -> None:
-    """List the strategies.
+def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> typer.Typer:
+    """Make `list` and `show` of a kind. names, known: metavar and help of a name; listing, showing: of the commands."""
+    program = typer.Typer()
 
-    Also lists those that installed packages add.
+    def list_all(answer: OutputArgs) -> None:
+        answer.check()
+        one = shelf()
+        things = [one.load(name, argument=names) for name in one.names]
+        rows = one.row or one.to_json
+        print_answer(
+            answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.show_all(things), without=one.without
+        )
 
-    Example: kvrsim strategies list
-    """
-    answers.check()
+    def show_one(*, name: Any = argument(names, known), json: Any = JSON) -> None:
+        one = shelf()
+        thing = one.load(name, argument=names)
+        if json:
+            print_json(one.to_json(thing))
+        else:
+            one.show(thing)
+
+    list_all.__doc__, show_one.__doc__ = f"{listing}\n\nExample: kvrsim {kind} list", showing
+    program.command("list")(takes(OutputArgs)(list_all))
+    program.command("show")(takes()(show_one))
+    return program
+
+
+# Strategies
+
+
+def _strategies() -> Shelf:
     from kvrsim.strategies import strategy_names
 
-    found = [about(name) for name in strategy_names()]
-    if not answers.printed(lambda: {"strategies": found}, "strategies"):
-        show_strategies(found)
+    return Shelf(
+        names=strategy_names(),
+        load=lambda name, argument: about(name),
+        to_json=dict,
+        show=show_strategy,
+        show_all=show_strategies,
+    )
 
 
-@strategies.command("show")
-def strategies_show(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME|FILE.py:NAME", help="A strategy or a hybrid, such as tp8+kvr-s."),
-    ],
-    json: Json = False,
-) -> None:
+strategies = _commands(
+    "strategies",
+    _strategies,
+    "NAME|FILE.py:NAME",
+    "A strategy or a hybrid, such as tp8+kvr-s.",
+    "List the strategies.\n\nAlso lists those that installed packages add.",
     """Print one strategy: what ranks compute, send and hold.
 
     Also prints which engines have it, and whether kvrsim run runs it.
 
     Example: kvrsim strategies show zigzag
-    """
-    found = about(name)
-    if json:
-        print_json(found)
-        return
-    show_strategy(found)
+    """,
+)
+
+
+_RULES = {
+    "whole": "one rank computes the whole context",
+    "even": "even shares of the context",
+    "search": "searched shares of the context",
+    "table": "shares of the context, looked up in a partition table",
+    "pieces": "even pieces of the context, one after another",
+    "searched-pieces": "searched pieces of the context, one after another",
+}
+
+
+def show_strategies(found: Sequence[Mapping[str, Any]]) -> None:
+    """One row per strategy."""
+    table = columns("strategy", "runs here", "engines")
+    table.add_column("what it is")
+    for one in found:
+        table.add_row(one["name"], "yes" if one["runs_here"] else "", ", ".join(one["engines"]), one["title"])
+    show(
+        table,
+        "",
+        "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",
+        "hybrids: tpN+NAME, and sizes such as tp4+pp2+cp2; kvrsim strategies show NAME says more",
+    )
+
+
+def show_strategy(one: Mapping[str, Any]) -> None:
+    """What each rank computes, sends and holds, and who can run it."""
+    rows = {
+        "partition": _RULES[one["partition_rule"]],
+        "each rank": one["each_rank"],
+        "communication": one["communication"],
+        "a rank holds": one["holds"],
+        "result": one["approximate"] or "the same as of one GPU",
+        "kvrsim plan": "compares it by default" if one["planned_by_default"] else "compares it by --strategies",
+        "kvrsim run": "runs it" if one["runs_here"] else "does not run it",
+        "engines": ", ".join(one["engines"]) or "none that was looked at",
+        "source": one["source"],
+        "more": one["docs"],
+    }
+    table = facts()
+    for label, text in rows.items():
+        if text:
+            table.add_row(label, text)
+    show(f"{one['name']}: {one['title']}", "", table)
 
 
 def about(name: str) -> dict[str, Any]:
@@ -110,323 +185,35 @@ def _words(strategy: Strategy) -> Mapping[str, Any]:
     }
 
 
-# -- `kvrsim models`: the models that ship, and what is in one.
-
-models = typer.Typer()
+# Models
 
 
-@models.command("list")
-@takes(AnswerOptions)
-def list_models(answers: AnswerOptions) -> None:
-    """List the built-in models.
-
-    Example: kvrsim models list
-    """
-    answers.check()
+def _models() -> Shelf:
     from kvrsim.model.load import builtin_models, load_model
 
-    models = [load_model(name) for name in builtin_models()]
-    if not answers.printed(
-        lambda: {"models": [summary(model) for model in models]}, "models", without=("layer_kind_index", "lm_head")
-    ):
-        show_models(models)
+    return Shelf(
+        names=builtin_models(),
+        load=load_model,
+        to_json=summary,
+        show=show_model,
+        show_all=show_models,
+        without=("layer_kind_index", "lm_head"),
+    )
 
 
-@models.command("show")
-def models_show(
-    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in model, a config.json, or its folder.")],
-    json: Json = False,
-) -> None:
+models = _commands(
+    "models",
+    _models,
+    "NAME|PATH",
+    "A built-in model, a config.json, or its folder.",
+    "List the built-in models.",
     """Print one model: parameters, kinds of layers, cache.
 
     Also prints what of the model is approximated.
 
     Example: kvrsim models show llama-3-8b
-    """
-    from kvrsim.model.load import load_model
-
-    model = load_model(name, argument="NAME|PATH")
-    if json:
-        print_json(summary(model))
-        return
-    show_model(model)
-
-
-def summary(model: ModelSpec) -> dict[str, Any]:
-    """A model's numbers, its layers by kind."""
-    from kvrsim.model.mixers import Attention
-    from kvrsim.model.spec import mixers_of
-
-    skipped = ("layers", "layer_kinds", "layer_kind_index")
-    own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
-    mixer = model.main_mixer
-    first = model.layers[0]
-    return {
-        **own,
-        "lm_head": asdict(model.lm_head),
-        "quantization": None if model.quantization is None else asdict(model.quantization),
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_dim,
-        "gated_mlp": any(layer.gated_mlp for layer in model.layers),
-        "qk_norm": isinstance(mixer, Attention) and mixer.qk_norm,
-        "norms_before_attention": first.norms_before_mixer,
-        "norms_after_attention": first.norms_after_mixer,
-        "num_parameters": model.num_parameters,
-        "active_parameters": model.active_parameters,
-        "weight_bytes": model.weight_bytes(2),
-        "kv_bytes_per_token": model.kv_bytes_per_token(2),
-        "state_bytes": model.cache_bytes(0, 2),
-        "mixers": [{"mixer": title, "num_layers": count} for title, count in mixers_of(model).items()],
-        "layer_kinds": [{"num_layers": model.layers.count(kind)} | layer_kind(kind) for kind in model.layer_kinds],
-        "layer_kind_index": model.layer_kind_index,
-    }
-
-
-def layer_kind(kind: LayerSpec) -> dict[str, Any]:
-    """A kind of layer; of softmax attention its matrices and its window beside the mixer that has them."""
-    from kvrsim.model.mixers import Attention
-
-    content, mixer = asdict(kind), kind.mixer
-    attention = mixer if isinstance(mixer, Attention) else None
-    content["mixer"] = (
-        None if mixer is None else {"kind": type(mixer).__name__, "title": mixer.title, **content["mixer"]}
-    )
-    return content | {
-        "qkv": [] if attention is None else [asdict(gemm) for gemm in attention.projections],
-        "output": None if attention is None else asdict(attention.output[0]),
-        "sliding_window": None if attention is None else attention.sliding_window,
-        "norm_parameters": kind.other_parameters,
-    }
-
-
-# -- `kvrsim clusters`: the clusters that ship, and what is in one.
-
-clusters = typer.Typer()
-
-
-@clusters.command("list")
-@takes(AnswerOptions)
-def list_clusters(answers: AnswerOptions) -> None:
-    """List the built-in clusters.
-
-    Example: kvrsim clusters list
-    """
-    answers.check()
-    from kvrsim.hardware import builtin_clusters, load_cluster
-    from kvrsim.io.schema import to_json
-
-    clusters = {name: load_cluster(name) for name in builtin_clusters()}
-    if not answers.printed(
-        lambda: {"clusters": [to_json(cluster) for cluster in clusters.values()]},
-        "clusters",
-        without=("source", "memory_source"),
-    ):
-        show_clusters(clusters)
-
-
-@clusters.command("show")
-def clusters_show(
-    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in cluster or a file.")],
-    json: Json = False,
-) -> None:
-    """Print one cluster: GPU, links and topology.
-
-    Example: kvrsim clusters show h100-nvlink
-    """
-    from kvrsim.hardware import load_cluster
-    from kvrsim.io.schema import to_json
-
-    cluster = load_cluster(name, argument="NAME|PATH")
-    if json:
-        print_json(to_json(cluster))
-        return
-    from kvrsim.cli.text import show_tree
-
-    show_tree(cluster.name, to_json(cluster))
-
-
-# -- `kvrsim profiles`: the calibration profiles that ship, and what is in one.
-
-profiles = typer.Typer()
-
-
-@profiles.command("list")
-@takes(AnswerOptions)
-def list_profiles(answers: AnswerOptions) -> None:
-    """List the built-in profiles.
-
-    Example: kvrsim profiles list
-    """
-    answers.check()
-    from kvrsim.kernels.profile import builtin_profiles, load_profile
-
-    profiles = [load_profile(name) for name in builtin_profiles()]
-    rows = [
-        {
-            "name": profile.name,
-            "gpu": profile.gpu,
-            "attention": list(profile.attention_kernels),
-            "mape": profile.residual.mape if profile.residual else None,
-            "description": profile.description,
-        }
-        for profile in profiles
-    ]
-    if not answers.printed(lambda: {"profiles": rows}, "profiles"):
-        show_profiles(profiles)
-
-
-@profiles.command("show")
-def profiles_show(
-    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in profile or a file.")],
-    json: Json = False,
-) -> None:
-    """Print one profile: rates, measured range, errors, sources.
-
-    Example: kvrsim profiles show h100-flash
-    """
-    from kvrsim.kernels.profile import load_profile
-
-    profile = load_profile(name, argument="NAME|PATH")
-    if json:
-        print_json(profile.to_dict())
-        return
-    from kvrsim.cli.text import show_tree
-
-    content = profile.to_dict()
-    kernels = content["kernels"]
-    kernels["gemm"]["measured"] = _shapes(profile.kernels.gemm)
-    for kind, rates in profile.kernels.gemm_types.items():
-        kernels["gemm_types"][kind]["measured"] = _shapes(rates)
-    show_tree(profile.name, content)
-
-
-def _shapes(rates: GemmRates) -> list[str]:
-    """The measured shapes of products, a line each instead of their tables."""
-    return [
-        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
-        for shape in rates.measured
-    ]
-
-
-@profiles.command("diff")
-@takes(AnswerOptions)
-def diff(
-    answers: AnswerOptions,
-    a: Annotated[str, typer.Argument(metavar="A", help="A built-in profile or a file.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another profile.")],
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME|PATH", help="Model whose layers are compared.")
-    ] = "llama-7b",
-) -> None:
-    """Compare the seconds of typical operations in two profiles.
-
-    Operations that differ significantly are marked.
-
-    Example: kvrsim profiles diff a100-eager a100-flash
-    """
-    answers.check()
-    from calibrate.fit.report import compare_profiles, dtypes_of
-    from kvrsim.kernels.profile import load_profile
-    from kvrsim.model.load import load_model
-
-    first, second = load_profile(a, argument="A"), load_profile(b, argument="B")
-    spec = load_model(model)
-    rows = compare_profiles(first, second, spec)
-    dtypes = dtypes_of(first, second)
-    content = {
-        "a": first.name,
-        "b": second.name,
-        "model": spec.name,
-        "dtypes": list(dtypes),
-        "operations": [
-            {
-                "operation": row.operation,
-                "a_s": row.a_s,
-                "b_s": row.b_s,
-                "ratio": row.ratio,
-                "differs": row.differs,
-            }
-            for row in rows
-        ],
-    }
-    if answers.printed(lambda: content, "operations"):
-        return
-    from kvrsim.units import format_seconds
-
-    table = columns("operation")
-    columns("A", "B", "B / A", numbers=True, into=table)
-    columns("", into=table)
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
-    names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
-    show(names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors")
-
-
-# -- `kvrsim engines`: the serving engines that ship, and what is in one.
-
-engines = typer.Typer()
-
-
-@engines.command("list")
-@takes(AnswerOptions)
-def list_engines(answers: AnswerOptions) -> None:
-    """List the built-in engines.
-
-    Example: kvrsim engines list
-    """
-    answers.check()
-    from kvrsim.engine import builtin_engines, load_engine
-    from kvrsim.io.schema import to_json
-
-    engines = [load_engine(name) for name in builtin_engines()]
-    if not answers.printed(
-        lambda: {"engines": [to_json(engine) for engine in engines]},
-        "engines",
-        without=("provenance", "spread", "fit"),
-    ):
-        show_engines(engines)
-
-
-@engines.command("show")
-def engines_show(
-    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in engine or a file.")],
-    json: Json = False,
-) -> None:
-    """Print one engine: its terms, errors and sources.
-
-    Example: kvrsim engines show vllm-2023
-    """
-    from kvrsim.engine import load_engine
-    from kvrsim.io.schema import to_json
-
-    engine = load_engine(name, argument="NAME|PATH")
-    if json:
-        print_json(to_json(engine))
-        return
-    show_engine(engine)
-
-
-# -- The profiles, models and clusters that ship, and the published cases, as tables.
-
-
-def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
-    """One row per profile."""
-    table = columns("profile", "GPU", "attention", "held-out error")
-    table.add_column("description")
-    for profile in profiles:
-        kernels = ", ".join(profile.attention_kernels)
-        table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
-    show(table)
-
-
-def _left_out_error(profile: CalibrationProfile) -> str:
-    """Mean absolute held-out error: of whole TTFTs, or of matrix products and attention."""
-    if profile.residual is not None:
-        return f"TTFT {profile.residual.cross_validated_mape:.1%}"
-    kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
-    return "\n".join(f"{kind} {fit.cross_validated_mape:.1%}" for kind, fit in kinds) or "unknown"
+    """,
+)
 
 
 def show_models(models: Sequence[ModelSpec]) -> None:
@@ -533,65 +320,227 @@ def _matrices(gemms: Sequence[Gemm]) -> str:
     )
 
 
-def show_clusters(clusters: Mapping[str, Cluster]) -> None:
-    """One row per cluster; bandwidth per direction."""
-    table = columns("cluster", "GPUs", "memory", "topology", "link", "bandwidth", "latency")
-    for name, cluster in clusters.items():
-        gpu, link = cluster.gpu, cluster.link
-        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
-        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
-        table.add_row(name, gpus, memory, cluster.topology, link.name, speed, latency)
-    show(table)
+def summary(model: ModelSpec) -> dict[str, Any]:
+    """A model's numbers, its layers by kind."""
+    from kvrsim.model.mixers import Attention
+    from kvrsim.model.spec import mixers_of
+
+    skipped = ("layers", "layer_kinds", "layer_kind_index")
+    own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
+    mixer = model.main_mixer
+    first = model.layers[0]
+    return {
+        **own,
+        "lm_head": asdict(model.lm_head),
+        "quantization": None if model.quantization is None else asdict(model.quantization),
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "gated_mlp": any(layer.gated_mlp for layer in model.layers),
+        "qk_norm": isinstance(mixer, Attention) and mixer.qk_norm,
+        "norms_before_attention": first.norms_before_mixer,
+        "norms_after_attention": first.norms_after_mixer,
+        "num_parameters": model.num_parameters,
+        "active_parameters": model.active_parameters,
+        "weight_bytes": model.weight_bytes(2),
+        "kv_bytes_per_token": model.kv_bytes_per_token(2),
+        "state_bytes": model.cache_bytes(0, 2),
+        "mixers": [{"mixer": title, "num_layers": count} for title, count in mixers_of(model).items()],
+        "layer_kinds": [{"num_layers": model.layers.count(kind)} | layer_kind(kind) for kind in model.layer_kinds],
+        "layer_kind_index": model.layer_kind_index,
+    }
 
 
-# -- Strategies as a table, and one of them in words.
+def layer_kind(kind: LayerSpec) -> dict[str, Any]:
+    """A kind of layer; of softmax attention its matrices and its window beside the mixer that has them."""
+    from kvrsim.model.mixers import Attention
 
-_RULES = {
-    "whole": "one rank computes the whole context",
-    "even": "even shares of the context",
-    "search": "searched shares of the context",
-    "table": "shares of the context, looked up in a partition table",
-    "pieces": "even pieces of the context, one after another",
-    "searched-pieces": "searched pieces of the context, one after another",
-}
+    content, mixer = asdict(kind), kind.mixer
+    attention = mixer if isinstance(mixer, Attention) else None
+    content["mixer"] = (
+        None if mixer is None else {"kind": type(mixer).__name__, "title": mixer.title, **content["mixer"]}
+    )
+    return content | {
+        "qkv": [] if attention is None else [asdict(gemm) for gemm in attention.projections],
+        "output": None if attention is None else asdict(attention.output[0]),
+        "sliding_window": None if attention is None else attention.sliding_window,
+        "norm_parameters": kind.other_parameters,
+    }
 
 
-def show_strategies(found: Sequence[Mapping[str, Any]]) -> None:
-    """One row per strategy."""
-    table = columns("strategy", "runs here", "engines")
-    table.add_column("what it is")
-    for one in found:
-        table.add_row(one["name"], "yes" if one["runs_here"] else "", ", ".join(one["engines"]), one["title"])
-    show(
-        table,
-        "",
-        "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",
-        "hybrids: tpN+NAME, and sizes such as tp4+pp2+cp2; kvrsim strategies show NAME says more",
+# Clusters
+
+
+def _clusters() -> Shelf:
+    from kvrsim.hardware import builtin_clusters, load_cluster
+    from kvrsim.io.schema import to_json
+
+    return Shelf(
+        names=builtin_clusters(),
+        load=load_cluster,
+        to_json=to_json,
+        show=lambda cluster: show_tree(cluster.name, to_json(cluster)),
+        show_all=show_clusters,
+        without=("source", "memory_source"),
     )
 
 
-def show_strategy(one: Mapping[str, Any]) -> None:
-    """What each rank computes, sends and holds, and who can run it."""
-    rows = {
-        "partition": _RULES[one["partition_rule"]],
-        "each rank": one["each_rank"],
-        "communication": one["communication"],
-        "a rank holds": one["holds"],
-        "result": one["approximate"] or "the same as of one GPU",
-        "kvrsim plan": "compares it by default" if one["planned_by_default"] else "compares it by --strategies",
-        "kvrsim run": "runs it" if one["runs_here"] else "does not run it",
-        "engines": ", ".join(one["engines"]) or "none that was looked at",
-        "source": one["source"],
-        "more": one["docs"],
-    }
-    table = facts()
-    for label, text in rows.items():
-        if text:
-            table.add_row(label, text)
-    show(f"{one['name']}: {one['title']}", "", table)
+clusters = _commands(
+    "clusters",
+    _clusters,
+    "NAME|PATH",
+    "A built-in cluster or a file.",
+    "List the built-in clusters.",
+    "Print one cluster: GPU, links and topology.\n\nExample: kvrsim clusters show h100-nvlink",
+)
 
 
-# -- Engine records as tables.
+def show_clusters(clusters: Sequence[Cluster]) -> None:
+    """One row per cluster; bandwidth per direction."""
+    table = columns("cluster", "GPUs", "memory", "topology", "link", "bandwidth", "latency")
+    for cluster in clusters:
+        gpu, link = cluster.gpu, cluster.link
+        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
+        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
+        table.add_row(cluster.name, gpus, memory, cluster.topology, link.name, speed, latency)
+    show(table)
+
+
+# Profiles
+
+
+def _profiles() -> Shelf:
+    from kvrsim.kernels.profile import builtin_profiles, load_profile
+
+    return Shelf(
+        names=builtin_profiles(),
+        load=load_profile,
+        to_json=lambda profile: profile.to_dict(),
+        row=lambda profile: {
+            "name": profile.name,
+            "gpu": profile.gpu,
+            "attention": list(profile.attention_kernels),
+            "mape": profile.residual.mape if profile.residual else None,
+            "description": profile.description,
+        },
+        show=show_profile,
+        show_all=show_profiles,
+    )
+
+
+profiles = _commands(
+    "profiles",
+    _profiles,
+    "NAME|PATH",
+    "A built-in profile or a file.",
+    "List the built-in profiles.",
+    "Print one profile: rates, measured range, errors, sources.\n\nExample: kvrsim profiles show h100-flash",
+)
+
+
+def show_profile(profile: CalibrationProfile) -> None:
+    """All its values, with measured shapes in place of their tables."""
+    content = profile.to_dict()
+    kernels = content["kernels"]
+    kernels["gemm"]["measured"] = _shapes(profile.kernels.gemm)
+    for kind, rates in profile.kernels.gemm_types.items():
+        kernels["gemm_types"][kind]["measured"] = _shapes(rates)
+    show_tree(profile.name, content)
+
+
+def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
+    """One row per profile."""
+    table = columns("profile", "GPU", "attention", "held-out error")
+    table.add_column("description")
+    for profile in profiles:
+        kernels = ", ".join(profile.attention_kernels)
+        table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
+    show(table)
+
+
+def _left_out_error(profile: CalibrationProfile) -> str:
+    """Mean absolute held-out error: of whole TTFTs, or of matrix products and attention."""
+    if profile.residual is not None:
+        return f"TTFT {profile.residual.cross_validated_mape:.1%}"
+    kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
+    return "\n".join(f"{kind} {fit.cross_validated_mape:.1%}" for kind, fit in kinds) or "unknown"
+
+
+def _shapes(rates: GemmRates) -> list[str]:
+    """The measured shapes of products, a line each instead of their tables."""
+    return [
+        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
+        for shape in rates.measured
+    ]
+
+
+@profiles.command("diff")
+@takes(OutputArgs)
+def diff(
+    answer: OutputArgs,
+    *,
+    a: Any = argument("A", "A built-in profile or a file."),
+    b: Any = argument("B", "Another profile."),
+    model: Any = option("NAME|PATH", "Model whose layers are compared.", "Question", default="llama-7b"),
+) -> None:
+    """Compare the seconds of typical operations in two profiles.
+
+    Operations that differ significantly are marked.
+
+    Example: kvrsim profiles diff a100-eager a100-flash
+    """
+    answer.check()
+    from calibrate.fit.report import compare_profiles, dtypes_of
+    from kvrsim.kernels.profile import load_profile
+    from kvrsim.model.load import load_model
+
+    first, second, spec = load_profile(a, argument="A"), load_profile(b, argument="B"), load_model(model)
+    rows, dtypes = compare_profiles(first, second, spec), dtypes_of(first, second)
+
+    def content() -> dict[str, Any]:
+        names = ("operation", "a_s", "b_s", "ratio", "differs")
+        operations = [{name: getattr(row, name) for name in names} for row in rows]
+        about = {"a": first.name, "b": second.name, "model": spec.name, "dtypes": list(dtypes)}
+        return about | {"operations": operations}
+
+    def show_rows() -> None:
+        table = columns("operation")
+        columns("A", "B", "B / A", numbers=True, into=table)
+        columns("", into=table)
+        for row in rows:
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+            table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
+        names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
+        show(names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors")
+
+    print_answer(answer, content, "operations", show_rows)
+
+
+# Engines
+
+
+def _engines() -> Shelf:
+    from kvrsim.engine import builtin_engines, load_engine
+    from kvrsim.io.schema import to_json
+
+    return Shelf(
+        names=builtin_engines(),
+        load=load_engine,
+        to_json=to_json,
+        show=show_engine,
+        show_all=show_engines,
+        without=("provenance", "spread", "fit"),
+    )
+
+
+engines = _commands(
+    "engines",
+    _engines,
+    "NAME|PATH",
+    "A built-in engine or a file.",
+    "List the built-in engines.",
+    "Print one engine: its terms, errors and sources.\n\nExample: kvrsim engines show vllm-2023",
+)
 
 _MEANINGS = {
     "request_s": "before the first layer, once a request",

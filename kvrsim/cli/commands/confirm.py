@@ -1,20 +1,18 @@
-"""`kvrsim confirm`: a plan's candidates run on this machine, beside what was predicted of them."""
+"""`kvrsim confirm`: a plan's candidates run on this machine, compared with their predictions."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.cli import machine_options as machine
-from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import MeasuredOptions, takes
-from kvrsim.cli.outputs import print_json, resumable, tell_once, write_beside
-from kvrsim.cli.parsing import check_output, parse_strategies
-from kvrsim.cli.progress import RankProgress
-from kvrsim.cli.run_options import PageOptions
+from kvrsim.arguments import MeasuredArgs, count, number, option, quantity, strategies, switch
+from kvrsim.cli.commands.run import FIXED
+from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
+from kvrsim.cli.output import print_answer, print_json, resumable, warn_once, write_files
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     Hint,
     Text,
@@ -30,77 +28,44 @@ from kvrsim.cli.text import (
 )
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
-from kvrsim.units import format_seconds, format_tokens
+from kvrsim.units import format_seconds, format_tokens, parse_share
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from planner.confirm.hardware import Hardware
-    from planner.confirm.result import Confirmation, Targets
+    from planner.confirm.result import Confirmation
     from planner.confirm.search import Searched
 
 NOT_MET = 1  # exit code: a target, or a rank that failed
+_STRATEGIES = (
+    "Strategies to measure, such as ring,tp,kvr-s; all: every one that the planner ranks and that runs here. Default:"
+    " single,tsp,kvr-e,kvr-s."
+)
+_VIRTUAL = "Run all ranks in turn on one device and model the messages. Default: if there are too few devices."
+_REGRET = "Fail if the plan's choice is slower than the fastest candidate by more, significantly."
+_LOGITS = "Fail if logits differ by more than this share of the largest. Default: depends on the dtype."
+_STARTING = "planning and starting ranks"
+_share = quantity(parse_share)
 
 
-@takes(MeasuredOptions, machine.HardwareOptions, PageOptions, AnswerOptions)
+@takes(MeasuredArgs, HardwareArgs, PageArgs, OutputArgs, fixed=FIXED)
 def confirm(
-    options: MeasuredOptions,
-    hardware: machine.HardwareOptions,
-    files: PageOptions,
-    answers: AnswerOptions,
+    asked: MeasuredArgs,
+    hardware: HardwareArgs,
+    files: PageArgs,
+    answer: OutputArgs,
     *,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            metavar="NAMES|all",
-            help="Strategies to measure, such as ring,tp,kvr-s; all: every one that the planner ranks and that runs"
-            " here. Default: single,tsp,kvr-e,kvr-s.",
-        ),
-    ] = None,
-    top: Annotated[
-        str, typer.Option("--top", metavar="K", help="Number of KVR partitions: the plan's, and the K - 1 next best.")
-    ] = "3",
-    virtual: Annotated[
-        bool | None,
-        typer.Option(
-            "--virtual/--no-virtual",
-            help="Run all ranks in turn on one device and model the messages. Default: if there are too few devices.",
-        ),
-    ] = None,
-    max_regret: Annotated[
-        str,
-        typer.Option(
-            "--max-regret",
-            metavar="SHARE",
-            help="Fail if the plan's choice is slower than the fastest candidate by more, significantly.",
-        ),
-    ] = "3%",
-    max_error: Annotated[
-        str, typer.Option("--max-error", metavar="SHARE", help="Fail if the median error of the predictions is larger.")
-    ] = "7%",
-    max_logit_error: Annotated[
-        str | None,
-        typer.Option(
-            "--max-logit-error",
-            metavar="SHARE",
-            help="Fail if logits differ by more than this share of the largest. Default: depends on the dtype.",
-        ),
-    ] = None,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search", help="Search a faster partition by measuring, starting from the plan's; needs --output."
-        ),
-    ] = False,
-    minutes: Annotated[
-        str, typer.Option("--minutes", metavar="M", help="Approximate time limit of --search, in minutes.")
-    ] = "5",
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the partition found by --search as a partition table."
-        ),
-    ] = None,
+    strategies: Any = option("NAMES|all", _STRATEGIES, "Question", strategies),
+    max_regret: Any = option("SHARE", _REGRET, "Target", _share, "3%"),
+    max_error: Any = option("SHARE", "Fail if the median error of the predictions is larger.", "Target", _share, "7%"),
+    max_logit_error: Any = option("SHARE", _LOGITS, "Target", _share),
+    top: Any = option("K", "Number of KVR partitions: the plan's, and the K - 1 next best.", "Search", count(1000), 3),
+    search: Any = switch("Search a faster partition by measuring, starting from the plan's; needs --output.", "Search"),
+    minutes: Any = option(
+        "M", "Approximate time limit of --search, in minutes.", "Search", number(above=0, most=24 * 60), 5
+    ),
+    virtual: Any = switch(_VIRTUAL, "Measurement", None, spelling=("--virtual/--no-virtual",)),
+    output: Any = output("FILE", "Write the partition found by --search as a partition table.", None),
 ) -> None:
     """Measure a plan's candidates on this machine.
 
@@ -109,101 +74,70 @@ def confirm(
 
     Example: kvrsim confirm --ctx 1k --gpus 2 --profile here.json
     """
-    from kvrsim.units import parse_count
-
-    answers.check(search=search)
-    names = None if strategies is None else parse_strategies(strategies)
-    best = parse_count(top, "top", maximum=1000)
-    targets = _targets(max_regret, max_error, max_logit_error)
-    files.check()
-    check_output(output, "output")
+    answer.check(search=search)
     if output is not None and not search:
         raise InputError("output", output, "nothing without --search, which writes a partition table")
-    if options.profile is None:
+    if asked.profile is None:
         raise InputError("profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
-    scenario, warnings = options.scenario()
-    chosen = hardware.hardware(options, scenario)
-    if search:
-        if names is not None:
-            raise InputError("strategies", strategies, "nothing with --search, which measures partitions")
-        _search(scenario, chosen, minutes, output, warnings, virtual=virtual, files=files, json=answers.json)
-        return
-    from planner.confirm.confirm import confirm as run
+    from kvrsim.builder import build_scenario
 
-    told: dict[str, Any] = dict(targets=targets, warnings=warnings, on_note=tell_once)
+    scenario, warnings = build_scenario(asked)
+    machine = hardware_of(hardware, asked, scenario)
+    if search:
+        excluded = {"strategies": strategies, "virtual": virtual, "trace": files.trace, "plot": files.plot}
+        for name, value in excluded.items():
+            if value:
+                raise InputError(name, value, "nothing with --search, which measures partitions")
+        if output is None:
+            raise InputError("output", "nothing", "a file for the partition table that --search writes")
+        for warning in warnings:
+            warn_once(warning)
+        _search(scenario, machine, minutes, Path(output), json=answer.json)
+        return
+    from planner.confirm.confirm import confirm as measure
+    from planner.confirm.result import Targets
+    from planner.confirm.timelines import write_plot, write_traces
+
     try:
-        with RankProgress() as progress:
-            found = run(scenario, chosen, strategies=names, top=best, virtual=virtual, on_progress=progress, **told)
+        with Progress(_STARTING, is_timed=True) as progress:
+            found = measure(
+                scenario,
+                machine,
+                strategies=strategies,
+                top=top,
+                virtual=virtual,
+                targets=Targets(regret=max_regret, error=max_error, logits=max_logit_error),
+                warnings=warnings,
+                on_note=warn_once,
+                on_progress=progress,
+            )
     except KvrsimError as error:
-        if answers.json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
+        if answer.json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
     if is_first_rank():
-        _show(found, files, answers)
+        print_answer(answer, found.to_dict, "candidates", lambda: show_confirmation(found))
+        write_files(
+            (files.trace, lambda path: write_traces(found, path)), (files.plot, lambda path: write_plot(found, path))
+        )
     if not found.ok:
         raise typer.Exit(NOT_MET)
 
 
-def _targets(regret: str, error: str, logits: str | None) -> Targets:
-    from kvrsim.units import parse_share
-    from planner.confirm.result import Targets
-
-    return Targets(
-        regret=parse_share(regret, "max_regret"),
-        error=parse_share(error, "max_error"),
-        logits=None if logits is None else parse_share(logits, "max_logit_error"),
-    )
-
-
-def _show(found: Confirmation, files: PageOptions, answers: AnswerOptions) -> None:
-    if not answers.printed(found.to_dict, "candidates"):
-        from kvrsim.cli.commands.confirm import show_confirmation
-
-        show_confirmation(found)
-    from planner.confirm.timelines import write_plot, write_traces
-
-    write_beside(
-        (files.trace, lambda path: write_traces(found, path)), (files.plot, lambda path: write_plot(found, path))
-    )
-
-
-def _search(
-    scenario: Scenario,
-    hardware: Hardware,
-    minutes: str,
-    output: str | None,
-    warnings: tuple[str, ...],
-    *,
-    virtual: bool | None,
-    files: PageOptions,
-    json: bool,
-) -> None:
-    """The search on the machine."""
+def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:
+    """Search a partition on the machine, and print it."""
     from planner.confirm.search import SUFFIX, search_here
 
-    for argument, value in (("virtual", virtual), ("trace", files.trace), ("plot", files.plot)):
-        if value:
-            raise InputError(argument, value, "nothing with --search, which measures partitions")
-    if output is None:
-        raise InputError("output", "nothing", "a file for the partition table that --search writes")
-    for warning in warnings:
-        tell_once(warning)
-    from kvrsim.units import parse_number
-
-    wanted: dict[str, Any] = dict(minutes=parse_number(minutes, "minutes", above=0, most=24 * 60), output=Path(output))
-    with resumable(Path(output + SUFFIX)), RankProgress() as progress:
-        found = search_here(scenario, hardware, **wanted, on_note=tell_once, on_progress=progress)
+    journal = output.with_name(output.name + SUFFIX)
+    with resumable(journal), Progress(_STARTING, is_timed=True) as progress:
+        found = search_here(scenario, machine, minutes=minutes, output=output, on_note=warn_once, on_progress=progress)
     if not is_first_rank():
         return
     if json:
         print_json(found.to_dict())
     else:
-        from kvrsim.cli.commands.confirm import show_search
-
         show_search(found)
 
-
-# -- A confirmation and a search on the machine, for people; imported only where no JSON is asked for.
 
 _SHOWN_WRONG = 3  # pairs that were measured in another order than predicted
 

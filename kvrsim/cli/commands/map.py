@@ -4,50 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvrsim.choices import MAP_STRATEGIES
-from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import ManyOptions, takes
-from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.parsing import check_plot, parse_list, parse_strategies
-from kvrsim.cli.pool_options import PoolOptions
+from kvrsim.arguments import MapArgs, PoolArgs, ScenariosArgs, option
+from kvrsim.cli.options import OutputArgs, picture_or_page, pool_of, takes
+from kvrsim.cli.output import print_answer, write_files
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import TIED, Part, Table, Text, columns, facts, header, headline, limit_text, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 if TYPE_CHECKING:
     from planner.map.map import BreakEven, StrategyMap, Winner
 
-MapPlot = Annotated[
-    str | None,
-    typer.Option(
-        "--plot",
-        metavar="FILE",
-        help="Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg, FILE.pdf, or a page FILE.html.",
-    ),
-]
+_PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg, FILE.pdf, or a page FILE.html."
 
 
-@takes(ManyOptions, PoolOptions, AnswerOptions)
+@takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs)
 def strategy_map(
-    options: ManyOptions,
-    workers: PoolOptions,
-    answers: AnswerOptions,
+    asked: ScenariosArgs,
+    compared: MapArgs,
+    workers: PoolArgs,
+    output: OutputArgs,
     *,
-    link_bandwidths: Annotated[
-        str | None,
-        typer.Option(
-            "--link-bandwidths",
-            metavar="RATE,RATE,...",
-            help="Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.",
-        ),
-    ] = None,
-    strategies: Annotated[
-        str, typer.Option("--strategies", metavar="NAMES|all|FILE.py:NAME", help="Strategies to compare with one GPU.")
-    ] = ",".join(MAP_STRATEGIES),
-    plot: MapPlot = None,
+    plot: Any = option("FILE", _PLOT, check=picture_or_page),
 ) -> None:
     """Find the fastest strategy over contexts and GPUs.
 
@@ -56,39 +35,25 @@ def strategy_map(
 
     Example: kvrsim map --ctx 1k:64k:x4 --gpus 2,4,8 --cluster h100-nvlink
     """
-    from kvrsim.units import parse_bandwidth
-
-    answers.check()
-    names = parse_strategies(strategies)
-    bandwidths = None
-    if link_bandwidths is not None:
-        parts = parse_list(link_bandwidths, "link_bandwidths", "bandwidths with commas between, such as 10GB/s,100GB/s")
-        bandwidths = sorted({parse_bandwidth(part, "link_bandwidths") for part in parts})
-    check_plot(plot, page=True)
-    pool = workers.pool()
-    scenario, notes, lengths, counts = options.scenarios()
-    from kvrsim.cli.progress import EntryProgress
+    output.check()
+    from kvrsim.builder import build_scenarios
     from planner.map.map import make_map
 
-    with pool, EntryProgress("points") as progress:
+    scenario, notes, lengths, counts = build_scenarios(asked)
+    with pool_of(workers) as pool, Progress() as progress:
         found = make_map(
             scenario,
             lengths=lengths,
             gpu_counts=counts,
-            bandwidths=bandwidths,
-            strategies=names,
+            bandwidths=compared.link_bandwidths,
+            strategies=compared.strategies,
             warnings=notes,
             pool=pool,
-            on_place=progress,
+            on_progress=progress,
         )
-    if not answers.printed(found.to_dict, "points"):
-        from kvrsim.cli.commands.map import show_map
+    print_answer(output, found.to_dict, "points", lambda: show_map(found))
+    write_files((plot, found.write_plot))
 
-        show_map(found)
-    write_beside((plot, found.write_plot))
-
-
-# -- A map of strategies for people.
 
 ALONE = "single"
 

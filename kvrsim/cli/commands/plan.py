@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from kvrsim.choices import METHODS
-from kvrsim.cli.answers import AnswerOptions, DeployOptions
-from kvrsim.cli.options import ScenarioOptions, takes
-from kvrsim.cli.options import Table as TableFile
-from kvrsim.cli.outputs import tell, write_beside
-from kvrsim.cli.parsing import parse_choice, parse_strategies, read_table, require_table
-from kvrsim.cli.pool_options import PoolOptions
-from kvrsim.cli.run_options import NoiseOptions, PageOptions
+from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs
+from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
+from kvrsim.cli.output import print_answer, warn, write_files
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     INTERVAL_TITLES,
     TIED,
@@ -50,41 +46,18 @@ from kvrsim.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.results import Plan, Shortfall, StrategyResult
-    from kvrsim.scenario import Scenario
     from planner.deploy import Launch
 
 
-@takes(ScenarioOptions, NoiseOptions, PoolOptions, DeployOptions, PageOptions, AnswerOptions)
+@takes(ScenarioArgs, PlanArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, OutputArgs)
 def plan(
-    options: ScenarioOptions,
-    random: NoiseOptions,
-    workers: PoolOptions,
-    deploy: DeployOptions,
-    files: PageOptions,
-    answers: AnswerOptions,
-    *,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            metavar="NAMES|all|FILE.py:NAME",
-            help="Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default: kvr-s and all that need no"
-            " search; all adds pipelines and hybrids.",
-        ),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method",
-            metavar="|".join(METHODS),
-            help="Search method of partitions over single GPUs; grid is the paper's.",
-        ),
-    ] = "auto",
-    stride: Annotated[
-        str | None,
-        typer.Option("--stride", metavar="LEN", help="Search only chunk boundaries that are multiples of LEN."),
-    ] = None,
-    table: TableFile = None,
+    asked: ScenarioArgs,
+    compared: PlanArgs,
+    noise: NoiseArgs,
+    workers: PoolArgs,
+    deploy: DeployArgs,
+    files: PageArgs,
+    output: OutputArgs,
 ) -> None:
     """Compare strategies for one prefill, each at its best.
 
@@ -93,53 +66,41 @@ def plan(
 
     Example: kvrsim plan --ctx 16k --gpus 8 --model llama-3-8b --cluster h100-nvlink
     """
-    from kvrsim.cli.progress import SearchProgress
-    from kvrsim.units import parse_tokens
-    from kvrsim.views.figure import is_page
-
-    answers.check(emit=deploy.emit)
-    deploy.check()
-    names = None if strategies is None else parse_strategies(strategies)
-    require_table(names or [], table)
-    parse_choice(method, "method", METHODS)
-    step = None if stride is None else parse_tokens(stride, "stride")
-    seed, disturbance = random.seed_number, random.disturbance()
-    if workers.is_given and disturbance is None:
+    output.check(emit=deploy.emit)
+    if workers != PoolArgs() and noise.noise is None:
         raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
-    pool = workers.pool()
-    files.check()
-    lookup = read_table(table)
-    scenario, warnings = options.scenario()
-    within = deploy.only_deployable or (deploy.emit if names is None else None)
-    if within is not None:
-        from planner.deploy import only_deployable
-
-        names = list(only_deployable(scenario, within, names, "only_deployable" if deploy.only_deployable else "emit"))
+    from kvrsim.builder import build_scenario
+    from planner.api import disturbance_of, table_of
     from planner.candidates import Search
     from planner.plan import make_plan
 
-    with pool, SearchProgress() as progress:
+    disturbance = disturbance_of(noise)
+    search = Search(method=compared.method, stride=compared.stride, table=table_of(compared.table))
+    scenario, warnings = build_scenario(asked)
+    names = compared.strategies
+    if within := deploy.only_deployable or (deploy.emit if names is None else None):
+        from planner.deploy import only_deployable
+
+        names = list(only_deployable(scenario, within, names, "only_deployable" if deploy.only_deployable else "emit"))
+    with pool_of(workers) as pool, Progress() as progress:
         result = make_plan(
             scenario,
             strategies=names,
-            search=Search(method=method, stride=step, table=lookup, on_progress=progress),
+            search=replace(search, on_progress=progress),
             disturbance=None if disturbance is None else replace(disturbance, pool=pool),
-            timelines=("all" if is_page(files.plot) else "best") if files.wanted else None,
+            timelines="all" if files.is_page else "best" if files.is_given else None,
             warnings=warnings,
-            seed=seed,
-            on_stage=progress.stage,
+            seed=noise.seed,
         )
-    launch = None if deploy.emit is None else _launch(scenario, result, deploy.emit, options.model)
-    if not answers.printed((launch or result).to_dict, "strategies"):
-        if launch is not None:
-            from kvrsim.cli.commands.plan import show_launch
+    launch = None
+    if deploy.emit is not None:
+        from planner.deploy import launch_of
 
-            show_launch(launch)
-        from kvrsim.cli.commands.plan import show_plan
-
-        show_plan(result)
+        best = result.best
+        launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=asked.model, layers=best.layers)
+    print_answer(output, (launch or result).to_dict, "strategies", lambda: show_plan(result, launch))
     if timeline := result.timeline:
-        write_beside(
+        write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
             (files.plot, result.write_plot),
         )
@@ -147,23 +108,15 @@ def plan(
         raise typer.Exit(1)
 
 
-def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch:
-    """Of the best strategy; InputError where the engine has not got it."""
-    from planner.deploy import launch_of
-
-    best = result.best
-    return launch_of(scenario, engine, best.strategy, best.partition, model=model, layers=best.layers)
-
-
-# -- A plan for people; imported only where no JSON is asked for.
-
 # Columns that a narrow terminal does without, the least important first.
 _OPTIONAL = ("longest\nwait", "exposed\ncomm.", *INTERVAL_TITLES, "partition\n(tokens)", "peak\nmemory")
 _MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does not fit is listed
 
 
-def show_plan(plan: Plan) -> None:
+def show_plan(plan: Plan, launch: Launch | None = None) -> None:
     """The best strategy, the question, one row per strategy, then bounds, search, memory and notes."""
+    if launch is not None:
+        show_launch(launch)
     answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
     answer.add_row("best:", headline(_headline(plan)))
     for label, line in (*_found(plan), *_engines(plan)):
@@ -342,9 +295,6 @@ def _summary(noisy: Distribution) -> str:
     return f"{', '.join(parts)}; {mean_change(noisy)}"
 
 
-# -- The launch of a plan on a serving engine, for people.
-
-
 def show_launch(launch: Launch) -> None:
     """The command first, then its files; notes go to standard error."""
     typer.echo(printable(launch.command))
@@ -352,4 +302,4 @@ def show_launch(launch: Launch) -> None:
         typer.echo(f"\n# {printable(name)}\n{text.rstrip()}")
     typer.echo("")
     for note in launch.notes:
-        tell(f"note: {note}")
+        warn(f"note: {note}")

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 
-from kvrsim.cli.options import Json, PredictorOptions, takes
-from kvrsim.cli.outputs import print_json, tell
-from kvrsim.cli.parsing import check_output
-from kvrsim.cli.pool_options import BuildOptions
+from kvrsim.arguments import (
+    REQUIRED,
+    PoolArgs,
+    ScenarioArgs,
+    argument,
+    count,
+    option,
+    text,
+    tokens,
+    tokens_or_none,
+    whole,
+)
+from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
+from kvrsim.cli.output import print_json, warn
+from kvrsim.cli.progress import Progress
+from kvrsim.cli.text import Hint, facts, format_interval, headline, show
+from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 
-if TYPE_CHECKING:
-    from planner.predictor.predictor import TtftEstimate, TtftPredictor
-
 app = typer.Typer()
+_STRATEGY = "What the GPUs run; best: the fastest that fits, of those that plan compares by default."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorArgs(ScenarioArgs):
+    """A scenario of the largest context and batch that a predictor answers for."""
+
+    ctx: Any = option("LEN", "Longest context in tokens, cached prefix included.", "Question", tokens, "128k")
+    batch: Any = option("N", "Largest number of sequences prefilled together.", "Question", whole, 1)
 
 
 @app.command("build")
-@takes(PredictorOptions, BuildOptions)
+@takes(PredictorArgs, BuildArgs, fixed={"cached_prefix": 0, "prefix_placement": "all"})
 def build(
-    options: PredictorOptions,
-    workers: BuildOptions,
+    asked: PredictorArgs,
+    workers: PoolArgs,
     *,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the predictor, as JSON.")],
-    strategy: Annotated[
-        str,
-        typer.Option(
-            "--strategy",
-            metavar="best|NAME|FILE.py:NAME",
-            help="What the GPUs run; best: the fastest that fits, of those that plan compares by default.",
-        ),
-    ] = "best",
-    json: Json = False,
+    output: Any = output("FILE", "Write the predictor, as JSON."),
+    strategy: Any = option("best|NAME|FILE.py:NAME", _STRATEGY, "Question", text, "best"),
+    json: Any = JSON,
 ) -> None:
     """Simulate a grid of new tokens, cached prefixes and batches.
 
@@ -42,53 +55,50 @@ def build(
 
     Example: kvrsim predictor build --ctx 32k --gpus 8 --strategy tp -o ttft.json
     """
+    from kvrsim.builder import build_scenario
+    from kvrsim.io.schema import to_json
     from kvrsim.strategies import get_strategy
     from planner.predictor.build import BEST, make_predictor
 
     if strategy != BEST:
         get_strategy(strategy)
-    check_output(output, "output")
-    pool = workers.pool()
-    scenario, notes = options.scenario()
-    from kvrsim.cli.progress import PartProgress
-
-    with pool, PartProgress() as progress:
-        predictor = make_predictor(scenario, strategy=strategy, pool=pool, on_part=progress)
+    scenario, notes = build_scenario(asked)
+    with pool_of(workers, every_core=True) as pool, Progress() as progress:
+        predictor = make_predictor(scenario, strategy=strategy, pool=pool, on_progress=progress)
     predictor.write(output)
     for note in notes:
-        tell(f"note: {note}")
-    found = _about(predictor)
+        warn(f"note: {note}")
+    knots = len(predictor.new_tokens) * len(predictor.cached_prefix) * len(predictor.batch)
+    about: dict[str, Any] = {
+        "prefills": knots * len(predictor.strategies),
+        "strategies": [one.strategy for one in predictor.strategies],
+        "longest_context": predictor.longest_context,
+        "longest_batch": predictor.batch[-1],
+    }
     if json:
-        from kvrsim.io.schema import to_json
-
-        asked = {"question": predictor.question, "version": __version__, "cluster": to_json(scenario.cluster)}
-        print_json(asked | {"output": output, **found})
-    else:
-        _show_built(output, found)
-
-
-def _show_built(output: str, found: dict[str, Any]) -> None:
-    from kvrsim.cli.text import Hint, facts, show
-
-    table = facts()
-    most = f"up to {found['longest_context']} tokens, batch {found['longest_batch']}"
-    table.add_row("predictor:", f"{found['prefills']} prefills of {', '.join(found['strategies'])}, {most}")
+        question = {"question": predictor.question, "version": __version__, "cluster": to_json(scenario.cluster)}
+        print_json(question | {"output": output, **about})
+        return
+    table, longest = facts(), predictor.longest_context
+    most = f"up to {longest} tokens, batch {predictor.batch[-1]}"
+    table.add_row("predictor:", f"{about['prefills']} prefills of {', '.join(about['strategies'])}, {most}")
     table.add_row("written:", output)
-    show(table, Hint(f"kvrsim predictor lookup {shlex.quote(output)} --ctx {found['longest_context'] // 2}"))
+    show(table, Hint(f"kvrsim predictor lookup {shlex.quote(output)} --ctx {longest // 2}"))
 
 
 @app.command("lookup")
+@takes()
 def lookup(
-    file: Annotated[str, typer.Argument(metavar="PREDICTOR", help="A file that kvrsim predictor build has written.")],
-    ctx: Annotated[str, typer.Option("--ctx", metavar="LEN", help="Context length in tokens: 16k is 16384.")],
-    cached_prefix: Annotated[
-        str,
-        typer.Option("--cached-prefix", metavar="LEN", help="Leading tokens of it whose K and V are already cached."),
-    ] = "0",
-    batch: Annotated[
-        str, typer.Option("--batch", metavar="N", help="Number of sequences prefilled together, each of --ctx tokens.")
-    ] = "1",
-    json: Json = False,
+    *,
+    file: Any = argument("PREDICTOR", "A file that kvrsim predictor build has written."),
+    ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED),
+    cached_prefix: Any = option(
+        "LEN", "Leading tokens of it whose K and V are already cached.", "Question", tokens_or_none, 0
+    ),
+    batch: Any = option(
+        "N", "Number of sequences prefilled together, each of --ctx tokens.", "Question", count(2**20), 1
+    ),
+    json: Any = JSON,
 ) -> None:
     """Print the TTFT of a prefill, with its interval.
 
@@ -96,35 +106,13 @@ def lookup(
 
     Example: kvrsim predictor lookup ttft.json --ctx 9000 --cached-prefix 512
     """
-    from kvrsim.units import parse_count, parse_tokens
     from planner.predictor.predictor import load_predictor
 
-    context_len, together = parse_tokens(ctx, "ctx"), parse_count(batch, "batch")
-    cached = 0 if cached_prefix == "0" else parse_tokens(cached_prefix, "cached_prefix")
-    predictor = load_predictor(file, "PREDICTOR")
-    found = predictor.predict(ctx=context_len, cached_prefix=cached, batch=together)
+    found = load_predictor(file, "PREDICTOR").predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
     if json:
         print_json(found.to_dict())
-    else:
-        _show(found)
-
-
-def _about(predictor: TtftPredictor) -> dict[str, Any]:
-    knots = len(predictor.new_tokens) * len(predictor.cached_prefix) * len(predictor.batch)
-    return {
-        "prefills": knots * len(predictor.strategies),
-        "strategies": [one.strategy for one in predictor.strategies],
-        "longest_context": predictor.longest_context,
-        "longest_batch": predictor.batch[-1],
-    }
-
-
-def _show(found: TtftEstimate) -> None:
-    from kvrsim.cli.text import facts, format_interval, headline, show
-    from kvrsim.units import format_seconds
-
+        return
     table, interval = facts(), format_interval(found.ttft_low_s, found.ttft_high_s)
-    table.add_row(
-        "TTFT:", headline(f"{found.strategy}, {format_seconds(found.ttft_s)} (prediction interval {interval})")
-    )
+    time = f"{found.strategy}, {format_seconds(found.ttft_s)} (prediction interval {interval})"
+    table.add_row("TTFT:", headline(time))
     show(table)

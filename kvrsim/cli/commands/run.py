@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvrsim.cli import machine_options as machine
-from kvrsim.cli.options import Json, MeasuredOptions, takes
-from kvrsim.cli.outputs import print_json, tell_once, write_beside
-from kvrsim.cli.parsing import parse_chunks
-from kvrsim.cli.progress import RankProgress
-from kvrsim.cli.run_options import TimelineOptions
-from kvrsim.cli.text import Text, columns, facts, format_partition, headline, measured_header, narrowing, show
+from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, count, option, switch, text
+from kvrsim.cli.options import JSON, HardwareArgs, TimelineArgs, hardware_of, require_torch, takes
+from kvrsim.cli.output import print_json, warn_once, write_files
+from kvrsim.cli.progress import Progress
+from kvrsim.cli.text import (
+    Text,
+    columns,
+    facts,
+    format_partition,
+    headline,
+    measured_header,
+    narrowing,
+    show,
+    subtitle,
+)
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_bytes, format_seconds
 
@@ -21,37 +27,26 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from planner.confirm.run import RunResult
 
+_STRATEGY = (
+    "Strategy: single, tsp, kvr-e, kvr-s, kvr-b, kvr-direct, ring, striped, zigzag, zigzag-ring, ulysses, tp, pp, pp-s,"
+    " or kvr-p with --partition."
+)
+_PARTITION = "New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp, pp-s search by --profile."
+_GENERATE = "Decode N more tokens on the last rank, greedily."
+FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
 
-@takes(MeasuredOptions, machine.HardwareOptions, TimelineOptions)
+
+@takes(MeasuredArgs, HardwareArgs, TimelineArgs, fixed=FIXED)
 def run(
-    options: MeasuredOptions,
-    hardware: machine.HardwareOptions,
-    files: TimelineOptions,
+    asked: MeasuredArgs,
+    hardware: HardwareArgs,
+    files: TimelineArgs,
     *,
-    strategy: Annotated[
-        str,
-        typer.Option(
-            "--strategy",
-            metavar="NAME",
-            help="Strategy: single, tsp, kvr-e, kvr-s, kvr-b, kvr-direct, ring, striped, zigzag, zigzag-ring, ulysses,"
-            " tp, pp, pp-s, or kvr-p with --partition.",
-        ),
-    ],
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            "--partition",
-            metavar="LEN,LEN,...",
-            help="New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp, pp-s search by --profile.",
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare logits and KV cache with those of one process.")
-    ] = False,
-    generate: Annotated[
-        str | None, typer.Option("--generate", metavar="N", help="Decode N more tokens on the last rank, greedily.")
-    ] = None,
-    json: Json = False,
+    strategy: Any = option("NAME", _STRATEGY, "Question", text, REQUIRED),
+    partition: Any = option("LEN,LEN,...", _PARTITION, "Question", chunk_lens),
+    check: Any = switch("Compare logits and KV cache with those of one process.", "Measurement"),
+    generate: Any = option("N", _GENERATE, "Measurement", count(2**20)),
+    json: Any = JSON,
 ) -> None:
     """Measure one strategy's prefill on this machine.
 
@@ -60,50 +55,51 @@ def run(
     Example: kvrsim run --strategy kvr-e --ctx 1k --gpus 2
     """
     from kvrsim.runtime.plan import run_strategy
-    from kvrsim.units import parse_count
 
     run_strategy(strategy)
-    tokens = 0 if generate is None else parse_count(generate, "generate", maximum=2**20)
-    chunks = parse_chunks(partition)
-    files.check()
-    machine.require_torch()
-    scenario, warnings = _scenario(options, hardware.device)
-    chosen = hardware.hardware(options, scenario)
+    require_torch()
     from planner.confirm.run import run_here
 
-    wanted: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
-    with RankProgress() as progress:
-        found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell_once, on_progress=progress)
-    if is_first_rank():
-        _show(found, files, json=json)
-
-
-def _scenario(options: MeasuredOptions, device: str) -> tuple[Scenario, tuple[str, ...]]:
-    """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
-    if options.profile is not None:
-        return options.scenario()
-    from kvrsim.runtime.host import chosen_device
-
-    dtype = options.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
-    kernel = options.attention or "sdpa"
-    return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0], ()
-
-
-def _show(found: RunResult, files: TimelineOptions, *, json: bool) -> None:
+    scenario, warnings = _scenario(asked, hardware.device)
+    machine = hardware_of(hardware, asked, scenario)
+    with Progress("planning and starting ranks", is_timed=True) as progress:
+        found = run_here(
+            scenario,
+            machine,
+            strategy=strategy,
+            partition=partition,
+            check_logits=check,
+            generate=generate or 0,
+            warnings=warnings,
+            on_note=warn_once,
+            on_progress=progress,
+        )
+    if not is_first_rank():
+        return
     if json:
         print_json(found.to_dict())
     else:
         show_run(found)
     about = {"cluster": f"{found.num_gpus} ranks, {found.conditions['device']}", "profile": None}  # it is measured
-    write_beside(
+    write_files(
         (files.trace, lambda path: found.timeline.write_chrome_trace(path, found.question, **about)),
         (files.plot, lambda path: _draw(found, path)),
     )
 
 
+def _scenario(asked: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...]]:
+    """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
+    from kvrsim.builder import build_scenario
+
+    if asked.profile is not None:
+        return build_scenario(asked)
+    from kvrsim.runtime.host import chosen_device
+
+    dtype = asked.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
+    return build_scenario(replace(asked, profile="roofline", dtype=dtype, attention=asked.attention or "sdpa"))[0], ()
+
+
 def _draw(found: RunResult, path: str) -> None:
-    from kvrsim.cli.text import subtitle
-    from kvrsim.units import format_seconds
     from kvrsim.views.gantt import write_gantt
 
     device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvrsim.choices import EXECUTORS
-from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import ScenarioOptions, takes
-from kvrsim.cli.options import Table as TableFile
-from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.parsing import (
-    parse_choice,
-    parse_chunks,
-    parse_strategy,
-    read_table,
-    require_table,
-)
-from kvrsim.cli.run_options import NoiseOptions, PageOptions
+from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs
+from kvrsim.cli.options import OutputArgs, PageArgs, takes
+from kvrsim.cli.output import print_answer, write_files
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     Facts,
     Part,
@@ -52,86 +42,44 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
 
 
-@takes(ScenarioOptions, NoiseOptions, PageOptions, AnswerOptions)
-def simulate(
-    options: ScenarioOptions,
-    random: NoiseOptions,
-    files: PageOptions,
-    answers: AnswerOptions,
-    *,
-    strategy: Annotated[
-        str,
-        typer.Option(
-            "--strategy", metavar="NAME|FILE.py:NAME", help="Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s."
-        ),
-    ],
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            "--partition",
-            metavar="LEN,LEN,...",
-            help="New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.",
-        ),
-    ] = None,
-    table: TableFile = None,
-    executor: Annotated[
-        str | None,
-        typer.Option(
-            "--executor",
-            metavar="|".join(EXECUTORS),
-            help="event simulates the queue of every link. Default: batch where it suffices.",
-        ),
-    ] = None,
-    breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Print the seconds of every operation, and whether they were measured.")
-    ] = False,
-) -> None:
+@takes(ScenarioArgs, SimulateArgs, NoiseArgs, PageArgs, OutputArgs)
+def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: PageArgs, output: OutputArgs) -> None:
     """Simulate one strategy's prefill, rank by rank.
 
     Prints what each rank computes, waits for, sends and holds.
 
     Example: kvrsim simulate --strategy kvr-s --ctx 8k --gpus 4
     """
-    answers.check()
-    parse_strategy(strategy)
-    if partition is None:
-        require_table([strategy], table)
-    chunks = parse_chunks(partition)
-    parse_choice(executor, "executor", EXECUTORS)
-    if executor == "batch" and (files.wanted or breakdown):
-        raise InputError("executor", executor, "event, where --trace, --plot or --breakdown is asked for")
-    seed, disturbance = random.seed_number, random.disturbance()
-    files.check()
-    lookup = read_table(table)
-    scenario, warnings = options.scenario()
-    from kvrsim.cli.progress import SearchProgress
+    output.check()
+    if run.executor == "batch" and (files.is_given or run.breakdown):
+        raise InputError("executor", run.executor, "event, where --trace, --plot or --breakdown is asked for")
+    from kvrsim.builder import build_scenario
+    from planner.api import disturbance_of, table_of
     from planner.candidates import Search
     from planner.simulate import run_simulation
 
-    with SearchProgress() as progress:
-        progress.stage(strategy, 1, 1)
+    disturbance = disturbance_of(noise)
+    search = Search(partition=run.partition, table=table_of(run.table))
+    scenario, warnings = build_scenario(asked)
+    record: Any = [*["timeline"] * files.is_given, *["breakdown"] * run.breakdown]
+    with Progress() as progress:
         result = run_simulation(
             scenario,
-            strategy=strategy,
-            search=Search(partition=chunks, table=lookup, on_progress=progress),
-            executor=executor,
-            record=[name for name, wanted in (("timeline", files.wanted), ("breakdown", breakdown)) if wanted],
+            strategy=run.strategy,
+            search=replace(search, on_progress=progress),
+            executor=run.executor,
+            record=record,
             disturbance=disturbance,
             warnings=warnings,
-            seed=seed,
+            seed=noise.seed,
         )
-    if not answers.printed(result.to_dict, "per_rank", without=("memory",)):
-        from kvrsim.cli.commands.simulate import show_simulation
-
-        show_simulation(result, scenario)
+    print_answer(output, result.to_dict, "per_rank", lambda: show_simulation(result, scenario), without=("memory",))
     if timeline := result.timeline:
-        write_beside(
+        write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
             (files.plot, result.write_plot),
         )
 
-
-# -- A simulation for people; imported only where no JSON is asked for.
 
 _MOST_CAUSES = 4  # of the interval, that are listed
 _WIDE = 0.005  # of TTFT, from which on a cause is listed
@@ -150,7 +98,7 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
         answer.add_row("partition:", f"{format_partition(result.partition, room=10**6)} tokens")
     if result.query_blocks is not None:
         answer.add_row("query blocks:", blocks_text(result.query_blocks))
-    _add_noise_and_requests(answer, result)
+    _add_noise(answer, result)
     if said := _interval(result):
         table.add_row("interval:", said)
     table.add_row("executor:", result.executor)
@@ -189,8 +137,8 @@ def _interval(result: SimResult) -> str:
     return f"from {causes}" if causes else ""
 
 
-def _add_noise_and_requests(table: Facts, result: SimResult) -> None:
-    """The distribution of TTFT under noise, and the results of several requests."""
+def _add_noise(table: Facts, result: SimResult) -> None:
+    """The distribution of TTFT under noise."""
     if result.noise is not None and result.noisy is not None:
         table.add_row("noise:", result.noise.describe())
         _add_distribution(table, result.noisy)

@@ -6,15 +6,14 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import Json, ManyOptions, takes
-from kvrsim.cli.outputs import print_json, resumable, tell, write_beside
-from kvrsim.cli.parsing import check_output, check_plot
-from kvrsim.cli.pool_options import BuildOptions
+from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count, option, text, tokens
+from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, picture, pool_of, takes
+from kvrsim.cli.output import print_answer, print_json, resumable, warn, write_files
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     Facts,
     Hint,
@@ -30,31 +29,23 @@ from kvrsim.cli.text import (
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 if TYPE_CHECKING:
-    from kvrsim.cli.progress import EntryProgress
-    from kvrsim.scenario import Scenario
-    from kvrsim.strategies import Strategy
-    from planner.processes import Pool
     from planner.table.table import LookedUp, PartitionTable, TableSetting
 
 app = typer.Typer()
-
-File = Annotated[str, typer.Argument(metavar="TABLE", help="A file that kvrsim table build has written.")]
+FILE = argument("TABLE", "A file that kvrsim table build has written.")
+_STRATEGY = "A strategy over single GPUs whose chunks are searched."
+_MULTIPLE = "All chunks but the last are multiples of N tokens. Default: any length, preferring tile boundaries."
 
 
 @app.command("build")
-@takes(ManyOptions, BuildOptions)
+@takes(ScenariosArgs, BuildArgs)
 def build(
-    options: ManyOptions,
-    workers: BuildOptions,
+    asked: ScenariosArgs,
+    workers: PoolArgs,
     *,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the table, as JSON.")],
-    strategy: Annotated[
-        str,
-        typer.Option(
-            "--strategy", metavar="NAME|FILE.py:NAME", help="A strategy over single GPUs whose chunks are searched."
-        ),
-    ] = "kvr-s",
-    json: Json = False,
+    output: Any = output("FILE", "Write the table, as JSON."),
+    strategy: Any = option("NAME|FILE.py:NAME", _STRATEGY, "Question", text, "kvr-s"),
+    json: Any = JSON,
 ) -> None:
     """Search the best partition for each context and number of GPUs.
 
@@ -62,71 +53,47 @@ def build(
 
     Example: kvrsim table build --ctx 1k:32k:1k --gpus 2,4,8 -o table.json
     """
-    pool = workers.pool()
-    check_output(output, "output")
-    from kvrsim.strategies import searched
-
-    chosen = searched(strategy)
-    scenario, notes, lengths, counts = options.scenarios()
-    from kvrsim.cli.progress import EntryProgress
+    from kvrsim.builder import build_scenarios
     from kvrsim.io.schema import to_json
-
-    with pool, EntryProgress() as progress:
-        table = _built(scenario, chosen, counts, lengths, Path(output), pool, progress)
-    for note in notes:
-        tell(f"note: {note}")
-    if json:
-        from kvrsim.results.question import Question
-
-        asked = Question.of(scenario, strategy=strategy, lengths=list(lengths), gpu_counts=list(counts))
-        built = {"output": output, "entries": len(table.entries), "setting": to_json(table.setting)}
-        print_json(asked.header() | {"cluster": to_json(scenario.cluster)} | built)
-    else:
-        from kvrsim.cli.commands.table import show_built
-
-        show_built(table, output)
-
-
-def _built(
-    scenario: Scenario,
-    strategy: Strategy,
-    counts: tuple[int, ...],
-    lengths: tuple[int, ...],
-    output: Path,
-    pool: Pool,
-    progress: EntryProgress,
-) -> PartitionTable:
-    """Build and write; reuse the entries of a killed build, and remove them once the table is written."""
+    from kvrsim.results.question import Question
+    from kvrsim.strategies import searched
     from planner.table.build import SUFFIX, Partial, make_table
     from planner.table.table import TableSetting
 
-    setting = TableSetting.of(scenario, strategy.name)
-    journal = output.with_name(output.name + SUFFIX)
-    with resumable(journal), contextlib.closing(Partial(journal, setting)) as partial:
+    chosen, path = searched(strategy), Path(output)
+    scenario, notes, lengths, counts = build_scenarios(asked)
+    setting = TableSetting.of(scenario, chosen.name)
+    journal = path.with_name(path.name + SUFFIX)
+    with (
+        pool_of(workers, every_core=True) as pool,
+        Progress() as progress,
+        resumable(journal),
+        contextlib.closing(Partial(journal, setting)) as partial,
+    ):
         if partial.note:
-            tell(f"note: {partial.note}")
-        table = make_table(
-            scenario, counts, lengths, strategy=strategy, pool=pool, partial=partial, on_progress=progress
-        )
-        table.write(output)
+            warn(f"note: {partial.note}")
+        table = make_table(scenario, counts, lengths, strategy=chosen, pool=pool, partial=partial, on_progress=progress)
+        table.write(path)
         partial.remove()
-    return table
+    for note in notes:
+        warn(f"note: {note}")
+    if not json:
+        show_built(table, output)
+        return
+    question = Question.of(scenario, strategy=strategy, lengths=list(lengths), gpu_counts=list(counts))
+    built = {"output": output, "entries": len(table.entries), "setting": to_json(table.setting)}
+    print_json(question.header() | {"cluster": to_json(scenario.cluster)} | built)
 
 
 @app.command("lookup")
+@takes()
 def lookup(
-    file: File,
-    gpus: Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs.")],
-    ctx: Annotated[str, typer.Option("--ctx", metavar="LEN", help="Context length in tokens: 16k is 16384.")],
-    multiple: Annotated[
-        str | None,
-        typer.Option(
-            "--multiple",
-            metavar="N",
-            help="All chunks but the last are multiples of N tokens. Default: any length, preferring tile boundaries.",
-        ),
-    ] = None,
-    json: Json = False,
+    *,
+    file: Any = FILE,
+    gpus: Any = option("N", "Number of GPUs.", "Question", count(2**20), REQUIRED),
+    ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED),
+    multiple: Any = option("N", _MULTIPLE, "Question", tokens),
+    json: Any = JSON,
 ) -> None:
     """Print the partition for a context.
 
@@ -134,53 +101,37 @@ def lookup(
 
     Example: kvrsim table lookup table.json --gpus 4 --ctx 10k
     """
-    from kvrsim.units import parse_count, parse_tokens
+    from kvrsim.io.schema import to_json
     from planner.table.table import load_table, look_up
 
-    counts, tokens = parse_count(gpus, "gpus"), parse_tokens(ctx, "ctx")
-    step = None if multiple is None else parse_tokens(multiple, "multiple")
-    found = look_up(load_table(file, "TABLE"), counts, tokens, multiple=step)
-    if json:
-        for warning in found.warnings:
-            tell(f"warning: {warning}")
-        from kvrsim.io.schema import to_json
-
-        print_json(to_json(found))
+    found = look_up(load_table(file, "TABLE"), gpus, ctx, multiple=multiple)
+    if not json:
+        show_lookup(found)
         return
-    from kvrsim.cli.commands.table import show_lookup
-
-    show_lookup(found)
+    for warning in found.warnings:
+        warn(f"warning: {warning}")
+    print_json(to_json(found))
 
 
 @app.command("show")
-@takes(AnswerOptions)
-def show_command(
-    answers: AnswerOptions,
-    file: File,
-    plot: Annotated[
-        str | None,
-        typer.Option("--plot", metavar="FILE", help="Draw each rank's share over the context: FILE.png, .svg or .pdf."),
-    ] = None,
+@takes(OutputArgs)
+def show_(
+    answer: OutputArgs,
+    *,
+    file: Any = FILE,
+    plot: Any = option("FILE", "Draw each rank's share over the context: FILE.png, .svg or .pdf.", check=picture),
 ) -> None:
     """Print what a table was built for, and its entries.
 
     Example: kvrsim table show table.json --plot shares.png
     """
+    answer.check()
+    from planner.table.plot import write_shares
     from planner.table.table import load_table
 
-    answers.check()
-    check_plot(plot)
     table = load_table(file, "TABLE")
-    if not answers.printed(table.to_dict, "entries"):
-        from kvrsim.cli.commands.table import show_table
-
-        show_table(table)
-    from planner.table.plot import write_shares
-
-    write_beside((plot, lambda path: write_shares(table, path)))
-
-
-# -- A table and what was looked up in it, for people; imported only where no JSON is asked for.
+    print_answer(answer, table.to_dict, "entries", lambda: show_table(table))
+    write_files((plot, lambda path: write_shares(table, path)))
 
 
 def show_lookup(found: LookedUp) -> None:

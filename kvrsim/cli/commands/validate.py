@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import takes
-from kvrsim.cli.parsing import check_output
+from kvrsim.arguments import option
+from kvrsim.cli.options import OutputArgs, takes, writable
+from kvrsim.cli.output import print_answer
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Table, columns, show
 from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
@@ -30,13 +31,9 @@ def _validate() -> None:
 
 
 @app.command("published")
-@takes(AnswerOptions)
+@takes(OutputArgs)
 def published(
-    answers: AnswerOptions,
-    *,
-    report: Annotated[
-        str | None, typer.Option("--report", metavar="FILE", help="Also write the report as Markdown.")
-    ] = None,
+    answer: OutputArgs, *, report: Any = option("FILE", "Also write the report as Markdown.", check=writable)
 ) -> None:
     """Simulate every published case and print the errors.
 
@@ -44,8 +41,7 @@ def published(
 
     Example: kvrsim validate published --report accuracy.md
     """
-    answers.check()
-    check_output(report, "report")
+    answer.check()
     try:
         cases = import_module("validate.published.compare")
     except ModuleNotFoundError as error:
@@ -53,15 +49,11 @@ def published(
             raise
         sentence = "kvrsim validate runs from a checkout of kvrsim's repository, which holds the published figures"
         raise NotACheckoutError(sentence) from None
-    from kvrsim.cli.progress import WorkProgress
-
-    with WorkProgress() as progress:
-        progress("simulating the published cases")
+    with Progress("simulating the published cases"):
         result: dict[str, Any] = cases.run()
     if report is not None:
         cases.write_report(result, report)
-    if not answers.printed(lambda: result, "rows"):
-        show_validation(result)
+    print_answer(answer, lambda: result, "rows", lambda: show_validation(result))
     if result.get("ok") is False:
         raise typer.Exit(1)
 

@@ -21,7 +21,6 @@ from calibrate.measure.campaign import (
     Campaign,
     CampaignJournal,
     Policy,
-    Progress,
     Sample,
     Seconds,
     Skipped,
@@ -131,12 +130,11 @@ def test_a_point_that_cannot_be_measured_is_skipped_with_its_reason(tmp_path: Pa
     assert [row.chunk for row in outcome.rows] == [1, 5]
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
-    told: list[Progress] = []
-    run_campaign(FakeBench(), journal_in(tmp_path), QUIET, told.append)
-    assert told[0].samples == 0
-    assert {one.point for one in told} == {"1", "2", "5"}
-    assert all(one.steady <= one.points == 3 for one in told)
+def test_progress_is_the_share_of_the_budget(tmp_path: Path) -> None:
+    reports: list[tuple[float, float | None, str]] = []
+    run_campaign(FakeBench(), journal_in(tmp_path), QUIET, lambda *report: reports.append(report))
+    assert reports[0][2].startswith("0 samples, 0 of 3 steady; ")
+    assert all(total is not None and done <= total for done, total, _ in reports)
 
 
 def test_a_resumed_campaign_measures_the_points_that_it_set_out_to(tmp_path: Path) -> None:

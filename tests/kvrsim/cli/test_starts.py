@@ -25,8 +25,6 @@ BUDGETS = [
     (("--version",), 12, ""),
     (("--help",), 13, ""),
     (("plan", "--help"), 24, ""),
-    (("__complete", "plan", "--model", "ll"), 25, ""),
-    (("completion", "bash"), 14, ""),
     (("engines", "list", "--json"), 27, ""),
     (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 26, ""),
     (("clusters", "list", "--json"), 31, "numpy"),

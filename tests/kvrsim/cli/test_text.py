@@ -168,7 +168,7 @@ def defined_terms() -> set[str]:
     return {term.strip().lower() for shown in terms for term in shown.split(", ")} | {"gpus"}
 
 
-@pytest.mark.parametrize("command", COMMANDS[:14], ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS[:13], ids=" ".join)
 def test_every_label_is_in_the_glossary(
     command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,12 @@ def test_rates_scale(tmp_path: Path) -> None:
 def test_in_python(tmp_path: Path) -> None:
     stages: list[str] = []
     found = kvrsim.capacity(
-        requests=SMALL, slo_ttft="1s", group_sizes="1,2", replications=2, model="llama-7b", on_progress=stages.append
+        requests=SMALL,
+        slo_ttft="1s",
+        group_sizes="1,2",
+        replications=2,
+        model="llama-7b",
+        on_progress=lambda done, total, text: stages.append(text),
     )
     assert found.feasible
     assert stages

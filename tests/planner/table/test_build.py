@@ -248,13 +248,13 @@ def test_a_bus_and_a_single_gpu() -> None:
 
 
 def test_the_facade_builds_tables() -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[float, float | None, str]] = []
     table = kvrsim.build_table(
         ctx="512:1k:512", gpus="2", profile="roofline", on_progress=lambda *progress: seen.append(progress)
     )
     assert isinstance(table, kvrsim.PartitionTable)
     assert [entry.context_len for entry in table.entries] == [512, 1024]
-    assert seen[-1] == (2, 2)
+    assert seen[-1] == (2, 2, "entries")
     assert len(table.to_frame()) == 2
     assert kvrsim.build_table(ctx=[1024, 512], gpus=[2], profile="roofline") == table
 

@@ -14,6 +14,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
+from kvrsim.cli.output import NOT_WRITTEN
 from kvrsim.cli.text import format_interval, format_partition, interval_title, over_memory, round_up_percent
 from kvrsim.memory import RankMemory
 from planner.candidates import QUICK
@@ -256,7 +257,7 @@ CLOSED_STREAMS = [
     ("plan --ctx 0 2>&-", cli.WRONG_USE),
     ("plan --frobnicate 2>/dev/full", cli.WRONG_USE),
     ("plan --ctx 0 2>/dev/full", cli.WRONG_USE),
-    ("models list >/dev/full", cli.NOT_WRITTEN),
+    ("models list >/dev/full", NOT_WRITTEN),
 ]
 
 
@@ -271,7 +272,7 @@ def test_closed_and_full_streams_change_no_exit_code_and_no_file(words: str, cod
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    assert ("standard output" in done.stderr) == (code == cli.NOT_WRITTEN)
+    assert ("standard output" in done.stderr) == (code == NOT_WRITTEN)
     assert "bug in kvrsim" not in done.stderr
     if "t.json" in words:
         assert os.listdir(tmp_path) == ["t.json"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvrsim.cli import main as cli
-from kvrsim.cli.answers import print_rows
-from tests.kvrsim.cli.test_flags import COMMANDS
+from kvrsim.cli.output import print_rows
+from tests.kvrsim.cli.test_options import COMMANDS
 
 SETTING = ("--gpus", "2", "--profile", "roofline")
 TABLES = {  # a command's list in its JSON

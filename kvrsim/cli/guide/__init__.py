@@ -1,1 +1,0 @@
-"""What helps people to find the right words: help in groups, shell completion, suggestions for mistakes."""

@@ -1,0 +1,162 @@
+"""Answers on standard output as JSON or rows, lines on standard error, and files next to an answer.
+
+Files are written once the answer is printed, so that a picture that fails costs the picture alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvrsim.errors import KvrsimError
+from kvrsim.text import printable
+
+if TYPE_CHECKING:
+    from kvrsim.cli.options import OutputArgs
+
+Rows = Sequence[Mapping[str, Any]]
+NOT_WRITTEN = 74  # exit code: the answer is complete, but a file that was to be written is not
+ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
+_DIGITS = 6  # significant ones of a number in Markdown
+_journals: list[str] = []  # of interrupted work
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Print one JSON object; NaN and infinity, which JSON has not got, are refused."""
+    typer.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def print_answer(
+    args: OutputArgs,
+    content: Callable[[], Mapping[str, Any]],
+    rows: str | Callable[[], Rows],
+    show: Callable[[], None],
+    *,
+    without: Sequence[str] = (),
+) -> None:
+    """Print an answer: its content as JSON, its rows (or a list in the content) as a table, or what `show` prints.
+
+    without: fields of a row that a table leaves to JSON. Next to a table, warnings go to standard error.
+    """
+    if not args.json and args.format is None:
+        show()
+        return
+    answer = dict(content())
+    if args.json:
+        print_json(answer)
+        return
+    for warning in answer.get("warnings", ()):
+        warn(f"warning: {warning}")
+    print_rows(answer[rows] if isinstance(rows, str) else rows(), args.format, without=without)
+
+
+def print_rows(rows: Rows, form: str, *, without: Sequence[str] = ()) -> None:
+    """Print rows as "csv" or "md", but for fields of these names."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = [key for key in dict.fromkeys(key for row in flat for key in row) if not {*key.split(".")} & {*without}]
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    if form == "csv":
+        import csv
+
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([printable(_cell(row.get(name))) for name in names] for row in flat)
+        return
+    used = [name for name in names if any(row.get(name) is not None for row in flat)]
+    numbers = [all(type(row.get(name)) in (int, float, type(None)) for row in flat) for name in used]
+    typer.echo(f"| {' | '.join(used)} |")
+    typer.echo(f"|{'|'.join('---:' if number else '---' for number in numbers)}|")
+    for row in flat:
+        cells = (" ".join(printable(_cell(row.get(name), _DIGITS)).split()) for name in used)
+        typer.echo(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+
+
+def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    """Values by name, those of a mapping as "link.name"; a list of mappings is left out."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        elif not (isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value)):
+            yield before + key, value
+
+
+def _cell(value: object, digits: int | None = None) -> str:
+    """A list with commas between, as options take it; None as an empty text; a number with all or some digits."""
+    if isinstance(value, list | tuple):
+        return ",".join(_cell(one, digits) for one in value)
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    return f"{value:.{digits}g}" if digits and isinstance(value, float) else str(value)
+
+
+def warn(line: str) -> None:
+    """Print a line for people on standard error."""
+    typer.echo(printable(f"kvrsim: {line}"), err=True)
+
+
+def warn_once(note: str) -> None:
+    """The same, from the first rank alone."""
+    from kvrsim.io.files import is_first_rank
+
+    if is_first_rank():
+        warn(note)
+
+
+@contextmanager
+def resumable(journal: Path) -> Iterator[None]:
+    """Work that can be resumed from its journal: if interrupted, the message names the journal, if there is one."""
+    _journals.clear()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if journal.exists():
+            _journals.append(str(journal))
+        raise
+
+
+def interrupted() -> str:
+    """What an interruption has left, and how to go on, in one line."""
+    if not _journals:
+        return "interrupted: nothing is kept; the same command begins anew"
+    return f"interrupted: {', '.join(_journals)} keeps what was done; the same command resumes"
+
+
+def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
+    """Write files, each by its own function of the path; None: not asked for.
+
+    One line on standard error for each: where it is, or why it failed; then typer.Exit with NOT_WRITTEN if any failed,
+    after all have been tried.
+    """
+    sys.stdout.flush()
+    failed = False
+    for path, write in outputs:
+        if path is None:
+            continue
+        try:
+            write(path)
+        except Exception as error:
+            failed = True
+            warn(f"error: {path}: not written, the answer is complete: {_reason(error)}")
+        else:
+            warn(f"written: {path}")
+    if failed:
+        raise typer.Exit(NOT_WRITTEN)
+
+
+def _reason(error: Exception) -> str:
+    """In one line; a bug is called one."""
+    if os.environ.get("KVRSIM_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    message = " ".join(str(error).split())
+    if isinstance(error, KvrsimError | OSError):
+        return message
+    return f"{type(error).__name__}: {message} ({ADVICE})"

@@ -1,0 +1,103 @@
+"""Commands and their options: recorded in flags.json, with help in sections and an example that parses."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvrsim.arguments import SECTIONS
+from kvrsim.cli import main as cli
+from tests.building.snapshot import assert_recorded
+from tests.test_docs import parse
+
+
+def commands(command: Any, path: str = "") -> dict[str, Any]:
+    """Every command under its path."""
+    found = {path: command} if path == "" or not hasattr(command, "commands") else {}
+    for name, child in getattr(command, "commands", {}).items():
+        found |= commands(child, f"{path} {name}".strip())
+    return found
+
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMANDS = commands(typer.main.get_command(cli.app))
+
+
+def test_flags_are_recorded() -> None:
+    found = {
+        path: [param.opts[0] if param.param_type_name == "option" else param.metavar for param in command.params]
+        for path, command in COMMANDS.items()
+    }
+    assert_recorded(Path(__file__).parent / "flags.json", found)
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_has_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*path.split(), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: kvrsim {path}".strip())
+    assert err == ""
+
+
+def helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_the_program_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = helped(capsys)
+    assert alone == helped(capsys, "-h") == helped(capsys, "--help") == helped(capsys, "help")
+    assert [line[:-1] for line in alone.splitlines() if line.endswith(":")] == [*cli.GROUPS, "Options"]
+
+
+@pytest.mark.parametrize("path", ["plan", "table", "table build"])
+def test_ways_to_ask_for_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = path.split()
+    assert helped(capsys, *words, "-h") == helped(capsys, *words, "--help") == helped(capsys, "help", *words)
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path])
+def test_every_command_has_a_summary_and_an_example(path: str) -> None:
+    command = COMMANDS[path]
+    example = shlex.split(command.help.partition("Example: ")[2])
+    first = command.help.splitlines()[0]
+    assert 10 < len(first) <= 66  # columns that a list of commands has for it
+    assert first.endswith(".")
+    if path in cli.COMMANDS:
+        assert cli.COMMANDS[path][0] == first
+    assert example[: 1 + len(path.split())] == ["kvrsim", *path.split()]
+    parse(tuple(example[1:]))
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("path", ["plan", "capacity", "confirm"])
+def test_sections_in_order(
+    path: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = helped(capsys, path, "-h").splitlines()
+    titles = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [title for title in [*SECTIONS, "Example"] if title in titles]
+    assert len(titles) >= 6
+    prose = [line for line in lines if "kvrsim" not in line and "|" not in line]
+    assert max(map(len, prose)) <= min(columns, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("kvrsim pl", "plan"), ("kvrsim plan --gp", "--gpus"), ("kvrsim plan --model llama-3-7", "llama-3-70b")],
+)
+def test_shells_complete_commands_options_and_names(words: str, expected: str) -> None:
+    asked = {"_KVRSIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    command = [sys.executable, "-m", "kvrsim"]
+    done = subprocess.run(command, env=os.environ | asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert expected in done.stdout.split()
