@@ -9,16 +9,14 @@ resume.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
-from kvrsim.executors.run import run_partition
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
@@ -27,7 +25,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched
 from kvrsim.units import check_places
 from kvrsim.version import __version__
-from planner.candidates import per_rank_scenario
+from planner.candidates import per_rank_scenario, ttft_of
 from planner.processes import Pool
 from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_s
@@ -41,15 +39,40 @@ from planner.table.table import (
     quantization_steps,
     to_steps,
 )
-from planner.uncertainty.intervals import interval
+from planner.uncertainty.intervals import interval_of
+from planner.uncertainty.sensitivities import sensitivities
 
 SUFFIX = ".partial"
 _FORMAT = "kvrsim partition table, unfinished 2"
+_AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # of TTFT, within which partitions count as equal
+_EVEN_IS_AS_FAST = 0.02  # of TTFT, by which even chunks may be slower where no profile tells partitions apart
+_BLENDS = 64  # of two partitions
+_NEAR = 0.25  # of a chunk, over which the cost of a token is averaged
+_INSIDE = 1e-3  # tokens before a jump: a level that leaves no room for it
+
+OnProgress = Callable[[int, int], None]  # entries done, entries in all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """The search result of one entry."""
+
+    num_gpus: int
+    context_len: int
+    partition: tuple[int, ...]
+    ttft_s: float
+    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
+    balanced: tuple[Whole, ...]  # the analytical plan
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """GPUs and context."""
+        return self.num_gpus, self.context_len
 
 
 @dataclass(slots=True)
-class Partial:
-    """A journal of entries, locked while it is open; with a path of None nothing is written.
+class TableJournal:
+    """A journal of searched entries, locked while it is open; with a path of None nothing is written.
 
     The file is removed when the table is done, and kept when the build is interrupted. Raises InputError naming
     `output` where it has other settings or another version, is not a journal, or is in use by another process.
@@ -69,7 +92,7 @@ class Partial:
 
     @property
     def note(self) -> str:
-        """How many entries were found; empty where there are none."""
+        """The number of entries searched before; empty without any."""
         return f"{self.path}: {len(self.drafts)} entries searched before" if self.drafts else ""
 
     def add(self, draft: Draft) -> None:
@@ -96,47 +119,26 @@ class Partial:
         return draft
 
 
-_AS_FAST, _AS_FAST_AS_CAN_BE_TOLD = 0.001, 0.015  # of TTFT, within which partitions count as equal
-_TELLABLE = 0.02  # of TTFT, by which even chunks must be slower for a partition to matter
-_BLENDS = 64  # of two plans
-_NEAR = 0.25  # of a chunk, over which the cost of a token is averaged
-_INSIDE = 1e-3  # tokens before a jump: a level that leaves no room for it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """What the search of one entry has found."""
-
-    num_gpus: int
-    context_len: int
-    partition: tuple[int, ...]
-    ttft_s: float
-    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
-    balanced: tuple[Whole, ...]  # the analytical plan
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.num_gpus, self.context_len
-
-
 def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
     """Search one entry; it depends on nothing but its scenario and strategy."""
-    found = search(scenario, strategy)
-    lower_s = found.lower_bound_s
+    result = search(scenario, strategy)
+    lower_s = result.lower_bound_s
     if lower_s is None and strategy.chains and scenario.chain_is_proven:
-        lower_s = lower_bound_s(scenario, strategy, found.ttft_s)
+        lower_s = lower_bound_s(scenario, strategy, result.ttft_s)
     chain = chain_like(strategy)
-    known = found.balanced if strategy == chain else None  # a search of its own chain has found it
-    balanced = balanced_chunks(scenario, chain) if known is None else known
+    balanced = result.balanced if strategy == chain else None  # a search of its own chain has computed it
+    balanced = balanced_chunks(scenario, chain) if balanced is None else balanced
     draft = Draft(
         num_gpus=scenario.cluster.num_gpus,
         context_len=scenario.request.context_len,
-        partition=found.partition.chunk_lens,
-        ttft_s=found.ttft_s,
+        partition=result.partition.chunk_lens,
+        ttft_s=result.ttft_s,
         lower_bound_s=lower_s,
-        balanced=_whole(balanced, scenario.request.new_tokens),
+        balanced=_whole(
+            balanced_chunks(scenario, chain) if balanced is None else balanced, scenario.request.new_tokens
+        ),
     )
-    return _settled(scenario, strategy, draft, [draft.partition])
+    return _nearest_to_balanced(scenario, strategy, draft, [draft.partition])
 
 
 def entry_of(
@@ -145,21 +147,21 @@ def entry_of(
     """The entry, or what its neighbours, interpolated, do better."""
     if around is not None and draft.num_gpus > 1:
         interpolated = _interpolated(scenario, strategy, around, steps)
-        draft = _settled(scenario, strategy, draft, [draft.partition, interpolated])
-    cut = Partition(chunk_lens=draft.partition)
-    sure = interval(scenario, strategy, cut, draft.ttft_s)
+        draft = _nearest_to_balanced(scenario, strategy, draft, [draft.partition, interpolated])
+    partition = Partition(chunk_lens=draft.partition)
+    interval = interval_of(sensitivities(scenario, strategy, partition), draft.ttft_s)
     levels, token_s = levels_of(scenario, strategy, draft.partition, steps)
     return TableEntry(
         num_gpus=draft.num_gpus,
         context_len=draft.context_len,
         partition=draft.partition,
         ttft_s=draft.ttft_s,
-        ttft_low_s=sure.low_s,
-        ttft_high_s=sure.high_s,
+        ttft_low_s=interval.low_s,
+        ttft_high_s=interval.high_s,
         speedup_over_tsp=_even_ttft_s(scenario, STRATEGIES["tsp"]) / draft.ttft_s,
         speedup_over_even=_even_ttft_s(scenario, strategy) / draft.ttft_s,
         gap=None if draft.lower_bound_s is None else max(0.0, draft.ttft_s / draft.lower_bound_s - 1),
-        fits=fits(scenario, memory_of(scenario, strategy, cut)),
+        fits=fits(scenario, memory_of(scenario, strategy, partition)),
         levels=tuple(float(f"{level / sum(draft.partition):.12g}") for level in levels),
         token_s=tuple(float(f"{seconds:.9g}") for seconds in token_s),
     )
@@ -209,23 +211,26 @@ def _interpolated(
     return to_steps(fractions.tolist(), (shares * tokens).tolist(), token_s.tolist(), steps, tokens, cached)
 
 
-def _settled(scenario: Scenario, strategy: Strategy, draft: Draft, plans: list[tuple[int, ...]]) -> Draft:
-    """Of the plans and their blends with the balanced one, the nearest to that among those as fast as the best."""
+def _nearest_to_balanced(
+    scenario: Scenario, strategy: Strategy, draft: Draft, partitions: list[tuple[int, ...]]
+) -> Draft:
+    """Of the partitions and their blends with the balanced one, the nearest to that among those as fast as the best."""
     if draft.num_gpus == 1:
         return draft
-    shares = np.linspace(0.0, 1.0, _BLENDS + 1)
     balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
-    rows = np.array(
-        [_whole(balanced + share * (np.array(plan) - balanced), tokens) for plan in plans for share in shares]
-    )
-    rows = np.unique(rows, axis=0)
+    blends = [
+        _whole(balanced + share * (np.array(partition) - balanced), tokens)
+        for partition in partitions
+        for share in np.linspace(0.0, 1.0, _BLENDS + 1)
+    ]
+    rows = np.unique(blends, axis=0)
     ttft_s = Evaluator(scenario, strategy).ttft_s(rows.astype(float))
-    away = np.abs(rows - balanced).max(axis=1)
+    distance = np.abs(rows - balanced).max(axis=1)
     best_s = min(draft.ttft_s, float(ttft_s.min()))
-    even_s = _even_ttft_s(scenario, strategy)
-    tolerance = _AS_FAST if even_s > (1 + _TELLABLE) * best_s else _AS_FAST_AS_CAN_BE_TOLD
-    near = np.nonzero(ttft_s <= (1 + tolerance) * best_s)[0]
-    best = near[np.lexsort((ttft_s[near], away[near]))[0]]
+    even_is_as_fast = _even_ttft_s(scenario, strategy) <= (1 + _EVEN_IS_AS_FAST) * best_s
+    tolerance = _AS_FAST_IF_EVEN_IS if even_is_as_fast else _AS_FAST
+    fast = np.nonzero(ttft_s <= (1 + tolerance) * best_s)[0]
+    best = fast[np.lexsort((ttft_s[fast], distance[fast]))[0]]
     return replace(draft, partition=tuple(int(chunk) for chunk in rows[best]), ttft_s=float(ttft_s[best]))
 
 
@@ -237,10 +242,7 @@ def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
 def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
     """The strategy's TTFT with even chunks."""
     even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    return run_partition(per_rank_scenario(scenario, strategy), strategy, even).ttft_s
-
-
-Around = tuple[Draft, Draft] | None
+    return ttft_of(per_rank_scenario(scenario, strategy), strategy, even)
 
 
 def make_table(
@@ -250,34 +252,32 @@ def make_table(
     *,
     strategy: str | Strategy = KVR_S,
     pool: Pool | None = None,
-    partial: Partial | None = None,
+    journal: TableJournal | None = None,
     on_progress: OnProgress | None = None,
 ) -> PartitionTable:
     """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
 
     strategy: whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
     Entries are searched apart, so that the result does not depend on the order or the process; then each is compared
-    with what its neighbours predict for it. pool: who works; None: this process. partial: holds entries searched
-    before, and keeps those searched now. Raises InputError for more GPUs than tokens.
+    with what its neighbours predict for it. pool: who works; None: this process. journal: entries searched before;
+    those searched now are appended. Raises InputError for more GPUs than tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
     setting = TableSetting.of(scenario, chosen.name)
-    kept = partial or Partial(None, setting)
-    drafts = {key: draft for key, draft in kept.drafts.items() if key in scenarios}
+    journal = journal or TableJournal(None, setting)
+    drafts = {key: draft for key, draft in journal.drafts.items() if key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
-    total = len(scenarios)
-    if on_progress is not None:
-        on_progress(len(drafts), total, "entries")
+    progress = on_progress or (lambda _done, _total: None)
+    progress(len(drafts), len(scenarios))
     missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
     for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
         drafts[draft.key] = draft
-        kept.add(draft)
-        if on_progress is not None:
-            on_progress(len(drafts), total, "entries")
+        journal.add(draft)
+        progress(len(drafts), len(scenarios))
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
-    work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _beside(drafts).items()]
+    work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _neighbours(drafts).items()]
     entries = sorted(pool.run(entry_of, work), key=lambda entry: (entry.num_gpus, entry.context_len))
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 
@@ -300,12 +300,12 @@ def _scenarios(
     }
 
 
-def _beside(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], Around]:
-    """For each entry the two beside it, None at either end."""
-    found: dict[tuple[int, int], Around] = {}
+def _neighbours(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], tuple[Draft, Draft] | None]:
+    """For each entry the two of the next contexts with as many GPUs, None for the shortest and the longest context."""
+    neighbours: dict[tuple[int, int], tuple[Draft, Draft] | None] = {}
     for _, group in groupby(sorted(drafts), key=lambda key: key[0]):
         keys = list(group)
-        for index, key in enumerate(keys):
-            inside = 0 < index < len(keys) - 1
-            found[key] = (drafts[keys[index - 1]], drafts[keys[index + 1]]) if inside else None
-    return found
+        neighbours[keys[0]] = neighbours[keys[-1]] = None
+        for before, key, after in zip(keys, keys[1:], keys[2:], strict=False):
+            neighbours[key] = drafts[before], drafts[after]
+    return neighbours

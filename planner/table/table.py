@@ -17,7 +17,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,6 +29,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, fields_to_json, read
 from kvrsim.notes import note
 from kvrsim.program import Array
+from kvrsim.results.results import Prediction
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.units import format_bandwidth, format_seconds
@@ -178,41 +179,28 @@ class TableSetting:
             prefix_placement=scenario.prefix_placement.describe(),
             engine=scenario.engine_name,
             strategy=strategy,
-            expert_parallel=_told(scenario),
+            expert_parallel=_expert_parallelism(scenario),
             fingerprint=_fingerprint(scenario),
         )
 
     def differences(self, scenario: Scenario, strategy: str = KVR_S.name) -> list[str]:
         """What the scenario and the strategy have other than the table, in a few words each; empty where all agree."""
-        asked, told = TableSetting.of(scenario, strategy)._shown(), []
-        for what, made in self._shown().items():
-            if made != asked[what]:
-                told.append(f"{what} {made}, not {asked[what]}")
-        if not told and self.fingerprint != TableSetting.of(scenario).fingerprint:
-            told.append("files of the same names with other figures in them, or another version of kvrsim")
-        return told
+        here, facts = TableSetting.of(scenario, strategy), self._facts()
+        changes = [f"{name} {facts[name]}, not {fact}" for name, fact in here._facts().items() if fact != facts[name]]
+        if not changes and self.fingerprint != TableSetting.of(scenario).fingerprint:
+            return ["files of the same names with other figures in them, or another version of kvrsim"]
+        return changes
 
-    def _shown(self) -> dict[str, str]:
-        link = f"{format_bandwidth(self.link_bandwidth_bytes_per_s)}, {format_seconds(self.link_latency_s)}"
-        return {
-            "model": self.model,
-            "profile": self.profile,
-            "cluster": self.cluster,
-            "GPU": self.gpu,
-            "topology": self.topology,
-            "link": f"{self.link} ({link})",
-            "engine": self.engine,
-            "attention": self.attention,
-            "dtype": self.dtype,
-            "batch": str(self.batch),
-            "cached prefix": str(self.cached_prefix),
-            "prefix placement": self.prefix_placement,
-            "expert parallelism": self.expert_parallel,
-            "strategy": self.strategy,
-        }
+    def _facts(self) -> dict[str, str]:
+        """All but the fingerprint, in words."""
+        content = {one.name.replace("_", " "): str(getattr(self, one.name)) for one in fields(self)[:-1]}
+        for name in ("link bandwidth bytes per s", "link latency s"):
+            del content[name]
+        rates = f"{format_bandwidth(self.link_bandwidth_bytes_per_s)}, {format_seconds(self.link_latency_s)}"
+        return content | {"link": f"{self.link} ({rates})"}
 
 
-def _told(scenario: Scenario) -> str:
+def _expert_parallelism(scenario: Scenario) -> str:
     """Whether experts are spread, and how unevenly tokens are."""
     if not scenario.expert_parallel:
         return "off"
@@ -241,7 +229,7 @@ def _figures(scenario: Scenario) -> dict[str, Any]:
         "rates": calibrated or datasheet,
         "cluster": cluster,
         "kernel": scenario.kernel,
-        **({"experts": _told(scenario)} if scenario.expert_parallel else {}),
+        **({"experts": _expert_parallelism(scenario)} if scenario.expert_parallel else {}),
         "request": [request.batch, request.cached_prefix, request.dtype],
     }
 
@@ -259,19 +247,15 @@ _CLOSE = 1e-6  # by how much shares that sum to 1 may miss it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableEntry:
+class TableEntry(Prediction):
     """One context on some GPUs, searched."""
 
     num_gpus: int
     context_len: int  # tokens, cached prefix included
-    partition: tuple[int, ...]  # new tokens a rank
-    ttft_s: float  # predicted, as are those below
-    ttft_low_s: float
-    ttft_high_s: float
+    partition: tuple[int, ...]  # new tokens per rank
     speedup_over_tsp: float
     speedup_over_even: float  # the same strategy's TTFT with even chunks over this one's
     gap: NonNegative | None  # ttft_s over a TTFT that no partition beats, less one; None: no bound is known
-    fits: bool  # in the memory of every GPU
     # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/table.py.
     levels: tuple[float, ...]
     token_s: tuple[float, ...]  # seconds that one more token costs a rank, between jumps
@@ -299,7 +283,9 @@ class TableEntry:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         head = {"num_gpus": self.num_gpus, "context_len": self.context_len, "fractions": list(self.fractions)}
-        return head | fields_to_json(self)
+        content = fields_to_json(self)
+        del content["memory"]
+        return head | content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,7 +354,7 @@ _HALVINGS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LookedUp:
+class TableLookup:
     """A looked-up partition."""
 
     num_gpus: int
@@ -387,7 +373,7 @@ def look_up(
     *,
     multiple: int | None = None,
     cached_prefix: int | None = None,
-) -> LookedUp:
+) -> TableLookup:
     """The partition for a context; at an entry's context, the entry's own.
 
     multiple: all chunks but the last are multiples of it, in tokens. cached_prefix: overrides the table's.
@@ -416,7 +402,7 @@ def look_up(
         partition = to_steps(fractions, levels, token_s, table.steps, tokens, cached)
     if multiple is not None:
         partition = to_multiples(partition, multiple)
-    return LookedUp(
+    return TableLookup(
         num_gpus=num_gpus,
         context_len=context_len,
         fractions=fractions if weight <= 1 else tuple(share / math.fsum(fractions) for share in fractions),

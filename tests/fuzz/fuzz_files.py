@@ -13,7 +13,7 @@ from fuzz_law import check_command
 
 import kvrsim
 from calibrate.data import Measurement, write_measurements
-from planner.table.build import Partial, make_table
+from planner.table.build import TableJournal, make_table
 from planner.table.table import TableSetting
 
 _DATA = Path(kvrsim.__file__).parent / "data"
@@ -112,8 +112,11 @@ def _partial() -> str:
         if done:
             raise InterruptedError
 
-    with contextlib.suppress(InterruptedError), contextlib.closing(Partial(path, TableSetting.of(scenario))) as partial:
-        make_table(scenario, [2], [256, 512], partial=partial, on_progress=stop)
+    with (
+        contextlib.suppress(InterruptedError),
+        contextlib.closing(TableJournal(path, TableSetting.of(scenario))) as partial,
+    ):
+        make_table(scenario, [2], [256, 512], journal=partial, on_progress=stop)
     return path.read_text(encoding="utf-8")
 
 

@@ -25,7 +25,7 @@ from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table import build as table_build
-from planner.table.build import Partial, draft_of, make_table
+from planner.table.build import TableJournal, draft_of, make_table
 from planner.table.table import PartitionTable, TableSetting, look_up, quantization_steps
 
 KVR = STRATEGIES["kvr-s"]
@@ -117,19 +117,19 @@ def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: py
         return draft_of(one, strategy)
 
     monkeypatch.setattr(table_build, "draft_of", counted)
-    interrupted = Partial(path, setting)
+    interrupted = TableJournal(path, setting)
     with pytest.raises(KeyboardInterrupt):
-        make_table(scenario, (2,), lengths, partial=interrupted)
+        make_table(scenario, (2,), lengths, journal=interrupted)
     interrupted.close()
     with path.open("a") as file:
         file.write('{"num_gpus": 2, "context_')  # a line that was cut off
     monkeypatch.setattr(table_build, "draft_of", draft_of)
-    partial = Partial(path, setting)
+    partial = TableJournal(path, setting)
     assert "2 entries" in partial.note
     seen.clear()
     counting = lambda one, strategy: seen.append(one.request.context_len) or draft_of(one, strategy)  # noqa: E731
     monkeypatch.setattr(table_build, "draft_of", counting)
-    table = make_table(scenario, (2,), lengths, partial=partial)
+    table = make_table(scenario, (2,), lengths, journal=partial)
     assert len(seen) == 1
     assert table.to_json() == make_table(scenario, (2,), lengths).to_json()
     partial.remove()
@@ -151,14 +151,14 @@ def head_line(scenario: Scenario) -> str:
 
 def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) -> None:
     path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
-    with closing(Partial(path, TableSetting.of(scenario))) as partial:
-        make_table(scenario, (2,), (512,), partial=partial)
+    with closing(TableJournal(path, TableSetting.of(scenario))) as partial:
+        make_table(scenario, (2,), (512,), journal=partial)
     before = path.read_bytes()
     other = scenario_of("roofline", link_bandwidth=1e10, batch=2)
     with pytest.raises(InputError, match=r"output.*same batch \(there 1, here 2\).*finish that one"):
-        Partial(path, TableSetting.of(other))
+        TableJournal(path, TableSetting.of(other))
     assert path.read_bytes() == before
-    with closing(Partial(path, TableSetting.of(scenario))) as partial:
+    with closing(TableJournal(path, TableSetting.of(scenario))) as partial:
         assert len(partial.drafts) == 1
         assert path.read_bytes().startswith(before), "a resumed build rewrites nothing"
 
@@ -178,7 +178,7 @@ def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: 
     content = head_line(scenario) + draft_line() + draft_line(**{key: value})
     path.write_text(content)
     with pytest.raises(InputError, match=r"output.*line 3: .*remove the file"):
-        Partial(path, TableSetting.of(scenario))
+        TableJournal(path, TableSetting.of(scenario))
     assert path.read_text() == content
 
 

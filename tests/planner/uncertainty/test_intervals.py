@@ -166,7 +166,6 @@ def test_rows_that_the_recurrence_does_not_know_keep_their_weights() -> None:
 sides = st.tuples(st.floats(-0.5, 0.0), st.floats(0.0, 0.5)).map(lambda pair: Sensitivity(*pair))
 apart = st.floats(0.0, 0.3)
 factors = st.floats(1.0, 2.0)
-factors = st.floats(1.0, 2.0)
 any_sensitivities = st.builds(
     lambda of, ratio_log_sd: Sensitivities(by_source=of, ratio_log_sd=ratio_log_sd),
     st.dictionaries(st.sampled_from(["host", "links", "table and clock", ATTENTION]), sides),
