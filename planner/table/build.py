@@ -9,13 +9,14 @@ resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
@@ -49,8 +50,6 @@ _EVEN_IS_AS_FAST = 0.02  # of TTFT, by which even chunks may be slower where no 
 _BLENDS = 64  # of two partitions
 _NEAR = 0.25  # of a chunk, over which the cost of a token is averaged
 _INSIDE = 1e-3  # tokens before a jump: a level that leaves no room for it
-
-OnProgress = Callable[[int, int], None]  # entries done, entries in all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,13 +267,13 @@ def make_table(
     journal = journal or TableJournal(None, setting)
     drafts = {key: draft for key, draft in journal.drafts.items() if key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
-    progress = on_progress or (lambda _done, _total: None)
-    progress(len(drafts), len(scenarios))
+    progress = on_progress or (lambda _done, _total, _text: None)
+    progress(len(drafts), len(scenarios), "entries")
     missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
     for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
         drafts[draft.key] = draft
         journal.add(draft)
-        progress(len(drafts), len(scenarios))
+        progress(len(drafts), len(scenarios), "entries")
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
     work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _neighbours(drafts).items()]

@@ -29,7 +29,7 @@ from kvrsim.cli.text import (
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 if TYPE_CHECKING:
-    from planner.table.table import LookedUp, PartitionTable, TableSetting
+    from planner.table.table import PartitionTable, TableLookup, TableSetting
 
 app = typer.Typer()
 FILE = argument("TABLE", "A file that kvrsim table build has written.")
@@ -57,7 +57,7 @@ def build(
     from kvrsim.io.schema import to_json
     from kvrsim.results.question import Question
     from kvrsim.strategies import searched
-    from planner.table.build import SUFFIX, Partial, make_table
+    from planner.table.build import SUFFIX, TableJournal, make_table
     from planner.table.table import TableSetting
 
     chosen, path = searched(strategy), Path(output)
@@ -68,13 +68,13 @@ def build(
         pool_of(workers, every_core=True) as pool,
         Progress() as progress,
         resumable(journal),
-        contextlib.closing(Partial(journal, setting)) as partial,
+        contextlib.closing(TableJournal(journal, setting)) as drafts,
     ):
-        if partial.note:
-            warn(f"note: {partial.note}")
-        table = make_table(scenario, counts, lengths, strategy=chosen, pool=pool, partial=partial, on_progress=progress)
+        if drafts.note:
+            warn(f"note: {drafts.note}")
+        table = make_table(scenario, counts, lengths, strategy=chosen, pool=pool, journal=drafts, on_progress=progress)
         table.write(path)
-        partial.remove()
+        drafts.remove()
     for note in notes:
         warn(f"note: {note}")
     if not json:
@@ -134,7 +134,7 @@ def show_(
     write_files((plot, lambda path: write_shares(table, path)))
 
 
-def show_lookup(found: LookedUp) -> None:
+def show_lookup(found: TableLookup) -> None:
     """The partition and where it is from."""
     table = facts()
     table.add_row("partition:", headline(", ".join(map(str, found.partition))))
