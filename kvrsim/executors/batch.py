@@ -9,23 +9,147 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, Edges, RingPassEvaluator
-from kvrsim.executors.repeats import has_runs, repeat, runs
-from kvrsim.executors.steps import Message, RankState, Segment, Step, Steps
-from kvrsim.hardware import Cluster
-from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
+from kvrsim.executors.steady import periods_of, steady_advance
+from kvrsim.hardware import Cluster, Path
+from kvrsim.program import (
+    AllGather,
+    AllToAll,
+    Array,
+    Collective,
+    Compute,
+    Load,
+    Op,
+    Program,
+    Recv,
+    RingPass,
+    Send,
+    beside_message_s,
+)
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
-T = TypeVar("T")
-_NEVER = -np.inf  # busy
+_NEVER = -np.inf  # when a link was last busy
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Computes in a row: `t' = max(t + device_s, host_begin + floor_s)`."""
+
+    device_s: Array
+    floor_s: Array | None  # None: the device is never ahead of the host here
+    host_s: float
+    has_noise: bool = True  # noise delays what a rank computes, not what its group of GPUs communicates
+
+    @classmethod
+    def of(cls, op: Compute | Collective) -> Segment:
+        """One operation alone."""
+        device_s = op.device_s if isinstance(op, Compute) else op.seconds
+        return cls(device_s, np.maximum(device_s, op.host_s), op.host_s, isinstance(op, Compute))
+
+    def then(self, other: Segment) -> Segment:
+        """This segment and another behind it; the maxima distribute over the sums."""
+        assert self.floor_s is not None
+        assert other.floor_s is not None
+        floor_s = np.maximum(self.floor_s + other.device_s, self.host_s + other.floor_s)
+        return Segment(self.device_s + other.device_s, floor_s, self.host_s + other.host_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A send with its time on the link."""
+
+    dst: int
+    link_s: Array
+    latency_s: float
+    host_s: float
+    rendezvous: bool
+    in_turn: bool
+
+
+Step = Segment | Message | Recv | AllGather | RingPass | AllToAll | Load
+Block = list[list[Step]]  # per rank
+
+
+def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> list[Block]:
+    """Steps of the prologue, of each kind of layer, and of the epilogue: the blocks of a program in this order.
+
+    Computes in a row are merged, except under noise, where arrays get an axis of samples. The host's clock is dropped
+    where it cannot matter.
+    """
+    known: dict[tuple[int, int], list[Step]] = {}  # ranks share steps, except messages, whose links are their own
+
+    def compiled(rank: int, ops: tuple[Op, ...]) -> list[Step]:
+        key = rank if any(isinstance(op, Send) for op in ops) else -1, id(ops)
+        if key not in known:
+            known[key] = _compile(rank, ops, cluster, under_noise=draw is not None)
+        return known[key]
+
+    blocks = [
+        [compiled(rank, ops) for rank, ops in enumerate(block)]
+        for block in (program.prologue, *program.layers, program.epilogue)
+    ]
+    if draw is not None and draw.jitters_compute:  # which may shorten a compute, so that the host may delay any
+        return blocks
+    freed = {id(steps): _without_host(steps) for steps in known.values()}
+    for rank in range(program.num_ranks):
+        own = [freed[id(block[rank])] for block in blocks]
+        if None not in own:
+            for block, steps in zip(blocks, own, strict=True):
+                block[rank] = cast(list[Step], steps)
+    return blocks
+
+
+def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: bool) -> list[Step]:
+    steps: list[Step] = []
+    for op in ops:
+        if isinstance(op, Compute | Collective):
+            segment, last = Segment.of(op), steps[-1] if steps else None
+            if under_noise:
+                assert segment.floor_s is not None
+                wide = replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
+                steps.append(wide)
+            elif isinstance(last, Segment):
+                steps[-1] = last.then(segment)
+            else:
+                steps.append(segment)
+        elif isinstance(op, Send):
+            path = cluster.path(rank, op.dst)
+            link_s = path.busy_s(op.nbytes[..., None] if under_noise else op.nbytes)
+            steps.append(Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous, op.in_turn))
+        else:
+            steps.append(op)
+    return steps
+
+
+def _without_host(steps: list[Step]) -> list[Step] | None:
+    """Drop the host's clock where the device alone is at every point the later one.
+
+    It holds for a block at whose beginning the device is not before the host; None if the block may end otherwise.
+    Noise and messages only delay the device.
+    """
+    device_s: Array | float = 0.0
+    host_s = 0.0
+    since_s = 0.0  # issued since the device was last at least where the host was
+    leads = True
+    for step in steps:
+        issued_s = sum(step.host_s) if isinstance(step, RingPass) else step.host_s
+        if isinstance(step, Segment):
+            assert step.floor_s is not None
+            device_s = device_s + step.device_s
+            leads = leads and bool(np.all(host_s + step.floor_s <= device_s))
+        host_s += issued_s
+        since_s = since_s + issued_s if isinstance(step, Message | Recv | Load) else 0.0
+    if since_s and not (leads and np.all(host_s <= device_s)):
+        return None
+    return [replace(step, floor_s=None) if isinstance(step, Segment) else step for step in steps] if leads else steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +158,24 @@ class Start:
 
     ranks_s: Sequence[Array]
     links_s: dict[Edge, Array] = field(default_factory=dict)  # those that are free at once are absent
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Where one rank stands in its program."""
+
+    begin_s: Array | float  # its host begins then, and runs ahead
+    clock: Array  # device time
+    host_s: float = 0.0  # host time issued since it began
+    steps: list[Step] = field(default_factory=list)
+    step: int = 0
+    num_computes: int = 0
+    loaded_s: Array | float | None = None  # when the loads so far have left their link
+
+    def issue(self, host_s: float) -> Array:
+        """When the device has come to an operation that the host takes that long to issue."""
+        self.host_s += host_s
+        return np.maximum(self.clock, self.begin_s + self.host_s) if self.host_s else self.clock
 
 
 def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -64,32 +206,49 @@ class BatchEvaluator:
             self.shape = (*self.shape, draw.num_samples)
         elif start is not None:
             self.shape = np.broadcast_shapes(self.shape, start.ranks_s[0].shape)
-        prepared = Steps(cluster, under_noise=draw is not None, jitters=draw is not None and draw.jitters_compute)
-        self.wide = prepared.wide
         begins: Sequence[Array | float] = [0.0] * program.num_ranks if start is None else start.ranks_s
-        self.ranks = [RankState(begin_s, np.array(np.broadcast_to(begin_s, self.shape))) for begin_s in begins]
+        self.ranks = [_Rank(begin_s, np.array(np.broadcast_to(begin_s, self.shape))) for begin_s in begins]
         free = {} if start is None else start.links_s
         self.links_s: dict[Edge, Array] = {edge: np.broadcast_to(free_s, self.shape) for edge, free_s in free.items()}
         self.never = np.full(self.shape, _NEVER)
         self.num_messages: dict[Edge, int] = {}
         self.arrivals: dict[Edge, deque[Array]] = {}
         self.offers: dict[Edge, Message] = {}  # rendezvous whose receiver has not come yet
-        self.taken: set[Edge] = set()  # rendezvous done, whose sender may go on
-        self.prepared: dict[tuple[int, int], Any] = {}  # collectives, by the first rank and its operation
-        self.edges: dict[tuple[range, int], Edges] = {}  # of ranks, by how many ranks further on
+        self.taken: set[Edge] = set()  # rendezvous that are over, whose sender may go on
+        self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # by the first rank and its operation
         self.scratch = np.empty(self.shape)
-        repeats = draw is None and has_runs(program)
-        for part in prepared.of(program, runs(program.layer_kind_index) if repeats else None):
-            if part.times == 1:
-                self.run_steps(part.steps)
-            else:
-                repeat(self, part.steps, part.times)
+        prologue, *kinds, epilogue = compile_blocks(program, cluster, draw)
+        self._run(prologue)
+        for period, times in periods_of(program):
+            steps = [[step for kind in period for step in kinds[kind][rank]] for rank in range(program.num_ranks)]
+            self._repeat(steps, times)
+        self._run(epilogue)
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
-    def run_steps(self, steps: Sequence[list[Step]]) -> None:
-        """Take every rank to the end of its steps, together wherever all of a collective have come to it."""
+    def _repeat(self, steps: Block, times: int) -> None:
+        """Take all ranks through a period that often, or until they are in steady state."""
+        states_s: list[Array] = []
+        for left in reversed(range(times)):
+            hosts_s = [rank.host_s for rank in self.ranks]
+            self._run(steps)
+            if self.draw is not None or left == 0:
+                continue
+            states_s.append(np.stack([*(rank.clock for rank in self.ranks), *self.links_s.values()]))
+            issued_s = [rank.host_s - before_s for rank, before_s in zip(self.ranks, hosts_s, strict=True)]
+            advance_s = steady_advance(states_s[-3:], max(issued_s))
+            if advance_s is not None:
+                for rank, host_s in zip(self.ranks, issued_s, strict=True):
+                    rank.clock += left * advance_s
+                    rank.host_s += left * host_s
+                for edge, free_s in self.links_s.items():
+                    self.links_s[edge] = free_s + left * advance_s
+                return
+
+    def _run(self, steps: Block) -> None:
+        """Take every rank to the end of its steps, together wherever all ranks of a collective have come to it."""
         for rank, own in zip(self.ranks, steps, strict=True):
-            rank.steps, rank.step = own, 0
+            rank.steps = own
+            rank.step = 0
         while True:
             before = self._progress()
             states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
@@ -102,23 +261,23 @@ class BatchEvaluator:
                 raise AssertionError(f"the program deadlocks: {states}")
 
     def _ready(self, states: Sequence[str]) -> list[range]:
-        """Ranks that have all come to a collective of theirs."""
-        found, first = [], 0
+        """Groups of ranks that have all come to a collective of theirs."""
+        groups, first = [], 0
         while first < len(states):
             ranks = range(first, first + 1)
             if states[first] == "collective":
                 op = self.ranks[first].steps[self.ranks[first].step]
                 ranks = op.members(first, len(states)) if isinstance(op, AllGather) else range(len(states))
                 if ranks[0] == first and all(states[rank] == "collective" for rank in ranks):
-                    found.append(ranks)
+                    groups.append(ranks)
             first = ranks[-1] + 1
-        return found
+        return groups
 
     def _progress(self) -> tuple[int, int, int]:
-        """Another one wherever a rank has come further or has offered a message."""
+        """Another value wherever a rank has come further or has offered a message."""
         return sum(rank.step for rank in self.ranks), len(self.offers), len(self.taken)
 
-    def _advance(self, index: int, rank: RankState) -> str:
+    def _advance(self, index: int, rank: _Rank) -> str:
         """Take one rank to its end ("done"), to a collective, or to where it lacks a message ("waits")."""
         while rank.step < len(rank.steps):
             step = rank.steps[rank.step]
@@ -137,151 +296,220 @@ class BatchEvaluator:
             rank.step += 1
         return "done"
 
-    def _compute(self, index: int, rank: RankState, segment: Segment) -> None:
+    def _compute(self, index: int, rank: _Rank, segment: Segment) -> None:
         if self.draw is not None:
-            self._compute_under_noise(index, rank, segment)
+            begin_s = rank.clock if segment.floor_s is None else np.maximum(rank.clock, rank.host_s)
+            rank.clock = begin_s + segment.device_s
+            if segment.has_noise:
+                rank.clock = self._computed_s(index, begin_s, segment.device_s)
+            if segment.floor_s is not None:
+                np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
         else:
             rank.clock += segment.device_s
-            if segment.host_floor_s is not None:
-                np.add(segment.host_floor_s, rank.begin_s + rank.host_s, out=self.scratch)
+            if segment.floor_s is not None:
+                np.add(segment.floor_s, rank.begin_s + rank.host_s, out=self.scratch)
                 np.maximum(rank.clock, self.scratch, out=rank.clock)
         rank.host_s += segment.host_s
-        rank.lags = False
 
-    def _compute_under_noise(self, index: int, rank: RankState, segment: Segment) -> None:
-        floor = segment.host_floor_s is not None
-        begin_s = np.maximum(rank.clock, rank.host_s) if floor else rank.clock
-        rank.clock = self._end_s(index, begin_s, segment.device_s) if segment.has_noise else begin_s + segment.device_s
-        if floor:
-            np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
-
-    def _send(self, index: int, rank: RankState, message: Message) -> bool:
+    def _send(self, index: int, rank: _Rank, message: Message) -> bool:
         """Put a message on its link; False where a rendezvous still waits for its receiver."""
         edge = (index, message.dst)
         if not message.rendezvous:
             way = (index, index) if message.in_turn else edge  # the rank's one way out, or the pair's own
-            link = np.maximum(self.links_s.get(way, _NEVER), rank.issued(message.host_s))
-            if self.draw is None:
-                link += message.link_s
-            else:
-                link = self._left_s(edge, link, message.link_s)
-            self.links_s[way] = link
-            self.arrivals.setdefault(edge, deque()).append(link + message.latency_s)
+            begin_s = np.maximum(self.links_s.get(way, _NEVER), rank.issue(message.host_s))
+            left_s = self.links_s[way] = self._left_s(edge, begin_s, message.link_s)
+            self.arrivals.setdefault(edge, deque()).append(left_s + message.latency_s)
             return True
         if edge in self.taken:
             self.taken.remove(edge)
             return True
         if edge not in self.offers:
-            rank.clock = rank.issued(message.host_s)
+            rank.clock = rank.issue(message.host_s)
             self.offers[edge] = message
         return False
 
-    def _recv(self, index: int, rank: RankState, recv: Recv) -> bool:
+    def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
         """Wait for a message; False where it is not on its way yet."""
         edge = (recv.src, index)
         if offer := self.offers.pop(edge, None):
             # Both streams have waited for every message before, so the link is free.
             sender = self.ranks[recv.src]
-            np.maximum(sender.clock, rank.issued(recv.host_s), out=sender.clock)
-            if self.draw is None:
-                sender.clock += offer.link_s
-            else:
-                sender.clock = self._left_s(edge, sender.clock, offer.link_s)
-            np.add(sender.clock, offer.latency_s, out=rank.clock)
+            begin_s = np.maximum(sender.clock, rank.issue(recv.host_s))
+            sender.clock = self._left_s(edge, begin_s, offer.link_s)
+            rank.clock = sender.clock + offer.latency_s
             self.taken.add(edge)
             return True
         if queue := self.arrivals.get(edge):
-            if recv.host_s:
-                rank.host_s += recv.host_s
-                rank.lags = True
+            rank.host_s += recv.host_s
             np.maximum(rank.clock, queue.popleft(), out=rank.clock)
             return True
         return False
 
-    def _load(self, rank: RankState, load: Load) -> None:
+    def _load(self, rank: _Rank, load: Load) -> None:
         """Wait for a part of the cached prefix, which comes whatever the ranks do."""
         left_s = (rank.begin_s if rank.loaded_s is None else rank.loaded_s) + load.seconds
         np.maximum(rank.clock, left_s + load.latency_s, out=rank.clock)
         rank.loaded_s = left_s if load.ahead else rank.clock.copy()
 
     def _left_s(self, edge: Edge, start_s: Array, busy_s: Array) -> Array:
-        """When a message that starts then has left, under noise."""
-        assert self.draw is not None
+        """When a message that starts then has left, which noise may delay."""
+        if self.draw is None:
+            return start_s + busy_s
         number = self.num_messages[edge] = self.num_messages.get(edge, -1) + 1
         return self.draw.message_end_s(*edge, number, start_s, busy_s)
 
-    def _end_s(self, index: int, start_s: Array, device_s: Array) -> Array:
-        """When a rank has done what it computes, under noise."""
-        assert self.draw is not None
-        rank = self.ranks[index]
-        rank.num_computed += 1
-        return self.draw.compute_end_s(index, rank.num_computed - 1, start_s, device_s)
-
-    def sent_s(self, edges: Sequence[Edge], start_s: Array, busy_s: Array) -> Array:
-        """When each rank's message over its edge has left; shapes (ranks, ...)."""
-        if self.draw is None:
-            return start_s + busy_s
-        return np.stack([self._left_s(edge, start_s[index], busy_s[index]) for index, edge in enumerate(edges)])
-
-    def computed_s(self, start_s: Array, device_s: Array) -> Array:
-        """When each rank has done what it computes; shapes (num_ranks, ...)."""
+    def _computed_s(self, index: int, start_s: Array, device_s: Array) -> Array:
+        """When a rank has done what it computes, which noise may delay."""
         if self.draw is None:
             return start_s + device_s
-        return np.stack([self._end_s(rank, start_s[rank], device_s[rank]) for rank in range(len(self.ranks))])
+        rank = self.ranks[index]
+        rank.num_computes += 1
+        return self.draw.compute_end_s(index, rank.num_computes - 1, start_s, device_s)
+
+    # Collectives take all their ranks at once: arrays of shape (num_ranks, B) or (num_ranks, B, samples).
 
     def _collective(self, ranks: range) -> None:
-        """The collective that these ranks have come to."""
+        """The collective that these ranks have come to, prepared at its first layer."""
         members = self.ranks[ranks[0] : ranks[-1] + 1]
         ops = [rank.steps[rank.step] for rank in members]
         assert len({type(op) for op in ops}) == 1, "the ranks have come to different collectives"
-        if isinstance(ops[0], AllGather):
-            clock = self._all_gather(cast(list[AllGather], ops), ranks)
-        elif isinstance(ops[0], RingPass):
-            clock = self._ring_pass(cast(list[RingPass], ops))
-        else:
-            clock = self._all_to_all(cast(list[AllToAll], ops))
-        for rank, clock_s in zip(members, clock, strict=True):
-            rank.clock[:] = clock_s
-            rank.lags = False
+        key = ranks[0], id(ops[0])
+        if key not in self.collectives:
+            if isinstance(ops[0], AllGather):
+                self.collectives[key] = self._all_gather(ranks, cast(list[AllGather], ops))
+            elif isinstance(ops[0], RingPass):
+                self.collectives[key] = self._ring_pass(ranks, cast(list[RingPass], ops))
+            else:
+                self.collectives[key] = self._all_to_all(ranks, cast(list[AllToAll], ops))
+        for rank, clock in zip(members, self.collectives[key](), strict=True):
+            rank.clock[:] = clock
             rank.step += 1
 
-    def _all_gather(self, ops: list[AllGather], ranks: range) -> Array:
-        edges = self._edges(1, ranks)
-        gather = self._once(ops[0], lambda: AllGatherEvaluator.of(ops, edges, self.wide), ranks[0])
-        start = np.stack([self.ranks[rank].issued(op.host_s) for rank, op in zip(ranks, ops, strict=True)])
-        clock, link = gather.run(start, self._free_s(edges), self)
-        self.links_s.update(zip(edges.pairs, link, strict=True))
-        return clock
+    def _all_gather(self, ranks: range, ops: Sequence[AllGather]) -> Callable[[], Array]:
+        """A ring: step k moves the piece that came k hops to the next rank."""
+        edges = _Edges(self.cluster, ranks, 1)
+        pieces = self._stack([op.nbytes for op in ops])
+        pieces_s = [  # by step, of the piece that each rank then holds
+            edges.seconds(lambda path, nbytes: path.gather_step_s(nbytes, len(ranks)), _shifted(pieces, step))
+            for step in range(1 if (pieces == pieces[0]).all() else len(ranks) - 1)
+        ] * (len(ranks) if (pieces == pieces[0]).all() else 1)
+        launch_s = edges.values("gather_launch_s", pieces)
+        latency_s = edges.values("gather_latency_s", pieces)
 
-    def _ring_pass(self, ops: list[RingPass]) -> Array:
-        edges = self._edges(1)
-        ring = self._once(ops[0], lambda: RingPassEvaluator.of(ops, edges, self.wide))
-        start = np.stack([rank.clock for rank in self.ranks])
-        host = np.array([rank.begin_s + rank.host_s for rank in self.ranks])
-        host = host.reshape(len(host), *[1] * (start.ndim - host.ndim), *host.shape[1:])
-        for rank, op in zip(self.ranks, ops, strict=True):
-            rank.host_s += sum(op.host_s)
-        return ring.run(start, host, self._free_s(edges), self)
+        def run() -> Array:
+            start = (
+                np.stack([self.ranks[rank].issue(op.host_s) for rank, op in zip(ranks, ops, strict=True)]) + launch_s
+            )
+            both_there = np.maximum(start, _shifted(start, -1))
+            link, held, clock = self._free_s(edges), start, start.copy()
+            for step_s in pieces_s[: len(ranks) - 1]:
+                link = self._sent_s(edges, np.maximum(np.maximum(held, both_there), link), step_s)
+                held = _shifted(link + latency_s, 1)
+                np.maximum(clock, held, out=clock)
+            self.links_s.update(zip(edges.pairs, link, strict=True))
+            return clock
 
-    def _all_to_all(self, ops: list[AllToAll]) -> Array:
-        exchange = self._once(ops[0], lambda: AllToAllEvaluator.of(ops, self._edges, self.wide))
-        start = np.stack([rank.issued(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
-        return exchange.run(start, self)
+        return run
 
-    def _once(self, op: object, make: Callable[[], T], first: int = 0) -> T:
-        """A collective prepared at its first layer; `first`: the first rank that takes part."""
-        key = first, id(op)
-        if key not in self.prepared:
-            self.prepared[key] = make()
-        return cast(T, self.prepared[key])
+    def _ring_pass(self, ranks: range, ops: Sequence[RingPass]) -> Callable[[], Array]:
+        """Rounds of work while a piece goes to the next rank."""
+        edges = _Edges(self.cluster, ranks, 1)
+        rounds_s = [self._stack([op.device_s[index] for op in ops]) for index in range(len(ranks))]
+        sent_s = [
+            edges.seconds(Path.busy_s, self._stack([op.nbytes[index] for op in ops])) for index in range(len(ranks) - 1)
+        ]
+        hosts_s = [_column([op.host_s[index] for op in ops], rounds_s[0]) for index in range(len(ranks))]
+        latency_s = edges.values("latency_s", rounds_s[0])
 
-    def _free_s(self, edges: Edges) -> Array:
+        def computed(start: Array, work_s: Array) -> Array:
+            if self.draw is None:
+                return start + work_s
+            return np.stack([self._computed_s(rank, start[rank], work_s[rank]) for rank in ranks])
+
+        def run() -> Array:
+            clock, link = np.stack([rank.clock for rank in self.ranks]), self._free_s(edges)
+            host = _column([rank.begin_s + rank.host_s for rank in self.ranks], clock)
+            for rank, op in zip(self.ranks, ops, strict=True):
+                rank.host_s += sum(op.host_s)
+            for work_s, busy_s, host_s in zip(rounds_s, sent_s, hosts_s, strict=False):
+                clock = np.maximum(clock, host)
+                host = host + host_s
+                link = self._sent_s(edges, np.maximum(np.maximum(clock, _shifted(clock, -1)), link), busy_s)
+                there = np.maximum(link, _shifted(link + latency_s, 1))
+                if ops[0].overlaps:
+                    beside_s = beside_message_s(work_s, there - clock, ops[0].message_share)
+                    clock = np.maximum(np.maximum(computed(clock, beside_s), host), there)
+                else:
+                    clock = np.maximum(computed(there, work_s), host)
+            return np.maximum(computed(np.maximum(clock, host), rounds_s[-1]), host + hosts_s[-1])
+
+        return run
+
+    def _all_to_all(self, ranks: range, ops: Sequence[AllToAll]) -> Callable[[], Array]:
+        """One message per receiver, by how many ranks further on it goes."""
+        shifts = range(1, len(ranks))
+        edges = [_Edges(self.cluster, ranks, shift) for shift in shifts]
+        sizes = [self._stack([op.nbytes[shift - 1] for op in ops]) for shift in shifts]
+        busy_s = [one.seconds(Path.busy_s, size) for one, size in zip(edges, sizes, strict=True)]
+        latency_s = [one.values("latency_s", size) for one, size in zip(edges, sizes, strict=True)]
+
+        def run() -> Array:
+            start = np.stack([rank.issue(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
+            left, clock = start, start
+            for shift, edge, sent_s, late_s in zip(shifts, edges, busy_s, latency_s, strict=True):
+                left = self._sent_s(edge, np.maximum(left, _shifted(start, -shift)), sent_s)
+                clock = np.maximum(clock, _shifted(left + late_s, shift))
+            return np.maximum(clock, left)
+
+        return run
+
+    def _stack(self, values: Sequence[Array]) -> Array:
+        """One row per rank, shape (ranks, B), with an axis of samples under noise."""
+        rows = np.stack(np.broadcast_arrays(*values))
+        return rows[..., None] if self.draw is not None else rows
+
+    def _free_s(self, edges: _Edges) -> Array:
         """When these links are free."""
         return np.array([self.links_s.get(edge, self.never) for edge in edges.pairs])
 
-    def _edges(self, shift: int, ranks: range | None = None) -> Edges:
-        """From each of the ranks (None: of all) to the one so many further on among them."""
-        ranks = range(len(self.ranks)) if ranks is None else ranks
-        if (ranks, shift) not in self.edges:
-            self.edges[ranks, shift] = Edges.of(self.cluster, ranks, shift)
-        return self.edges[ranks, shift]
+    def _sent_s(self, edges: _Edges, start_s: Array, busy_s: Array) -> Array:
+        """When each rank's message over its edge has left."""
+        if self.draw is None:
+            return start_s + busy_s
+        return np.stack([self._left_s(edge, start_s[index], busy_s[index]) for index, edge in enumerate(edges.pairs)])
+
+
+class _Edges:
+    """From every rank of a collective to the one `shift` further on: few kinds of path, and the kind of each rank's."""
+
+    def __init__(self, cluster: Cluster, ranks: range, shift: int) -> None:
+        self.pairs = tuple((rank, ranks[(number + shift) % len(ranks)]) for number, rank in enumerate(ranks))
+        kinds: dict[Path, int] = {}
+        self.kind: npt.NDArray[np.intp] = np.array(
+            [kinds.setdefault(cluster.path(*pair), len(kinds)) for pair in self.pairs]
+        )
+        self.paths = tuple(kinds)
+
+    def seconds(self, time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
+        """Each rank's message, shape (ranks, ...), on its own path."""
+        if len(self.paths) == 1:
+            return time_of(self.paths[0], nbytes)
+        seconds = np.empty(nbytes.shape)
+        for index, path in enumerate(self.paths):
+            seconds[self.kind == index] = time_of(path, nbytes[self.kind == index])
+        return seconds
+
+    def values(self, name: str, like: Array) -> Array:
+        """An attribute of each rank's path, with as many axes as `like`."""
+        return _column(np.array([getattr(path, name) for path in self.paths])[self.kind], like)
+
+
+def _column(values: Sequence[Array | float] | Array, like: Array) -> Array:
+    """One value, or array of values, per rank, with as many axes as `like`."""
+    column = np.array(values)
+    return column.reshape(len(column), *[1] * (like.ndim - column.ndim), *column.shape[1:])
+
+
+def _shifted(rows: Array, by: int) -> Array:
+    """The rows of the ranks that many places before each rank, round the ring."""
+    return np.concatenate([rows[-by:], rows[:-by]]) if by else rows

@@ -1,13 +1,18 @@
-"""From a scenario, a strategy and chunks to seconds: picks the executor and runs it.
+"""From a scenario, a strategy and chunks to seconds: `Runner` picks the executor.
 
-The batch executor runs thousands of partitions at once. The event executor runs one partition at a time; it is needed
-where spans are recorded, and under noise where flows share a bandwidth. SimPy is imported only there.
+| executor | what it runs |
+|---|---|
+| chain | KVR's chain with alike layers: thousands of partitions by a recurrence |
+| pipeline | stages of layers, all that are at work in a step |
+| batch | any program without shared bandwidth, partitions and samples of noise at once |
+| bus | any program whose flows share one bandwidth, partitions at once |
+| event | any program, one partition at a time, with its timeline; the reference. SimPy is imported only there |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -18,8 +23,7 @@ from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.chain.program import Chain
-from kvrsim.executors.chain.walk import chain_finish_s
+from kvrsim.executors.chain import Chain
 from kvrsim.hardware import Cluster
 from kvrsim.kernels.calibrated import CostModel
 from kvrsim.program import Array, Program
@@ -36,6 +40,121 @@ _KEPT = 3 * 2**20  # numbers: 24 MiB, of which no page is touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
 _CHAIN_CELLS, _LEAST_ROWS = 2**15, 128  # of a chain: partitions times ranks that are evaluated together
 _SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
+
+
+class Runner:
+    """Runs partitions of one scenario by one strategy. This is the only place that picks an executor."""
+
+    def __init__(
+        self, scenario: Scenario, strategy: Strategy, *, cost: CostModel | None = None, cluster: Cluster | None = None
+    ) -> None:
+        """scenario: as the strategy sees it (for_strategy). cost, cluster: instead of the scenario's own."""
+        self.scenario, self.strategy, self.cost = scenario, strategy, cost
+        self.cluster = cluster or scenario.cluster
+        is_chain = Chain.suits(scenario, strategy, self.cluster)
+        self.chain = Chain(scenario, strategy, self.cluster, cost) if is_chain else None
+
+    def finish_s(
+        self, chunks: Array, *, draw: NoiseDraw | None = None, last_only: bool = False, enough_s: float = math.inf
+    ) -> Array:
+        """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
+
+        chunks: tokens, shape (ranks or pieces, B). last_only: the last rank alone may be returned, whose time is TTFT.
+        enough_s: partitions whose TTFT is above it may get a lower bound of it that is above it, too.
+        """
+        if chunks.shape[1] >= _MANY:
+            _keep_freed_memory()
+        if draw is None and self.chain is not None:
+            return self._chain_finish_s(self.chain, chunks, last_only, enough_s)
+        if draw is None and self.strategy.pipeline is not None:
+            from kvrsim.executors.pipeline import run_pipeline  # only where there are stages
+
+            cost = self.cost or self.scenario.cost
+            finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost)
+            if finish_s is not None:
+                return finish_s
+        return run_program(build_program(self.scenario, self.strategy, list(chunks), self.cost), self.cluster, draw)
+
+    def _chain_finish_s(self, chain: Chain, chunks: Array, last_only: bool, enough_s: float) -> Array:
+        """By the recurrence of chains; by the program where a host delays its device for long, which adds time."""
+        finish_s, holds = chain.finish_s(chunks, last_only=last_only)
+        holds = holds | (finish_s[-1] > enough_s)
+        if not holds.all():
+            from kvrsim.kernels.sensitivity import WeightedCost  # seldom
+
+            cost = chain.costs.cost
+            rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # which has weights for all rows
+            program = build_program(self.scenario, self.strategy, list(chunks[:, rows]), cost)
+            finish_s[:, ~holds] = run_batch(program, self.cluster)[-len(finish_s) :, ~holds[rows]]
+        return finish_s
+
+    def blocks(self, chunks: Array, num_samples: int = 1) -> Iterator[Array]:
+        """Partitions of shape (B, ranks) in blocks of shape (ranks, B) that are evaluated together."""
+        step = self.rows_at_once(num_samples)
+        for first in range(0, len(chunks), step):
+            yield np.array(chunks[first : first + step].T, dtype=float, order="C")
+
+    def rows_at_once(self, num_samples: int = 1) -> int:
+        """Partitions that are evaluated together, each under that many samples of noise."""
+        ranks = self.cluster.num_gpus
+        if num_samples == 1 and self.chain is not None:
+            return max(_LEAST_ROWS, _CHAIN_CELLS // ranks)
+        if not self.cluster.shares_bandwidth:
+            return min(BLOCK, max(1, _CELLS // num_samples))
+        messages = self.scenario.share.num_hidden_layers * ranks * (1 if self.strategy.chains else ranks)
+        return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
+
+
+def ttft_s(
+    scenario: Scenario,
+    strategy: Strategy,
+    chunks: Array,
+    *,
+    draw: NoiseDraw | None = None,
+    enough_s: float = math.inf,
+) -> Array:
+    """TTFT of each row of chunks.
+
+    chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
+    enough_s: see Runner.finish_s.
+    """
+    runner = Runner(scenario, strategy)
+    blocks = runner.blocks(chunks, 1 if draw is None else draw.num_samples)
+    return np.concatenate([runner.finish_s(one, draw=draw, last_only=True, enough_s=enough_s)[-1] for one in blocks])
+
+
+def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
+    """When each rank has finished each row of chunks, shape (B, ranks); chunks: tokens, shape (B, ranks)."""
+    runner = Runner(scenario, strategy)
+    return np.concatenate([runner.finish_s(block).T for block in runner.blocks(chunks)])
+
+
+def finish_of(
+    scenario: Scenario,
+    strategy: Strategy,
+    chunks: Sequence[Array],
+    *,
+    cost: CostModel | None = None,
+    cluster: Cluster | None = None,
+) -> Array:
+    """When each rank has finished, shape (ranks, B); chunks: tokens of each rank or piece, arrays of shape (B,)."""
+    return Runner(scenario, strategy, cost=cost, cluster=cluster).finish_s(np.stack(chunks))
+
+
+def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
+    """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
+    if not cluster.shares_bandwidth:
+        return run_batch(program, cluster, draw)
+    if draw is None:
+        from kvrsim.executors.bus import run_shared  # not at every start
+
+        return run_shared(program, cluster)
+    from kvrsim.executors.event import EventSimulation
+
+    rows = [program.row(index) for index in range(program.num_rows)]
+    samples = [draw.only(sample) for sample in range(draw.num_samples)]
+    runs = [[EventSimulation(row, cluster, record=False, noise=one).finish_s for one in samples] for row in rows]
+    return np.moveaxis(np.array(runs), -1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,111 +189,24 @@ def run_partition(
 ) -> Run:
     """Run one partition.
 
-    executor: None picks the batch executor, and the event executor for a timeline or under noise.
+    executor: None picks the fastest one that fits, and the event executor for a timeline or under noise.
     draw: one sample of noise, which the event executor runs.
     """
-    chunks = columns(partition.chunk_lens)
+    chunks = np.array([partition.chunk_lens], dtype=float).T
     if draw is None and not timeline and executor != "event":
-        finish = tuple(map(float, finish_of(scenario, strategy, chunks)[:, 0]))
+        finish = tuple(map(float, Runner(scenario, strategy).finish_s(chunks)[:, 0]))
         return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish)
     from kvrsim.executors.event import EventSimulation
 
-    program = build_program(scenario, strategy, chunks)
-    simulated = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
-    spans = replace(simulated.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
-    finish = simulated.finish_s
+    program = build_program(scenario, strategy, list(chunks))
+    simulation = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
+    spans = replace(simulation.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
+    finish = simulation.finish_s
     return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish, timeline=spans)
 
 
-def ttft_s(
-    scenario: Scenario,
-    strategy: Strategy,
-    chunks: Array,
-    *,
-    draw: NoiseDraw | None = None,
-    enough_s: float = math.inf,
-) -> Array:
-    """TTFT of each row of chunks.
-
-    chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
-    enough_s: rows whose TTFT is above it may get a lower bound of it that is above it, too, which takes less time.
-    """
-    finishes = _finishes(scenario, strategy, chunks, draw, whole=False, enough_s=enough_s)
-    return np.concatenate([finish[-1] for finish in finishes])
-
-
-def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
-    """When each rank has finished each row of chunks.
-
-    chunks: tokens, shape (B, ranks). Returns shape (B, ranks), or (B, ranks, samples) under a draw of noise.
-    """
-    return np.concatenate([finish.swapaxes(0, 1) for finish in _finishes(scenario, strategy, chunks, draw)])
-
-
-def finish_of(
-    scenario: Scenario,
-    strategy: Strategy,
-    chunks: Sequence[Array],
-    *,
-    cost: CostModel | None = None,
-    cluster: Cluster | None = None,
-    draw: NoiseDraw | None = None,
-) -> Array:
-    """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
-
-    chunks: one float array of shape (B,) a rank or piece, tokens. cost, cluster: instead of the scenario's own.
-    """
-    cluster = cluster or scenario.cluster
-    if draw is None and Chain.suits(scenario, strategy, cluster):
-        return _chain_finish_s(Chain(scenario, strategy, cluster, cost), np.asarray(chunks), whole=True)
-    if strategy.pipeline is not None and draw is None:
-        from kvrsim.executors.stages.waves import run_stages  # only where there are stages
-
-        found = run_stages(scenario, strategy, chunks, cluster, cost or scenario.cost)
-        if found is not None:
-            return found
-    return run_program(build_program(scenario, strategy, chunks, cost), cluster, draw)
-
-
-def _chain_finish_s(chain: Chain, chunks: Array, *, whole: bool, enough_s: float = math.inf) -> Array:
-    """By the recurrence of chains; by the program where a host delays its device for long, which only makes it later.
-
-    chunks: (ranks, B). whole: False: of the last rank alone. enough_s: as of ttft_s.
-    """
-    if chunks.shape[1] >= _MANY:
-        _keep_freed_memory()
-    finish_s, known = chain_finish_s(chain.program(chunks), whole=whole)
-    known = known | (finish_s[-1] > enough_s)
-    if not known.all():
-        from kvrsim.kernels.sensitivity import WeightedCost  # seldom
-
-        cost = chain.costs.cost
-        rows = np.ones_like(known) if isinstance(cost, WeightedCost) else ~known  # which has weights for all rows
-        program = build_program(chain.scenario, chain.strategy, list(chunks[:, rows]), cost)
-        finish_s[:, ~known] = run_program(program, chain.cluster)[-len(finish_s) :, ~known[rows]]
-    return finish_s
-
-
-def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
-    """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
-    if program.num_rows >= _MANY:
-        _keep_freed_memory()
-    if not cluster.shares_bandwidth:
-        return run_batch(program, cluster, draw)
-    if draw is None:
-        from kvrsim.executors.bus.run import run_shared  # not at every start
-
-        return run_shared(program, cluster)
-    from kvrsim.executors.event import EventSimulation
-
-    rows = [program.row(index) for index in range(program.num_rows)]
-    alone = [draw.only(sample) for sample in range(draw.num_samples)]
-    runs = [[EventSimulation(row, cluster, record=False, noise=one).finish_s for one in alone] for row in rows]
-    return np.moveaxis(np.array(runs), -1, 0)
-
-
 def check_executor(executor: str | None, *, records: bool) -> Executor:
-    """The executor asked for, or the one to pick; InputError where it cannot run.
+    """The executor that a user named, or the one to pick; InputError where it cannot run.
 
     records: whether a timeline, a breakdown or one sample of noise is wanted.
     """
@@ -187,39 +219,7 @@ def check_executor(executor: str | None, *, records: bool) -> Executor:
     return executor
 
 
-def rows_at_once(scenario: Scenario, strategy: Strategy, num_samples: int = 1) -> int:
-    """Partitions that are evaluated together, each under that many samples of noise."""
-    if num_samples == 1 and Chain.suits(scenario, strategy, scenario.cluster):
-        return max(_LEAST_ROWS, _CHAIN_CELLS // scenario.cluster.num_gpus)
-    if not scenario.cluster.shares_bandwidth:
-        return min(BLOCK, max(1, _CELLS // num_samples))
-    ranks = scenario.cluster.num_gpus
-    messages = scenario.share.num_hidden_layers * ranks * (1 if strategy.chains else ranks)
-    return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
-
-
 @cache
 def _keep_freed_memory() -> None:
     """Once a large array was freed, glibc keeps as much for the next ones, which then need no new pages."""
     np.empty(_KEPT)
-
-
-def _finishes(
-    scenario: Scenario,
-    strategy: Strategy,
-    chunks: Array,
-    draw: NoiseDraw | None,
-    *,
-    whole: bool = True,
-    enough_s: float = math.inf,
-) -> Iterator[Array]:
-    """Of blocks of rows, as finish_of; whole: False: only the last rank's is asked for."""
-    is_chain = draw is None and Chain.suits(scenario, strategy, scenario.cluster)
-    chain = Chain(scenario, strategy, scenario.cluster) if is_chain else None
-    step = rows_at_once(scenario, strategy, 1 if draw is None else draw.num_samples)
-    for first in range(0, len(chunks), step):
-        block = chunks[first : first + step]
-        if chain is None:
-            yield finish_of(scenario, strategy, columns(block), draw=draw)
-        else:
-            yield _chain_finish_s(chain, np.array(block.T, dtype=float, order="C"), whole=whole, enough_s=enough_s)

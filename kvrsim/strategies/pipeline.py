@@ -9,8 +9,8 @@ next stage. Ranks are numbered stage by stage, so that those that gather are nei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -67,123 +67,103 @@ def shares(pieces: Array, ranks: int) -> list[Array]:
     return [share + (rank < pieces - ranks * share) for rank in range(ranks)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceOps:
+    """What the context ranks of a stage do: operations of all pieces at once, with arrays of shape (M, B)."""
+
+    lengths: Array  # tokens of each piece, shape (M, B)
+    starts: Array  # tokens before each piece, shape (M, B)
+    embedding: list[tuple[Op, ...]]  # per context rank of the first stage
+    preparation: list[tuple[Op, ...]]  # per context rank of any stage, before its layers
+    layers: list[list[tuple[Op, ...]]]  # per kind of layer, per context rank
+    loads: list[list[tuple[Op, ...]]]  # of the cached prefix, before the first piece; likewise
+    sent_bytes: list[Array]  # activations of each context rank, shape (M, B)
+
+    @classmethod
+    def of(cls, scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> PieceOps:
+        """pieces: tokens of each, float arrays of shape (B,)."""
+        lengths = np.stack([np.asarray(piece) for piece in pieces])
+        ends = scenario.request.cached_prefix + np.cumsum(lengths, axis=0)
+        context = range(context_ranks(strategy))
+        chunks = shares(lengths, len(context))
+        starts = list(accumulate(chunks[:-1], initial=ends - lengths))
+        steps = [Step(costs, chunks, starts) for costs in scenario.layer_costs(cost)]
+        return cls(
+            lengths=lengths,
+            starts=ends - lengths,
+            embedding=[embedding(scenario, chunk, cost) for chunk in chunks],
+            preparation=[before_step(scenario, chunk, ends, cost) for chunk in chunks],
+            layers=[[tuple(layer_ops(strategy, step, rank)) for rank in context] for step in steps],
+            loads=[[tuple(filter(None, [prefix_load(strategy, step, rank)])) for rank in context] for step in steps],
+            sent_bytes=[steps[0].costs.activation_bytes(chunk) for chunk in chunks],
+        )
+
+    def ends(self, scenario: Scenario, cost: CostModel) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+        """What every rank does before the first piece, and what the last rank does after the last one."""
+        last_share = shares(self.lengths[-1], len(self.embedding))[-1]
+        epilogue = last(scenario, last_share, self.starts[-1] + self.lengths[-1], cost)
+        return request(scenario, self.lengths[0]), epilogue
+
+
 def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
     """Every stage takes one piece after another: receive its activations, run the own layers, send them on.
 
-    pieces: float arrays of shape (B,), tokens of each. Blocks are steps of all stages: for each piece the way in,
-    all layers of every stage (under the number of the first), the way out.
+    pieces: float arrays of shape (B,), tokens of each. A block is a step of all stages: for each piece the way in, all
+    layers of every stage (under the number of the first), the way out.
     """
-    kinds = scenario.share.layer_kind_index
-    held, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), range(context_ranks(strategy))
-    patterns = [(tuple(kinds[index] for index in rows), rank) for rows in held for rank in context]
-    num_ranks, firsts = len(patterns), tuple(rows[0] for rows in held for _ in context)
-    nowhere = (None,) * num_ranks
-    lengths = np.stack([np.asarray(piece) for piece in pieces])
-    before = scenario.request.cached_prefix + np.cumsum(lengths, axis=0) - lengths
-    chunks = shares(lengths, len(context))
-    starts = list(accumulate(chunks[:-1], initial=before))
-    steps = [Step(costs, chunks, starts) for costs in scenario.layer_costs(cost)]
-    layers = [[tuple(layer_ops(strategy, step, rank)) for step in steps] for rank in context]  # of all pieces at once
-    loads = [[tuple(filter(None, [prefix_load(strategy, step, rank)])) for step in steps] for rank in context]
-    blocks, ways = _Blocks(), _Ways(scenario, cost, len(held), len(context))
-    for number, piece in enumerate(lengths):
-        parts = [chunk[number] for chunk in chunks]
-        blocks.add(ways.into(parts, before[number] + piece), nowhere)
-        of_kind = [[tuple(_of_piece(op, number, len(context)) for op in ops) for ops in kinds] for kinds in layers]
-        if number == 0:  # the cached prefix has come before the first piece's attention
-            of_kind = [
-                [load + ops for load, ops in zip(*both, strict=True)] for both in zip(loads, of_kind, strict=True)
-            ]
-        of_rank = {
-            (pattern, rank): tuple(op for kind in pattern for op in of_kind[rank][kind])
-            for pattern, rank in set(patterns)
-        }
-        blocks.add(tuple(of_rank[pattern] for pattern in patterns), firsts)
-        blocks.add(ways.out(parts, steps[0]), nowhere)
+    ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
+    layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
+    ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
+    rendezvous, host_s = not scenario.sends_overlap, scenario.host.message_s
+    prologue, epilogue = ops.ends(scenario, cost)
+
+    def way_in(number: int, stage: int, rank: int) -> tuple[Op, ...]:
+        if stage:
+            src = (stage - 1) * context + rank
+            first: tuple[Op, ...] = (Recv(src=src, host_s=host_s, rendezvous=rendezvous, payload="activations"),)
+        else:
+            first = _of_piece(ops.embedding[rank], number, context)
+        return (*first, *_of_piece(ops.preparation[rank], number, context))
+
+    def way_out(number: int, stage: int, rank: int) -> tuple[Op, ...]:
+        if stage == len(layers) - 1:
+            return ()
+        dst, nbytes = (stage + 1) * context + rank, ops.sent_bytes[rank][number]
+        return (Send(dst=dst, nbytes=nbytes, host_s=host_s, rendezvous=rendezvous, payload="activations"),)
+
+    blocks: list[tuple[tuple[Op, ...], ...]] = []
+    for number in range(len(pieces)):
+        loads = ops.loads if number == 0 else [[()] * context for _ in ops.layers]
+        of_kind = [
+            [load + _of_piece(own, number, context) for load, own in zip(*both, strict=True)]
+            for both in zip(loads, ops.layers, strict=True)
+        ]
+        blocks.append(tuple(way_in(number, *at) for at in ranks))
+        own_layers = [[of_kind[kinds[one]][rank] for one in layers[stage]] for stage, rank in ranks]
+        blocks.append(tuple(tuple(chain(*own)) for own in own_layers))
+        blocks.append(tuple(way_out(number, *at) for at in ranks))
     return Program(
         strategy=strategy.name,
-        prologue=(request(scenario, lengths[0]),) * num_ranks,
-        layers=tuple(blocks.kinds),
-        layer_kind_index=tuple(blocks.order),
-        epilogue=(*((),) * (num_ranks - 1), last(scenario, chunks[-1][-1], before[-1] + lengths[-1], cost)),
-        layer_numbers=tuple(zip(*blocks.numbers, strict=True)),
+        prologue=(prologue,) * len(ranks),
+        layers=tuple(blocks),
+        layer_kind_index=tuple(range(len(blocks))),
+        epilogue=(*((),) * (len(ranks) - 1), epilogue),
+        layer_numbers=tuple((None, layers[stage][0], None) * len(pieces) for stage, _ in ranks),
     )
 
 
-def _of_piece(op: Op, number: int, context: int) -> Op:
-    """One piece's share of an operation of all pieces; context: ranks of a stage."""
+def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:
+    """One piece's share of operations of all pieces; context: ranks of a stage."""
+    return tuple(_one_of_piece(op, number, context) for op in ops)
+
+
+def _one_of_piece(op: Op, number: int, context: int) -> Op:
     if isinstance(op, Compute):
         return Compute(name=op.name, device_s=op.device_s[number], host_s=op.host_s, kind=op.kind)
     if isinstance(op, AllGather):
         return replace(op, nbytes=op.nbytes[number], among=context)
     assert isinstance(op, Collective)
     return replace(op, seconds=op.seconds[number], nbytes=op.nbytes[number])
-
-
-def _send_activations(step: Step, tokens: Array, dst: int) -> Send:
-    """The residual stream of so many tokens to a rank of the next stage."""
-    return Send(
-        dst=dst,
-        nbytes=step.costs.activation_bytes(tokens),
-        host_s=step.costs.host.message_s,
-        rendezvous=not step.costs.sends_overlap,
-        payload="activations",
-    )
-
-
-class _Blocks:
-    """Blocks in the order in which they run; those whose operations are the very same are one kind."""
-
-    def __init__(self) -> None:
-        self.kinds: list[tuple[tuple[Op, ...], ...]] = []
-        self.order: list[int] = []
-        self.numbers: list[tuple[int | None, ...]] = []
-        self.known: dict[tuple[int, ...], int] = {}
-
-    def add(self, ops: tuple[tuple[Op, ...], ...], layers: tuple[int | None, ...]) -> None:
-        """Another block, and which layer it is on each rank."""
-        key = tuple(map(id, ops))
-        if key not in self.known:
-            self.known[key] = len(self.kinds)
-            self.kinds.append(ops)
-        self.order.append(self.known[key])
-        self.numbers.append(layers)
-
-
-class _Ways:
-    """The ways into and out of all stages; pieces of the same length have the same."""
-
-    def __init__(self, scenario: Scenario, cost: CostModel, num_stages: int, context: int) -> None:
-        self.scenario, self.cost, self.num_stages, self.context = scenario, cost, num_stages, context
-        self.known: dict[tuple[str, bytes], tuple[tuple[Op, ...], ...]] = {}
-
-    def into(self, parts: Sequence[Array], keys: Array) -> tuple[tuple[Op, ...], ...]:
-        """The first stage embeds, the others receive; all make their masks and rotary tables.
-
-        parts: tokens of each context rank.
-        """
-        if (key := ("in", _bytes(parts))) not in self.known:
-            held = not self.scenario.sends_overlap
-            sources = range(self.context * (self.num_stages - 1))
-            recvs = ((Recv(src=rank, rendezvous=held, payload="activations"),) for rank in sources)
-            self.known[key] = (*(embedding(self.scenario, part, self.cost) for part in parts), *recvs)
-        ways = self.known[key]
-        prepared = [before_step(self.scenario, part, keys, self.cost) for part in parts]
-        if not any(prepared):
-            return ways
-        return tuple((*way, *prepared[rank % self.context]) for rank, way in enumerate(ways))
-
-    def out(self, parts: Sequence[Array], step: Step) -> tuple[tuple[Op, ...], ...]:
-        """All but the last stage send, each rank to the same context rank of the next stage."""
-        if (key := ("out", _bytes(parts))) not in self.known:
-            targets = range(self.context, self.context * self.num_stages)
-            sends = ((_send_activations(step, parts[dst % self.context], dst),) for dst in targets)
-            self.known[key] = (*sends, *((),) * self.context)
-        return self.known[key]
-
-
-def _bytes(parts: Sequence[Array]) -> bytes:
-    return b"".join(part.tobytes() for part in parts)
 
 
 def refuses(model: ModelSpec, stages: int) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.arguments import OnProgress
-from kvrsim.executors.run import rows_at_once, ttft_s
+from kvrsim.executors.run import Runner
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -35,11 +35,10 @@ class Evaluator:
 
         enough_s: rows above it may get a lower bound that is above it, too.
         """
-        block = rows_at_once(self.scenario, self.strategy)
+        runner = Runner(self.scenario, self.strategy)
         parts = []
-        for first in range(0, len(chunks), block):
-            rows = chunks[first : first + block]
-            parts.append(ttft_s(self.scenario, self.strategy, rows, enough_s=enough_s))
+        for block in runner.blocks(chunks):
+            parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s)[-1])
             self.evaluations += len(parts[-1])
             self.best_s = min(self.best_s, float(parts[-1].min()))
             self.report()

@@ -1,0 +1,528 @@
+"""The executor of machines whose messages share one bandwidth: many partitions at once, each at its own next event.
+
+A rank goes through waits, each for the arrival of some messages or for other ranks to come to a wait of theirs. What
+follows the n-th wait is known when it is over: `t' = max(t + delay_s, floor_s)`, for the next wait and for each message
+that is posted until then. Messages wait in lanes, each for the one before it to have left, and share the bus.
+
+The bus is kept in virtual time, as the event executor's: n messages at once get 1/n of the bandwidth each, and
+`served_s` is what each has been given, in seconds of the whole bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.executors.batch import Block, Message, Segment, Step, compile_blocks
+from kvrsim.executors.steady import periods_of, steady_advance
+from kvrsim.hardware import Cluster
+from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass, beside_message_s
+
+Index = npt.NDArray[np.intp]
+Value = Array | float
+Key = tuple[str | int, ...]
+_EVALUATED, _LEAST_PERIODS = 4, 8  # periods of a steady program that are evaluated; fewer are not worth it
+
+
+def run_shared(program: Program, cluster: Cluster) -> Array:
+    """When each rank has finished, seconds, shape (num_ranks, B), on a cluster whose flows share a bus.
+
+    TTFT is the last rank's. Equal to the event executor's to rounding.
+    """
+    blocks = compile_blocks(program, cluster)
+    finish_s = _steady_finish_s(program, cluster, blocks)
+    if finish_s is None:
+        prologue, *kinds, epilogue = blocks
+        graph = _Graph(program, cluster)
+        graph.take([prologue, *(kinds[kind] for kind in program.layer_kind_index), epilogue])
+        finish_s = _Run(graph).finish_s()
+    return finish_s
+
+
+def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]) -> Array | None:
+    """The same by a few layers, where the layers are in steady state then; None elsewhere.
+
+    They are if ranks and hosts advance alike, and all messages of a layer have left before any rank begins the next.
+    """
+    periods = periods_of(program)
+    if len(periods) != 1 or periods[0][1] < _LEAST_PERIODS:
+        return None
+    (period, times), (prologue, *kinds, epilogue) = periods[0], blocks
+    steps = [step for kind in period for own in kinds[kind] for step in own]
+    if any(isinstance(step, Message) for step in steps) or all(isinstance(step, Segment) for step in steps):
+        return None
+    graph = _Graph(program, cluster)
+    graph.take([prologue])
+    marks = [graph.mark()]
+    for _ in range(_EVALUATED):
+        graph.take([kinds[kind] for kind in period])
+        marks.append(graph.mark())
+    run = _Run(graph)
+    run.finish_s()
+    ends_s = np.stack([run.passed_s(mark) for mark in marks])  # (periods + 1, ranks, B)
+    hosts_s = np.array([[rank.host_s for rank in mark] for mark in marks])
+    issued_s = hosts_s[-1] - hosts_s[-2]
+    advance_s = steady_advance(list(ends_s[-3:]), issued_s.max())
+    if advance_s is None or (run.all_left_s(_EVALUATED) > ends_s[1:].min(axis=1)).any():
+        return None
+    finish_s, left = ends_s[-1] + (times - _EVALUATED) * advance_s, times - _EVALUATED
+    for rank, own in enumerate(epilogue):
+        host_s = hosts_s[-1, rank] + left * issued_s[rank]
+        for step in own:
+            assert isinstance(step, Segment)
+            finish_s[rank] += step.device_s
+            if step.floor_s is not None:
+                finish_s[rank] = np.maximum(finish_s[rank], step.floor_s + host_s)
+            host_s += step.host_s
+    return np.asarray(finish_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """`t' = max(t + delay_s, floor_s)`."""
+
+    delay_s: Value = 0.0
+    floor_s: Value = -np.inf
+
+    def plus(self, seconds: Value) -> _Later:
+        """That much later."""
+        return _Later(self.delay_s + seconds, self.floor_s + seconds)
+
+    def at_least(self, seconds: Value) -> _Later:
+        """No earlier than that."""
+        return _Later(self.delay_s, np.maximum(self.floor_s, seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """A message: after how many waits of its rank it is posted, and for how long it is alone on the bus."""
+
+    after: int
+    later: _Later
+    busy_s: Value | None  # None: see _Graph.pieces_s
+    key: Key
+
+
+class _Target(NamedTuple):
+    """A wait that something arrives for."""
+
+    rank: int
+    wait: int
+    latency_s: float
+
+
+class _Mark(NamedTuple):
+    """Where a rank stands."""
+
+    num_waits: int
+    host_s: float
+
+
+@dataclass(slots=True)
+class _Track:
+    """One rank's waits, and what it does before each and after the last."""
+
+    now: _Later = field(default_factory=_Later)  # since the last wait
+    parts: list[_Later] = field(default_factory=list)  # between waits
+    missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
+    works: dict[int, Array] = field(default_factory=dict)  # by wait: since the rank came to the wait before it
+    host_s: float = 0.0
+    receives: bool = False  # whether the last step was to receive a message
+    loaded: tuple[Key | None, float] = (None, 0.0)  # when the loads so far have left their link: since a key's time
+
+
+class _Graph:
+    """Waits of all ranks and messages of all lanes, read from the ranks' steps."""
+
+    def __init__(self, program: Program, cluster: Cluster) -> None:
+        self.cluster, self.num_ranks, self.num_rows = cluster, program.num_ranks, program.num_rows
+        self.tracks = [_Track() for _ in range(self.num_ranks)]
+        self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # by the rank and its way out
+        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it comes to
+        self.targets: dict[Key, list[_Target]] = defaultdict(list)
+        self.counts: dict[Key, int] = defaultdict(int)
+        self.pieces_s: dict[Key, Array] = {}  # of messages of all-gathers: how long each is alone on the bus
+        self.message_share = 0.0  # that work beside a ring's messages loses
+
+    def take(self, blocks: Iterable[Block]) -> None:
+        """All ranks through all steps of these blocks."""
+        for block in blocks:
+            for rank, steps in enumerate(block):
+                for step in steps:
+                    self._step(rank, self.tracks[rank], step)
+
+    def mark(self) -> list[_Mark]:
+        """Where the ranks stand, by a wait for nothing."""
+        for rank in range(self.num_ranks):
+            self._wait(rank)
+        return [_Mark(len(track.missing), track.host_s) for track in self.tracks]
+
+    def _step(self, rank: int, track: _Track, step: Step) -> None:
+        receives, track.receives = track.receives, False
+        match step:
+            case Segment():
+                floor_s = None if step.floor_s is None else step.floor_s + track.host_s
+                track.now = track.now.plus(step.device_s)
+                if floor_s is not None:
+                    track.now = track.now.at_least(floor_s)
+                track.host_s += step.host_s
+            case Message():
+                self._send(rank, track, step)
+            case Recv():
+                self._recv(rank, track, step, joins=receives)
+            case AllGather():
+                self._all_gather(rank, track, step)
+            case RingPass():
+                self._ring_pass(rank, track, step)
+            case AllToAll():
+                self._all_to_all(rank, track, step)
+            case Load():
+                self._load(rank, track, step)
+
+    def _number(self, *name: str | int) -> Key:
+        """The name with a number that counts up each time."""
+        self.counts[name] += 1
+        return (*name, self.counts[name])
+
+    def _wait(self, rank: int, *arrivals: tuple[Key, float], notice: Key | None = None) -> None:
+        """The rank waits for these, each with its latency; `notice`: of those who wait for the rank to come here."""
+        track = self.tracks[rank]
+        number = len(track.missing)
+        track.parts.append(track.now)
+        track.missing.append(len(arrivals))
+        track.now = _Later()
+        for key, latency_s in arrivals:
+            self.targets[key].append(_Target(rank, number, latency_s))
+        if notice is not None:
+            self.notices[rank, number].append(notice)
+
+    def _post(self, rank: int, way: Key, key: Key, busy_s: Value | None, later: _Later) -> None:
+        self.lanes[(rank, *way)].append(_Post(len(self.tracks[rank].missing), later, busy_s, key))
+
+    def _issue(self, track: _Track, host_s: float) -> _Later:
+        """When the device has come to an operation that the host takes that long to issue."""
+        track.host_s += host_s
+        return track.now.at_least(track.host_s) if track.host_s else track.now
+
+    def _send(self, rank: int, track: _Track, message: Message) -> None:
+        key = self._number("message", rank, message.dst)
+        way: Key = ("turn",) if message.in_turn else (message.dst,)
+        issued = self._issue(track, message.host_s)
+        if not message.rendezvous:
+            self._post(rank, way, key, message.link_s, issued)
+            return
+        track.now = issued
+        self._wait(rank, (("ready", *key), 0.0))
+        self._post(rank, way, key, message.link_s, _Later())
+        self._wait(rank, (key, 0.0))
+
+    def _recv(self, rank: int, track: _Track, recv: Recv, *, joins: bool) -> None:
+        arrival = self._number("receive", recv.src, rank)
+        key = ("message", *arrival[1:])
+        issued = self._issue(track, recv.host_s)
+        latency_s = self.cluster.path(recv.src, rank).latency_s
+        if recv.rendezvous:
+            track.now = issued
+            self._wait(rank, (key, latency_s), notice=("ready", *key))
+        elif joins:
+            track.missing[-1] += 1
+            self.targets[key].append(_Target(rank, len(track.missing) - 1, latency_s))
+        else:
+            self._wait(rank, (key, latency_s))
+        track.receives = not recv.rendezvous
+
+    def _all_gather(self, rank: int, track: _Track, op: AllGather) -> None:
+        ranks = op.members(rank, self.num_ranks)
+        dst, src = ranks[(rank - ranks[0] + 1) % len(ranks)], ranks[rank - ranks[0] - 1]
+        path, latency_s = self.cluster.path(rank, dst), self.cluster.path(src, rank).gather_latency_s
+        *_, number = self._number("gather", rank)
+        track.now = self._issue(track, op.host_s).plus(path.gather_launch_s)
+        self._wait(rank, (("come", dst, "gather", number), 0.0), notice=("come", rank, "gather", number))
+        for step in range(len(ranks) - 1):
+            # After that many steps, the own piece is passed on by the rank that many places further on.
+            holder = ranks[(rank - ranks[0] + step) % len(ranks)]
+            after = ranks[(rank - ranks[0] + step + 1) % len(ranks)]
+            size_s = self.cluster.path(holder, after).gather_step_s(op.nbytes, len(ranks))
+            self.pieces_s["gather", holder, number, step] = size_s
+            self._post(rank, (dst,), ("gather", rank, number, step), None, _Later())
+            self._wait(rank, (("gather", src, number, step), latency_s))
+
+    def _ring_pass(self, rank: int, track: _Track, op: RingPass) -> None:
+        dst, src = (rank + 1) % self.num_ranks, (rank - 1) % self.num_ranks
+        for work_s, nbytes, host_s in zip(op.device_s, op.nbytes, op.host_s, strict=False):
+            key = self._number("pass", rank)
+            *_, number = key
+            track.now = track.now.at_least(track.host_s)
+            self._wait(rank, (("come", dst, "pass", number), 0.0), notice=("come", rank, "pass", number))
+            self._post(rank, (dst,), key, self.cluster.path(rank, dst).busy_s(nbytes), _Later())
+            self._wait(rank, (key, 0.0), (("pass", src, number), self.cluster.path(src, rank).latency_s))
+            if op.overlaps:
+                track.works[len(track.missing) - 1] = work_s
+                self.message_share = op.message_share
+            else:
+                track.now = track.now.plus(work_s)
+            track.host_s += host_s
+            track.now = track.now.at_least(track.host_s)
+        track.now = track.now.at_least(track.host_s).plus(op.device_s[-1])
+        track.now = self._issue(track, op.host_s[-1])
+
+    def _all_to_all(self, rank: int, track: _Track, op: AllToAll) -> None:
+        *_, number = self._number("exchange", rank)
+        track.now = self._issue(track, op.host_s)
+        before: list[tuple[Key, float]] = []  # the own message to the rank before
+        arrivals = []
+        for shift, nbytes in enumerate(op.nbytes, start=1):
+            dst, src = (rank + shift) % self.num_ranks, (rank - shift) % self.num_ranks
+            notice = ("come", rank, "exchange", number) if shift == 1 else None
+            self._wait(rank, (("come", dst, "exchange", number), 0.0), *before, notice=notice)
+            key = ("exchange", rank, number, shift)
+            self._post(rank, (dst,), key, self.cluster.path(rank, dst).busy_s(nbytes), _Later())
+            before = [(key, 0.0)]
+            arrivals.append((("exchange", src, number, shift), self.cluster.path(src, rank).latency_s))
+        self._wait(rank, *before, *arrivals)
+
+    def _load(self, rank: int, track: _Track, load: Load) -> None:
+        """Wait for a part of the cached prefix, which comes over a link of the rank's own."""
+        key, seconds = track.loaded
+        seconds += load.seconds.item()
+        if key is None:
+            track.now = track.now.at_least(seconds + load.latency_s)
+        else:
+            self._wait(rank, (key, seconds + load.latency_s))
+        track.loaded = key, seconds
+        if not load.ahead:
+            track.loaded = self._number("loaded", rank), 0.0
+            self._wait(rank, notice=track.loaded[0])
+
+
+class _Targets:
+    """Arrivals at waits that something causes, by its row and column in a table of causes."""
+
+    def __init__(self, targets: dict[tuple[int, int], Sequence[_Target]], shape: tuple[int, int]) -> None:
+        self.columns: list[tuple[Index, Index, Array]] = []
+        for number in range(max(map(len, targets.values()), default=0)):
+            rank, wait, latency_s = np.full(shape, -1), np.zeros(shape, dtype=np.intp), np.zeros(shape)
+            for at, own in targets.items():
+                if number < len(own):
+                    rank[at], wait[at], latency_s[at] = own[number]
+            self.columns.append((rank.ravel(), wait.ravel(), latency_s.ravel()))
+
+    def of(self, causes: Index, rows: Index, time_s: Array, num_rows: int) -> _Arrivals:
+        """Arrivals of causes that happen then; causes: row times columns plus column. rows: their partitions."""
+        parts = []
+        for rank, wait, latency_s in self.columns:
+            own = rank.take(causes)
+            some = np.flatnonzero(own >= 0)
+            at = causes.take(some)
+            places = own.take(some) * num_rows + rows.take(some)
+            parts.append((places, wait.take(at), time_s.take(some) + latency_s.take(at)))
+        return _joined(parts)
+
+
+_Arrivals = tuple[Index, Index, Array]  # places, their waits, seconds
+_NONE = np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.intp), np.zeros(0)
+
+
+def _joined(parts: Sequence[_Arrivals]) -> _Arrivals:
+    if len(parts) < 2:
+        return parts[0] if parts else _NONE
+    places, waits, time_s = zip(*parts, strict=True)
+    return np.concatenate(places), np.concatenate(waits), np.concatenate(time_s)
+
+
+class _Run:
+    """One evaluation. Ranks and partitions are numbered together, as rank times B plus partition: places.
+
+    Lanes and partitions likewise: slots.
+    """
+
+    def __init__(self, graph: _Graph) -> None:
+        self.num_ranks, self.num_rows, self.message_share = graph.num_ranks, graph.num_rows, graph.message_share
+        tracks = graph.tracks
+        self.num_waits = np.array([len(track.missing) for track in tracks])
+        most = int(self.num_waits.max())
+        missing = np.full((most + 1, self.num_ranks), -1)
+        self.work_of = np.full((most + 1, self.num_ranks), -1)
+        works: list[Array] = []
+        for rank, track in enumerate(tracks):
+            missing[: len(track.missing), rank] = track.missing
+            for wait, work_s in track.works.items():
+                self.work_of[wait, rank] = len(works)
+                works.append(np.broadcast_to(work_s, self.num_rows))
+        self.works_s = np.array(works)
+        part_s, floor_s = self._laters([[*track.parts, track.now] for track in tracks], most + 1)
+        least_s = np.cumsum(part_s, axis=0)  # before which no part can end
+        self.part_s, self.part_floor_s = part_s.ravel(), None if (floor_s <= least_s).all() else floor_s.ravel()
+        self.size = self.num_ranks * self.num_rows
+        self.missing = np.repeat(missing, self.num_rows)
+        self.there_s = np.full(self.missing.size, -np.inf)  # by wait and place: the last arrival so far
+        self.over_s = np.full((most + 2) * self.size, np.inf)  # by how many waits came before, and place
+        self.passed = np.zeros(self.size, dtype=np.intp)  # waits
+        self.ready_s = np.zeros(self.size)  # when a rank comes to its wait
+        self.came_s = np.zeros(self.size)  # when it came to the wait before
+        self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
+        self._prepare_lanes(graph, np.concatenate([np.zeros_like(least_s[:1]), least_s]))
+        notices = {
+            (wait, rank): [target for key in keys for target in graph.targets.pop(key, ())]
+            for (rank, wait), keys in graph.notices.items()
+        }
+        self.notices = _Targets(notices, missing.shape)
+        assert not graph.targets, "the program deadlocks: a message is received that nobody sends"
+        places, none = np.arange(self.size), np.zeros(self.size, dtype=np.intp)
+        begun = self._go_on(places, none, np.zeros(self.size))
+        empty = np.flatnonzero(self.missing[: self.size] == 0)
+        self._deliver(_joined([begun, self._pass(empty, none[: empty.size])]))
+
+    def _prepare_lanes(self, graph: _Graph, begun_s: Array) -> None:
+        """begun_s: before which no rank has passed that many waits, shape (waits + 2, ranks, B)."""
+        keys = sorted(graph.lanes, key=lambda key: key[0])
+        lanes = [graph.lanes[key] for key in keys]
+        owners = np.array([key[0] for key in keys], dtype=np.intp)
+        self.num_posts = np.array([len(posts) for posts in lanes], dtype=np.intp)
+        self.num_own = np.bincount(owners, minlength=self.num_ranks)  # lanes of each rank, which follow each other
+        self.first_own = np.cumsum(self.num_own) - self.num_own
+        most = max(map(len, lanes), default=0)
+        after = np.full((most + 1, len(lanes)), len(begun_s) - 1)
+        busy_s = np.zeros((most + 1, len(lanes), self.num_rows))
+        for lane, posts in enumerate(lanes):
+            for number, post in enumerate(posts):
+                after[number, lane] = post.after
+                busy_s[number, lane] = graph.pieces_s[post.key] if post.busy_s is None else post.busy_s
+        post_s, floor_s = self._laters([[post.later for post in posts] for posts in lanes], most + 1)
+        least_s = begun_s[after, owners] + post_s
+        self.post_s, self.post_floor_s = post_s.ravel(), None if (floor_s <= least_s).all() else floor_s.ravel()
+        self.after, self.busy_s = after.ravel(), busy_s.ravel()
+        self.lane_of, self.row_of_slot = np.divmod(np.arange(len(lanes) * self.num_rows), self.num_rows)
+        self.owner_place = owners.take(self.lane_of) * self.num_rows + self.row_of_slot
+        self.number = np.zeros(self.lane_of.size, dtype=np.intp)  # of the lane's next message
+        self.enters_s = np.full(self.lane_of.size, np.inf)  # when it enters the bus
+        self.leaves_at = np.full(self.lane_of.size, np.inf)  # served_s when the message on the bus leaves
+        self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # by number and slot
+        messages = {(number, lane): post for lane, posts in enumerate(lanes) for number, post in enumerate(posts)}
+        arrivals = {at: graph.targets.pop(post.key, []) for at, post in messages.items()}
+        assert all(arrivals.values()), "a message that nobody receives"
+        self.arrivals = _Targets(arrivals, after.shape)
+
+    def _laters(self, columns: Sequence[Sequence[_Later]], length: int) -> tuple[Array, Array]:
+        """Delays and floors, shape (length, columns, B)."""
+        shape = length, len(columns), self.num_rows
+        delay_s, floor_s = np.zeros(shape), np.full(shape, -np.inf)
+        for number, column in enumerate(columns):
+            for row, later in enumerate(column):
+                delay_s[row, number] = later.delay_s
+                floor_s[row, number] = later.floor_s
+        return delay_s, floor_s
+
+    def finish_s(self) -> Array:
+        """Take every partition from event to event until no message is left; when each rank has finished."""
+        enters, leaves = self.enters_s.reshape(-1, self.num_rows), self.leaves_at.reshape(-1, self.num_rows)
+        now_s, served_s, share = np.zeros(self.num_rows), np.zeros(self.num_rows), np.ones(self.num_rows)
+        while enters.size:
+            enter_s, leave_at = np.minimum.reduce(enters), np.minimum.reduce(leaves)
+            leave_s = np.maximum(now_s, now_s + (leave_at - served_s) * share)
+            next_s = np.minimum(enter_s, leave_s)
+            done = np.isinf(next_s)
+            if done.any():
+                if done.all():
+                    break
+                next_s = np.where(done, now_s, next_s)
+            served_s += (next_s - now_s) / share
+            np.copyto(served_s, np.maximum(served_s, leave_at), where=(leave_s <= enter_s) & ~done)
+            now_s = next_s
+            slots = np.flatnonzero(leaves <= served_s)
+            if slots.size:
+                self._leave(slots, now_s)
+            slots = np.flatnonzero(enters <= now_s)
+            if slots.size:
+                busy_s = self.busy_s.take(self.number.take(slots) * self.number.size + slots)
+                self.leaves_at[slots] = served_s.take(self.row_of_slot.take(slots)) + busy_s
+                self.enters_s[slots] = np.inf
+            share = np.maximum(np.add.reduce(leaves < np.inf), 1.0)
+        finished = self.passed.reshape(self.num_ranks, -1) == self.num_waits[:, None]
+        assert finished.all(), "the program deadlocks"
+        return self.ready_s.reshape(self.num_ranks, -1)
+
+    def passed_s(self, marks: Sequence[_Mark]) -> Array:
+        """When each rank has passed its mark, shape (ranks, B)."""
+        over_s = self.over_s.reshape(-1, self.num_ranks, self.num_rows)
+        return np.stack([over_s[mark.num_waits, rank] for rank, mark in enumerate(marks)])
+
+    def all_left_s(self, periods: int) -> Array:
+        """When all messages of each period have left, shape (periods, B); each has as many messages per lane."""
+        left_s = self.left_s.reshape(len(self.left_s), -1, self.num_rows)
+        lanes = [left_s[:count, lane].reshape(periods, -1, self.num_rows) for lane, count in enumerate(self.num_posts)]
+        return np.concatenate(lanes, axis=1).max(axis=1)
+
+    def _leave(self, slots: Index, now_s: Array) -> None:
+        """Messages of these slots have left: the next ones may enter, and receivers may go on."""
+        number, rows = self.number.take(slots), self.row_of_slot.take(slots)
+        time_s = now_s.take(rows)
+        self.left_s[number, slots] = time_s
+        self.number[slots] = number + 1
+        self.leaves_at[slots] = np.inf
+        self.enters_s[slots] = np.maximum(self._next_s(slots, number + 1), time_s)
+        causes = number * len(self.num_posts) + self.lane_of.take(slots)
+        self._deliver(self.arrivals.of(causes, rows, time_s, self.num_rows))
+
+    def _deliver(self, arrivals: _Arrivals) -> None:
+        """Let ranks go on whose waits are over with these, and whoever waits for them to come further."""
+        places, waits, time_s = arrivals
+        while places.size:
+            at = waits * self.size + places
+            np.maximum.at(self.there_s, at, time_s)
+            np.subtract.at(self.missing, at, 1)
+            at = at[(self.missing.take(at) == 0) & (self.passed.take(places) == waits)]
+            waits, places = np.divmod(np.unique(at) if at.size > 1 else at, self.size)
+            places, waits, time_s = self._pass(places, waits)
+
+    def _pass(self, places: Index, waits: Index) -> _Arrivals:
+        """The waits of these ranks are over, and further ones for nothing; returns what they then cause."""
+        causes = []
+        while places.size:
+            over_s = np.maximum(self.there_s.take(waits * self.size + places), self.ready_s.take(places))
+            if len(self.works_s):
+                self._work_beside(places, waits, over_s)
+            waits = waits + 1
+            causes.append(self._go_on(places, waits, over_s))
+            over = self.missing.take(waits * self.size + places) == 0
+            places, waits = places[over], waits[over]
+        return _joined(causes)
+
+    def _work_beside(self, places: Index, waits: Index, over_s: Array) -> None:
+        """Rounds of a ring end when the messages are there and the work is done; changes over_s."""
+        works = self.work_of.take(waits * self.num_ranks + self.rank_of.take(places))
+        some = np.flatnonzero(works >= 0)
+        came_s, there_s = self.came_s.take(places.take(some)), over_s.take(some)
+        work_s = self.works_s[works.take(some), self.row_of.take(places.take(some))]
+        done_s = came_s + beside_message_s(work_s, there_s - came_s, self.message_share)
+        over_s[some] = np.maximum(there_s, done_s)
+
+    def _go_on(self, places: Index, passed: Index, over_s: Array) -> _Arrivals:
+        """These ranks have passed that many waits; returns what they cause by coming to the next."""
+        at = passed * self.size + places
+        self.over_s[at] = over_s
+        self.passed[places] = passed
+        ready_s = over_s + self.part_s.take(at)
+        if self.part_floor_s is not None:
+            np.maximum(ready_s, self.part_floor_s.take(at), out=ready_s)
+        self.came_s[places] = self.ready_s.take(places)
+        self.ready_s[places] = ready_s
+        ranks, rows = self.rank_of.take(places), self.row_of.take(places)
+        for own in range(int(self.num_own.max())):
+            some = np.flatnonzero(self.num_own.take(ranks) > own)
+            slots = (self.first_own.take(ranks.take(some)) + own) * self.num_rows + rows.take(some)
+            slots = slots[np.isinf(self.enters_s.take(slots)) & np.isinf(self.leaves_at.take(slots))]
+            self.enters_s[slots] = self._next_s(slots, self.number.take(slots))
+        return self.notices.of(passed * self.num_ranks + ranks, rows, ready_s, self.num_rows)
+
+    def _next_s(self, slots: Index, number: Index) -> Array:
+        """When these messages may enter; infinite: the wait before is not over, or there is no message."""
+        after = self.after.take(number * len(self.num_posts) + self.lane_of.take(slots))
+        at = number * self.number.size + slots
+        ready_s = self.over_s.take(after * self.size + self.owner_place.take(slots)) + self.post_s.take(at)
+        return ready_s if self.post_floor_s is None else np.maximum(ready_s, self.post_floor_s.take(at))

@@ -1,1 +1,0 @@
-"""The batch executor where flows share one bandwidth."""

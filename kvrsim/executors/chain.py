@@ -1,0 +1,310 @@
+"""The executor of KVR's chain: TTFTs of thousands of partitions by a recurrence, with all ranks in one array.
+
+Ranks of a chain differ only in their neighbours: each projects, receives from the rank before, appends, sends to the
+next rank and computes the rest. So an operation is an array of shape (ranks, B), and no messages are matched.
+
+At most one layer is evaluated as the hosts issue it. Where the devices then lead, the times of all further layers
+follow from those of the next one:
+
+- Messages that overlap: a rank waits for the rank before, which waits for nobody behind it. All times are convex in
+  the number of layers, so that the latest of many ways to a time is one of the two extreme ones.
+- Messages that hold the streams: let m_i(l) be when message i begins to move in layer l. The sender has come to it a
+  constant after message i - 1, the receiver a constant after message i + 1 of the layer before: a row of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
+from kvrsim.hardware import Cluster
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.links import Path
+from kvrsim.program import Array, Collective, Compute, Flags, Op, Recv, Send, beside_receives, slower
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from kvrsim.strategies.base import Step
+from kvrsim.strategies.kv_runahead import KVR_S
+from kvrsim.strategies.layers import layer_ops
+
+_INSIDE = 1  # a rank with neighbours on both sides
+_SAME = 1e-13  # of a time, by which two differ through rounding
+
+
+class Chain:
+    """A chain of KV-Runahead whose layers are alike, prepared for any chunks."""
+
+    def __init__(self, scenario: Scenario, strategy: Strategy, cluster: Cluster, cost: CostModel | None = None) -> None:
+        self.scenario, self.strategy, self.cluster = scenario, strategy, cluster
+        self.costs = scenario.layer_costs(cost)[scenario.share.layer_kind_index[0]]
+        ranks = range(cluster.num_gpus)
+        self.paths = [cluster.path(rank, rank + 1) for rank in ranks[:-1]]
+        self.latency_s = np.array([[path.latency_s] for path in self.paths])
+        pending = scenario.pending_share
+        self.pending = np.array([[pending if rank else 0.0] for rank in ranks]) if pending else None
+        slowness = np.array([[scenario.cluster.slowness(rank)] for rank in ranks])
+        self.slowness = None if (slowness == 1.0).all() else slowness
+        one = np.ones(1)
+        alike = last_is_alike(scenario, self.costs.cost)
+        self.epilogue = last(scenario, one, one, self.costs.cost) if alike else None
+
+    @staticmethod
+    def suits(scenario: Scenario, strategy: Strategy, cluster: Cluster) -> bool:
+        """Whether it is a chain of KV-Runahead with alike layers on links that are not shared; see for_strategy."""
+        return (
+            strategy.layer is KVR_S.layer
+            and strategy.pipeline is None
+            and cluster.num_gpus > 1
+            and not cluster.shares_bandwidth
+            and scenario.chain_is_proven
+            and scenario.prefix_access_plan.is_local
+            and len(scenario.share.layer_kinds) == 1
+            and scenario.share.layers[0].mixer is not None
+            and has_prefill(scenario)
+        )
+
+    def finish_s(self, chunks: Array, *, last_only: bool = False) -> tuple[Array, Flags]:
+        """When each rank has finished, shape (ranks, B), and in which partitions that holds, shape (B,).
+
+        It does not hold where a host delays its device after the first layer. chunks: tokens, shape (ranks, B).
+        last_only: TTFT alone, shape (1, B).
+        """
+        return _ChainRun(self, chunks).finish_s(last_only=last_only)
+
+
+class _ChainRun:
+    """Where all ranks of a chain stand; seconds, with an axis of ranks and one of partitions.
+
+    A layer is `before`, a receive, `append`, a send and `rest`. The first rank receives nothing, the last sends none.
+    """
+
+    def __init__(self, chain: Chain, chunks: Array) -> None:
+        scenario, cost = chain.scenario, chain.costs.cost
+        starts = np.full_like(chunks, scenario.request.cached_prefix)
+        for rank in range(1, len(chunks)):
+            np.add(starts[rank - 1], chunks[rank - 1], out=starts[rank])
+        ends = starts + chunks
+        ranks = Step.of_all_ranks(chain.costs, chunks, starts, chain.strategy.query_blocks)
+        layer = tuple(layer_ops(chain.strategy, ranks, _INSIDE))
+        if chain.pending is not None:
+            layer = beside_receives(layer, chain.pending)
+        prologue = *request(scenario, chunks), *embedding(scenario, chunks, cost), *step(scenario, chunks, ends, cost)
+        epilogue = chain.epilogue or last(scenario, chunks[-1], ends[-1], cost)
+        if chain.slowness is not None:
+            prologue, layer = slower(prologue, chain.slowness), slower(layer, chain.slowness)
+            epilogue = slower(epilogue, chain.slowness[-1])
+        recv_at = next(index for index, op in enumerate(layer) if isinstance(op, Recv))
+        send_at = next(index for index, op in enumerate(layer) if isinstance(op, Send))
+        recv, send = layer[recv_at], layer[send_at]
+        assert isinstance(recv, Recv)
+        assert isinstance(send, Send)
+        self.prologue, self.epilogue = prologue, epilogue
+        self.before, self.append, self.rest = layer[:recv_at], layer[recv_at + 1 : send_at], layer[send_at + 1 :]
+        self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
+        self.recv_host_s, self.send_host_s, self.overlaps = recv.host_s, send.host_s, not send.rendezvous
+        self.layer_host_s = sum(op.host_s for op in layer)  # type: ignore[misc]  # none is a ring
+        self.link_s, self.latency_s = _busy_s(chain.paths, send.nbytes), chain.latency_s
+        self.num_layers = len(scenario.share.layer_kind_index)
+        self.clock = np.zeros(self.append_s.shape)  # of each rank's device
+        self.host_s = np.zeros((len(chunks), 1))  # issued so far by each rank's host
+        # When each message has begun to move; of those that overlap, when it has left.
+        self.moved_s = np.full(self.link_s.shape, -np.inf)
+
+    def finish_s(self, *, last_only: bool) -> tuple[Array, Flags]:
+        """See Chain.finish_s."""
+        self._run(self.prologue)
+        self._run(self.before)
+        layers = self.num_layers  # that are left, from their receive on
+        holds = self._device_leads(exact=False)
+        if not holds.all():
+            self._pass_on(as_issued=True)
+            self._run(self.rest)
+            layers -= 1
+            if layers:
+                self._run(self.before)
+            holds = self._device_leads(exact=True) if layers else np.ones(1, dtype=bool)
+        finish_s = self._after(layers, last_only=last_only) if layers else self.clock[-1 if last_only else 0 :]
+        last_s, host_s = finish_s[-1], self.host_s[-1]
+        for op in self.epilogue:
+            host_s = host_s + _host_s(op)
+            np.maximum(last_s + _seconds(op), host_s, out=last_s)
+        return finish_s, np.broadcast_to(holds, last_s.shape)
+
+    def _run(self, ops: Sequence[Op]) -> None:
+        """Take all ranks through operations that wait for nobody."""
+        for op in ops:
+            self.clock += _seconds(op)
+            if host_s := _host_s(op):
+                self.host_s += host_s
+                np.maximum(self.clock, self.host_s, out=self.clock)
+
+    def _pass_on(self, *, as_issued: bool) -> None:
+        """Take all ranks from their receive until the message has left their streams.
+
+        as_issued: the hosts may delay them; else the devices lead.
+        """
+        for rank, (link_s, latency_s) in enumerate(zip(self.link_s, self.latency_s, strict=True)):
+            own, behind, moved_s = self.clock[rank], self.clock[rank + 1], self.moved_s[rank]
+            self._append(rank, as_issued=as_issued)
+            if as_issued:
+                self._issue(rank, self.send_host_s)
+                self._issue(rank + 1, self.recv_host_s)
+            if self.overlaps:
+                np.maximum(moved_s, own, out=moved_s)
+                moved_s += link_s
+                np.maximum(behind, moved_s + latency_s, out=behind)
+            else:
+                np.maximum(own, behind, out=moved_s)
+                np.add(moved_s, link_s, out=own)
+                np.add(own, latency_s, out=behind)
+        self._append(len(self.clock) - 1, as_issued=as_issued)
+
+    def _append(self, rank: int, *, as_issued: bool) -> None:
+        """Take one rank from its receive to its send."""
+        if not as_issued:
+            self.clock[rank] += self.append_s[rank]
+            return
+        for op in self.append:
+            self.clock[rank] += _seconds(op)[rank]
+            self._issue(rank, _host_s(op))
+
+    def _issue(self, rank: int, host_s: float) -> None:
+        """No earlier than the host has issued it."""
+        if host_s:
+            self.host_s[rank] += host_s
+            np.maximum(self.clock[rank], self.host_s[rank], out=self.clock[rank])
+
+    def _device_leads(self, *, exact: bool) -> Flags:
+        """Whether no rank's host is ever the later one from the receive on: of each partition, or of all at once.
+
+        Messages only delay the device. exact: partition by partition, if the least of all partitions does not show it.
+        """
+        if not self.layer_host_s:
+            return np.ones(1, dtype=bool)
+        leads = self._keeps_ahead(lambda seconds: seconds.min(axis=1, keepdims=True))
+        return self._keeps_ahead(lambda seconds: seconds) if exact and not leads.all() else leads
+
+    def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
+        """The same with the least of each rank's seconds; shape (1,) or (B,)."""
+        begun_s = least(self.clock)
+        gains_s = [
+            np.full_like(begun_s, -self.recv_host_s),
+            *(least(_seconds(op)) - _host_s(op) for op in self.append),
+            np.full_like(begun_s, -self.send_host_s),
+            *(least(_seconds(op)) - _host_s(op) for op in (*self.rest, *self.before)),
+        ]
+        ahead_s = np.cumsum(gains_s, axis=0)  # more than at the receive, after each operation
+        leads = (ahead_s.min(axis=0) >= self.host_s - begun_s) & (ahead_s[-1] >= 0)
+        return np.asarray(leads.all(axis=0))
+
+    def _after(self, layers: int, *, last_only: bool) -> Array:
+        """When each rank, or the last one alone, has finished that many layers from the receive on."""
+        self._pass_on(as_issued=False)
+        after = self._after_overlap if self.overlaps else self._after_rendezvous
+        finish_s = after(layers - 1, last_only=last_only)
+        finish_s += self.rest_s[-len(finish_s) :]
+        issued_s = layers * (self.layer_host_s - self.send_host_s) - sum(map(_host_s, self.before))
+        self.host_s[-1] += issued_s
+        return finish_s
+
+    def _after_overlap(self, more: int, *, last_only: bool) -> Array:
+        """When ranks have appended that many layers later; every time is convex in their number."""
+        layer_s = self.before_s + self.append_s + self.rest_s
+        alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # if nothing is waited for
+        on_s = self.latency_s + self.append_s[1:]  # from the end of a message to that of its append
+        for rank, link_s in enumerate(self.link_s):
+            left_s = np.maximum(alone_s[rank] + link_s, free_s[rank])
+            left_s += on_s[rank]
+            np.maximum(alone_s[rank + 1], left_s, out=alone_s[rank + 1])
+        return alone_s[-1:] if last_only else alone_s
+
+    def _after_rendezvous(self, more: int, *, last_only: bool) -> Array:
+        """When ranks go on to the rest that many layers later; messages follow those before and behind them."""
+        around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
+        on, back = np.empty_like(passed_s), np.empty_like(passed_s)
+        np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
+        np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
+        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from layer to layer
+        last_s = passed_s[-1] + self.append_s[-1]
+        back[-1] = last_s + around_s[-1]  # the last one alone
+        if last_only and more >= 2 * len(self.moved_s):
+            return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
+        moved_s = row_after(self.moved_s, on, back, more)
+        return np.concatenate([moved_s + self.link_s, moved_s[-1:] + last_s])[-1 if last_only else 0 :]
+
+
+def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
+    """Nodes in a row after that many periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
+
+    At the ends, `on_0` and the last `back` are the nodes' own loops. All have the shape (nodes, B).
+    By anti-diagonals: step s has period l of every node i with s = i + 2 l, none of which needs another.
+    """
+    nodes = len(x)
+    row = np.concatenate([x[:1], x, x[-1:]])  # beyond the ends stand copies of the ends
+    one, other = np.empty_like(x), np.empty_like(x)
+    for step_number in range(2, nodes + 2 * periods):
+        first = max(step_number - 2 * periods, step_number % 2)
+        now = slice(first, min(nodes, step_number - 1), 2)
+        size = len(range(nodes)[now])
+        np.add(row[:-2][now], on[now], out=one[:size])
+        np.add(row[2:][now], back[now], out=other[:size])
+        np.maximum(one[:size], other[:size], out=row[1:-1][now])
+        row[0], row[-1] = row[1], row[-2]
+    return row[1:-1]
+
+
+def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
+    """The last node of row_after, after at least twice as many periods as there are nodes.
+
+    Ways back to a node all take one period for each neighbour that they pass. The longest way goes to the slowest of
+    the loops that it meets, stays there, and goes on: no loop between them is passed more often than it must be.
+    x: after a period, so that no node is before the one before it plus `on`.
+    """
+    loops = np.empty_like(back)
+    np.add(back[:-1], on[1:], out=loops[:-1])
+    loops[-1] = back[-1]
+    np.maximum(loops[0], on[0], out=loops[0])
+    begun = x
+    if (x[1:] > (1.0 + _SAME) * (x[:-1] + on[1:])).any():  # else no node is better begun at than the one before it
+        to_first = np.zeros_like(x)  # from each node back to the first one
+        np.cumsum(back[:-1], axis=0, out=to_first[1:])
+        far, begun = x + to_first, np.full_like(x, -np.inf)
+        for further in reversed(range(len(x))):  # what begins that many nodes behind comes back, per period less a loop
+            count = len(x) - further
+            begun[:count] -= loops[:count]
+            np.maximum(begun[:count], far[further:], out=begun[:count])
+        begun -= to_first
+    stayed = begun + periods * loops
+    latest: Array = stayed[0]
+    for index in range(1, len(x)):
+        latest = np.maximum(latest + on[index], stayed[index])
+    return latest
+
+
+def _busy_s(paths: Sequence[Path], nbytes: Array) -> Array:
+    """How long each message keeps its path busy, shape (ranks - 1, B); nbytes: that each rank sends."""
+    parts, first = [], 0
+    for path, same in groupby(paths):
+        after = first + len(list(same))
+        parts.append(path.busy_s(nbytes[first:after]))
+        first = after
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _seconds(op: Op) -> Array:
+    """Seconds that an operation without peers holds a rank's stream."""
+    assert isinstance(op, Compute | Collective)
+    return op.device_s if isinstance(op, Compute) else op.seconds
+
+
+def _host_s(op: Op) -> float:
+    assert isinstance(op, Compute | Collective)
+    return op.host_s
+
+
+def _total_s(ops: Sequence[Op]) -> Array:
+    first, *others = map(_seconds, ops)
+    return np.asarray(sum(others, first))

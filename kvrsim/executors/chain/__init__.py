@@ -1,1 +1,0 @@
-"""The executor of KV-Runahead chains: what their ranks do, all in one array, and when they have done it."""

@@ -1,1 +1,0 @@
-"""The batch executor of pipelines: waves of stages instead of a program."""

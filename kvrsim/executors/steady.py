@@ -1,0 +1,80 @@
+"""Steady state: once everything that moves advances by the same time from period to period, so do all further periods.
+
+A layer's times are maxima of sums of earlier times, so that states which are all later by some time lead to states that
+are later by that time again. A host that issues a period in less time falls behind, and no maximum is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvrsim.program import Array, Load, Program, Recv, Send
+
+_MOST_KINDS = 16  # layers of the longest period
+_LEAST_REPEATED = 4  # layers, below which a period is not worth a check
+_SAME = 1e-13  # of the time, by which two advances differ through rounding
+
+
+def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array | None:
+    """Seconds by which all states advance per period, without their axis; None if they are not in steady state.
+
+    Two periods are compared, because a host that leads in the first one may not lead in the next.
+    states_s: the last states, between periods, each of shape (states, ..., B).
+    issued_s: the most that a host issues per period.
+    """
+    if len(states_s) < 3:
+        return None
+    with np.errstate(invalid="ignore"):  # a link that has not been used yet is -inf
+        advances_s = np.concatenate([states_s[-2] - states_s[-3], states_s[-1] - states_s[-2]])
+        least_s = np.asarray(advances_s.min(axis=0))
+        alike = advances_s.max(axis=0) - least_s <= _SAME * states_s[-1].max(axis=0)
+    return least_s if (alike & (least_s >= issued_s)).all() else None
+
+
+def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:
+    """The kinds of layers in order, as periods and how often each follows itself.
+
+    A single one where a layer leaves messages or loads to a later one, which a state of ranks and links does not hold.
+    """
+    kinds = program.layer_kind_index
+    if program.layer_numbers is not None or not all(_is_closed(program.layers[kind]) for kind in set(kinds)):
+        return [(kinds, 1)]
+    return list(_periods(kinds))
+
+
+def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    first = alone = 0
+    while first < len(kinds):
+        length, times = _longest_period(kinds, first)
+        if (times - 1) * length >= _LEAST_REPEATED:
+            if alone < first:
+                yield tuple(kinds[alone:first]), 1
+            yield tuple(kinds[first : first + length]), times
+            first = alone = first + times * length
+        else:
+            first += 1
+    if alone < first:
+        yield tuple(kinds[alone:first]), 1
+
+
+def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
+    """Length and repetitions of the period from `first` on that covers the most layers."""
+    best = 1, 1
+    for length in range(1, min(_MOST_KINDS, (len(kinds) - first) // 2) + 1):
+        same = first
+        while same + length < len(kinds) and kinds[same] == kinds[same + length]:
+            same += 1
+        times = (same - first) // length + 1
+        if (times - 1) * length > (best[1] - 1) * best[0]:
+            best = length, times
+    return best
+
+
+def _is_closed(layer: Sequence[Sequence[object]]) -> bool:
+    """Whether the ranks of a layer receive what they send in it, and load nothing."""
+    ops = [(rank, op) for rank, own in enumerate(layer) for op in own]
+    sent = sorted((rank, op.dst) for rank, op in ops if isinstance(op, Send))
+    received = sorted((op.src, rank) for rank, op in ops if isinstance(op, Recv))
+    return sent == received and not any(isinstance(op, Load) for _, op in ops)
