@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -37,6 +39,7 @@ if TYPE_CHECKING:  # noise costs the start of a plan that has none
 
 Edge = tuple[int, int]
 _NEVER = -np.inf  # when a link was last busy
+_MANY = 8  # operations in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Segment:
     @classmethod
     def of(cls, op: Compute | Collective) -> Segment:
         """One operation alone."""
-        device_s = op.device_s if isinstance(op, Compute) else op.seconds
+        device_s = _device_s(op)
         return cls(device_s, np.maximum(device_s, op.host_s), op.host_s, isinstance(op, Compute))
 
     def then(self, other: Segment) -> Segment:
@@ -60,6 +63,24 @@ class Segment:
         assert other.floor_s is not None
         floor_s = np.maximum(self.floor_s + other.device_s, self.host_s + other.floor_s)
         return Segment(self.device_s + other.device_s, floor_s, self.host_s + other.host_s)
+
+
+def segment_of(ops: Sequence[Compute | Collective]) -> Segment:
+    """Operations in a row as one segment; many of them by one call of numpy for each step of the sum."""
+    if len(ops) < _MANY:
+        return reduce(Segment.then, map(Segment.of, ops)) if ops else NO_WORK
+    device_s = np.stack([_device_s(op) for op in ops])
+    host_s = np.array([[op.host_s] for op in ops])
+    rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # of those after each
+    floors_s = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
+    return Segment(device_s.sum(axis=0), floors_s.max(axis=0), float(host_s.sum()))
+
+
+def _device_s(op: Compute | Collective) -> Array:
+    return op.device_s if isinstance(op, Compute) else op.seconds
+
+
+NO_WORK = Segment(np.zeros(1), np.full(1, -np.inf), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +130,28 @@ def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = 
 
 def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: bool) -> list[Step]:
     steps: list[Step] = []
-    for op in ops:
-        if isinstance(op, Compute | Collective):
-            segment, last = Segment.of(op), steps[-1] if steps else None
+    for is_work, group in groupby(ops, lambda op: isinstance(op, Compute | Collective)):
+        if is_work:
+            works = cast(list[Compute | Collective], list(group))
             if under_noise:
-                assert segment.floor_s is not None
-                wide = replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
-                steps.append(wide)
-            elif isinstance(last, Segment):
-                steps[-1] = last.then(segment)
+                steps.extend(_wide(Segment.of(op)) for op in works)
             else:
-                steps.append(segment)
-        elif isinstance(op, Send):
-            path = cluster.path(rank, op.dst)
-            link_s = path.busy_s(op.nbytes[..., None] if under_noise else op.nbytes)
-            steps.append(Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous, op.in_turn))
-        else:
-            steps.append(op)
+                steps.append(segment_of(works))
+            continue
+        for op in group:
+            if isinstance(op, Send):
+                path = cluster.path(rank, op.dst)
+                link_s = path.busy_s(op.nbytes[..., None] if under_noise else op.nbytes)
+                steps.append(Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous, op.in_turn))
+            else:
+                steps.append(cast(Step, op))
     return steps
+
+
+def _wide(segment: Segment) -> Segment:
+    """With an axis of samples."""
+    assert segment.floor_s is not None
+    return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
 
 
 def _without_host(steps: list[Step]) -> list[Step] | None:
@@ -150,6 +175,17 @@ def _without_host(steps: list[Step]) -> list[Step] | None:
     if since_s and not (leads and np.all(host_s <= device_s)):
         return None
     return [replace(step, floor_s=None) if isinstance(step, Segment) else step for step in steps] if leads else steps
+
+
+def _runs_forward(steps: Block) -> bool:
+    """Whether ranks wait only for the messages of earlier ranks, and no host delays its device."""
+    return all(
+        (isinstance(step, Segment) and step.floor_s is None)
+        or (isinstance(step, Message) and not step.rendezvous and not step.host_s)
+        or (isinstance(step, Recv) and not step.rendezvous and not step.host_s and step.src < rank)
+        for rank, own in enumerate(steps)
+        for step in own
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +262,19 @@ class BatchEvaluator:
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _repeat(self, steps: Block, times: int) -> None:
-        """Take all ranks through a period that often, or until they are in steady state."""
+        """Take all ranks through a period that often, as far as no law spares periods."""
+        most_waits = len(self.ranks)
+        if self.draw is None and times > 2 * most_waits and _runs_forward(steps):
+            for _ in range(most_waits):
+                self._run(steps)
+            self._skip_forward(steps, times - 2 * most_waits)
+            times = most_waits
+        collective = any(isinstance(step, AllGather | RingPass | AllToAll) for step in steps[0])
         states_s: list[Array] = []
         for left in reversed(range(times)):
             hosts_s = [rank.host_s for rank in self.ranks]
             self._run(steps)
-            if self.draw is not None or left == 0:
+            if left == 0 or self.draw is not None or not (collective or len(self.ranks) == 1):
                 continue
             states_s.append(np.stack([*(rank.clock for rank in self.ranks), *self.links_s.values()]))
             issued_s = [rank.host_s - before_s for rank, before_s in zip(self.ranks, hosts_s, strict=True)]
@@ -243,6 +286,24 @@ class BatchEvaluator:
                 for edge, free_s in self.links_s.items():
                     self.links_s[edge] = free_s + left * advance_s
                 return
+
+    def _skip_forward(self, steps: Block, periods: int) -> None:
+        """Let that many periods pass in which no rank waits.
+
+        In a program that runs forward, a rank waits only for earlier ranks, and the time of each of its points is the
+        latest, over all periods so far, of an arrival then and its own time since. From one period per earlier rank on,
+        arrivals are convex in the number of periods, so that the latest comes from the last arrival or from the
+        beginning. As many periods behind the skipped ones hold the last arrivals.
+        """
+        for index, own in enumerate(steps):
+            rank = self.ranks[index]
+            for step in own:
+                if isinstance(step, Segment):
+                    rank.clock += periods * step.device_s
+                    rank.host_s += periods * step.host_s
+                elif isinstance(step, Message):
+                    way = (index, index) if step.in_turn else (index, step.dst)
+                    self.links_s[way] = self.links_s[way] + periods * step.link_s
 
     def _run(self, steps: Block) -> None:
         """Take every rank to the end of its steps, together wherever all ranks of a collective have come to it."""

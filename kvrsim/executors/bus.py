@@ -303,7 +303,11 @@ class _Graph:
 class _Targets:
     """Arrivals at waits that something causes, by its row and column in a table of causes."""
 
-    def __init__(self, targets: dict[tuple[int, int], Sequence[_Target]], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, targets: dict[tuple[int, int], Sequence[_Target]], shape: tuple[int, int], *, is_complete: bool
+    ) -> None:
+        """is_complete: every cause has a target."""
+        self.is_complete = is_complete
         self.columns: list[tuple[Index, Index, Array]] = []
         for number in range(max(map(len, targets.values()), default=0)):
             rank, wait, latency_s = np.full(shape, -1), np.zeros(shape, dtype=np.intp), np.zeros(shape)
@@ -315,12 +319,12 @@ class _Targets:
     def of(self, causes: Index, rows: Index, time_s: Array, num_rows: int) -> _Arrivals:
         """Arrivals of causes that happen then; causes: row times columns plus column. rows: their partitions."""
         parts = []
-        for rank, wait, latency_s in self.columns:
+        for number, (rank, wait, latency_s) in enumerate(self.columns):
             own = rank.take(causes)
-            some = np.flatnonzero(own >= 0)
-            at = causes.take(some)
-            places = own.take(some) * num_rows + rows.take(some)
-            parts.append((places, wait.take(at), time_s.take(some) + latency_s.take(at)))
+            if number or not self.is_complete:
+                some = np.flatnonzero(own >= 0)
+                own, causes, rows, time_s = own.take(some), causes.take(some), rows.take(some), time_s.take(some)
+            parts.append((own * num_rows + rows, wait.take(causes), time_s + latency_s.take(causes)))
         return _joined(parts)
 
 
@@ -371,7 +375,7 @@ class _Run:
             (wait, rank): [target for key in keys for target in graph.targets.pop(key, ())]
             for (rank, wait), keys in graph.notices.items()
         }
-        self.notices = _Targets(notices, missing.shape)
+        self.notices = _Targets(notices, missing.shape, is_complete=False)
         assert not graph.targets, "the program deadlocks: a message is received that nobody sends"
         places, none = np.arange(self.size), np.zeros(self.size, dtype=np.intp)
         begun = self._go_on(places, none, np.zeros(self.size))
@@ -382,31 +386,44 @@ class _Run:
         """begun_s: before which no rank has passed that many waits, shape (waits + 2, ranks, B)."""
         keys = sorted(graph.lanes, key=lambda key: key[0])
         lanes = [graph.lanes[key] for key in keys]
-        owners = np.array([key[0] for key in keys], dtype=np.intp)
         self.num_posts = np.array([len(posts) for posts in lanes], dtype=np.intp)
-        self.num_own = np.bincount(owners, minlength=self.num_ranks)  # lanes of each rank, which follow each other
-        self.first_own = np.cumsum(self.num_own) - self.num_own
-        most = max(map(len, lanes), default=0)
-        after = np.full((most + 1, len(lanes)), len(begun_s) - 1)
-        busy_s = np.zeros((most + 1, len(lanes), self.num_rows))
+        most, num_lanes = max(map(len, lanes), default=0), len(lanes) + 1  # the last one is empty
+        after = np.full((most + 1, num_lanes), len(begun_s) - 1)
+        busy_s = np.zeros((most + 1, num_lanes, self.num_rows))
         for lane, posts in enumerate(lanes):
             for number, post in enumerate(posts):
                 after[number, lane] = post.after
                 busy_s[number, lane] = graph.pieces_s[post.key] if post.busy_s is None else post.busy_s
-        post_s, floor_s = self._laters([[post.later for post in posts] for posts in lanes], most + 1)
+        post_s, floor_s = self._laters([*([post.later for post in posts] for posts in lanes), []], most + 1)
+        owners = np.array([*(key[0] for key in keys), 0], dtype=np.intp)
         least_s = begun_s[after, owners] + post_s
         self.post_s, self.post_floor_s = post_s.ravel(), None if (floor_s <= least_s).all() else floor_s.ravel()
         self.after, self.busy_s = after.ravel(), busy_s.ravel()
-        self.lane_of, self.row_of_slot = np.divmod(np.arange(len(lanes) * self.num_rows), self.num_rows)
+        self.num_lanes = num_lanes
+        self.lane_of, self.row_of_slot = np.divmod(np.arange(num_lanes * self.num_rows), self.num_rows)
+        own = [[lane for lane, key in enumerate(keys) if key[0] == rank] for rank in range(self.num_ranks)]
+        self.own_slots = [  # of each place, for its first lane, its second and so on; of the empty lane beyond the last
+            np.array([lanes[number] if number < len(lanes) else num_lanes - 1 for lanes in own], dtype=np.intp).take(
+                self.rank_of
+            )
+            * self.num_rows
+            + self.row_of
+            for number in range(max(map(len, own)))
+        ]
         self.owner_place = owners.take(self.lane_of) * self.num_rows + self.row_of_slot
         self.number = np.zeros(self.lane_of.size, dtype=np.intp)  # of the lane's next message
         self.enters_s = np.full(self.lane_of.size, np.inf)  # when it enters the bus
         self.leaves_at = np.full(self.lane_of.size, np.inf)  # served_s when the message on the bus leaves
-        self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # by number and slot
+        self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # when each message has left, by number and slot
         messages = {(number, lane): post for lane, posts in enumerate(lanes) for number, post in enumerate(posts)}
         arrivals = {at: graph.targets.pop(post.key, []) for at, post in messages.items()}
         assert all(arrivals.values()), "a message that nobody receives"
-        self.arrivals = _Targets(arrivals, after.shape)
+        self.arrivals = _Targets(arrivals, after.shape, is_complete=True)
+        sources = {(target.rank, lane) for (_, lane), targets in arrivals.items() for target in targets}
+        # Whether each wait is for one message, and messages arrive in the order of a rank's waits.
+        self.in_order = len(sources) == len({rank for rank, _ in sources}) and bool(
+            np.isin(self.missing, (-1, 1)).all()
+        )
 
     def _laters(self, columns: Sequence[Sequence[_Later]], length: int) -> tuple[Array, Array]:
         """Delays and floors, shape (length, columns, B)."""
@@ -434,10 +451,10 @@ class _Run:
             served_s += (next_s - now_s) / share
             np.copyto(served_s, np.maximum(served_s, leave_at), where=(leave_s <= enter_s) & ~done)
             now_s = next_s
-            slots = np.flatnonzero(leaves <= served_s)
+            slots = (leaves <= served_s).ravel().nonzero()[0]
             if slots.size:
                 self._leave(slots, now_s)
-            slots = np.flatnonzero(enters <= now_s)
+            slots = (enters <= now_s).ravel().nonzero()[0]
             if slots.size:
                 busy_s = self.busy_s.take(self.number.take(slots) * self.number.size + slots)
                 self.leaves_at[slots] = served_s.take(self.row_of_slot.take(slots)) + busy_s
@@ -466,8 +483,13 @@ class _Run:
         self.number[slots] = number + 1
         self.leaves_at[slots] = np.inf
         self.enters_s[slots] = np.maximum(self._next_s(slots, number + 1), time_s)
-        causes = number * len(self.num_posts) + self.lane_of.take(slots)
-        self._deliver(self.arrivals.of(causes, rows, time_s, self.num_rows))
+        causes = number * self.num_lanes + self.lane_of.take(slots)
+        arrivals = self.arrivals.of(causes, rows, time_s, self.num_rows)
+        if self.in_order and not self.notices.columns:
+            places, waits, there_s = arrivals
+            self._go_on(places, waits + 1, np.maximum(there_s, self.ready_s.take(places)))
+        else:
+            self._deliver(arrivals)
 
     def _deliver(self, arrivals: _Arrivals) -> None:
         """Let ranks go on whose waits are over with these, and whoever waits for them to come further."""
@@ -510,19 +532,22 @@ class _Run:
         ready_s = over_s + self.part_s.take(at)
         if self.part_floor_s is not None:
             np.maximum(ready_s, self.part_floor_s.take(at), out=ready_s)
-        self.came_s[places] = self.ready_s.take(places)
+        if len(self.works_s):
+            self.came_s[places] = self.ready_s.take(places)
         self.ready_s[places] = ready_s
-        ranks, rows = self.rank_of.take(places), self.row_of.take(places)
-        for own in range(int(self.num_own.max())):
-            some = np.flatnonzero(self.num_own.take(ranks) > own)
-            slots = (self.first_own.take(ranks.take(some)) + own) * self.num_rows + rows.take(some)
-            slots = slots[np.isinf(self.enters_s.take(slots)) & np.isinf(self.leaves_at.take(slots))]
-            self.enters_s[slots] = self._next_s(slots, self.number.take(slots))
-        return self.notices.of(passed * self.num_ranks + ranks, rows, ready_s, self.num_rows)
+        for own in self.own_slots:
+            slots = own.take(places)
+            enters_s = self.enters_s.take(slots)
+            idle = np.isinf(enters_s) & np.isinf(self.leaves_at.take(slots))
+            self.enters_s[slots] = np.where(idle, self._next_s(slots, self.number.take(slots)), enters_s)
+        if not self.notices.columns:
+            return _NONE
+        causes = passed * self.num_ranks + self.rank_of.take(places)
+        return self.notices.of(causes, self.row_of.take(places), ready_s, self.num_rows)
 
     def _next_s(self, slots: Index, number: Index) -> Array:
         """When these messages may enter; infinite: the wait before is not over, or there is no message."""
-        after = self.after.take(number * len(self.num_posts) + self.lane_of.take(slots))
+        after = self.after.take(number * self.num_lanes + self.lane_of.take(slots))
         at = number * self.number.size + slots
         ready_s = self.over_s.take(after * self.size + self.owner_place.take(slots)) + self.post_s.take(at)
         return ready_s if self.post_floor_s is None else np.maximum(ready_s, self.post_floor_s.take(at))

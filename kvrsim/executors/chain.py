@@ -20,9 +20,8 @@ from itertools import groupby
 import numpy as np
 
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
-from kvrsim.hardware import Cluster
+from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.calibrated import CostModel
-from kvrsim.kernels.links import Path
 from kvrsim.program import Array, Collective, Compute, Flags, Op, Recv, Send, beside_receives, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

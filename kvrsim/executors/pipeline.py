@@ -15,17 +15,16 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.executors.batch import Segment
+from kvrsim.executors.batch import NO_WORK, Segment, segment_of
 from kvrsim.executors.steady import steady_advance
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.calibrated import CostModel
-from kvrsim.program import AllGather, Array, Collective, Compute, Op
+from kvrsim.program import AllGather, Array, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy
 from kvrsim.strategies.pipeline import PieceOps, program, stages
 
 Index = npt.NDArray[np.intp]
-_NOTHING = Segment(np.zeros(1), np.full(1, -np.inf), 0.0)
 
 
 def run_pipeline(
@@ -90,7 +89,7 @@ class _PipelineRun:
     def __init__(
         self, scenario: Scenario, strategy: Strategy, ops: PieceOps, cluster: Cluster, cost: CostModel
     ) -> None:
-        prologue, epilogue = map(_segment, ops.ends(scenario, cost))
+        prologue, epilogue = map(segment_of, ops.ends(scenario, cost))
         layer_kinds = scenario.share.layer_kind_index
         layers = [
             tuple(layer_kinds[layer] for layer in rows) for rows in stages(strategy, len(layer_kinds), cluster.num_gpus)
@@ -113,13 +112,13 @@ class _PipelineRun:
         self.sent_kind, self.latency_s = onward.kind, onward.values("latency_s")
         both = [(*embedding, *own) for embedding, own in zip(ops.embedding, ops.preparation, strict=True)]
         size = ops.lengths.shape
-        self.way_in = _Segments([[_segment(own) for own in kind] for kind in (both, ops.preparation)], size)
+        self.way_in = _Segments([[segment_of(own) for own in kind] for kind in (both, ops.preparation)], size)
         self.gathers = self.context > 1
         if self.gathers:  # a segment up to the all-gather of each layer, and one behind it
             places = [[_place_of_gather(own) for own in kind] for kind in ops.layers]
             pairs = [list(zip(*both, strict=True)) for both in zip(ops.layers, places, strict=True)]
-            self.before = _Segments([[_segment(own[:at]) for own, at in kind] for kind in pairs], size)
-            self.after = _Segments([[_segment(own[at + 1 :]) for own, at in kind] for kind in pairs], size)
+            self.before = _Segments([[segment_of(own[:at]) for own, at in kind] for kind in pairs], size)
+            self.after = _Segments([[segment_of(own[at + 1 :]) for own, at in kind] for kind in pairs], size)
             self._prepare_rings(cluster, [[own[at] for own, at in kind] for kind in pairs], size)  # type: ignore[misc]
         else:  # one segment of all layers of a stage
             patterns = list(dict.fromkeys(layers))
@@ -234,15 +233,6 @@ class _PipelineRun:
         return clock, ring_s
 
 
-def _segment(ops: Iterable[Op]) -> Segment:
-    """Computes and collectives in a row as one segment."""
-    segment = _NOTHING
-    for op in ops:
-        assert isinstance(op, Compute | Collective)
-        segment = segment.then(Segment.of(op))
-    return segment
-
-
 def _end_s(segment: Segment, clock: Array | float, host_s: Array | float) -> Array:
     assert segment.floor_s is not None
     return np.maximum(clock + segment.device_s, host_s + segment.floor_s)
@@ -254,9 +244,9 @@ def _place_of_gather(ops: Sequence[Op]) -> int:
 
 def _in_a_row(pattern: Sequence[int], kinds: Sequence[Sequence[Sequence[Op]]]) -> Segment:
     """Layers of these kinds on one rank as one segment."""
-    segment = _NOTHING
+    segment = NO_WORK
     for kind, rows in groupby(pattern):
-        one, count = _segment(kinds[kind][0]), len(list(rows))
+        one, count = segment_of(kinds[kind][0]), len(list(rows))
         assert one.floor_s is not None
         floor_s = one.floor_s + (count - 1) * np.maximum(one.device_s, one.host_s)
         segment = segment.then(Segment(count * one.device_s, floor_s, count * one.host_s))

@@ -113,6 +113,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     """
     ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
     layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
+    patterns = [tuple(kinds[layer] for layer in rows) for rows in layers]
     ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
     rendezvous, host_s = not scenario.sends_overlap, scenario.host.message_s
     prologue, epilogue = ops.ends(scenario, cost)
@@ -139,8 +140,11 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
             for both in zip(loads, ops.layers, strict=True)
         ]
         blocks.append(tuple(way_in(number, *at) for at in ranks))
-        own_layers = [[of_kind[kinds[one]][rank] for one in layers[stage]] for stage, rank in ranks]
-        blocks.append(tuple(tuple(chain(*own)) for own in own_layers))
+        of_pattern = {  # stages of the same kinds of layers share their operations
+            (pattern, rank): tuple(chain(*(of_kind[kind][rank] for kind in pattern)))
+            for pattern, rank in dict.fromkeys((patterns[stage], rank) for stage, rank in ranks)
+        }
+        blocks.append(tuple(of_pattern[patterns[stage], rank] for stage, rank in ranks))
         blocks.append(tuple(way_out(number, *at) for at in ranks))
     return Program(
         strategy=strategy.name,

@@ -68,12 +68,6 @@ def test_its_chunks_are_searched(own: Strategy) -> None:
     assert grid.search.method == "grid"
 
 
-def test_its_partition_is_searched_under_noise(own: Strategy) -> None:
-    plan = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp", own], noise="jitter:0.1", samples=20)
-    assert plan.noise is not None
-    assert plan.noise.robust_partition == plan.strategies[1].partition
-
-
 def test_memory_counts_both_pieces(own: Strategy) -> None:
     """A rank holds the K, V of all tokens up to the end of its late piece."""
     scenario, _ = make_scenario(ctx=4096, gpus=4)
