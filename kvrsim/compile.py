@@ -27,12 +27,12 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
         raise InputError("strategies", strategy.name, why)
     num_gpus = scenario.cluster.num_gpus
     _check_sizes(strategy, num_gpus)
-    placed = scenario.in_groups(strategy.group_size or num_gpus)
+    per_rank = scenario.in_groups(strategy.group_size or num_gpus)
     if scenario.expert_parallel and strategy.pipeline is not None:
         raise InputError("strategies", strategy.name, "no expert parallelism, as its ranks hold different layers")
-    if why := refusal(strategy, placed.share, placed.cluster.num_gpus):
+    if why := refusal(strategy, per_rank.share, per_rank.cluster.num_gpus):
         raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
-    return placed
+    return per_rank
 
 
 def _check_sizes(strategy: Strategy, num_gpus: int) -> None:
@@ -51,7 +51,7 @@ def build_program(
 ) -> Program:
     """The strategy's program for a batch of partitions; `cost` instead of the scenario's own.
 
-    chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
+    chunks: one float array of shape (B,) per rank, tokens of that rank's chunk.
     """
     cost = cost or scenario.cost
     if strategy.pipeline is not None:
@@ -67,11 +67,11 @@ def build_program(
     assert strategy.group_size in (None, scenario.gpus_per_rank), "see for_strategy"
     total = starts[-1] + chunks[-1]
     ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
-    asked = request(scenario, chunks[0])
+    before = request(scenario, chunks[0])
     even = Program(
         strategy=strategy.name,
         prologue=tuple(
-            (*asked, *embedding(scenario, chunk, cost), *step(scenario, chunk, end, cost))
+            (*before, *embedding(scenario, chunk, cost), *step(scenario, chunk, end, cost))
             for chunk, end in zip(chunks, ends, strict=True)
         ),
         layers=tuple(
@@ -87,7 +87,7 @@ def build_program(
 
 
 def columns(chunks: Sequence[int] | Array) -> list[Array]:
-    """One float array of shape (B,) a rank, as build_program takes them.
+    """One float array of shape (B,) per rank, as build_program takes them.
 
     chunks: tokens, shape (ranks,), or (B, ranks) for a batch.
     """

@@ -9,7 +9,7 @@ NOTES = {
     "prefix access, chosen": "cached prefix, the faster way of each by even chunks: {ways}",
     "not compared": "not compared: {names}: takes {accepted}",
     "bus search": (
-        "{strategy}: its search on a bus ended at {limit} partitions, the most for so many GPUs and layers; a better"
+        "{strategy}: its search on a bus ended at {limit} partitions, the most for its GPUs and layers; a better"
         " one may exist"
     ),
     "approximate": "{strategy} is approximate: {reason}",

@@ -72,7 +72,7 @@ def _check_whole(argument: str, value: object, least: int, most: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Chunk lengths, one a rank, in the order of the context.
+    """Chunk lengths, one per rank, in the order of the context.
 
     >>> Partition.even(10, 4).chunk_lens
     (3, 3, 2, 2)
@@ -101,13 +101,11 @@ class Partition:
 
         Raises InputError where the number of chunks or their sum is wrong.
         """
-        shown = ",".join(map(str, chunk_lens))
+        text = ",".join(map(str, chunk_lens))
         if len(chunk_lens) != num_ranks:
-            raise InputError("partition", shown, f"{num_ranks} chunk lengths, one a GPU")
+            raise InputError("partition", text, f"{num_ranks} chunk lengths, one a GPU")
         if sum(chunk_lens) != num_tokens:
-            raise InputError(
-                "partition", shown, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}"
-            )
+            raise InputError("partition", text, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}")
         return cls(chunk_lens=tuple(chunk_lens))
 
     @property
@@ -193,7 +191,7 @@ class Scenario:
 
     @property
     def memory_limit(self) -> MemoryLimit:
-        """What a rank's peak is compared with; InputError for a fraction that is none."""
+        """The limit of a GPU's peak memory; InputError for a fraction out of range."""
         return MemoryLimit(gpu_memory_bytes=self.cluster.gpu.memory_bytes, memory_fraction=self.memory_fraction)
 
     def on_gpus(self, num_gpus: int) -> Scenario:
@@ -217,12 +215,12 @@ class Scenario:
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs that a rank stands for."""
+        """GPUs per rank."""
         return 1 if self.group is None else self.group.size
 
     @cached_property
     def share(self) -> ModelSpec:
-        """What one GPU of a rank holds of every layer."""
+        """The model with the share of every layer that one GPU of a rank holds."""
         share = self.model if self.group is None else self.group.model
         num_gpus = self.expert_placement.num_gpus
         return spread_experts(share, self.model, num_gpus) if num_gpus > 1 else share
@@ -277,7 +275,7 @@ class Scenario:
         return replace(self, cluster=links, profile=profile)
 
     def with_slower_links(self, factor: float) -> Scenario:
-        """The same with links so many times slower."""
+        """The same with links slower by a factor."""
         link, network = scale_kept(self.cluster.link, factor), scale_kept(self.cluster.network, factor)
         cluster, group = replace(self.cluster, link=link, network=network), scale_kept(self.group, factor)
         return replace(self, cluster=cluster, group=group)
@@ -351,7 +349,7 @@ class Scenario:
 
     @property
     def sends_overlap(self) -> bool:
-        """Whether messages move beside computation."""
+        """Whether messages overlap with computation."""
         if self.profile is None:
             return True
         links = self.profile.links
@@ -359,7 +357,7 @@ class Scenario:
 
     @property
     def pending_share(self) -> float:
-        """Of a rank's compute rate, what is lost while a receive waits; 0 where it was not measured."""
+        """The share of a rank's compute rate that is lost while a receive waits; 0 where it was not measured."""
         return 0.0 if self.profile is None else self.profile.links.pending_share
 
     @property

@@ -24,7 +24,7 @@ from planner.candidates import (
     per_rank_scenario,
 )
 
-_MOST_TIMES, _MOST_GPUS = 16, 512  # the GPUs asked for times so many, and GPUs at all, up to which more are tried
+_MOST_TIMES, _MOST_GPUS = 16, 512  # more GPUs are tried up to this factor, and up to this number
 _RULES = ("whole", "even", "pieces")  # partitions that take no long search
 _TRIED = 2  # strategies, the least rough peaks first
 _DTYPE = "fp8"  # the smallest of weights
@@ -41,14 +41,14 @@ def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfa
     nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
     compared = {one.strategy.name for one in candidates}
-    found = _first_that_fits(scenario, compared, "")
-    if not found:
-        found = (*_more_gpus(scenario), *_smaller_weights(scenario))
+    remedies = _first_that_fits(scenario, compared, "")
+    if not remedies:
+        remedies = (*_more_gpus(scenario), *_smaller_weights(scenario))
     return Shortfall(
         strategy=nearest.strategy.name,
         peak_bytes=peak,
         over_bytes=peak - scenario.memory_limit.nbytes,
-        would_fit=(*found, *_more_memory(scenario, nearest.strategy.name, peak)),
+        would_fit=(*remedies, *_more_memory(scenario, nearest.strategy.name, peak)),
     )
 
 
@@ -65,8 +65,8 @@ def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
             return ()
         num_gpus = larger.num_gpus
         change = f"--gpus {num_gpus}" if num_gpus <= has else f"a cluster of {num_gpus} GPUs,"
-        if found := _first_that_fits(larger, (), change):
-            return found
+        if remedies := _first_that_fits(larger, (), change):
+            return remedies
         times *= 2
     return ()
 
@@ -105,10 +105,10 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
                 if not _takes_long(scenario, strategy):
                     candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
     for rough, name, strategy in sorted(candidates)[:_TRIED]:
-        placed = per_rank_scenario(scenario, strategy)
+        per_rank = per_rank_scenario(scenario, strategy)
         memory = rough
         if strategy.partition_rule == "pieces":
-            memory = max(rank.total for rank in memory_of(placed, *choose_partition(placed, strategy)))
+            memory = max(rank.total for rank in memory_of(per_rank, *choose_partition(per_rank, strategy)))
         if memory <= scenario.memory_limit.nbytes:
             return (_remedy(scenario, name, memory, f"{change} --strategies {name}".strip()),)
     return ()
@@ -121,11 +121,11 @@ def _takes_long(scenario: Scenario, strategy: Strategy) -> bool:
 
 
 def _rough_peak(scenario: Scenario, strategy: Strategy) -> int:
-    placed = per_rank_scenario(scenario, strategy)
-    tokens, ranks = placed.request.new_tokens, placed.cluster.num_gpus
+    per_rank = per_rank_scenario(scenario, strategy)
+    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
     number = min(2 * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
-    cut = Partition.even(tokens, max(1, number))
-    return max(rank.total for rank in memory_of(placed, strategy, cut))
+    partition = Partition.even(tokens, max(1, number))
+    return max(rank.total for rank in memory_of(per_rank, strategy, partition))
 
 
 def _remedy(scenario: Scenario, strategy: str, peak: int, change: str) -> Remedy:

@@ -1,4 +1,4 @@
-"""Question: what an answer is about, with every default filled in, so that it can be asked again."""
+"""Question: what an answer is about, with every default filled in, so that the answer can be reproduced."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Question:
     context_len: int  # tokens, the cached prefix included
     batch: int
     cached_prefix: int  # tokens
-    prefix_placement: str  # where their K and V lie, as it is asked for
+    prefix_placement: str  # where their K and V lie, as the option is written
     dtype: str
     quantization: str | None  # how the model's weights are quantised, such as "awq, 4 bits"; None: they are not
     attention: str  # kernel
     memory_fraction: float  # share of each GPU's memory that the prefill may use
     engine: str  # what serves the model; "none": the kernels, and the host that the profile has
     seed: int
-    options: tuple[tuple[str, Any], ...] = ()  # what else was asked, plain JSON values by name
+    options: tuple[tuple[str, Any], ...] = ()  # the command's own options, plain JSON values by name
 
     @classmethod
     def of(cls, scenario: Scenario, *, seed: int = 0, **options: Any) -> Question:
@@ -67,7 +67,7 @@ class Question:
         return content | {"cluster": self._cluster()} | dict(self.options)
 
     def _cluster(self) -> dict[str, Any]:
-        """What decides of the cluster; answers have the whole beside the question."""
+        """The figures of the cluster that times depend on most; answers have the whole cluster next to the question."""
         network = self.cluster.network
         content = fields_to_json(self.cluster, "name", "num_gpus", "topology", "gpus_per_node")
         content |= {"gpu": self.cluster.gpu.name, "link": fields_to_json(self.cluster.link, *_LINK)}
@@ -121,5 +121,5 @@ class Question:
 
 def _length(tokens: int) -> str:
     """As it may be written, and as a number where that differs: "16k (16384)"."""
-    shown = format_tokens(tokens)
-    return shown if shown == str(tokens) else f"{shown} ({tokens})"
+    text = format_tokens(tokens)
+    return text if text == str(tokens) else f"{text} ({tokens})"

@@ -46,8 +46,8 @@ class Displayed:
 
     def _repr_html_(self) -> str:
         """The answer, the question and a table, escaped; notebooks call it."""
-        shown: str = self._in_view("summary").to_html()
-        return shown
+        text: str = self._in_view("summary").to_html()
+        return text
 
     def _in_view(self, name: str) -> Any:
         return getattr(import_module(self.view), name)(self)
@@ -179,18 +179,18 @@ class SimResult(StrategyPrediction, Answer):
     executor: str  # "batch" or "event"
     per_rank: tuple[RankReport, ...]
     warnings: tuple[str, ...]
-    interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
+    interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
-    breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
+    breakdown: Breakdown | None = field(default=None, repr=False)
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
     noisy: Distribution | None = None  # TTFTs of all samples
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
-        found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
-        content = self.question.header() | fields_to_json(self, *about, *found)
+        times = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
+        content = self.question.header() | fields_to_json(self, *about, *times)
         content |= self.layout_to_dict() | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
             content["breakdown"] = self.breakdown.to_dict()
@@ -199,7 +199,7 @@ class SimResult(StrategyPrediction, Answer):
         return content
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a rank."""
+        """One row per rank."""
         import pandas
 
         return pandas.DataFrame([rank.to_dict() for rank in self.per_rank]).drop(columns="memory")
@@ -219,10 +219,10 @@ class StrategyResult(StrategyPrediction):
     """One strategy in a plan, with its best partition."""
 
     title: str  # one line for people
-    speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP was not asked for
-    speedup: float | None  # the plan's yardstick's TTFT over this one's; None: it has none
+    speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP is not compared
+    speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
     exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
-    wait_s: tuple[float, ...]  # a rank; see RankReport
+    wait_s: tuple[float, ...]  # per GPU; see RankReport
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
     bound: PipelineBound | None = None  # where pieces and stages were searched
@@ -258,19 +258,19 @@ class Bounds:
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched anew over links that cost nothing
     lower_bound_s: float | None  # proven: no KVR partition over these GPUs is faster; None: nothing is proven
-    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S was not asked for, or nothing is proven
+    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or nothing is proven
     of: str = "kvr"  # what `lower_bound_s` bounds
     best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchReport:
-    """What the searches for partitions took, those of all strategies of a plan together."""
+    """Effort of a search, or of all searches of a plan together."""
 
     method: str  # of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
-    limit: int | None = None  # partitions of one strategy, at which a search on a bus was cut short; None: none was
+    limit: int | None = None  # partitions of one strategy at which a search on a bus ended early; None: no search did
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,15 +296,15 @@ class Plan(Answer):
     best: StrategyResult  # the fastest exact one that fits; where none fits, the fastest
     ties: tuple[str, ...]  # strategies whose difference from the best is within its prediction interval
     strategies: tuple[StrategyResult, ...]
-    yardstick: str | None  # what speed-ups are over: the first of TSP, TP, KVR-E, one GPU and the best that fits
+    yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
     not_compared: tuple[str, ...]  # strategies that "all" adds
     bounds: Bounds
     search: SearchReport
-    rests_on: str  # what the profile was measured on, and how far to trust it
+    rests_on: str  # what the profile was measured on, and its errors
     warnings: tuple[str, ...]
-    interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
+    interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
-    timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of every one, if asked
+    timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of all strategies
     noise: NoiseReport | None = None  # where it was planned for a noise
     shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit
 

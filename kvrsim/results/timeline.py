@@ -69,7 +69,7 @@ class BreakdownRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:
-    """All rows of all ranks; a rank's rows sum to when it has finished."""
+    """All rows of all ranks; the rows of a rank sum to its finish time."""
 
     ttft_s: float
     rows: tuple[BreakdownRow, ...]
@@ -79,7 +79,7 @@ class Breakdown:
         return [fields_to_json(row) for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a rank and operation."""
+        """One row per rank and operation."""
         import pandas
 
         return pandas.DataFrame(self.to_dict())
@@ -92,7 +92,7 @@ class Timeline:
     strategy: str
     num_ranks: int
     spans: tuple[Span, ...]
-    gpus_per_rank: int = 1  # GPUs that a rank stands for, which do everything alike
+    gpus_per_rank: int = 1  # GPUs per rank, which do everything alike
     bases: tuple[str, ...] = ()  # how each span's seconds are known, such as "interpolated"; empty: not determined
 
     def rank_name(self, rank: int) -> str:
@@ -113,7 +113,7 @@ class Timeline:
         return (span for span in self.spans if span.rank == rank and span.kind == kind)
 
     def computed_s(self, rank: int) -> float:
-        """Time that a rank has computed."""
+        """Seconds in which a rank computes."""
         return sum(span.duration_s for span in self.of(rank, "compute"))
 
     def to_frame(self) -> pandas.DataFrame:
@@ -152,19 +152,21 @@ def write_trace(
     about: parts of the question that are otherwise; None: it has no such part.
     """
     command = command_line()
-    told: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
+    about_run: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
     if question is not None:
-        told |= question.to_dict() | {"cluster": question.cluster.describe()}
-    told = {key: value for key, value in (told | dict(about)).items() if key not in about or value is not None}
+        about_run |= question.to_dict() | {"cluster": question.cluster.describe()}
+    about_run = {
+        key: value for key, value in (about_run | dict(about)).items() if key not in about or value is not None
+    }
     events = [event for number, one in enumerate(timelines) for event in trace_events(*one[1:], one[0], number)]
-    label = ", ".join(str(told[key]) for key in ("model", "cluster", "profile", "version") if key in told)
+    label = ", ".join(str(about_run[key]) for key in ("model", "cluster", "profile", "version") if key in about_run)
     events.append({"ph": "M", "pid": 0, "name": "process_labels", "args": {"labels": label}})
-    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about_run}
     write_atomically(path, json.dumps(content).encode(), argument="trace")
 
 
 def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", number: int = 0) -> list[Event]:
-    """Trace events of one timeline: a process a rank, with a thread for its compute stream and one for each link.
+    """Trace events of one timeline: one process per rank, with a thread for its compute stream and one for each link.
 
     Times are microseconds, whole nanoseconds. A flow goes from each message to what its receiver then does.
     ranks: their names. name: before them. number: of the timeline, where a trace has several.
@@ -194,7 +196,7 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
 
 
 class _Stream:
-    """What a rank's compute stream does, where a message may arrive."""
+    """The compute stream of a rank, on which messages arrive."""
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         self.spans = sorted(span for span in spans if span[1] > span[0])
@@ -215,7 +217,7 @@ def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
 def _tracks(spans: Sequence[Span]) -> dict[int, tuple[str, int]]:
     """Of each transfer, by its place among the spans: its track's name and thread number.
 
-    There is a track for each receiver, and others beside it for messages that overlap.
+    There is a track for each receiver, and further ones for messages that overlap.
     """
     ends: dict[tuple[int, int], list[int]] = {}
     lanes: dict[int, tuple[int, int, int]] = {}

@@ -185,8 +185,8 @@ class StrategyMap(Answer):
         """Plain JSON values."""
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention")
         content |= self.memory_limit.to_dict() | fields_to_json(self, "points")
-        found = {"winners": self.winners(), "best": self.best(), "break_even": self.break_evens()}
-        content |= {name: to_json(list(those)) for name, those in found.items()}
+        parts = {"winners": self.winners(), "best": self.best(), "break_even": self.break_evens()}
+        content |= {name: to_json(list(those)) for name, those in parts.items()}
         return content | fields_to_json(self, "warnings")
 
     def to_frame(self) -> pandas.DataFrame:
@@ -269,8 +269,8 @@ def make_map(
         shortest = min(place.request.new_tokens for place in wanted)
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
     refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
-    found = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
-    for here, chosen, reasons in found:
+    results = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
+    for here, chosen, reasons in results:
         points.extend(here)
         compared |= chosen
         refused |= dict.fromkeys(reasons)
@@ -292,20 +292,20 @@ def _at_place(
     place: Scenario, strategies: Sequence[str | Strategy]
 ) -> tuple[list[MapPoint], dict[str, Strategy], list[str]]:
     """The points of a place, the strategies compared in it by name, and why others are not."""
-    found: list[MapPoint] = []
+    points: list[MapPoint] = []
     compared: dict[str, Strategy] = {}
     refused = []
     for strategy in _chosen(place, strategies):
         compared[strategy.name] = strategy
         try:
-            found.append(_point(place, strategy))
+            points.append(_point(place, strategy))
         except InputError as error:
             if error.parameter != "strategies":
                 raise
             refused.append(
                 f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
             )
-    return found, compared, refused
+    return points, compared, refused
 
 
 def _left_out(place: Scenario) -> str:

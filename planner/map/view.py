@@ -43,30 +43,30 @@ _MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into 
 _NOTHING = "nothing fits in memory"
 
 
-def figure(found: StrategyMap) -> Figure:
+def figure(grid: StrategyMap) -> Figure:
     """A panel a bandwidth: contexts to the right, numbers of GPUs upwards, each place in its winner's colour."""
     with styled():
-        return _draw_map(found)
+        return _draw_map(grid)
 
 
-def _draw_map(found: StrategyMap) -> Figure:
-    winners = list(found.winners())
+def _draw_map(grid: StrategyMap) -> Figure:
+    winners = list(grid.winners())
     won = {winner.strategy for winner in winners}
-    colours = {name: strategy_colour(name).light for name in found.strategies if name in won}
-    line = " · ".join((found.model, found.cluster.gpu.name, *found.question.kernels()))
+    colours = {name: strategy_colour(name).light for name in grid.strategies if name in won}
+    line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
     numbers = ["×: gain over one GPU"] if any(winner.pays for winner in winners) else []
     numbers += ["≈: others cannot be told from it"] if any(winner.ties for winner in winners) else []
     numbers += [] if all(winner.fits for winner in winners) else [f"hatched: {_NOTHING}"]
     head = Head(title=_title(winners), subtitle=" · ".join((line, *numbers)), width=_WIDTH, entries=colours)
-    counts, panels = len(found.gpu_counts), len(found.bandwidths)
+    counts, panels = len(grid.gpu_counts), len(grid.bandwidths)
     each, gap = 0.34 * counts + 0.2, 0.42
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + 0.62
     panes = drawing(_WIDTH, height)
     edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.35) / height, bottom=0.62 / height)
-    grid = panes.add_gridspec(panels, 1, hspace=gap / each, **edges)
-    for row, bandwidth in enumerate(found.bandwidths):
-        axes = panes.add_subplot(grid[row, 0])
-        _draw_panel(axes, found, bandwidth, colours, labelled=row == panels - 1)
+    cells = panes.add_gridspec(panels, 1, hspace=gap / each, **edges)
+    for row, bandwidth in enumerate(grid.bandwidths):
+        axes = panes.add_subplot(cells[row, 0])
+        _draw_panel(axes, grid, bandwidth, colours, labelled=row == panels - 1)
     head.draw(panes)
     return panes
 
@@ -78,15 +78,13 @@ def _title(winners: Sequence[Winner]) -> str:
     return f"{name} is the fastest in {count} of {len(winners)} places"
 
 
-def _draw_panel(
-    axes: Axes, found: StrategyMap, bandwidth: float, colours: Mapping[str, str], *, labelled: bool
-) -> None:
+def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mapping[str, str], *, labelled: bool) -> None:
     """A cell a context and number of GPUs; hatched where nothing fits. labelled: with contexts below."""
     from matplotlib.patches import Rectangle
 
-    lengths, counts = found.lengths, found.gpu_counts
-    places = [(length, count) for length in lengths for count in counts if found.at(length, bandwidth, count)]
-    here = [one for one in found.winners() if one.link_bandwidth_bytes_per_s == bandwidth]
+    lengths, counts = grid.lengths, grid.gpu_counts
+    places = [(length, count) for length in lengths for count in counts if grid.at(length, bandwidth, count)]
+    here = [one for one in grid.winners() if one.link_bandwidth_bytes_per_s == bandwidth]
     for (length, count), winner in zip(places, here, strict=True):
         corner, colour = (lengths.index(length), counts.index(count)), colours[winner.strategy]
         hatch = None if winner.fits else "///"
@@ -117,12 +115,12 @@ _DIGITS = 4
 _MOST_ROWS = 300  # of the table of break-even contexts
 
 
-def page(found: StrategyMap) -> Page:
+def page(grid: StrategyMap) -> Page:
     """The page of a map."""
     return Page(
-        title=f"Fastest strategy for {found.model}",
-        answer=headline(found),
-        facts=_facts(found),
+        title=f"Fastest strategy for {grid.model}",
+        answer=headline(grid),
+        facts=_facts(grid),
         sections=[
             Section(
                 title="Where each strategy is the fastest",
@@ -136,40 +134,43 @@ def page(found: StrategyMap) -> Page:
                 lead="On these GPUs with these links. The bands are 80 % prediction intervals.",
                 body=tag("div", id="by-context"),
             ),
-            Section(title="Tables", body=join((_best(found), _break_evens(found)))),
+            Section(title="Tables", body=join((_best(grid), _break_evens(grid)))),
         ],
-        notes=found.warnings,
-        data=map_data(found),
+        notes=grid.warnings,
+        data=map_data(grid),
         scripts=(*CHARTS, "controls.js", "winners.js", "grid.js", "map.js"),
-        strategies=found.strategies,
+        strategies=grid.strategies,
     )
 
 
-def headline(found: StrategyMap) -> str:
+def headline(grid: StrategyMap) -> str:
     """Which strategies win, and in how many places."""
-    winners = list(found.winners())
+    winners = list(grid.winners())
     if not any(winner.pays for winner in winners):
         return "More than one GPU is not faster in any of these places."
     wins = Counter(winner.strategy if winner.pays else "one GPU" for winner in winners)
     listed = [f"{name} in {count}" for name, count in wins.most_common()]
     rest = len(winners) - sum(count for _, count in wins.most_common(5))
     words = ", ".join(listed[:5]) + (f", others in {rest}" if rest else "")
-    return f"Fastest of {len(found.strategies)} strategies in {len(winners)} place{'s' * (len(winners) > 1)}: {words}."
+    return f"Fastest of {len(grid.strategies)} strategies in {len(winners)} place{'s' * (len(winners) > 1)}: {words}."
 
 
-def _facts(found: StrategyMap) -> dict[str, str]:
+def _facts(grid: StrategyMap) -> dict[str, str]:
     """The question, with the axes of the map as they are written."""
-    facts = facts_of(found.question)
+    facts = facts_of(grid.question)
     for name in ("context", "GPUs"):  # of the largest place alone
         del facts[name]
-    facts |= {"cluster": found.cluster.describe(), "lengths": ", ".join(map(format_tokens, found.lengths))}
-    return facts | {"link bandwidths": ", ".join(map(format_bandwidth, found.bandwidths))}
+    facts |= {
+        "cluster": grid.cluster.describe(),
+        "lengths": ", ".join(map(format_tokens, grid.lengths)),
+    }
+    return facts | {"link bandwidths": ", ".join(map(format_bandwidth, grid.bandwidths))}
 
 
-def map_data(found: StrategyMap) -> dict[str, Any]:
+def map_data(grid: StrategyMap) -> dict[str, Any]:
     """Plain JSON values; a place is (bandwidth * contexts + context) * numbers of GPUs + number of GPUs, as indices."""
-    names, contexts, counts = found.strategies, found.lengths, found.gpu_counts
-    places = [found.at(length, rate, count) for rate in found.bandwidths for length in contexts for count in counts]
+    names, contexts, counts = grid.strategies, grid.lengths, grid.gpu_counts
+    places = [grid.at(length, rate, count) for rate in grid.bandwidths for length in contexts for count in counts]
 
     def column(name: str, value: str) -> list[float | None]:
         return [_short(getattr(place[name], value)) if name in place else None for place in places]
@@ -177,14 +178,14 @@ def map_data(found: StrategyMap) -> dict[str, Any]:
     return {
         "contexts": list(contexts),
         "gpus": list(counts),
-        "bandwidths": list(found.bandwidths),
-        "bandwidth_names": [format_bandwidth(one) for one in found.bandwidths],
+        "bandwidths": list(grid.bandwidths),
+        "bandwidth_names": [format_bandwidth(one) for one in grid.bandwidths],
         "alone": names.index(ALONE),
         "strategies": [
             {
                 "name": name,
                 "title": _title_page(name),
-                "approximate": name in found.approximate,
+                "approximate": name in grid.approximate,
                 "ttft_s": column(name, "ttft_s"),
                 "low_s": column(name, "ttft_low_s"),
                 "high_s": column(name, "ttft_high_s"),
@@ -215,8 +216,8 @@ def _short(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _break_evens(found: StrategyMap) -> str:
-    evens = list(found.break_evens())
+def _break_evens(grid: StrategyMap) -> str:
+    evens = list(grid.break_evens())
     rows = [
         [
             Cell(shown=format_bandwidth(one.link_bandwidth_bytes_per_s), value=one.link_bandwidth_bytes_per_s),
@@ -257,12 +258,12 @@ _BEST = (
 )
 
 
-def _best(found: StrategyMap) -> Html:
-    shown = table(_BEST, _best_rows(found), caption="Best")
+def _best(grid: StrategyMap) -> Html:
+    shown = table(_BEST, _best_rows(grid), caption="Best")
     return tag("div", tag("h3", "The fewest GPUs that tie with the fastest"), shown)
 
 
-def _best_rows(found: StrategyMap) -> list[tuple[str | Cell, ...]]:
+def _best_rows(grid: StrategyMap) -> list[tuple[str | Cell, ...]]:
     """The fewest GPUs that tie with the fastest, for each context and bandwidth."""
     return [
         (
@@ -274,17 +275,17 @@ def _best_rows(found: StrategyMap) -> list[tuple[str | Cell, ...]]:
             Cell(shown=f"{best.speedup_over_single:.2f}×", value=best.speedup_over_single),
             ", ".join(best.ties),
         )
-        for best in found.best()
+        for best in grid.best()
     ]
 
 
-def summary(found: StrategyMap) -> Summary:
+def summary(grid: StrategyMap) -> Summary:
     """The best of each context and bandwidth."""
     return Summary(
-        answer=headline(found),
-        question=" · ".join((found.model, found.cluster.describe(), *found.question.kernels())),
+        answer=headline(grid),
+        question=" · ".join((grid.model, grid.cluster.describe(), *grid.question.kernels())),
         caption="the best of each context",
         columns=_BEST,
-        rows=_best_rows(found),
-        notes=found.warnings,
+        rows=_best_rows(grid),
+        notes=grid.warnings,
     )

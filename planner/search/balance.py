@@ -13,7 +13,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 
-_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, and beside it: other chunks move it
+_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, and next to it: other chunks move it
 _NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, either side of where a straight line crosses the limit
 _WIDER = 2.0  # widths of a bracket beyond one that holds no crossing
 _DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swing
@@ -21,7 +21,7 @@ _DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swin
 
 @dataclass(frozen=True, slots=True)
 class _Same(Sequence[Array]):
-    """The same array for every rank, so that one rank's program can be asked for alone."""
+    """The same array for every rank, so that one rank's program can be built alone."""
 
     array: Array
     num_ranks: int
@@ -42,10 +42,10 @@ class RankWork:
     """Seconds of some ranks with given chunks and starts; every field of their shape, ranks first."""
 
     compute_s: Array  # device time of all layers
-    first_qkv_s: Array  # of it, what comes before the append of the first layer that hands anything on
-    last_post_s: Array  # of it, what comes after that of the last such layer: attention, output, MLP, layers behind
+    first_qkv_s: Array  # the part of compute_s before the append of the first layer that forwards anything
+    last_post_s: Array  # the part after the append of the last such layer: attention, output, MLP, later layers
     sends_s: Array  # messages of all layers on the link to the next rank
-    last_send_s: Array  # of it, the last one
+    last_send_s: Array  # the last of these messages
     recv_held_s: Array  # messages of all layers from the rank before, where they hold the compute stream
     send_held_s: Array  # `sends_s`, where they hold the compute stream
 
@@ -58,7 +58,7 @@ class RankWork:
 class ChainWork:
     """A KVR chain of a scenario; `least`: with attention at the least that proofs may count on.
 
-    Ranks are asked for as a range, in one call; they differ in their links and how slow they are, not in their layers.
+    Ranks are given as a range, in one call; they differ in their links and slowness, not in their layers.
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
@@ -118,7 +118,7 @@ class ChainWork:
         return sent_s + _along(self._latency_s[ranks.start : ranks.stop], end)
 
     def first_append_s(self, end: Array) -> Array:
-        """The least that a rank takes to append to a prefix of `end` tokens, of the first message."""
+        """The least time to append to a prefix of `end` tokens, of the first message."""
         return self.costs[self._first].append_s(np.zeros_like(end), end)
 
     def first_message_ready_s(self, chunk: Array) -> Array:
@@ -150,7 +150,7 @@ def _along(values: Array, shaped: Array) -> Array:
 
 
 def _split(ops: Iterable[Op], none: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """All compute, what of it comes before and after the append or the scan, what a group takes, and the bytes sent.
+    """All compute, its parts before and after the append or the scan, the time of group collectives, and bytes sent.
 
     The scan of a layer with a state stands for its append: what is sent waits for it. Collectives of a rank's own group
     end a layer. none: zero, of as many dimensions.
@@ -220,7 +220,7 @@ def longest_chunks_within(
 # -- The analytical planner: on a quiet, fast network the best partition makes all ranks equally long.
 
 _TARGETS, _ZOOMS, _AROUND = 12, 2, 0.08
-_SPREAD, _AGAIN = 0.25, 0.05  # of a chunk, to either side of it, in which the longest is sought
+_SPREAD, _AGAIN = 0.25, 0.05  # of a chunk: half-width of the bracket in which the longest is searched
 _POINTS = 129  # of the context, at which a token's time is looked up
 _ROUNDS = 32
 _PRECISION = 2.0**-14  # of a chunk
@@ -230,7 +230,7 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
     """Chunk lengths, shape (num_ranks,), real-valued tokens, whose ranks are busy equally long.
 
     For a target time, each rank takes the longest chunk that keeps it within; the least target that covers the
-    context is found by zooming, and between two close ones by a straight line. All ranks and targets are asked for
+    context is found by zooming, and between two close ones by linear interpolation. All ranks and targets are evaluated
     at once, so that the number of calls does not grow with the ranks.
     """
     chain, request = ChainWork(scenario, strategy), scenario.request
@@ -242,16 +242,16 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
     low, high = (1.0 - _AROUND) * middle_s, (1.0 + _AROUND) * middle_s
     for zoom in range(_ZOOMS):
         targets = np.linspace(low, high, _TARGETS)
-        found = _longest(chain, targets, chunks, _SPREAD if zoom == 0 else _AGAIN)
-        lengths = found.sum(axis=0)
+        longest = _longest(chain, targets, chunks, _SPREAD if zoom == 0 else _AGAIN)
+        lengths = longest.sum(axis=0)
         while zoom == 0 and not lengths[0] <= tokens <= lengths[-1]:
             targets = targets * (targets[0] / targets[-1] if lengths[0] >= tokens else targets[-1] / targets[0])
-            found = _longest(chain, targets, found, _SPREAD)
-            lengths = found.sum(axis=0)
+            longest = _longest(chain, targets, longest, _SPREAD)
+            lengths = longest.sum(axis=0)
         above = max(1, int((lengths >= tokens).argmax()))
-        low, high, chunks = targets[above - 1], targets[above], found[:, above, None]
+        low, high, chunks = targets[above - 1], targets[above], longest[:, above, None]
     share = (tokens - lengths[above - 1]) / max(1.0, lengths[above] - lengths[above - 1])
-    return np.asarray(found[:, above - 1] + share * (found[:, above] - found[:, above - 1]))
+    return np.asarray(longest[:, above - 1] + share * (longest[:, above] - longest[:, above - 1]))
 
 
 def _smooth(chain: ChainWork) -> Array:

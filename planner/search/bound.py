@@ -58,10 +58,10 @@ class StallBounds:
     fills_s: Array  # the least before each rank's first append, shape (ranks, columns)
     received_s: Array  # the least that received messages hold each sender's stream, shape (senders, columns)
 
-    def where(self, kept: Flags, others: StallBounds) -> StallBounds:
-        """These in the columns that are kept, the others' elsewhere."""
-        fills_s = np.where(kept, self.fills_s, others.fills_s)
-        return StallBounds(fills_s, np.where(kept, self.received_s, others.received_s))
+    def where(self, flags: Flags, others: StallBounds) -> StallBounds:
+        """These in the columns with a flag, the others' elsewhere."""
+        fills_s = np.where(flags, self.fills_s, others.fills_s)
+        return StallBounds(fills_s, np.where(flags, self.received_s, others.received_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,12 @@ class SendersBetweenWalls:
         return np.maximum(own, link) + drain_s[first:, None]
 
 
-_LENGTHS = 129  # of the last chunk, of which the longest that is not refuted outright is found
+_LENGTHS = 129  # of the last chunk; the longest that is not refuted outright is used
 _INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # of x; for many ranks, fewer
-_CUTS, _STEPS = 2, 12  # times that weak intervals are cut; targets each time, at most
-_WEAK = 0.5  # of what is not proven for the weakest interval: others that lack less are not cut
-_PLANS = 4  # of walls, that are told
-_OPEN = 0.1  # of what is not proven, which may be left to be cut
+_CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; targets per round, at most
+_WEAK = 0.5  # of the gap of the weakest interval: intervals with smaller gaps are not divided
+_PLANS = 4  # partitions between walls that are returned
+_OPEN = 0.1  # of the gap, which may be left to the next division
 _CLOSE = 2.5e-3  # of the TTFT that is reached, within which a bound is not made better
 _HOST_BOUND = 0.95  # of what the host issues: a bound below that is not made better, either
 
@@ -190,7 +190,7 @@ class _Tails:
     """The least that the last rank has to do, for each interval of its chunk x."""
 
     whole_s: Array  # all its layers and the head
-    first_qkv_s: Array  # of it, what may run during the fill
+    first_qkv_s: Array  # the part that may run during the fill
     after_append_s: Array  # its last layer after the append, and the head
 
 
@@ -255,10 +255,10 @@ class _Intervals:
         first = self.last_wall[index] - self.bound.chain.first_start - chunks.sum(axis=0)
         return np.asarray(np.maximum(1.0, np.concatenate([first[None], chunks, last[None]])).T)
 
-    def cut(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
-        """The weak intervals in so many parts each, with what is proven of the whole."""
-        cuts, whole = np.linspace(self.least[weak], self.most[weak], pieces + 1), np.tile(weak, pieces)
-        least, most = cuts[:-1].ravel(), cuts[1:].ravel()
+    def divide(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
+        """The weak intervals, each divided into this number of pieces, with the bound proven for the whole."""
+        edges, whole = np.linspace(self.least[weak], self.most[weak], pieces + 1), np.tile(weak, pieces)
+        least, most = edges[:-1].ravel(), edges[1:].ravel()
         start = self.bound.chain.first_start
         last_wall = self.bound.chain.total - most
         chunks = self.chunks[:, whole] * ((last_wall - start) / (self.last_wall[whole] - start))
@@ -287,7 +287,7 @@ class _Bound:
             return self.ttft_s
         chunks = self.warm_start[1:] * ((self.chain.total - most - self.chain.first_start) / self.warm_start.sum())
         intervals, proven_s = _Intervals(self, least, most, chunks, FIRST), self.ttft_s
-        for cuts in range(_CUTS + 1):
+        for division in range(_CUTS + 1):
             for step in range(_STEPS):
                 intervals.improve()
                 if step > 1 and intervals.is_done:
@@ -296,9 +296,9 @@ class _Bound:
             weak = intervals.low <= max(intervals.above.min(), lowest_s + _WEAK * (self.ttft_s - lowest_s))
             proven_s = min(proven_s, float(intervals.low.min(where=~weak, initial=np.inf)))
             is_close = lowest_s > (1.0 - _CLOSE) * self.ttft_s
-            if cuts == _CUTS or is_close or intervals.above.min() < _HOST_BOUND * issued_s:
+            if division == _CUTS or is_close or intervals.above.min() < _HOST_BOUND * issued_s:
                 break
-            intervals = intervals.cut(np.flatnonzero(weak), max(2, -(-number // int(weak.sum()))))
+            intervals = intervals.divide(np.flatnonzero(weak), max(2, -(-number // int(weak.sum()))))
         self.plans = intervals.plans()
         return max(issued_s, min(proven_s, float(intervals.low.min())))
 

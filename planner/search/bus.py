@@ -1,7 +1,7 @@
 """The best partition where flows share one bandwidth: many seeds, and descents from the best of them side by side.
 
 Fewer bytes cross the bus the later the context lies, down to nearly all of it on the last rank; the best partition may
-leave ranks out with a single token each. No bound tells how far off a partition is, so that the seeds are wide apart.
+leave ranks out with a single token each. No bound is known here, so the seeds are spread widely.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from planner.search.minimise import (
 
 _WORK, _LEAST = 8_000_000, 400  # messages of all partitions that a search simulates; partitions at least
 _DESCENTS = 3
-_BEHIND = ((5, 1.01), (3, 1.1))  # rounds from which on a descent ends that is so many times as slow as the best
+_BEHIND = ((5, 1.01), (3, 1.1))  # from this round on, a descent ends that is slower than the best by this factor
 _ROUNDS, _IDLE_ROUNDS = 60, 2  # at most; and without a gain at the smallest steps, after which a descent ends
 _STEPS = 12  # powers of two that a round tries, of all descents together
 _HELPED = 8  # moves of a round whose sums the next one tries
@@ -46,7 +46,7 @@ _BETTER = 1e-5  # a move must gain this share of TTFT
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
     """Partitions that a search on a bus simulates at most: each takes as long as it has messages.
 
-    The search is not cut short by it on up to 8 GPUs and 32 layers.
+    On up to 8 GPUs and 32 layers the search ends before.
     """
     num_ranks = scenario.cluster.num_gpus
     pairs = num_ranks - 1 if strategy.chains else num_ranks * (num_ranks - 1) // 2
@@ -167,8 +167,8 @@ class BusSearch:
                 row = chunks.copy()
                 row[rank], row[other] = self.stride, row[other] + row[rank] - self.stride
                 rows.append(np.cumsum(row)[:-1])
-        found = np.array(rows, dtype=np.int64).reshape(-1, len(boundaries))
-        return found[valid(found, self.tokens)]
+        moved = np.array(rows, dtype=np.int64).reshape(-1, len(boundaries))
+        return moved[valid(moved, self.tokens)]
 
     def _plans(self) -> Iterator[Array]:
         """Chunks to begin from; the ranks that are left out have no token here, and get one."""
@@ -194,7 +194,7 @@ class BusSearch:
                 yield self._scaled(row)
 
     def _balanced(self, used: int) -> Array:
-        """Chunks of the last so many ranks that make them equally long."""
+        """Balanced chunks of the last `used` ranks."""
         request = self.scenario.request
         fewer = replace(request, context_len=request.context_len - (self.num_ranks - used))
         return balanced_chunks(replace(self.scenario.on_gpus(used), request=fewer), self.chain)
@@ -203,7 +203,7 @@ class BusSearch:
         return np.asarray(shares * (self.tokens / shares.sum()))
 
     def _within(self, rows: Boundaries, room: int) -> Boundaries:
-        """At most so many of the rows, spread over them."""
+        """At most `room` of the rows, spread evenly."""
         if len(rows) <= room:
             return rows
         self.was_limited = True

@@ -17,14 +17,14 @@ from planner.search.minimise import Boundaries, Evaluate, combinations, shifts, 
 
 Floor = Callable[[int, Array, Array], Array]  # the least TTFT if this rank has this start and end
 
-_BLOCK = 5**6  # candidates held at once
+_BLOCK = 5**6  # candidates evaluated at once
 _WINDOW = 4  # boundaries that move together where there are too many for all combinations
 _MOST_WHOLE = 7  # boundaries up to which all combinations are tried
 
 
 @dataclass(slots=True)
 class Grid:
-    """A context of `num_tokens` cut at multiples of the stride of each level."""
+    """A context of `num_tokens`, divided at multiples of the stride of each level."""
 
     num_tokens: int
     num_ranks: int

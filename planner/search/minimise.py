@@ -123,24 +123,24 @@ def unique_rows(rows: Sequence[npt.NDArray[Any]] | npt.NDArray[Any]) -> npt.NDAr
 
 
 def apart(boundaries: Boundaries, times_s: Array, num_tokens: int, most: int) -> list[int]:
-    """The fastest rows, at most so many, of which each has a tenth of the tokens elsewhere than the others."""
-    chunks, found = chunks_between(boundaries, num_tokens), list[int]()
+    """Indices of the fastest rows, at most `most`, that differ from each other in a tenth of the tokens."""
+    chunks, chosen = chunks_between(boundaries, num_tokens), list[int]()
     for index in np.argsort(times_s, kind="stable"):
-        moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in found]
+        moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in chosen]
         if all(one > _APART * num_tokens for one in moved):
-            found.append(int(index))
-        if len(found) == most:
+            chosen.append(int(index))
+        if len(chosen) == most:
             break
-    return found
+    return chosen
 
 
 def combinations(count: int) -> int:
-    """How many rows `shifts` has in all."""
+    """The number of rows that `shifts` has in all."""
     return int(len(_SHIFTS) ** count)
 
 
 def shifts(count: int, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
-    """All combinations of -2 to 2 strides for so many boundaries, in order; or those from `first` to before `end`."""
+    """All combinations of -2 to 2 strides for `count` boundaries, in order; or those from `first` to before `end`."""
     index = np.arange(first, combinations(count) if end is None else min(end, combinations(count)))
     return np.asarray(_SHIFTS[index[:, None] // len(_SHIFTS) ** np.arange(count)[::-1] % len(_SHIFTS)])
 

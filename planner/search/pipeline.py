@@ -1,7 +1,7 @@
 """The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
 
 With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
-pieces of equal time are the best that so many pieces can be; later ones are shorter, since they see more keys. What is
+pieces of equal time are the best for their number; later ones are shorter, since they see more keys. What is
 left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
 
 Seconds of pieces of the context in layers, and of a whole pipeline with any stages: what seeds and layouts rest on.
@@ -118,7 +118,7 @@ def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
 
 
 PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
-MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT
+MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
 _EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
 _TRIED, _REFINED = 8, 3  # numbers of pieces that are simulated; and that are refined
 _TIMES, _ROUNDS = 4, 24  # of refinement with other layers or one piece more or less; and rounds of each
@@ -136,10 +136,10 @@ def search_pipeline(
     least_piece: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> SearchResult:
-    """The best pieces and stages found; of given `pieces`, the best stages.
+    """Search the best pieces and stages; of given `pieces`, the best stages.
 
     scenario: as the strategy sees it. stride: tokens that pieces are multiples of, but for what the last one has more;
-    least_piece: tokens that each has at least, where the context has so many. None: a page, and the GPUs of a group.
+    least_piece: the fewest tokens per piece, if the context has as many. None: a page, and the GPUs of a group.
     """
     begin_s = time.perf_counter()
     tokens = scenario.request.new_tokens
@@ -222,16 +222,16 @@ class _Search:
         best, best_s, best_strategy = np.zeros(0, dtype=np.int64), float("inf"), self.strategy
         for ttft_s, seed, strategy in self._seeds()[:_REFINED]:
             self.strategy = strategy
-            found, found_s = seed, ttft_s
+            ends, ends_s = seed, ttft_s
             for _ in range(_TIMES):
-                before_s = found_s
-                found, found_s = self._refined(found, found_s)
-                found_s = self._with_layers(found, found_s)
-                found, found_s = self._one_more_or_less(found, found_s)
-                if found_s >= before_s * (1 - _WORTH):
+                before_s = ends_s
+                ends, ends_s = self._refined(ends, ends_s)
+                ends_s = self._with_layers(ends, ends_s)
+                ends, ends_s = self._one_more_or_less(ends, ends_s)
+                if ends_s >= before_s * (1 - _WORTH):
                     break
-            if found_s < best_s:
-                best, best_s, best_strategy = found, found_s, self.strategy
+            if ends_s < best_s:
+                best, best_s, best_strategy = ends, ends_s, self.strategy
         self.strategy = best_strategy
         return best, best_s
 

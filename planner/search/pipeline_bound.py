@@ -73,18 +73,18 @@ def layers_s(kinds: list[LeastTimes], num_stages: int) -> float:
     counts = [kind.count for kind in kinds]
     objective = np.zeros(num_stages * width + 1)
     objective[-1] = 1.0
-    found = milp(
+    solution = milp(
         objective,
         constraints=[LinearConstraint(paths, -np.inf, 0.0), LinearConstraint(totals, counts, counts)],
         integrality=np.append(np.ones(num_stages * width), 0.0),
         bounds=Bounds(0.0, np.inf),
     )
     # The dual bound is proven even where the solver stopped before the least one.
-    return max(0.0, float(found.mip_dual_bound) - _TOLERANCE) * scale_s
+    return max(0.0, float(solution.mip_dual_bound) - _TOLERANCE) * scale_s
 
 
 def _row(kinds: list[LeastTimes], place: int) -> Array:
-    """What a layer of each kind adds to a path whose stage of all pieces is so many stages before its own."""
+    """Seconds that a layer of each kind adds to a path whose stage of all pieces is `place` stages before its own."""
     if place == 0:
         return np.array([kind.all_s for kind in kinds])
     return np.array([kind.last_s if place > 0 else kind.first_s for kind in kinds])
@@ -104,7 +104,7 @@ class _Kind:
 
 
 def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
-    """A TTFT that no pipeline beats whose pieces have so many tokens or more.
+    """A TTFT that no pipeline beats whose pieces have at least `least_piece` tokens.
 
     scenario: as the strategy sees it, stages for ranks.
     """
@@ -129,7 +129,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
 
 
 def _with_floor(kind: _Kind, least_piece: int) -> LeastTimes:
-    """What a kind of layer takes at least for the first and the last piece, where each has so many tokens."""
+    """The least seconds of a kind of layer for the first and the last piece, of at least `least_piece` tokens."""
     tokens = len(kind.rows_s)
     rows_s = float(kind.rows_s[least_piece - 1 :].min())
     first_s, before_last_s = np.interp([least_piece, tokens - least_piece], kind.grid, kind.mixed_s)  # both on the grid
@@ -142,7 +142,7 @@ def _with_floor(kind: _Kind, least_piece: int) -> LeastTimes:
 
 
 def _work_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
-    """The least time of all layers for so many pieces or more."""
+    """The least time of all layers for at least these numbers of pieces."""
     parts = [kind.count * (_rows_s([(kind, 1.0)], tokens, numbers) + kind.mixed_s[-1]) for kind in kinds]
     return np.asarray(sum(parts, np.zeros_like(numbers)))
 
@@ -155,7 +155,7 @@ def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 
 def _rows_s(kinds: list[tuple[_Kind, float]], tokens: int, numbers: Array) -> Array:
-    """The least that so many pieces or more take in a layer of weight 1, whatever the kind: lines below all times."""
+    """The least time of at least these numbers of pieces in a layer of weight 1 of any kind: lines below all times."""
     lengths = np.arange(1.0, tokens + 1)
     scaled = [kind.rows_s / weight for kind, weight in kinds]
     slopes = np.linspace(0.0, 1.0, _SLOPES) * min(float(rows_s[-1]) for rows_s in scaled) / tokens

@@ -61,7 +61,7 @@ def search(
     warm_start: Partition | None = None,
     on_progress: OnProgress | None = None,
 ) -> SearchResult:
-    """The best partition found.
+    """Search the best partition.
 
     auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
     grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of it, in tokens.
@@ -132,7 +132,7 @@ class _Search:
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
 
     def run(self, method: str) -> tuple[Row, float, str]:
-        """Boundaries, TTFT and the name of what found them."""
+        """Boundaries, TTFT and the name of the method."""
         if self.num_ranks == 1:
             none = np.zeros(0, dtype=np.int64)
             return none, float(self._evaluate(none[None])[0]), "analytical"
@@ -162,9 +162,9 @@ class _Search:
             plans.append(chunks_between(self.warm_start, self.tokens).astype(float))
         wide = self.warm_start is None
         bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans, wide=wide)
-        found = bus.run()
+        best = bus.run()
         self.was_limited = bus.was_limited
-        return found
+        return best
 
     def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
         """Refine the best seed, then walls that nearly prove a bound and scattered ones, where they come near it.
@@ -237,15 +237,18 @@ class _Search:
 
     def fine(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
         """Refine by steps below the stride, if that gains enough: a token more may be a further row of tiles."""
-        told, self.evaluator = self.evaluator, Evaluator(self.scenario, self.strategy)  # what is not taken is not told
+        evaluator, self.evaluator = (
+            self.evaluator,
+            Evaluator(self.scenario, self.strategy),
+        )  # its progress is not reported
         halve_from = max(1, self.stride // 2)
         fine, fine_s = minimise(boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, halve_from=halve_from)
-        told.evaluations += self.evaluator.evaluations
-        self.evaluator = told
+        evaluator.evaluations += self.evaluator.evaluations
+        self.evaluator = evaluator
         if fine_s >= ttft_s * (1 - _FINE_GAIN):
             return boundaries, ttft_s
-        told.best_s = fine_s
-        told.report()
+        evaluator.best_s = fine_s
+        evaluator.report()
         return fine, fine_s
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:

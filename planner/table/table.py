@@ -258,7 +258,7 @@ class TableEntry(Prediction):
     gap: NonNegative | None  # ttft_s over a TTFT that no partition beats, less one; None: no bound is known
     # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/table.py.
     levels: tuple[float, ...]
-    token_s: tuple[float, ...]  # seconds that one more token costs a rank, between jumps
+    token_s: tuple[float, ...]  # seconds per rank that one more token costs, between jumps
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -317,25 +317,25 @@ class PartitionTable(GridFile):
 
     def of(self, num_gpus: int) -> tuple[TableEntry, ...]:
         """Entries of that number of GPUs, rising in context; raises InputError where there are none."""
-        found = tuple(entry for entry in self.entries if entry.num_gpus == num_gpus)
-        if not found:
+        entries = tuple(entry for entry in self.entries if entry.num_gpus == num_gpus)
+        if not entries:
             has = ", ".join(map(str, self.gpu_counts))
             raise InputError("gpus", num_gpus, f"a number of GPUs that the table has: {has}")
-        return found
+        return entries
 
     def partition_for(self, per_rank: Scenario) -> Partition:
         """KVR-P's partition of a scenario; raises InputError as look_up does."""
         request = per_rank.request
-        found = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
-        return Partition(chunk_lens=found.partition)
+        lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        return Partition(chunk_lens=lookup.partition)
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
         """Notes if the table has another setting than the strategy's scenario, or does not reach its context."""
         others = self.setting.differences(per_rank, strategy.looks_up)
         notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
         request = per_rank.request
-        found = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
-        return (*notes, *(f"{strategy.name}: {warning}" for warning in found.warnings))
+        lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        return (*notes, *(f"{strategy.name}: {warning}" for warning in lookup.warnings))
 
     def to_frame(self) -> pandas.DataFrame:
         """One row an entry."""
@@ -360,7 +360,7 @@ class TableLookup:
     num_gpus: int
     context_len: int  # tokens, cached prefix included
     fractions: tuple[float, ...]  # each rank's share of the new tokens, before rounding
-    partition: tuple[int, ...]  # new tokens a rank
+    partition: tuple[int, ...]  # new tokens per rank
     source: Source
     between: tuple[int, ...]  # contexts of the entries used, one or two
     warnings: tuple[str, ...]
@@ -480,10 +480,10 @@ def to_steps(
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(chunks(middle)) >= num_tokens else (middle, high)
-    found, least = chunks(high), chunks(low)
-    for rank in range(len(found)):  # several ranks may reach a step at the same shift
-        found[rank] -= max(0, min(sum(found) - num_tokens, found[rank] - least[rank]))
-    return tuple(found)
+    lengths, least = chunks(high), chunks(low)
+    for rank in range(len(lengths)):  # several ranks may reach a step at the same shift
+        lengths[rank] -= max(0, min(sum(lengths) - num_tokens, lengths[rank] - least[rank]))
+    return tuple(lengths)
 
 
 def to_multiples(chunk_lens: Sequence[int], multiple: int) -> tuple[int, ...]:
@@ -494,10 +494,10 @@ def to_multiples(chunk_lens: Sequence[int], multiple: int) -> tuple[int, ...]:
         raise InputError("multiple", multiple, f"a whole number from 1 to {most}")
     exact = [chunk / multiple for chunk in chunk_lens[:-1]]
     units = min(round(sum(exact)), (total - 1) // multiple)
-    found = [max(1, math.floor(share)) for share in exact]
-    order = sorted(range(others), key=lambda rank: (found[rank] - exact[rank], rank))
-    for rank in order[: max(0, units - sum(found))]:
-        found[rank] += 1
-    while sum(found) > units and max(found) > 1:
-        found[found.index(max(found))] -= 1
-    return (*(unit * multiple for unit in found), total - multiple * sum(found))
+    numbers = [max(1, math.floor(share)) for share in exact]
+    order = sorted(range(others), key=lambda rank: (numbers[rank] - exact[rank], rank))
+    for rank in order[: max(0, units - sum(numbers))]:
+        numbers[rank] += 1
+    while sum(numbers) > units and max(numbers) > 1:
+        numbers[numbers.index(max(numbers))] -= 1
+    return (*(unit * multiple for unit in numbers), total - multiple * sum(numbers))

@@ -21,7 +21,7 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.sensitivities import UNCOMPARED_KINDS
 
-_ALL = 0.995  # of an operation's seconds, from which on they are said to be known in one way
+_ALL = 0.995  # share of an operation's seconds, from which on they have a single basis
 _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 
 
@@ -43,7 +43,7 @@ def weighted_program(
 
 
 def chunk_of(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> tuple[int, int]:
-    """Tokens of a rank's chunk, and of the context before it; of a pipeline, the last piece stands for all."""
+    """Tokens of a rank's chunk, and of the context before it; for a pipeline, those of the last piece."""
     piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank
     start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
     return partition.chunk_lens[piece] // context_ranks(strategy), start
@@ -194,9 +194,9 @@ def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, 
     program, names = weighted_program(scenario, strategy, partition, cost)
     width = len(names) + 1
     totals = np.array([_device_s(program, rank, width) for rank in range(program.num_ranks)])
-    found = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
+    parts_s = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
-    return found | {_RESUME: totals[:, -1] - engine_s, _ENGINE: engine_s}
+    return parts_s | {_RESUME: totals[:, -1] - engine_s, _ENGINE: engine_s}
 
 
 def _device_s(program: Program, rank: int, width: int) -> Array:
