@@ -13,7 +13,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -42,20 +42,8 @@ _UNFILLED = re.compile(r"aiconfigurator:[^/]+/vllm\b")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
 _KEYS = (
-    *(
-        "gpu",
-        "link",
-        "message_sms",
-        "attention_kernel",
-        "hidden_size",
-        "sources",
-        "compare",
-        "held_out",
-        "elementwise",
-        "engine",
-        "sections",
-    ),
-    *("description", "not_covered"),
+    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "compare", "held_out"),
+    *("elementwise", "engine", "sections", "description", "not_covered"),
 )
 
 
@@ -111,8 +99,8 @@ class Recipe:
 
     def fit_only(self, names: Collection[str]) -> FitReport:
         """The profile as it ships with some sections fitted again; the report has no more than these."""
-        found = fit_sections(load_profile(self.name), self.data, names)
-        return _with_lines(FitReport(profile=found.profile, lines={}, fits={}, notes=()), found)
+        shipped = FitReport(profile=load_profile(self.name), lines={}, fits={}, notes=())
+        return fit_sections(shipped, self.data, names)
 
     def fit(self) -> FitReport:
         """The profile as it ships, in its report."""
@@ -148,12 +136,7 @@ class Recipe:
         )
         links = replace(profile.links, message_sms=message_sms)
         profile = replace(profile, links=links, engine=data.text("engine", PRIOR_ENGINE))
-        return _with_lines(report, fit_sections(profile, data))
-
-
-def _with_lines(report: FitReport, found: WithSections) -> FitReport:
-    lines = {name: one.lines() for name, one in found.fitted.items()}
-    return replace(report, profile=found.profile, lines={**report.lines, **lines})
+        return fit_sections(replace(report, profile=profile), data)
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:
@@ -173,6 +156,50 @@ def read_public(text: str, vidur: Path) -> list[Measurement]:
         return read_source(f"{file}{query}", "recipes")
 
 
+SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
+
+# Sections of a profile's kernels that have tables of their own, each fitted by itself from what recipes.json has under
+# "sections". By the name of the field of KernelRates, which is the kind of operation too.
+SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
+    {
+        "experts": fit_experts_section,
+        "latent": fit_latent_section,
+        "sparse": fit_sparse_section,
+        "recurrence": fit_recurrence_section,
+    }
+)
+
+
+def fit_sections(
+    report: FitReport,
+    recipe: JsonObject,
+    only: Collection[str] | None = None,
+    fits: Mapping[str, SectionFit] = SECTIONS,
+) -> FitReport:
+    """The report with its profile's sections that the recipe lists fitted, or only some of these; all else stays.
+
+    Raises InputError for what is unknown.
+    """
+    listed = recipe.child("sections") if recipe.has("sections") else JsonObject(fields={}, where=recipe.where)
+    listed.only(tuple(fits))
+    for name in only or ():
+        if name not in fits:
+            raise InputError("only", name, ", ".join(fits))
+    profile = report.profile
+    wanted = [name for name in fits if listed.has(name) and (only is None or name in only)]
+    fitted = {name: fits[name](listed.child(name), profile) for name in wanted}
+    operations = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
+    return replace(
+        report,
+        profile=replace(
+            profile,
+            kernels=replace(profile.kernels, **{name: one.rates for name, one in fitted.items()}),
+            operations={kind: operations[kind] for kind in OPERATION_KINDS if kind in operations},
+        ),
+        lines={**report.lines, **{name: one.lines() for name, one in fitted.items()}},
+    )
+
+
 def recipe_names() -> tuple[str, ...]:
     """Of the profiles that shipped.json has."""
     return tuple(name for name in JsonObject.read(_RECIPES, "recipes").fields if not name.startswith("_"))
@@ -190,11 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.vidur is None and options.only is None:
         parser.error("one of the arguments --vidur --only is required")
     pages = _ROOT / "docs" / "results" / "profiles"
+    pages.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.names or recipe_names():
             recipe, page = Recipe.read(name, options.vidur or Path()), pages / f"{name}.md"
             report = recipe.fit() if options.only is None else recipe.fit_only(options.only)
-            pages.mkdir(parents=True, exist_ok=True)
             report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
             earlier = page.read_text() if options.only is not None else ""
             report.write(page, picture=f"{name}.png", earlier=earlier)
@@ -208,56 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"calibrate.shipped.recipes: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-# -- Sections of a profile's kernels that have tables of their own: experts, recurrences, latent and sparse attention.
-#
-# Each is fitted by itself, from what recipes.json has under "sections", and leaves the rest of the profile as it is.
-
-SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
-
-# By the name of the field of KernelRates, which is the kind of operation too; the rates have a method `describe()`.
-SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
-    {
-        "experts": fit_experts_section,
-        "latent": fit_latent_section,
-        "sparse": fit_sparse_section,
-        "recurrence": fit_recurrence_section,
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WithSections:
-    """A profile with sections, and how well each one fits."""
-
-    profile: CalibrationProfile
-    fitted: Mapping[str, Fitted[Any]] = field(default_factory=dict)
-
-
-def fit_sections(
-    profile: CalibrationProfile,
-    recipe: JsonObject,
-    only: Collection[str] | None = None,
-    fits: Mapping[str, SectionFit] = SECTIONS,
-) -> WithSections:
-    """The profile with the sections that the recipe lists, or only some of these; InputError for what is unknown."""
-    listed = recipe.child("sections") if recipe.has("sections") else JsonObject(fields={}, where=recipe.where)
-    listed.only(tuple(fits))
-    wanted = [name for name in fits if listed.has(name) and (only is None or name in only)]
-    for name in only or ():
-        if name not in fits:
-            raise InputError("only", name, ", ".join(fits))
-    fitted = {name: fits[name](listed.child(name), profile) for name in wanted}
-    found = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
-    return WithSections(
-        profile=replace(
-            profile,
-            kernels=replace(profile.kernels, **{name: one.rates for name, one in fitted.items()}),
-            operations={kind: found[kind] for kind in OPERATION_KINDS if kind in found},
-        ),
-        fitted=fitted,
-    )
 
 
 if __name__ == "__main__":

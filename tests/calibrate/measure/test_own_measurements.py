@@ -426,7 +426,7 @@ def test_the_first_origin_that_says_it_counts() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("gpu", {"name": "a-cpu"}, r"origin: gpu\.peak_flops"),
+        ("gpu", {"name": "a-cpu"}, r"origin: gpu\.memory_bytes"),
         ("gpu", "a100", "origin: gpu"),
         ("model", {"model_type": "bert"}, "model_type"),
         ("topology", "ring", r"origin: topology: got 'ring', accepted: switch"),

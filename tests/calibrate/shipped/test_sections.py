@@ -17,6 +17,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 
 PROFILE = load_profile("h200-flash")
+SHIPPED = FitReport(profile=PROFILE, lines={}, fits={}, notes=())
 
 
 def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:
@@ -31,30 +32,28 @@ def recipe(**sections: Any) -> JsonObject:
 
 
 def test_only_the_section_changes() -> None:
-    found = fit_sections(PROFILE, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
+    found = fit_sections(SHIPPED, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
     assert found.profile.kernels.elementwise.start_s == 1.0
     assert found.profile.operations["elementwise"].mape == pytest.approx(0.1)
     assert list(found.profile.operations) == list(PROFILE.operations)
     kernels = replace(found.profile.kernels, elementwise=PROFILE.kernels.elementwise)
     assert replace(found.profile, kernels=kernels, operations=PROFILE.operations) == PROFILE
-    assert fit_sections(PROFILE, recipe(elementwise={}), only=(), fits={"elementwise": fit}).profile == PROFILE
-    assert fit_sections(PROFILE, JsonObject(fields={}, where="recipes"), fits={"elementwise": fit}).profile == PROFILE
+    assert fit_sections(SHIPPED, recipe(elementwise={}), only=(), fits={"elementwise": fit}).profile == PROFILE
+    assert fit_sections(SHIPPED, JsonObject(fields={}, where="recipes"), fits={"elementwise": fit}).profile == PROFILE
 
 
 def test_a_section_that_is_unknown_is_named() -> None:
     for listed, only in (({"other": {}}, None), ({}, ("other",))):
         with pytest.raises(InputError, match="other"):
-            fit_sections(PROFILE, recipe(**listed), only=only, fits={"elementwise": fit})
+            fit_sections(SHIPPED, recipe(**listed), only=only, fits={"elementwise": fit})
 
 
 def test_the_page_keeps_what_was_not_fitted_again() -> None:
     earlier = (PAGE.parent / "profiles" / "h200-flash.md").read_text()
     picture = "h200-flash.png"
-    found = fit_sections(PROFILE, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
-    nothing = FitReport(profile=PROFILE, lines={}, fits={}, notes=())
-    assert nothing.to_markdown(picture, earlier) == earlier
-    lines = {name: one.lines() for name, one in found.fitted.items()}
-    new = FitReport(profile=found.profile, lines=lines, fits={}, notes=()).to_markdown(picture, earlier)
+    found = fit_sections(SHIPPED, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
+    assert SHIPPED.to_markdown(picture, earlier) == earlier
+    new = found.to_markdown(picture, earlier)
     changed = {
         ours for ours, before in zip(new.split("\n\n## "), earlier.split("\n\n## "), strict=True) if ours != before
     }
