@@ -1,6 +1,7 @@
 """Campaign: the points of a bench, measured round-robin until their medians are precise or the time budget is used up.
 
-Round-robin, so that clock drift affects all points equally.
+Round-robin, so that clock drift affects all points equally. Every sample is written to a journal at once, so that a
+killed campaign resumes.
 """
 
 from __future__ import annotations
@@ -23,67 +24,13 @@ from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, fields_to_json, read
 from kvrsim.runtime.host import busy_cores
 
-OriginOf = Callable[[list[Measurement]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Campaign:
-    """What is measured, and where the rows are written."""
-
-    build: Callable[[], Bench]
-    about: Mapping[str, Any]  # settings and machine; a journal of others is refused
-    origin: OriginOf  # what the CSV says of its rows, given them
-    output: Path  # the CSV
-
-    def journal(self, argument: str = "output") -> CampaignJournal:
-        """A new journal, or that of an interrupted run."""
-        return CampaignJournal.open(journal_path(self.output), self.about, argument)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Result of a campaign, and its journal; the caller removes the journal when nothing has to be repeated."""
-
-    outcome: Outcome
-    journal: CampaignJournal
-
-
-def measure(
-    campaign: Campaign,
-    policy: Policy,
-    *,
-    on_estimate: Callable[[Estimate, int], None] | None = None,
-    on_progress: OnProgress | None = None,
-) -> Measured:
-    """Measure, and write the CSV.
-
-    `on_estimate` receives the plan, and how many samples an interrupted run has left. Raises
-    InputError for a journal of other settings, BusyError for a machine that other processes use.
-    """
-    journal = campaign.journal()
-    try:
-        bench = campaign.build()
-        try:
-            if on_estimate is not None:
-                on_estimate(estimate(bench, policy), journal.resumed)
-            outcome = run_campaign(bench, journal, policy, on_progress)
-        finally:
-            bench.close()
-        measured_on = {"device_state": dict(outcome.device)} if outcome.device else {}
-        write_measurements(campaign.output, outcome.rows, origin={**campaign.origin(outcome.rows), **measured_on})
-    except BaseException:
-        journal.close()
-        raise
-    finally:
-        if not journal.samples:
-            journal.remove()
-    return Measured(outcome=outcome, journal=journal)
-
-
 LEAST_SAMPLES = 3  # of a point
 _LONG_ENOUGH_S = 0.1  # of a visit: the kernel's CPU accounting is too coarse for shorter ones
 _MOST_BUSY_SHARE = 0.5  # of the samples; above this the campaign is refused
 _MOST_OF_BUDGET = 0.2  # that a point may take
+_FORMAT = "kvrsim journal 1"
+
+Seconds = Mapping[str, float]  # of one repetition, by what was timed
 
 
 class BusyError(KvrsimError):
@@ -152,149 +99,15 @@ class Estimate:
 
 def estimate(bench: Bench, policy: Policy) -> Estimate:
     """The points whose LEAST_SAMPLES fit into the budget, most informative first."""
-    kept: list[str] = []
+    points: list[str] = []
     total_s = 0.0
     for point in bench.points():
         cost_s = (LEAST_SAMPLES + 1) * bench.expected_s(point)  # the first warms up
-        if not kept or (cost_s <= _MOST_OF_BUDGET * policy.budget_s and total_s + cost_s <= policy.budget_s):
-            kept.append(point)
+        if not points or (cost_s <= _MOST_OF_BUDGET * policy.budget_s and total_s + cost_s <= policy.budget_s):
+            points.append(point)
             total_s += cost_s
-    return Estimate(
-        points=tuple(kept),
-        dropped=tuple(point for point in bench.points() if point not in kept),
-        least_s=total_s,
-    )
-
-
-def run_campaign(
-    bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: OnProgress | None = None
-) -> Outcome:
-    """Measure every point LEAST_SAMPLES times; then repeat those with imprecise medians until the budget is used up.
-
-    Samples in the journal count; a finished journal is only read. Raises BusyError where other processes used the
-    machine during most samples, or its clock was limited.
-    """
-    points = journal.points
-    if points is None:
-        points = estimate(bench, policy).points
-        journal.plan(points)
-    campaign = _Campaign(bench=bench, journal=journal, policy=policy, points=points, on_progress=on_progress)
-    if not journal.finished:
-        campaign.run()
-        journal.finish()
-    dropped = [point for point in bench.points() if point not in points]
-    too_dear = dict.fromkeys(dropped, f"would not fit into {policy.budget_s:.0f} s")
-    counted = campaign.counted()
-    return Outcome(
-        rows=bench.rows(seconds_of(counted)),
-        skipped=too_dear | campaign.skipped,
-        samples=len(journal.samples),
-        busy=sum(is_busy(sample) for sample in journal.samples),
-        load_known=any(sample.busy_cores is not None for sample in journal.samples),
-        device=summary([sample.device for sample in journal.samples if sample.device is not None]),
-    )
-
-
-def is_busy(sample: Sample) -> bool:
-    """Whether other processes used the machine, or heat or a power brake slowed the GPU."""
-    if faults_of(sample.device):
-        return True
-    return sample.busy_cores is not None and sample.busy_cores > busy_cores()
-
-
-@dataclass(kw_only=True, slots=True)
-class _Campaign:
-    bench: Bench
-    journal: CampaignJournal
-    policy: Policy
-    points: Sequence[str]
-    on_progress: OnProgress | None
-    skipped: dict[str, str] = field(default_factory=dict)
-    spent_s: float = 0.0
-
-    def run(self) -> None:
-        for least in range(1, LEAST_SAMPLES + 1):
-            for point in self.points:
-                if point not in self.skipped and len(self._idle(point)) < least:
-                    self._visit(point)
-        self._check_machine()
-        while open_points := [point for point in self.points if not self._is_done(point)]:
-            for point in open_points:
-                if self.spent_s >= self.policy.budget_s:
-                    return self._check_machine()
-                self._visit(point)
-        self._check_machine()
-
-    def counted(self) -> list[Sample]:
-        """Samples on an idle machine; of a point that has too few of them, all."""
-        return [sample for point in self.points for sample in self._counted(point)]
-
-    def _counted(self, point: str) -> list[Sample]:
-        idle = self._idle(point)
-        return idle if len(idle) >= LEAST_SAMPLES else self.journal.of(point)
-
-    def _idle(self, point: str) -> list[Sample]:
-        return [one for one in self.journal.of(point) if self.policy.even_if_busy or not is_busy(one)]
-
-    def _is_done(self, point: str) -> bool:
-        if point in self.skipped or len(self.journal.of(point)) >= self.policy.most_samples:
-            return True
-        counted = self._counted(point)
-        totals = [sum(sample.seconds.values()) for sample in counted]
-        return len(counted) >= LEAST_SAMPLES and median_error(totals) <= self.policy.error * median(totals)
-
-    def _visit(self, point: str) -> None:
-        """One sample, or several of a short point; a point that cannot be measured is skipped from now on."""
-        self._tell(point)
-        load = CpuLoad(own_pids=self.bench.pids())
-        started_s = time.monotonic()
-        taken: list[tuple[Seconds, Mapping[str, Any] | None]] = []
-        try:
-            while not taken or (time.monotonic() - started_s < _LONG_ENOUGH_S and len(taken) < LEAST_SAMPLES):
-                taken.append((self.bench.sample(point), self.bench.conditions()))
-        except Skipped as reason:
-            self.skipped[point] = str(reason)
-        elapsed_s = time.monotonic() - started_s
-        self.spent_s += elapsed_s
-        others = load.other_cores() if elapsed_s >= _LONG_ENOUGH_S else 0.0
-        for seconds, device in taken:
-            self.journal.add(Sample(point=point, seconds=seconds, busy_cores=others, device=device))
-
-    def _check_machine(self) -> None:
-        samples = self.journal.samples
-        if self.policy.even_if_busy:
-            return
-        slowed = [reason for sample in samples for reason in faults_of(sample.device)]
-        if sum(bool(faults_of(sample.device)) for sample in samples) > _MOST_BUSY_SHARE * len(samples):
-            raise BusyError(
-                f"the GPU's clock is limited ({', '.join(sorted(set(slowed)))}); let it cool or raise the limit, and "
-                "run the same command again to resume, or measure anyway with --even-if-busy"
-            )
-        busy = [sample for sample in samples if is_busy(sample)]
-        if len(busy) > _MOST_BUSY_SHARE * len(samples):
-            cores = float(np.median([sample.busy_cores or 0.0 for sample in busy]))
-            raise BusyError(
-                f"the machine is busy: other processes used {cores:.1f} cores in {len(busy)} of {len(samples)} samples;"
-                " stop them and run the same command again to resume, or measure anyway with --even-if-busy"
-            )
-
-    def _tell(self, point: str) -> None:
-        if self.on_progress is not None:
-            samples, budget_s = len(self.journal.samples), self.policy.budget_s
-            steady = 0
-            if samples >= LEAST_SAMPLES * len(self.points):
-                steady = sum(len(self.journal.of(one)) >= LEAST_SAMPLES and self._is_done(one) for one in self.points)
-            late = " (time is up; the rest has too few samples)" if self.spent_s >= budget_s else ""
-            text = f"{samples} samples, {steady} of {len(self.points)} steady; {point}{late}; seconds"
-            self.on_progress(min(self.spent_s, budget_s), budget_s, text)
-
-
-# -- CampaignJournal: every sample is written at once, so that a killed campaign resumes.
-
-SUFFIX = ".journal"
-_FORMAT = "kvrsim journal 1"
-
-Seconds = Mapping[str, float]  # of one repetition, by what was timed
+    dropped = tuple(point for point in bench.points() if point not in points)
+    return Estimate(points=tuple(points), dropped=dropped, least_s=total_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +118,11 @@ class Sample:
     seconds: Seconds
     busy_cores: float | None  # cores that other processes used; None: not known
     device: Mapping[str, Any] | None = None  # clock and power of the GPU, see DeviceWatch; None: not known
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other processes used the machine, or heat or a power brake slowed the GPU."""
+        return bool(faults_of(self.device)) or (self.busy_cores is not None and self.busy_cores > busy_cores())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -325,13 +143,13 @@ class CampaignJournal:
         process uses it.
         """
         journal = cls(lines=Journal(path=path, form=_FORMAT, about=about, work="calibration", argument=argument))
-        for found in journal.lines.resume(_decoded):
-            if isinstance(found, Sample):
-                journal.samples.append(found)
-            elif found is None:
+        for line in journal.lines.resume(_decoded):
+            if isinstance(line, Sample):
+                journal.samples.append(line)
+            elif line is None:
                 journal.finished = True
             else:
-                journal.points = found
+                journal.points = line
         journal.resumed = len(journal.samples)
         return journal
 
@@ -383,13 +201,168 @@ def _decoded(line: JsonObject) -> Sample | tuple[str, ...] | None:
 
 
 def journal_path(output: str | Path) -> Path:
-    """Beside the file that the campaign is for."""
-    return Path(f"{output}{SUFFIX}")
+    """Next to the file that the campaign is for."""
+    return Path(f"{output}.journal")
 
 
-def seconds_of(samples: Sequence[Sample]) -> dict[str, list[Seconds]]:
-    """By point, what the fit's rows are made of."""
-    found: dict[str, list[Seconds]] = {}
-    for sample in samples:
-        found.setdefault(sample.point, []).append(sample.seconds)
-    return found
+def run_campaign(
+    bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: OnProgress | None = None
+) -> Outcome:
+    """Measure every point LEAST_SAMPLES times; then repeat those with imprecise medians until the budget is used up.
+
+    Samples in the journal count; a finished journal is only read. Raises BusyError where other processes used the
+    machine during most samples, or its clock was limited.
+    """
+    if journal.points is None:
+        journal.plan(estimate(bench, policy).points)
+    points = journal.points or ()
+    run = _Run(bench=bench, journal=journal, policy=policy, points=points, on_progress=on_progress)
+    if not journal.finished:
+        run.measure()
+        journal.finish()
+    dropped = [point for point in bench.points() if point not in points]
+    samples: dict[str, list[Seconds]] = {}
+    for point in points:
+        if counted := run.counted(point):
+            samples[point] = [sample.seconds for sample in counted]
+    taken = journal.samples
+    return Outcome(
+        rows=bench.rows(samples),
+        skipped=dict.fromkeys(dropped, f"would not fit into {policy.budget_s:.0f} s") | run.skipped,
+        samples=len(taken),
+        busy=sum(sample.is_busy for sample in taken),
+        load_known=any(sample.busy_cores is not None for sample in taken),
+        device=summary([sample.device for sample in taken if sample.device is not None]),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    bench: Bench
+    journal: CampaignJournal
+    policy: Policy
+    points: Sequence[str]
+    on_progress: OnProgress | None
+    skipped: dict[str, str] = field(default_factory=dict)
+    spent_s: float = 0.0
+
+    def measure(self) -> None:
+        for least in range(1, LEAST_SAMPLES + 1):
+            for point in self.points:
+                if point not in self.skipped and len(self._idle(point)) < least:
+                    self._visit(point)
+        self._check_machine()
+        while self.spent_s < self.policy.budget_s:
+            unsteady = [point for point in self.points if not self._is_done(point)]
+            for point in unsteady:
+                if self.spent_s < self.policy.budget_s:
+                    self._visit(point)
+            if not unsteady:
+                break
+        self._check_machine()
+
+    def counted(self, point: str) -> list[Sample]:
+        """Samples on an idle machine; of a point that has too few of them, all."""
+        idle = self._idle(point)
+        return idle if len(idle) >= LEAST_SAMPLES else self.journal.of(point)
+
+    def _idle(self, point: str) -> list[Sample]:
+        return [one for one in self.journal.of(point) if self.policy.even_if_busy or not one.is_busy]
+
+    def _is_done(self, point: str) -> bool:
+        if point in self.skipped or len(self.journal.of(point)) >= self.policy.most_samples:
+            return True
+        totals = [sum(sample.seconds.values()) for sample in self.counted(point)]
+        return len(totals) >= LEAST_SAMPLES and median_error(totals) <= self.policy.error * median(totals)
+
+    def _visit(self, point: str) -> None:
+        """One sample, or several of a short point; a point that cannot be measured is skipped from now on."""
+        if self.on_progress is not None:
+            self.on_progress(min(self.spent_s, self.policy.budget_s), self.policy.budget_s, self._progress(point))
+        load = CpuLoad(own_pids=self.bench.pids())
+        started_s = time.monotonic()
+        taken: list[tuple[Seconds, Mapping[str, Any] | None]] = []
+        try:
+            while not taken or (time.monotonic() - started_s < _LONG_ENOUGH_S and len(taken) < LEAST_SAMPLES):
+                taken.append((self.bench.sample(point), self.bench.conditions()))
+        except Skipped as reason:
+            self.skipped[point] = str(reason)
+        elapsed_s = time.monotonic() - started_s
+        self.spent_s += elapsed_s
+        others = load.other_cores() if elapsed_s >= _LONG_ENOUGH_S else 0.0
+        for seconds, device in taken:
+            self.journal.add(Sample(point=point, seconds=seconds, busy_cores=others, device=device))
+
+    def _progress(self, point: str) -> str:
+        samples = len(self.journal.samples)
+        is_steady = [len(self.journal.of(one)) >= LEAST_SAMPLES and self._is_done(one) for one in self.points]
+        steady = sum(is_steady) if samples >= LEAST_SAMPLES * len(self.points) else 0
+        late = " (time is up; the rest has too few samples)" if self.spent_s >= self.policy.budget_s else ""
+        return f"{samples} samples, {steady} of {len(self.points)} steady; {point}{late}; seconds"
+
+    def _check_machine(self) -> None:
+        samples = [] if self.policy.even_if_busy else self.journal.samples
+        slowed = [faults for sample in samples if (faults := faults_of(sample.device))]
+        if len(slowed) > _MOST_BUSY_SHARE * len(samples):
+            reasons = ", ".join(sorted({reason for faults in slowed for reason in faults}))
+            raise BusyError(
+                f"the GPU's clock is limited ({reasons}); let it cool or raise the limit, and "
+                "run the same command again to resume, or measure anyway with --even-if-busy"
+            )
+        busy = [sample for sample in samples if sample.is_busy]
+        if len(busy) > _MOST_BUSY_SHARE * len(samples):
+            cores = float(np.median([sample.busy_cores or 0.0 for sample in busy]))
+            raise BusyError(
+                f"the machine is busy: other processes used {cores:.1f} cores in {len(busy)} of {len(samples)} samples;"
+                " stop them and run the same command again to resume, or measure anyway with --even-if-busy"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Campaign:
+    """What is measured, and where the rows are written."""
+
+    build: Callable[[], Bench]
+    about: Mapping[str, Any]  # settings and machine; a journal of others is refused
+    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # what the CSV says of its rows, given them
+    output: Path  # the CSV
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Result of a campaign, and its journal; the caller removes the journal when nothing has to be repeated."""
+
+    outcome: Outcome
+    journal: CampaignJournal
+
+
+def measure(
+    campaign: Campaign,
+    policy: Policy,
+    *,
+    on_estimate: Callable[[Estimate, int], None] | None = None,
+    on_progress: OnProgress | None = None,
+) -> Measured:
+    """Measure, and write the CSV, from a new journal or that of an interrupted run.
+
+    `on_estimate` receives the plan, and how many samples an interrupted run has left. Raises
+    InputError for a journal of other settings, BusyError for a machine that other processes use.
+    """
+    journal = CampaignJournal.open(journal_path(campaign.output), campaign.about, "output")
+    try:
+        bench = campaign.build()
+        try:
+            if on_estimate is not None:
+                on_estimate(estimate(bench, policy), journal.resumed)
+            outcome = run_campaign(bench, journal, policy, on_progress)
+        finally:
+            bench.close()
+        state = {"device_state": dict(outcome.device)} if outcome.device else {}
+        write_measurements(campaign.output, outcome.rows, origin={**campaign.origin(outcome.rows), **state})
+    except BaseException:
+        journal.close()
+        raise
+    finally:
+        if not journal.samples:
+            journal.remove()
+    return Measured(outcome=outcome, journal=journal)

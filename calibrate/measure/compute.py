@@ -1,8 +1,8 @@
-"""The points of a ComputeBench: which chunks and prefixes are timed, and the measurements that their samples become."""
+"""ComputeBench: the points of a model's layers, each timed by a ForwardTimer, and the measurements that they become."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,7 @@ import numpy as np
 from calibrate.data import Measurement
 from calibrate.measure.campaign import Campaign, Seconds
 from calibrate.measure.device import device_name, origin, spec_of, versions
-from calibrate.measure.forward import (
-    HEAT_S,
-    LAYERS,
-    ComputeSetup,
-    ForwardTimer,
-    ForwardTimes,
-    Point,
-    mean,
-    mean_layer_s,
-)
+from calibrate.measure.forward import HEAT_S, HOST_CHUNK, LAYERS, ComputeSetup, ForwardTimer, Point
 from calibrate.measure.ranks import PendingRanks
 from kvrsim.interp import quartiles
 from kvrsim.io.schema import fields_to_json
@@ -29,6 +20,18 @@ from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.scenario import dtype_bytes
+
+SOURCE = "kvrsim calibrate compute"
+BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
+
+_LEAST_CHUNK = 64
+_PROBE = 256  # tokens of the forward that shows how fast the device is
+_MARKED_S = 2e-2  # of a forward; in a shorter one marks take a large part: its layers are also timed without them
+_HOST = ("host_layer", "host_prepare")  # of the host; all else is of the device
+_BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
+_OUTSIDE = ("prepare", "embedding", "head")  # of the layers
+_FENCE = 1.5  # interquartile ranges
+_LEAST_S = 1e-9  # below this nothing was measured
 
 
 def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:
@@ -45,7 +48,7 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
         return origin(setup.device, setup.threads, command) | {
-            "gpu": gpu_json(setup),
+            "gpu": spec_of(setup.device, setup.dtype, setup.threads).to_dict(),
             "model": dict(setup.config),
             "model_name": setup.model.name,
         }
@@ -53,17 +56,9 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
     return Campaign(build=lambda: ComputeBench.build(setup), about=about, origin=origin_of, output=output)
 
 
-def gpu_json(setup: ComputeSetup) -> dict[str, Any]:
-    """The device as a cluster file has it."""
-    return spec_of(setup.device, setup.dtype, setup.threads).to_dict()
-
-
 def layer_kv_bytes(setup: ComputeSetup) -> int:
     """K and V of one layer for the longest context: the longest message of a prefill."""
     return setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
-
-
-_LEAST_CHUNK = 64
 
 
 def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
@@ -75,8 +70,8 @@ def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
     every other chunk size. Powers of two, alone and at the end of the context, come first.
     """
     ranked: dict[Point, tuple[int, int, int]] = {}
+    chunks = _chunks(max_context)
     for index, kernel in enumerate(kernels):
-        chunks = _chunks(max_context)
         for place, chunk in enumerate(chunks):
             if index > 0 and place % 2 and len(chunks) > 1:
                 continue
@@ -85,17 +80,6 @@ def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
                     point = Point(kernel=kernel, chunk=chunk, prefix=prefix)
                     ranked.setdefault(point, (max(rank - 1, 0) + 2 * (place % 2), index, chunk))
     return sorted(ranked, key=lambda point: ranked[point])
-
-
-def block_points(points: Sequence[Point]) -> list[Point]:
-    """Blocks of a ring with as many keys as queries, of a half, a quarter and an eighth of the longest context.
-
-    Eager attention takes a block as any other rectangle.
-    """
-    longest = max(point.chunk + point.prefix for point in points)
-    kernels = sorted({point.kernel for point in points} - {"eager"})
-    sizes = [longest // part for part in (2, 4, 8) if longest // part >= _LEAST_CHUNK]
-    return [Point(kernel=kernel, chunk=size, prefix=size) for kernel in kernels for size in sizes]
 
 
 def _chunks(max_context: int) -> list[int]:
@@ -107,16 +91,124 @@ def _chunks(max_context: int) -> list[int]:
     return chunks or [max_context]
 
 
-SOURCE = "kvrsim calibrate compute"
-HOST_PREFIX = "host "  # of points that time the host, before the attention kernel
-PENDING_PREFIX = "pending "  # of points that time a layer beside a receive that waits, before the point
-BLOCK_PREFIX = "block "  # of points that time a ring's attention to another rank's block, before the point
-BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
+def _block_points(points: Sequence[Point]) -> list[Point]:
+    """Blocks of a ring with as many keys as queries, of a half, a quarter and an eighth of the longest context.
 
-_BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
-_OUTSIDE = ("prepare", "embedding", "head")  # of the layers
-_FENCE = 1.5  # interquartile ranges
-_LEAST_S = 1e-9  # below this nothing was measured
+    Eager attention takes a block as any other rectangle.
+    """
+    longest = max(point.chunk + point.prefix for point in points)
+    kernels = sorted({point.kernel for point in points} - {"eager"})
+    sizes = [longest // part for part in (2, 4, 8) if longest // part >= _LEAST_CHUNK]
+    return [Point(kernel=kernel, chunk=size, prefix=size, kind="block") for kernel in kernels for size in sizes]
+
+
+def _pending_points(points: Sequence[Point]) -> list[Point]:
+    """Up to three of the first kernel without a prefix, about the chunks that a rank of a long prefill has."""
+    first = points[0].kernel
+    alone = sorted({point.chunk for point in points if point.kernel == first and point.prefix == 0})
+    powers = [chunk for chunk in alone if chunk & (chunk - 1) == 0]
+    return [Point(kernel=first, chunk=chunk, prefix=0, kind="pending") for chunk in (powers or alone)[-1:-6:-2]]
+
+
+@dataclass(slots=True)
+class ComputeBench:
+    """Forward passes of LAYERS layers with random weights behind random prefixes."""
+
+    setup: ComputeSetup
+    timer: ForwardTimer
+    _warm: set[str] = field(default_factory=set)  # points that have run once
+    _rate: float = 0.0  # FLOP/s, of the probe
+    _least_s: float = 0.0  # of a forward, whatever its length
+    _pending: PendingRanks | None = None  # started when they are first used
+
+    @classmethod
+    def build(cls, setup: ComputeSetup) -> ComputeBench:
+        """Load the models, and measure how fast the device is."""
+        bench = cls(setup, ForwardTimer.build(setup))
+        bench._probe()
+        return bench
+
+    def points(self) -> Sequence[str]:
+        """The grid; on a CPU also blocks of a ring, elsewhere the host's time, and layers during a pending receive."""
+        points = grid(self.setup.max_context, self.setup.kernels)
+        if self.timer.clock.host_is_device:
+            first, *rest = points
+            return [point.key for point in (first, *_block_points(points), *rest)]
+        hosts = [Point(kernel=kernel, chunk=HOST_CHUNK, prefix=0, kind="host") for kernel in self.setup.kernels]
+        pending = _pending_points(points) if self.setup.num_gpus > 1 else []
+        return [point.key for point in (*hosts, *pending, *points)]
+
+    def expected_s(self, point: str) -> float:
+        """FLOPs at the probe's rate, and the heating; eager kernels take longer than their FLOPs."""
+        at, model = Point.parse(point), self.setup.model
+        heads = model.num_attention_heads * model.head_dim
+        if at.kind == "block":
+            return 2 * 1.5 * 4.0 * heads * at.chunk * at.prefix / self._rate
+        slower = 4.0 if at.kernel == "eager" else 1.5
+        rows = 2.0 * model.layers[0].active_parameters * at.chunk
+        scores = 4.0 * heads * at.chunk * (at.prefix + at.chunk)
+        forward_s = self._least_s + LAYERS * (rows + slower * scores) / self._rate
+        forwards_s = forward_s * (2 if forward_s < _MARKED_S else 1)
+        return forwards_s + (HEAT_S if self._heats(at, forward_s) else 0.0)
+
+    def sample(self, point: str) -> Seconds:
+        """One forward, on a GPU at the clock of a long prefill; the first of a point is not counted.
+
+        Raises Skipped where it does not fit.
+        """
+        at = Point.parse(point)
+        if at.kind == "pending":
+            if self._pending is None:
+                self._pending = PendingRanks(self.setup)
+            return self._pending.sample(point)
+        if at.kind == "block":
+            return self.timer.block(at)
+        bare = at.kind == "host"
+        if point not in self._warm:
+            self.timer.check_memory(at)
+            self.timer.forward(at, bare=bare)
+            self._warm.add(point)
+        times = self.timer.forward(at, bare=bare, heat=self._heats(at, self.timer.known_s.get(at, 0.0)))
+        found = {name: seconds for name, seconds in times.items() if (name in _HOST) is bare}
+        if not bare and self.timer.known_s[at] < _MARKED_S:
+            found[BARE_LAYER] = self.timer.layer_s(at)
+        return found
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        """What NVML said while the last sample was taken; None on a CPU."""
+        return None if self.timer.reading is None else fields_to_json(self.timer.reading)
+
+    def _heats(self, at: Point, forward_s: float) -> bool:
+        """Whether the device has to be heated first; the host's time is its own."""
+        return not self.timer.clock.host_is_device and at.kind != "host" and forward_s < HEAT_S
+
+    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+        """Medians of the layers' parts; what depends on the chunk alone is put together."""
+        setup = self.setup
+        return compute_rows(samples, setup.model, dtype=setup.dtype, device=device_name(setup.device, setup.threads))
+
+    def pids(self) -> Sequence[int]:
+        """Of the ranks that time a pending receive, once they run."""
+        return () if self._pending is None else self._pending.pids
+
+    def close(self) -> None:
+        """Release the memory, and end the ranks."""
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
+        self.timer.close()
+
+    def _probe(self) -> None:
+        """A short forward and a longer one: what any forward takes, and FLOPs per second."""
+        tokens = min(_PROBE, self.setup.max_context)
+        seconds = []
+        for chunk in (1, tokens):
+            at = Point(kernel=self.setup.kernels[0], chunk=chunk, prefix=0)
+            times = [self.timer.forward(at) for _ in range(3)]
+            seconds.append(min(sum(one[name] for name in _OUTSIDE) + LAYERS * one["layer"] for one in times))
+        flops = LAYERS * 2.0 * self.setup.model.layers[0].active_parameters * tokens
+        self._least_s = seconds[0]
+        self._rate = flops / max(seconds[1] - seconds[0], 0.1 * seconds[1])
 
 
 def compute_rows(
@@ -127,111 +219,77 @@ def compute_rows(
     Where layers were also timed without marks, their parts are scaled to add up to those times.
     """
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
-    chunks: dict[int, list[Seconds]] = {}
-    found: list[Measurement] = []
     for key, taken in samples.items():
-        if key.startswith(HOST_PREFIX):
-            found += rows.host(taken)
-            continue
-        if key.startswith(PENDING_PREFIX):
-            found += rows.pending(Point.parse(key.removeprefix(PENDING_PREFIX)), taken)
-            continue
-        if key.startswith(BLOCK_PREFIX):
-            found += rows.block(Point.parse(key.removeprefix(BLOCK_PREFIX)), taken)
-            continue
-        point, taken = Point.parse(key), _unmarked(taken)
-        chunks.setdefault(point.chunk, []).extend(taken)
-        found += rows.of_point(point, taken)
-    for chunk in sorted(chunks):
-        found += rows.of_chunk(chunk, chunks[chunk])
-    found += rows.head([seconds for taken in chunks.values() for seconds in taken])
-    return found
+        rows.add_point(Point.parse(key), taken)
+    rows.add_chunks()
+    return rows.found
 
 
 class _Rows:
-    """Makes measurements with common fields."""
+    """Measurements with common fields."""
 
     def __init__(self, *, model: ModelSpec, common: Mapping[str, Any]) -> None:
         self.model, self.common = model, common
         self.element_bytes = dtype_bytes(common["dtype"])
-        self.traffic = traffic_of(model)
+        self.chunks: dict[int, list[Seconds]] = {}  # samples of whole forwards by their chunk
+        self.found: list[Measurement] = []
 
-    def of_point(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """Attention, and sums over the layer."""
-        for operation in _BY_POINT:
-            heads = self._heads() if operation == "attention" else {}
-            yield from self._row(
-                operation,
-                [seconds[operation] for seconds in taken],
-                kernel=point.kernel,
-                chunk=point.chunk,
-                prefix=point.prefix,
-                **heads,
-            )
-
-    def _heads(self) -> dict[str, int]:
+    def add_point(self, point: Point, taken: Sequence[Seconds]) -> None:
+        """What depends on the point: attention, sums over the layer, the host; keep the rest for `add_chunks`."""
         model = self.model
-        return {
+        call = {"kernel": point.kernel, "chunk": point.chunk, "prefix": point.prefix}
+        heads = {
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
         }
+        if point.kind == "host":
+            for operation in _HOST:
+                self._add(operation, operation, taken, kernel="torch")
+        elif point.kind == "pending":
+            for operation in ("layer_alone", "layer_pending"):
+                self._add(operation, operation, taken, **call)
+        elif point.kind == "block":
+            mixer = model.layers[0].mixer
+            assert isinstance(mixer, Attention)
+            self._add("block", "block", taken, **call, **heads)
+            self._add("merge", "merge", taken, **self._moved(measured_merge(mixer).nbytes, point.chunk))
+        else:
+            unmarked = _unmarked(taken)
+            self.chunks.setdefault(point.chunk, []).extend(unmarked)
+            for operation in _BY_POINT:
+                self._add(operation, operation, unmarked, **call, **(heads if operation == "attention" else {}))
 
-    def block(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """A ring's attention to a block, and the merging of its result."""
-        sizes = {"chunk": point.chunk, "prefix": point.prefix}
-        yield from self._row("block", [one["block"] for one in taken], kernel=point.kernel, **sizes, **self._heads())
-        mixer = self.model.layers[0].mixer
-        assert isinstance(mixer, Attention)
-        nbytes = round(measured_merge(mixer).nbytes * point.chunk * self.element_bytes / 2)
-        seconds = [one["merge"] for one in taken]
-        yield from self._row("merge", seconds, kernel="torch", tokens=point.chunk, bytes=nbytes)
-
-    def of_chunk(self, chunk: int, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """Products, element-wise kernels, the cache's update."""
-        for name in taken[0]:
-            if name.startswith("gemm "):
-                fan_in, fan_out = (int(text) for text in name.split()[1:])
-                sizes = {"tokens": chunk, "in_features": fan_in, "out_features": fan_out}
-                yield from self._row("gemm", [one[name] for one in taken], kernel="torch.nn.Linear", **sizes)
-        for operation, nbytes in self.traffic.items():
-            moved = {"tokens": chunk, "bytes": round(nbytes * chunk * self.element_bytes / 2)}
-            yield from self._row(operation, [one[operation] for one in taken], kernel="torch", **moved)
-        copied = 2 * self.model.layer_cache_bytes(chunk, self.element_bytes)
-        appended = {"chunk": chunk, "prefix": 0, "bytes": copied}
-        yield from self._row("cache_append", [one["cache_append"] for one in taken], kernel="torch", **appended)
-
-    def head(self, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """Logits of one token."""
-        if taken:
-            head = self.model.lm_head
+    def add_chunks(self) -> None:
+        """Products, element-wise kernels and the cache's update of each chunk; the logits of one token."""
+        for chunk, taken in sorted(self.chunks.items()):
+            for name in taken[0]:
+                if name.startswith("gemm "):
+                    fan_in, fan_out = map(int, name.split()[1:])
+                    sizes = {"tokens": chunk, "in_features": fan_in, "out_features": fan_out}
+                    self._add("gemm", name, taken, kernel="torch.nn.Linear", **sizes)
+            for operation, nbytes in traffic_of(self.model).items():
+                self._add(operation, operation, taken, **self._moved(nbytes, chunk))
+            copied = 2 * self.model.layer_cache_bytes(chunk, self.element_bytes)
+            self._add("cache_append", "cache_append", taken, kernel="torch", chunk=chunk, prefix=0, bytes=copied)
+        if self.chunks:
+            head, every = self.model.lm_head, [seconds for taken in self.chunks.values() for seconds in taken]
             sizes = {"in_features": head.in_features, "out_features": head.out_features}
-            yield from self._row("head", [seconds["head"] for seconds in taken], kernel="torch.nn.Linear", **sizes)
+            self._add("head", "head", every, kernel="torch.nn.Linear", **sizes)
 
-    def host(self, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """The host issuing a layer, and what comes before the first one."""
-        for operation in ("host_layer", "host_prepare"):
-            yield from self._row(operation, [seconds[operation] for seconds in taken], kernel="torch")
+    def _moved(self, nbytes: float, tokens: int) -> dict[str, Any]:
+        """Of an element-wise kernel; nbytes: per token, of two-byte elements."""
+        return {"kernel": "torch", "tokens": tokens, "bytes": round(nbytes * tokens * self.element_bytes / 2)}
 
-    def pending(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """A layer alone, and beside a receive that waits."""
-        for operation in ("layer_alone", "layer_pending"):
-            seconds = [one[operation] for one in taken]
-            yield from self._row(operation, seconds, kernel=point.kernel, chunk=point.chunk, prefix=point.prefix)
-
-    def _row(self, operation: str, seconds: Sequence[float], **fields: Any) -> Iterator[Measurement]:
+    def _add(self, operation: str, name: str, taken: Sequence[Seconds], **fields: Any) -> None:
         """No row where nothing was measured, such as rotary embedding under ALiBi."""
+        seconds = [one[name] for one in taken]
         low, median_s, high = quartiles(seconds)
         if median_s > _LEAST_S:
             fence_s = _FENCE * (high - low)  # Tukey's fences: outliers are clipped to them
             mean_s = float(np.mean(np.clip(seconds, low - fence_s, high + fence_s)))
-            yield Measurement(
-                operation=operation,
-                median_s=median_s,
-                mean_s=mean_s,
-                spread_s=high - low,
-                **{**self.common, **fields},
-            )
+            times = {"median_s": median_s, "mean_s": mean_s, "spread_s": high - low}
+            self.found.append(Measurement(operation=operation, **times, **{**self.common, **fields}))
 
 
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
@@ -262,160 +320,3 @@ def traffic_of(model: ModelSpec) -> dict[str, float]:
         "residual": nbytes["residual"],
         "embedding": 4.0 * model.hidden_size,
     }
-
-
-# -- ComputeBench: the points of a model's layers, each timed by a ForwardTimer.
-
-_PROBE = 256  # tokens of the forward that shows how fast the device is
-_HOST_CHUNK = 64  # tokens of the forwards that show how long the host takes
-_MARKED_S = 2e-2  # of a forward; in a shorter one marks take a large part: its layers are also timed without them
-
-
-@dataclass(slots=True)
-class ComputeBench:
-    """Forward passes of LAYERS layers with random weights behind random prefixes."""
-
-    setup: ComputeSetup
-    timer: ForwardTimer
-    _warm: set[str] = field(default_factory=set)  # points that have run once
-    _rate: float = 0.0  # FLOP/s, of the probe
-    _least_s: float = 0.0  # of a forward, whatever its length
-    _pending: PendingRanks | None = None  # started when they are first asked for
-
-    @classmethod
-    def build(cls, setup: ComputeSetup) -> ComputeBench:
-        """Load the models, and measure how fast the device is."""
-        bench = cls(setup, ForwardTimer.build(setup))
-        bench._probe()
-        return bench
-
-    def points(self) -> Sequence[str]:
-        """The grid; on a CPU also blocks of a ring, elsewhere the host's time, and layers beside a pending receive."""
-        points = grid(self.setup.max_context, self.setup.kernels)
-        found = [point.key for point in points]
-        if self.timer.clock.host_is_device:
-            return [found[0], *(f"{BLOCK_PREFIX}{point.key}" for point in block_points(points)), *found[1:]]
-        beside = (
-            [f"{PENDING_PREFIX}{point.key}" for point in _pending_points(points)] if self.setup.num_gpus > 1 else []
-        )
-        return [*(f"{HOST_PREFIX}{kernel}" for kernel in self.setup.kernels), *beside, *found]
-
-    def expected_s(self, point: str) -> float:
-        """FLOPs at the probe's rate, and the heating; eager kernels take longer than their FLOPs."""
-        at = self._point(point)
-        if point.startswith(BLOCK_PREFIX):
-            model = self.setup.model
-            return 2 * 1.5 * 4.0 * model.num_attention_heads * model.head_dim * at.chunk * at.prefix / self._rate
-        slower = 4.0 if at.kernel == "eager" else 1.5
-        model, layer = self.setup.model, self.setup.model.layers[0]
-        rows = 2.0 * layer.active_parameters * at.chunk
-        scores = 4.0 * model.num_attention_heads * model.head_dim * at.chunk * (at.prefix + at.chunk)
-        forward_s = self._least_s + LAYERS * (rows + slower * scores) / self._rate
-        forwards_s = forward_s * (2 if forward_s < _MARKED_S else 1)
-        return forwards_s + (HEAT_S if self._heats(point, forward_s) else 0.0)
-
-    def sample(self, point: str) -> Seconds:
-        """One forward, on a GPU at the clock of a long prefill; the first of a point is not counted.
-
-        Raises Skipped where it does not fit.
-        """
-        if point.startswith(PENDING_PREFIX):
-            return self._beside_pending(point.removeprefix(PENDING_PREFIX))
-        if point.startswith(BLOCK_PREFIX):
-            return self.timer.block(self._point(point))
-        at, bare = self._point(point), point.startswith(HOST_PREFIX)
-        if point not in self._warm:
-            self.timer.check_memory(at)
-            self.timer.forward(at, bare=bare)
-            self._warm.add(point)
-        times, host_s = self.timer.forward(at, bare=bare, heat=self._heats(point, self.timer.known_s.get(at, 0.0)))
-        if bare:
-            return {"host_layer": host_s, "host_prepare": times.host_prepare}
-        found = _named(times)
-        if self.timer.known_s[at] < _MARKED_S:
-            found[BARE_LAYER] = self.timer.layer_s(at)
-        return found
-
-    def conditions(self) -> Mapping[str, Any] | None:
-        """What NVML said while the last sample was taken; None on a CPU."""
-        return None if self.timer.reading is None else fields_to_json(self.timer.reading)
-
-    def _heats(self, point: str, forward_s: float) -> bool:
-        """Whether the device has to be heated first; the host's time is its own."""
-        return not self.timer.clock.host_is_device and not point.startswith(HOST_PREFIX) and forward_s < HEAT_S
-
-    def _beside_pending(self, key: str) -> Seconds:
-        """A layer alone and beside a receive that waits, on two ranks of their own."""
-        if self._pending is None:
-            self._pending = PendingRanks(self.setup)
-        return self._pending.sample(key)
-
-    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
-        """Medians of the layers' parts; what depends on the chunk alone is put together."""
-        setup = self.setup
-        return compute_rows(samples, setup.model, dtype=setup.dtype, device=device_name(setup.device, setup.threads))
-
-    def pids(self) -> Sequence[int]:
-        """Of the ranks that time a pending receive, once they run."""
-        return () if self._pending is None else self._pending.pids
-
-    def close(self) -> None:
-        """Give the memory back, and end the ranks."""
-        if self._pending is not None:
-            self._pending.close()
-            self._pending = None
-        self.timer.close()
-
-    def _point(self, key: str) -> Point:
-        if key.startswith(HOST_PREFIX):
-            return Point(kernel=key.removeprefix(HOST_PREFIX), chunk=_HOST_CHUNK, prefix=0)
-        return Point.parse(key.removeprefix(PENDING_PREFIX).removeprefix(BLOCK_PREFIX))
-
-    def _probe(self) -> None:
-        """A short forward and a longer one: what any forward takes, and FLOPs a second."""
-        kernel = self.setup.kernels[0]
-        tokens = min(_PROBE, self.setup.max_context)
-        seconds = []
-        for chunk in (1, tokens):
-            at = Point(kernel=kernel, chunk=chunk, prefix=0)
-            seconds.append(min(_total(self.timer.forward(at)[0]) for _ in range(3)))
-        flops = LAYERS * 2.0 * self.setup.model.layers[0].active_parameters * tokens
-        self._least_s = seconds[0]
-        self._rate = flops / max(seconds[1] - seconds[0], 0.1 * seconds[1])
-
-
-def _pending_points(points: Sequence[Point]) -> list[Point]:
-    """Up to three of the first kernel without a prefix, about the chunks that a rank of a long prefill has."""
-    first = points[0].kernel
-    alone = sorted({point.chunk for point in points if point.kernel == first and point.prefix == 0})
-    powers = [chunk for chunk in alone if chunk & (chunk - 1) == 0]
-    return [Point(kernel=first, chunk=chunk, prefix=0) for chunk in (powers or alone)[-1:-6:-2]]
-
-
-def _named(times: ForwardTimes) -> dict[str, float]:
-    """Seconds by what was timed, each the mean of its like in a layer and of the layers."""
-    layers = times.layers
-    found = {
-        "prepare": times.prepare,
-        "embedding": times.embedding,
-        "head": times.head,
-        "layer": mean_layer_s(times),
-        "before_attention": mean([layer.before for layer in layers]),
-        "cache_append": mean([layer.append for layer in layers]),
-        "attention": mean([layer.attention for layer in layers]),
-        "after_attention": mean([layer.after for layer in layers]),
-        "norm": mean([norm for layer in layers for norm in layer.norms]),
-        "rotary": mean([layer.rotary for layer in layers]),
-        "activation": mean([layer.activation for layer in layers]),
-        "residual": mean([layer.residual for layer in layers]),
-    }
-    shapes: dict[tuple[int, int], list[float]] = {}
-    for layer in layers:
-        for fan_in, fan_out, seconds in layer.gemms:
-            shapes.setdefault((fan_in, fan_out), []).append(seconds)
-    return found | {f"gemm {fan_in} {fan_out}": mean(all_s) for (fan_in, fan_out), all_s in shapes.items()}
-
-
-def _total(times: ForwardTimes) -> float:
-    named = _named(times)
-    return times.prepare + times.embedding + times.head + LAYERS * named["layer"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,25 +27,37 @@ from kvrsim.runtime.model import load_model
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Point:
-    """One forward pass: `chunk` tokens behind `prefix` tokens whose keys and values are there."""
+    """One forward pass: `chunk` tokens behind `prefix` tokens whose keys and values are there.
+
+    Of another kind are timed: the host's part of a forward (host), a layer during a pending receive (pending), and a
+    ring's attention to a block of `prefix` keys (block).
+    """
 
     kernel: str  # attention: "eager", "sdpa" or "flash"
     chunk: int
     prefix: int
+    kind: str = ""  # host, pending or block
 
     @property
     def key(self) -> str:
-        """As in journals, such as "sdpa 64+128"."""
-        return f"{self.kernel} {self.chunk}+{self.prefix}"
+        """As in journals, such as "sdpa 64+128", "pending sdpa 64+0" and "host sdpa"."""
+        sizes = "" if self.kind == "host" else f" {self.chunk}+{self.prefix}"
+        return f"{self.kind} {self.kernel}{sizes}".lstrip()
 
     @classmethod
     def parse(cls, key: str) -> Point:
         """Back from its key."""
-        kernel, _, sizes = key.partition(" ")
-        chunk, _, prefix = sizes.partition("+")
-        return cls(kernel=kernel, chunk=int(chunk), prefix=int(prefix))
+        kind, *rest = key.split(" ")
+        if kind == "host":
+            return cls(kernel=rest[0], chunk=HOST_CHUNK, prefix=0, kind=kind)
+        if kind not in ("pending", "block"):
+            kind, rest = "", [kind, *rest]
+        kernel, sizes = rest
+        chunk, prefix = sizes.split("+")
+        return cls(kernel=kernel, chunk=int(chunk), prefix=int(prefix), kind=kind)
 
 
+HOST_CHUNK = 64  # tokens of the forwards that show how long the host takes
 LAYERS = 2  # of the timed model: the second one reads what a layer has written, as in a whole model
 HEAT_S = 0.3  # of the layers' own work before a shorter sample: an idle GPU starts at clocks that it cannot sustain
 _HOLD = 1.5  # times the host's time to issue a forward: for so long the device is kept busy before it
@@ -108,7 +121,7 @@ class ForwardTimer:
 
     def layer_s(self, at: Point, *, heat: bool = False) -> float:
         """Device seconds of a layer of which only its ends and attention's are marked."""
-        return mean_layer_s(self.forward(at, bare=True, heat=heat)[0])
+        return self.forward(at, bare=True, heat=heat)["layer"]
 
     def check_memory(self, at: Point) -> None:
         """Raise Skipped for what a CPU's memory would not hold; a GPU reports that itself."""
@@ -123,8 +136,8 @@ class ForwardTimer:
         if free is not None and needed > 0.8 * free:
             raise Skipped(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
-    def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> tuple[ForwardTimes, float]:
-        """Times of the parts, and the host's seconds a layer; bare: mark whole layers only. Raises Skipped."""
+    def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> dict[str, float]:
+        """Seconds of the parts, see LayerParts; bare: mark whole layers only. Raises Skipped."""
         model = self.models[at.kernel]
         geometry = Geometry.of(model)
         parts = LayerParts(model, geometry, bare=bare)
@@ -147,7 +160,7 @@ class ForwardTimer:
             forward()
             self.clock.wait()
 
-    def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> tuple[ForwardTimes, float]:
+    def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
         forward = self._prepared(model, geometry, at, _Marks(self.clock))
         hold_s = 0.0
         for _ in range(1 if self.clock.host_is_device else 2):  # the first shows how long the host takes
@@ -162,8 +175,7 @@ class ForwardTimer:
             hold_s = _HOLD * found[-1].host_s
         corrected = without_marks(found)
         self.known_s[at] = corrected[-1].device_s - corrected[0].device_s
-        times = parts.times(corrected)
-        return times, sum(layer.host for layer in times.layers) / len(times.layers)
+        return parts.times(corrected)
 
     def _prepared(
         self, model: Any, geometry: Geometry, at: Point, listener: CacheListener | None
@@ -213,16 +225,6 @@ class ForwardTimer:
         self.models[kernel] = model
 
 
-def mean_layer_s(times: ForwardTimes) -> float:
-    """Device seconds of a layer, the mean of all."""
-    return mean([layer.before + layer.append + layer.attention + layer.after for layer in times.layers])
-
-
-def mean(values: Sequence[float]) -> float:
-    """Of at least one value."""
-    return sum(values) / len(values)
-
-
 def _free_bytes() -> int | None:
     """What Linux says could be allocated."""
     try:
@@ -246,33 +248,6 @@ class Part:
     shape: tuple[int, int] | None = None  # of a gemm: in_features, out_features
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerTimes:
-    """Device seconds of one decoder layer's parts, in one forward pass."""
-
-    before: float  # up to the cache update: norm, projections, rotary embedding
-    append: float  # the cache's update
-    attention: float
-    after: float  # output projection to the end
-    host: float  # the host issuing all of it
-    gemms: Sequence[tuple[int, int, float]]  # in_features, out_features, seconds: one each
-    norms: Sequence[float]  # one each
-    activation: float  # the MLP without its matrix products
-    rotary: float  # rest of `before`: rotary embedding, reshaping; without the norms of queries and keys
-    residual: float  # rest of `after`: residual additions
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardTimes:
-    """Device seconds of one forward pass."""
-
-    prepare: float  # before the first layer, without the embedding: mask, rotary tables
-    host_prepare: float  # the host issuing all of that and the embedding
-    embedding: float
-    layers: Sequence[LayerTimes]
-    head: float  # logits
-
-
 class LayerParts:
     """The modules of a model's layers that are marked, and their times from the marks of a forward pass."""
 
@@ -286,43 +261,58 @@ class LayerParts:
         names = [part.name for part in self.parts]
         return hooked(self.model, self.geometry, clock, parts=names, ends=True)
 
-    def times(self, marks: Sequence[Mark]) -> ForwardTimes:
-        """The parts of a forward pass whose first mark is its start."""
+    def times(self, marks: Sequence[Mark]) -> dict[str, float]:
+        """Seconds of a forward pass whose first mark is its start, by what was timed; of layers the mean.
+
+        prepare: before the first layer, without the embedding (mask, rotary tables); head: logits; layer: the whole;
+        host_prepare and host_layer: the host issuing all before the first layer, and a layer.
+        """
         device = _Spans({mark.name: mark.device_s for mark in marks})
         firsts = [index for index, mark in enumerate(marks) if mark.name == "layer"]
         lasts = [index for index, mark in enumerate(marks) if mark.name == "layer_end"]
         layers = [self._layer(marks[first : last + 1]) for first, last in zip(firsts, lasts, strict=True)]
         embedding = device.of("embedding")
-        return ForwardTimes(
-            prepare=max(marks[firsts[0]].device_s - marks[0].device_s - embedding, 0.0),
-            host_prepare=marks[firsts[0]].host_s - marks[0].host_s,
-            embedding=embedding,
-            layers=layers,
-            head=device.of("head"),
-        )
+        return {
+            "prepare": max(marks[firsts[0]].device_s - marks[0].device_s - embedding, 0.0),
+            "host_prepare": marks[firsts[0]].host_s - marks[0].host_s,
+            "embedding": embedding,
+            "head": device.of("head"),
+            **{name: fmean(layer[name] for layer in layers) for name in layers[0]},
+        }
 
-    def _layer(self, marks: Sequence[Mark]) -> LayerTimes:
+    def _layer(self, marks: Sequence[Mark]) -> dict[str, float]:
+        """Device seconds of one decoder layer's parts, each the mean of its like in the layer.
+
+        before_attention: up to the cache update; after_attention: from the output projection on; activation: the MLP
+        without its products; rotary: rest of what is before, without the norms of queries and keys; residual: rest of
+        what is after.
+        """
         at = _Spans({mark.name: mark.device_s for mark in marks})
-        before, after = at.between("layer", "update"), at.between("output", "layer_end")
+        seconds: dict[str, list[float]] = {}
+        for part in self.parts:
+            if part.kind == "norm" or part.shape is not None:
+                name = "norm" if part.shape is None else f"gemm {part.shape[0]} {part.shape[1]}"
+                seconds.setdefault(name, []).append(at.of(part.name))
         mlp = sum(at.of(part.name) for part in self.parts if part.kind == "mlp")
         inside = sum(at.of(part.name) for part in self.parts if part.kind == "gemm" and _is_in_mlp(part))
-        known = {
-            where: sum(at.of(part.name) for part in self.parts if part.where == where and not _is_in_mlp(part))
-            for where in ("before", "after")
+        before, after = at.between("layer", "update"), at.between("output", "layer_end")
+        append, attention = at.between("update", "updated"), at.between("updated", "output")
+        return {
+            "layer": before + append + attention + after,
+            "before_attention": before,
+            "cache_append": append,
+            "attention": attention,
+            "after_attention": after,
+            "host_layer": marks[-1].host_s - marks[0].host_s,
+            "activation": max(mlp - inside, 0.0),
+            "rotary": max(before - self._timed_s(at, "before"), 0.0),
+            "residual": max(after - self._timed_s(at, "after"), 0.0),
+            **{name: fmean(found) for name, found in seconds.items()},
         }
-        gemms = [(*part.shape, at.of(part.name)) for part in self.parts if part.shape is not None]
-        return LayerTimes(
-            before=before,
-            append=at.between("update", "updated"),
-            attention=at.between("updated", "output"),
-            after=after,
-            host=marks[-1].host_s - marks[0].host_s,
-            gemms=gemms,
-            norms=[at.of(part.name) for part in self.parts if part.kind == "norm"],
-            activation=max(mlp - inside, 0.0),
-            rotary=max(before - known["before"], 0.0),
-            residual=max(after - known["after"], 0.0),
-        )
+
+    def _timed_s(self, at: _Spans, where: str) -> float:
+        """Seconds of the marked parts before or after attention."""
+        return sum(at.of(part.name) for part in self.parts if part.where == where and not _is_in_mlp(part))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from calibrate.data import RING, Measurement
 from calibrate.fit.fit import rounded, sources_of
-from calibrate.measure.campaign import Campaign
+from calibrate.measure.campaign import Campaign, Seconds
 from calibrate.measure.device import DeviceWatch, device_name, origin, versions
 from calibrate.measure.ranks import START_S, Flow, LinkRank, counts_to
 from kvrsim.choices import Topology
@@ -113,31 +113,6 @@ class LinkPoint:
         what = f"{self.kernel}:{self.num_ranks}" if self.collective else "+".join(map(flow_text, self.flows))
         return f"{self.kind}:{what}:{self.nbytes}"
 
-    @classmethod
-    def parse(cls, key: str) -> LinkPoint:
-        """The point of a key; InputError for what is none."""
-        try:
-            kind, *what, nbytes = key.split(":")
-            if kind in _COLLECTIVES:
-                kernel, ranks = what
-                which: Kind = "gather" if kind == "gather" else "reduce"
-                return cls(kind=which, kernel=kernel, num_ranks=int(ranks), nbytes=int(nbytes))
-            flows = tuple(_read_flow(text) for text in what[0].split("+"))
-            if kind == "send" and len(flows) == 1:
-                return cls(kind="send", flows=flows, nbytes=int(nbytes))
-            if kind == "issue" and len(flows) == 1:
-                return cls(kind="issue", flows=flows, nbytes=int(nbytes))
-            if kind == "pairs" and len(flows) > 1:
-                return cls(kind="pairs", flows=flows, nbytes=int(nbytes))
-        except (ValueError, IndexError):
-            pass
-        raise InputError(
-            "point",
-            key,
-            "send:0>1:BYTES, issue:0>1:BYTES, pairs:0>1+1>0:BYTES, gather:KERNEL:RANKS:BYTES or"
-            " reduce:KERNEL:RANKS:BYTES",
-        )
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those that take part, the first one first."""
@@ -158,58 +133,49 @@ class LinkPoint:
         least = 1 if one_s > _LONG_S else _LEAST_REPEATS
         return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
 
-    def rows(
-        self, samples: Sequence[Mapping[str, float]], *, backend: str, device: str, hosts: Sequence[str]
-    ) -> list[Measurement]:
-        """One row a message, one a collective: medians and interquartile ranges; `hosts` by rank."""
+    def rows(self, samples: Sequence[Seconds], *, backend: str, device: str, hosts: Sequence[str]) -> list[Measurement]:
+        """One row per message, one per collective: medians and interquartile ranges; `hosts` by rank.
+
+        Of `issue`, a send and a receive are counted alike: a rank of a chain has one of each in a layer.
+        """
         if self.kind == "issue":
-            return [_issue_row(samples, backend, device)]
-        transfers: tuple[tuple[Flow | None, str], ...] = tuple((flow, flow_text(flow)) for flow in self.flows)
+            seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
+            return [_row("host_message", backend, device, seconds)]
+        transfers: dict[Flow | None, str] = {flow: flow_text(flow) for flow in self.flows}
         if self.collective:
-            transfers = ((None, self.collective),)
-        timed = [(flow, [sample[name] for sample in samples]) for flow, name in transfers]
+            transfers = {None: self.collective}
         return [
-            Measurement(
-                operation=self.collective or "send_recv",
-                kernel=self.kernel or backend,
-                device=device,
+            _row(
+                self.collective or "send_recv",
+                self.kernel or backend,
+                device,
+                [sample[name] for sample in samples],
                 bytes=self.nbytes,
                 ranks=len(self.ranks),
                 nodes=min(2, len({hosts[rank] for rank in (flow or self.ranks)})),
                 src=flow[0] if flow else None,
                 dst=flow[1] if flow else None,
                 messages=len(self.flows) or 1,
-                median_s=float(np.median(seconds)),
-                spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
-                source=SOURCE,
             )
-            for flow, seconds in timed
+            for flow, name in transfers.items()
         ]
 
 
-def _issue_row(samples: Sequence[Mapping[str, float]], backend: str, device: str) -> Measurement:
-    """A send and a receive are counted alike: a rank of a chain has one of each in a layer."""
-    seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
+def _row(operation: str, kernel: str, device: str, seconds: Sequence[float], **fields: Any) -> Measurement:
     return Measurement(
-        operation="host_message",
-        kernel=backend,
+        operation=operation,
+        kernel=kernel,
         device=device,
         median_s=float(np.median(seconds)),
         spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
         source=SOURCE,
+        **fields,
     )
 
 
 def flow_text(flow: Flow) -> str:
     """0>1"""
     return f"{flow[0]}>{flow[1]}"
-
-
-def _read_flow(text: str) -> Flow:
-    src, dst = map(int, text.split(">"))
-    if src == dst or min(src, dst) < 0:
-        raise ValueError(text)
-    return src, dst
 
 
 def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
@@ -352,7 +318,7 @@ class LinkBench:
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
         return found.repeats(one_s) * (one_s + 2 * short_s)
 
-    def sample(self, point: str) -> Mapping[str, float]:
+    def sample(self, point: str) -> Seconds:
         """Seconds of each message ("0>1"), or of the collective; medians of repeats where they are short."""
         found = self._point(point)
         repeats = found.repeats(self._last_s.get(point, found.guess_s(self.backend)))
@@ -362,7 +328,7 @@ class LinkBench:
         self._last_s[point] = max(seconds.values())
         return seconds
 
-    def rows(self, samples: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Measurement]:
+    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
         """Medians and interquartile ranges, in the order of the points."""
         hosts = self._pool.hosts if self._pool else ["here"] * self.num_ranks
         rows = []
@@ -393,7 +359,6 @@ class LinkBench:
     def _point(self, key: str) -> LinkPoint:
         point = self._points.get(key)
         if point is None:
-            LinkPoint.parse(key)  # says what is wrong with it, if anything
             raise InputError("point", key, f"a point of {self.num_ranks} ranks over {self.backend}")
         return point
 

@@ -25,7 +25,6 @@ from calibrate.measure.campaign import (
     Seconds,
     Skipped,
     estimate,
-    is_busy,
     journal_path,
     measure,
     run_campaign,
@@ -169,14 +168,14 @@ def test_a_busy_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_few_cores_of_many_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sample(point="1", seconds={}, busy_cores=3.5)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert not is_busy(sample)
+    assert not sample.is_busy
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert is_busy(sample)
+    assert sample.is_busy
 
 
 def test_samples_of_a_gpu_that_heat_slows_do_not_count(tmp_path: Path) -> None:
     hot = {"sm_clock_hz": 9e8, "power_w": 300.0, "power_limit_w": 700.0, "throttled": ["sw_thermal_slowdown"]}
-    assert is_busy(Sample(point="1", seconds={}, busy_cores=0.0, device=hot))
+    assert Sample(point="1", seconds={}, busy_cores=0.0, device=hot).is_busy
     with pytest.raises(BusyError, match=r"clock is limited .*sw_thermal_slowdown"):
         run_campaign(FakeBench(device=hot), journal_in(tmp_path), Policy(budget_s=0.5))
 

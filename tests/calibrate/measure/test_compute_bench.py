@@ -16,7 +16,7 @@ import torch
 from calibrate.measure import compute as compute_bench
 from calibrate.measure import forward as forward_timer
 from calibrate.measure.campaign import Policy, Skipped, estimate
-from calibrate.measure.compute import BARE_LAYER, BLOCK_PREFIX, PENDING_PREFIX, ComputeBench, Point, compute_rows, grid
+from calibrate.measure.compute import BARE_LAYER, ComputeBench, Point, compute_rows, grid
 from calibrate.measure.device import Reading
 from calibrate.measure.forward import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
@@ -108,7 +108,7 @@ def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
 
 def test_points_take_their_kernels_and_share_their_weights() -> None:
     bench = ComputeBench.build(setup_of("llama", kernels=("sdpa", "eager", "flash")))
-    blocks = [point for point in bench.points() if point.startswith(BLOCK_PREFIX)]
+    blocks = [point for point in bench.points() if point.startswith("block ")]
     kernels = {Point.parse(point).kernel for point in bench.points() if point not in blocks}
     assert kernels == {"sdpa", "eager", "flash"}
     assert blocks == [f"block {kernel} {size}+{size}" for kernel in ("flash", "sdpa") for size in (128, 64)]
@@ -253,9 +253,9 @@ def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.Monk
 
 
 def test_layers_beside_a_pending_receive_are_points_where_there_are_two_gpus(on_cuda: ComputeBench) -> None:
-    assert not any(point.startswith(PENDING_PREFIX) for point in on_cuda.points())
+    assert not any(point.startswith("pending ") for point in on_cuda.points())
     on_cuda.setup = replace(on_cuda.setup, num_gpus=2)
-    beside = [point for point in on_cuda.points() if point.startswith(PENDING_PREFIX)]
+    beside = [point for point in on_cuda.points() if point.startswith("pending ")]
     assert beside == ["pending sdpa 256+0", "pending sdpa 64+0"]
     assert all(on_cuda.expected_s(point) > 0 for point in beside)
 

@@ -99,7 +99,7 @@ class MadeUpLinks(LinkBench):
     """Links that no two messages share."""
 
     def sample(self, point: str) -> Mapping[str, float]:
-        found = LinkPoint.parse(point)
+        found = self._point(point)
         if found.collective:
             others = (found.num_ranks or 2) - 1
             step_s = LATENCY_S + found.nbytes / (others + 1) / LINK_BYTES_PER_S
