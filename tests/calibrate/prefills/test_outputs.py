@@ -191,7 +191,7 @@ def test_aiperf_request_by_request(tmp_path: Path) -> None:
             "input_lens: got '[1024]', accepted: an array with a length for each",
         ),
         (SERVE | DETAILS | {"ttfts": [0.0] * 5}, "ttfts: got"),
-        (LATENCY | {"latencies": [0.2, -1.0]}, "latencies: got"),
+        (LATENCY | {"latencies": [0.2, -1.0]}, "latencies[1]: got"),
         (AIPERF | {"time_to_first_token": {"unit": "fortnights", "avg": 1.0}}, "time_to_first_token.unit: got"),
         (AIPERF | {"time_to_first_token": {"unit": "ms"}}, "time_to_first_token.p50: got 'nothing'"),
     ],

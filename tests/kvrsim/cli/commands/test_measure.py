@@ -17,7 +17,7 @@ from calibrate.data import Measurement, read_measurements, read_origin
 from calibrate.measure.campaign import Seconds, journal_path
 from calibrate.measure.compute import ComputeBench, Point, compute_rows, grid, traffic_of
 from calibrate.measure.forward import ComputeSetup, ForwardTimer
-from calibrate.measure.links import LinkBench, LinkPoint, link_points
+from calibrate.measure.links import LinkBench, link_points
 from kvrsim.cli import main as cli
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import load_profile
