@@ -1,47 +1,134 @@
-"""Seconds of attention: eager kernels, whose score matrix goes through memory, and fused kernels, whose does not.
+"""Attention: calls, rates of eager and of fused kernels, and the costs of softmax and of latent attention.
 
-Of the fused ones, FlashRates know how a GPU's kernel is cut into tiles; BlockedRates (in blocked.py) are for any that
-works through blocks small against the chunk, as on a CPU, or that does not skip what is masked.
+Eager kernels move their score matrix through memory, fused kernels do not. Of the fused ones, FlashRates know how a
+GPU's kernel is cut into tiles; BlockedRates are for any that works through blocks small against the chunk, as on a CPU,
+or that does not skip what is masked.
 
-MeasuredSizes: how far calls of some sizes were measured to be from a form, as MeasuredShape says it of products.
-
-AttentionCall: what one attention call covers, whatever kernel does it.
-
-BlockedRates: seconds of a fused attention kernel by what it covers, masked or not.
-
-LatentRates: seconds of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) between its products.
-
-Expanded, every head has keys and values of its own, of unlike width (192 and 128 in DeepSeek-V3). Absorbed, all heads
-attend to the latents themselves (576 and 512), and their products with the expansion are made before and after. Both
-are flash kernels whose work grows with the mean of the two widths.
-
-Costs of softmax attention over K and V of heads.
-
-Costs of multi-head latent attention.
-
-Engines expand in a prefill: keys and values of the chunk and of all tokens before it, then multi-head attention. In
-decoding they absorb the expansion into queries and outputs, and all heads attend to the latents themselves.
+Latent attention (DeepSeek-V2, arXiv:2405.04434) is computed in one of two forms. Expanded, every head has keys and
+values of its own, of unlike width (192 and 128 in DeepSeek-V3). Absorbed, all heads attend to the latents themselves
+(576 and 512), and their products with the expansion are made before and after. Both are flash kernels whose work grows
+with the mean of the two widths. Engines expand in a prefill, the chunk and all tokens before it, and absorb in decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.interp import log_interp
 from kvrsim.io.schema import NonNegative, PositiveShare, Range, Share
-from kvrsim.kernels.elementwise import PYTORCH_SHARE, Traffic, attention_kernels, fp32_cast, measured_merge, merge
-from kvrsim.kernels.gemm import Product, pieces
-from kvrsim.kernels.mixer import BlockMixing, Setting, products_of
+from kvrsim.kernels.cost import Part
+from kvrsim.kernels.elementwise import (
+    PYTORCH_SHARE,
+    Traffic,
+    eager_kernels,
+    eager_score_bytes,
+    measured_merge,
+    merge,
+    upcast,
+)
+from kvrsim.kernels.gemm import Product, pieces, products_of
+from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.program import Array
 from kvrsim.units import format_seconds
 
+if TYPE_CHECKING:
+    from kvrsim.kernels.cost import CalibratedCost
+    from kvrsim.kernels.roofline import RooflineCost
+
 ATTENTION_KERNELS = ("eager", "sdpa", "flash")
+ATTENTION = Part("attention")
+_LATENT = Part("latent")
+_ROUNDING = 1e-9  # relative
+_WIDEST_EXPANDED = 256  # of a head's key; wider ones are latents
+_FP32_BYTES = 4
+_NOT_COUNTED = np.full(1, np.nan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """What one attention call covers."""
+
+    chunk: Array  # queries
+    prefix: Array  # keys before the first query's own, as far as the window lets any query see
+    causal: Array  # elements of one head's score matrix that are not masked
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int | None = None  # of values; None: as of keys
+    score_bytes: float  # that an eager kernel moves per element of the score matrix
+    reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
+    own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
+    latent: bool = False  # keys and values are made of one latent a token, or are the latents
+    part_of_chunk: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
+
+    @property
+    def keys(self) -> Array:
+        """Keys that the kernel is given."""
+        return self.prefix + self.chunk if self.own else self.prefix
+
+    @property
+    def mean_head_dim(self) -> float:
+        """Of keys and values: QK^T takes 2 FLOPs an element of a key, PV 2 an element of a value."""
+        return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
+
+    @property
+    def part(self) -> Part:
+        return _LATENT if self.latent else ATTENTION
+
+    def measured_s(self, cost: CalibratedCost) -> Array:
+        """By the profile's rates of this kernel, or of latent attention's own."""
+        traits = cost.traits
+        rates: AttentionRates | LatentRates = cost.rates.attention[traits.kernel]
+        if self.latent and traits.kernel == "flash" and cost.rates.latent is not None:
+            rates = cost.rates.latent
+        seconds_of = rates.least_seconds if traits.lower_bound else rates.seconds
+        seconds = seconds_of(self, traits.batch, traits.element_bytes)
+        return seconds if cost.compute_scale == 1.0 else cost.compute_scale * seconds
+
+    def roofline_s(self, cost: RooflineCost) -> Array:
+        """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
+        heads = cost.traits.batch * self.num_attention_heads
+        flops_s = 4.0 * heads * self.mean_head_dim / cost.flops_per_s
+        if cost.traits.kernel != "eager":
+            return self.causal * flops_s
+        traffic = heads * self.score_bytes * cost.traits.element_bytes / 2
+        return self.chunk * self.keys * max(flops_s, traffic / cost.bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSizes:
+    """Measured over formula time by the size of a call; such as of score matrices that no longer fit a cache.
+
+    Between the sizes on log scales, beyond them as at the outermost. size * factor does not fall, so that a time that
+    rises at least in proportion to size does not fall either once it is multiplied by its factor.
+    """
+
+    sizes: tuple[float, ...]  # rising
+    factors: tuple[float, ...]  # measured over formula time
+
+    def __post_init__(self) -> None:
+        sizes = list(self.sizes)
+        if not sizes or len(sizes) != len(self.factors) or sorted(set(sizes)) != sizes:
+            raise InputError("sizes", sizes, "rising numbers above 0, as many as factors")
+        seconds = np.array(sizes) * np.array(self.factors)
+        if (np.diff(seconds) < -_ROUNDING * seconds[1:]).any():
+            raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
+
+    def factor(self, size: Array) -> Array:
+        """Of calls of that size."""
+        return log_interp(np.maximum(size, 1e-300), self.sizes, self.factors)
+
+    def least_factor(self, size: Array) -> Array:
+        """The least of that size and all larger ones."""
+        larger = np.append(np.minimum.accumulate(self.factors[::-1])[::-1], np.inf)
+        return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +160,112 @@ class EagerRates:
         Of a block of a chunk with the least factor: an early block may shrink where the chunk grows to the left, and
         all of them together have more elements.
         """
-        if call.part and self.measured is not None:
+        if call.part_of_chunk and self.measured is not None:
             least = replace(self, measured=None).seconds(call, batch, element_bytes) - self.start_s
             return self.start_s + min(self.measured.factors) * least
         return self.seconds(call, batch, element_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockedRates:
+    """A fused kernel by what it covers: the chunk's own causal half, and the rectangle that a prefix makes of it.
+
+    Without a prefix only what is not masked is computed. With one, either the rectangle of chunk x (prefix + chunk),
+    mask and all (scaled_dot_product_attention with a mask), or, where what is masked is skipped, the rectangle of
+    chunk x prefix and the causal half, joined by their log-sum-exp.
+    """
+
+    causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
+    rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
+    start_s: NonNegative  # of a call
+    query_s: NonNegative  # of a query and head, whatever its keys
+    key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
+    skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
+    join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
+    block_flops_per_s: float | None = None  # of another rank's block, none of it masked; None: as the rectangle
+    measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """Start, queries and elements, whose size is in the rates; more queries or keys never take less."""
+        if self.block_flops_per_s is not None and not call.own:
+            return self._called_s(call, batch, self._covered(call))
+        joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
+        return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
+
+        Masked: it falls with the start, but for the one that starts at 0 and covers its causal half alone. Skipping:
+        what it covers is concave in the start, besides what falls; so none of an earlier start covers less than both
+        it and the one that starts at 0. No earlier start has a lesser factor than the queries from there on.
+        """
+        if call.part_of_chunk:
+            return self._least_of_part(call, batch)
+        if self.block_flops_per_s is not None and not call.own:
+            return self._called_s(call, batch, 0.0 * self._covered(call))
+        if not self.skips_masked:
+            end = call.prefix + call.chunk
+            from_0 = self._causal_cost * self._half(end) * self._factor(end)
+            return self._called_s(call, batch, np.minimum(self._covered(call) * self._factor(call.chunk), from_0))
+        here, cut = self._covered(call), self._cut(call)
+        from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + cut
+        if self.measured is None:
+            return self._called_s(call, batch, np.minimum(here, from_0))
+        here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
+        return self._called_s(call, batch, np.minimum(here, from_0))
+
+    def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
+        """What no block of a chunk beats; all its blocks together take no more where the chunk starts later.
+
+        Rectangles, or what is not masked, at the least factor of as many queries or more; not for a chunk that starts
+        at 0, which is no rectangle.
+        """
+        covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
+        factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
+        return self._called_s(call, batch, covered * factor)
+
+    def _factor(self, queries: Array) -> Array | float:
+        return 1.0 if self.measured is None else self.measured.factor(queries)
+
+    def _called_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
+        heads = batch * call.num_attention_heads
+        return self.start_s + heads * (
+            call.chunk * self.query_s + covered * (4.0 * call.mean_head_dim * self._rectangle_s)
+        )
+
+    def _covered(self, call: AttentionCall) -> Array:
+        """What one head covers, as so many elements of the rectangle."""
+        if not call.own:
+            whole = call.chunk * call.prefix
+            return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
+        cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
+        if self.skips_masked:
+            # Behind a window neither part is more than what is not masked.
+            behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
+            dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
+            return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
+        # A window shorter than the chunk needs a mask, too.
+        masked = (call.prefix > 0) | (call.causal < own * (1 - _ROUNDING))
+        return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
+
+    def _half(self, queries: Array) -> Array:
+        """Elements of one head of a causal half, with the rest of the blocks that the diagonal cuts."""
+        return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
+
+    def _cut(self, call: AttentionCall) -> Array:
+        """That rest."""
+        return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
+
+    @property
+    def _rectangle_s(self) -> float:
+        """A FLOP of the rectangle."""
+        own_s = 1.0 / self.rectangle_flops_per_s
+        return own_s if self.skips_masked else max(own_s, 1.0 / self.causal_flops_per_s)
+
+    @property
+    def _causal_cost(self) -> float:
+        """An element of the causal half, in elements of the rectangle."""
+        return 1.0 / (self.causal_flops_per_s * self._rectangle_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +316,7 @@ class FlashRates:
         tile_s = 0.0 if self.splits_keys else self.tile_s
         slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
-        counted = replace(call, causal=0.0 * call.causal) if call.part else call
+        counted = replace(call, causal=0.0 * call.causal) if call.part_of_chunk else call
         return self._called_s(counted, batch, element_bytes, slots_s / slots)
 
     def _step_s(self, call: AttentionCall) -> float:
@@ -185,173 +374,7 @@ class FlashRates:
         return np.minimum(full_s, step_s * steps + (self.alone_share * self.tile_s + self.split_s))
 
 
-_ROUNDING = 1e-9  # relative
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredSizes:
-    """Measured over formula time by the size of a call; such as of score matrices that no longer fit a cache.
-
-    Between the sizes on log scales, beyond them as at the outermost. size * factor does not fall, so that a time that
-    rises at least in proportion to size does not fall either once it is multiplied by its factor.
-    """
-
-    sizes: tuple[float, ...]  # rising
-    factors: tuple[float, ...]  # measured over formula time
-
-    def __post_init__(self) -> None:
-        sizes = list(self.sizes)
-        if not sizes or len(sizes) != len(self.factors) or sorted(set(sizes)) != sizes:
-            raise InputError("sizes", sizes, "rising numbers above 0, as many as factors")
-        seconds = np.array(sizes) * np.array(self.factors)
-        if (np.diff(seconds) < -_ROUNDING * seconds[1:]).any():
-            raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
-
-    def factor(self, size: Array) -> Array:
-        """Of calls of that size."""
-        return log_interp(np.maximum(size, 1e-300), self.sizes, self.factors)
-
-    def least_factor(self, size: Array) -> Array:
-        """The least of that size and all larger ones."""
-        larger = np.append(np.minimum.accumulate(self.factors[::-1])[::-1], np.inf)
-        return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionCall:
-    """What one attention call covers."""
-
-    chunk: Array  # queries
-    prefix: Array  # keys before the first query's own, as far as the window lets any query see
-    causal: Array  # elements of one head's score matrix that are not masked
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int  # of queries and keys
-    v_head_dim: int | None = None  # of values; None: as of keys
-    score_bytes: float  # that an eager kernel moves per element of the score matrix
-    reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
-    own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
-    latent: bool = False  # keys and values are made of one latent a token, or are the latents
-    part: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
-
-    @property
-    def keys(self) -> Array:
-        """Keys that the kernel is given."""
-        return self.prefix + self.chunk if self.own else self.prefix
-
-    @property
-    def mean_head_dim(self) -> float:
-        """Of keys and values: QK^T takes 2 FLOPs an element of a key, PV 2 an element of a value."""
-        return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
-
-
-_ROUNDING_blocked = 1e-9  # relative
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockedRates:
-    """A fused kernel by what it covers: the chunk's own causal half, and the rectangle that a prefix makes of it.
-
-    Without a prefix only what is not masked is computed. With one, either the rectangle of chunk x (prefix + chunk),
-    mask and all (scaled_dot_product_attention with a mask), or, where what is masked is skipped, the rectangle of
-    chunk x prefix and the causal half, joined by their log-sum-exp.
-    """
-
-    causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
-    rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
-    start_s: NonNegative  # of a call
-    query_s: NonNegative  # of a query and head, whatever its keys
-    key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
-    skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
-    join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
-    block_flops_per_s: float | None = None  # of another rank's block, none of it masked; None: as the rectangle
-    measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
-
-    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Start, queries and elements, whose size is in the rates; more queries or keys never take less."""
-        if self.block_flops_per_s is not None and not call.own:
-            return self._called_s(call, batch, self._covered(call))
-        joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
-        return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
-
-    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
-
-        Masked: it falls with the start, but for the one that starts at 0 and covers its causal half alone. Skipping:
-        what it covers is concave in the start, besides what falls; so none of an earlier start covers less than both
-        it and the one that starts at 0. No earlier start has a lesser factor than the queries from there on.
-        """
-        if call.part:
-            return self._least_of_part(call, batch)
-        if self.block_flops_per_s is not None and not call.own:
-            return self._called_s(call, batch, 0.0 * self._covered(call))
-        if not self.skips_masked:
-            end = call.prefix + call.chunk
-            from_0 = self._causal_cost * self._half(end) * self._factor(end)
-            return self._called_s(call, batch, np.minimum(self._covered(call) * self._factor(call.chunk), from_0))
-        here, cut = self._covered(call), self._cut(call)
-        from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + cut
-        if self.measured is None:
-            return self._called_s(call, batch, np.minimum(here, from_0))
-        here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
-        return self._called_s(call, batch, np.minimum(here, from_0))
-
-    def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
-        """What no block of a chunk beats; all its blocks together take no more where the chunk starts later.
-
-        Rectangles, or what is not masked, at the least factor of as many queries or more; not for a chunk that starts
-        at 0, which is no rectangle.
-        """
-        covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
-        factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
-        return self._called_s(call, batch, covered * factor)
-
-    def _factor(self, queries: Array) -> Array | float:
-        return 1.0 if self.measured is None else self.measured.factor(queries)
-
-    def _called_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
-        heads = batch * call.num_attention_heads
-        return self.start_s + heads * (
-            call.chunk * self.query_s + covered * (4.0 * call.mean_head_dim * self._rectangle_s)
-        )
-
-    def _covered(self, call: AttentionCall) -> Array:
-        """What one head covers, as so many elements of the rectangle."""
-        if not call.own:
-            whole = call.chunk * call.prefix
-            return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
-        cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
-        if self.skips_masked:
-            # Behind a window neither part is more than what is not masked.
-            behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
-            dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
-            return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
-        # A window shorter than the chunk needs a mask, too.
-        masked = (call.prefix > 0) | (call.causal < own * (1 - _ROUNDING_blocked))
-        return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
-
-    def _half(self, queries: Array) -> Array:
-        """Elements of one head of a causal half, with the rest of the blocks that the diagonal cuts."""
-        return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
-
-    def _cut(self, call: AttentionCall) -> Array:
-        """That rest."""
-        return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
-
-    @property
-    def _rectangle_s(self) -> float:
-        """A FLOP of the rectangle."""
-        own_s = 1.0 / self.rectangle_flops_per_s
-        return own_s if self.skips_masked else max(own_s, 1.0 / self.causal_flops_per_s)
-
-    @property
-    def _causal_cost(self) -> float:
-        """An element of the causal half, in elements of the rectangle."""
-        return 1.0 / (self.causal_flops_per_s * self._rectangle_s)
-
-
 AttentionRates = EagerRates | BlockedRates | FlashRates
-_WIDEST_EXPANDED = 256  # of a head's key; wider ones are latents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,31 +412,47 @@ def _described(name: str, rates: FlashRates) -> str:
     )
 
 
-_FP32_BYTES = 4
-_NOT_COUNTED = np.full(1, np.nan)
-
-
-class MergedMixing(BlockMixing):
-    """Blocks are merged in fp32, weighted by their log-sum-exp."""
+class MergedCost(MixerCost):
+    """A mixer whose results for blocks of keys are merged in fp32, weighted by their log-sum-exp, as rings do."""
 
     mixer: Attention | LatentAttention
 
-    def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
-        """As measured, or as kvrsim/kernels/elementwise.py counts it."""
-        if self.cost.measures_merge:
-            return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
-        return self._merging_s(chunk, merge(self.mixer, fused=self.cost.fused_merge, part=part))
+    def __init__(self, setting: LayerSetting, mixer: Attention | LatentAttention) -> None:
+        super().__init__(setting, mixer)
+        model = setting.model
+        self._score_bytes = self.traits.score_bytes.get(model.model_type, eager_score_bytes(model))
 
-    def cast_s(self, chunk: Array) -> Array:
-        """As kvrsim/kernels/elementwise.py counts it; measured results are in fp32 already where the request is."""
-        if self.cost.measures_merge and self.setting.element_bytes == _FP32_BYTES:
+    @abstractmethod
+    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
+        """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
+
+        The result is merged with that of other blocks; a block that no query sees takes no time.
+        part: the queries are a part of the rank's chunk.
+        """
+
+    @abstractmethod
+    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
+        """The chunk's queries, which begin at `start`, against an even share of the first `prefix` tokens, not merged.
+
+        The share's tokens are spread over all, so a window leaves as many of each share.
+        """
+
+    def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
+        """A block's result for these queries merged with that of the blocks before; `part`: as in block_s."""
+        if self.traits.measures_merge:
+            return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
+        return self._merging_s(chunk, merge(self.mixer, fused=self.traits.fused_merge, part=part))
+
+    def upcast_s(self, chunk: Array) -> Array:
+        """The chunk's output to fp32, or back; measured results are in fp32 already where the request is."""
+        if self.traits.measures_merge and self.setting.element_bytes == _FP32_BYTES:
             return 0.0 * chunk
-        return self._merging_s(chunk, fp32_cast(self.mixer))
+        return self._merging_s(chunk, upcast(self.mixer))
 
     @property
     def merge_kernels(self) -> int:
-        """As kvrsim/kernels/elementwise.py counts them."""
-        return merge(self.mixer, fused=self.cost.fused_merge, part=False).kernels
+        """Kernels of merge_s."""
+        return merge(self.mixer, fused=self.traits.fused_merge, part=False).kernels
 
     def score_elements(self, chunk: Array, keys: Array) -> Array:
         """All heads, masked or not."""
@@ -421,88 +460,86 @@ class MergedMixing(BlockMixing):
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
         """An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end."""
-        return start if self.setting.kernel == "flash" else total - chunk
+        return start if self.traits.kernel == "flash" else total - chunk
 
     def _merging_s(self, chunk: Array, step: Traffic) -> Array:
-        """No faster than PyTorch's kernels, unless results are merged by one kernel of an engine's."""
+        """No faster than PyTorch's kernels, unless one kernel of an engine merges the results."""
         seconds = self.cost.traffic_s(chunk, (step,))
-        if self.cost.fused_merge:
+        if self.traits.fused_merge:
             return seconds
         nbytes = chunk * (step.nbytes * self.setting.batch * self.setting.element_bytes / 2)
         start_s = self.cost.traffic_s(0.0 * chunk, (step,))
         return np.maximum(seconds, start_s + nbytes / (PYTORCH_SHARE * self.setting.hbm_bytes_per_s))
 
 
-class SoftmaxMixing(MergedMixing):
+class SoftmaxCost(MergedCost):
     """Multi-head, grouped-query or multi-query attention."""
 
     mixer: Attention
 
-    def __init__(self, setting: Setting, mixer: Attention) -> None:
+    def __init__(self, setting: LayerSetting, mixer: Attention) -> None:
         super().__init__(setting, mixer)
-        self._is_eager = setting.kernel == "eager"
+        self._is_eager = self.traits.kernel == "eager"
         shares = mixer.num_key_value_heads != mixer.num_attention_heads
-        self._repeats = self._is_eager and not self.cost.whole_attention and shares
+        self._repeats = self._is_eager and not self.traits.whole_attention and shares
 
     @property
     def kernels(self) -> int:
-        """As kvrsim/kernels/elementwise.py counts them."""
-        return attention_kernels(
-            self.setting.model, self.mixer, self.setting.kernel, repeats=self._repeats, copies=self.cost.copies
-        )
+        copies = self.traits.copies
+        cached = (copies.keep > 0) + (copies.own > 0)
+        return cached + (eager_kernels(self.setting.model, self.mixer, repeats=self._repeats) if self._is_eager else 1)
 
-    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+    def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
-        return self._called_s(self._call(chunk, self.seen(prefix), self._causal(chunk, prefix), own=True))
+        return self._call_s(self._call(chunk, self.visible(prefix), self._causal(chunk, prefix)))
 
     def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
         """The calls, and one copy that joins their outputs; eager code repeats shared KV heads once for all of them.
 
-        Where the chunk begins the context, kernels that are told so skip the masked half in one call.
+        Where the chunk begins the context, causal kernels skip the masked half in one call.
         """
         if blocks == 1:
-            return self.mix_s(chunk, prefix)
+            return self.attention_s(chunk, prefix)
         mixer, number = self.mixer, np.arange(float(blocks))
-        if self.cost.least and mixer.reach is None:  # then in proportion to the keys before the block: all as the mean
+        if self.traits.lower_bound and mixer.reach is None:  # then in proportion to the keys before the block
             number = number.mean(keepdims=True)
         number = number.reshape(-1, *[1] * np.ndim(chunk + prefix))
         before = prefix + number * (chunk / blocks)
         queries = np.broadcast_to(chunk / blocks, before.shape)
-        calls = self._call(queries, self.seen(before), self._causal(queries, before), own=True)
+        calls = self._call(queries, self.visible(before), self._causal(queries, before))
         joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
-        calls_s = np.asarray(blocks * self.cost.attention_s(replace(calls, part=True)).mean(axis=0))
+        calls_s = np.asarray(blocks * self.cost.call_s(replace(calls, part_of_chunk=True)).mean(axis=0))
         seconds = calls_s + self.cost.traffic_s(chunk, (joined,))
         if self._repeats:
-            seconds = seconds + self._repeat_s(self.seen(prefix) + chunk)
+            seconds = seconds + self._repeat_s(self.visible(prefix) + chunk)
         if self._is_eager:
             return seconds
-        if self.cost.least:
-            return np.asarray(np.minimum(seconds, self.mix_s(prefix + chunk, 0.0 * prefix)))
+        if self.traits.lower_bound:
+            return np.asarray(np.minimum(seconds, self.attention_s(prefix + chunk, 0.0 * prefix)))
         begins = (prefix == 0) & (chunk <= (np.inf if mixer.reach is None else mixer.reach))
-        return np.where(begins, self.mix_s(chunk, prefix), seconds)
+        return np.where(begins, self.attention_s(chunk, prefix), seconds)
 
     def decode_s(self, keys: Array) -> Array:
         """Decoding kernels split keys over the device and read K and V once."""
-        keys = self.seen(keys)
+        keys = self.visible(keys)
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
         one = np.ones_like(keys)
-        return np.minimum(bytes_s, self._called_s(self._call(one, keys - one, keys, own=True)))
+        return np.minimum(bytes_s, self._call_s(self._call(one, keys - one, keys)))
 
     def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """A block outside of the window takes no time."""
         reach = self.mixer.reach
-        seen = keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
-        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
-        return np.asarray(np.where(seen > 0, attention_s + self.merge_s(chunk, part=part), 0.0))
+        visible = keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
+        attention_s = self._call_s(self._call(chunk, visible, chunk * visible, own=False))
+        return np.asarray(np.where(visible > 0, attention_s + self.merge_s(chunk, part=part), 0.0))
 
     def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
         """One call over all keys that the first query sees."""
         reach = self.mixer.reach
-        seen = share * (prefix if reach is None else np.clip(reach - (start - prefix), 0.0, prefix))
-        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
-        return np.where(seen * chunk > 0, attention_s, 0.0)
+        visible = share * (prefix if reach is None else np.clip(reach - (start - prefix), 0.0, prefix))
+        attention_s = self._call_s(self._call(chunk, visible, chunk * visible, own=False))
+        return np.where(visible * chunk > 0, attention_s, 0.0)
 
-    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
+    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool = True) -> AttentionCall:
         mixer = self.mixer
         return AttentionCall(
             chunk=chunk,
@@ -513,24 +550,24 @@ class SoftmaxMixing(MergedMixing):
             head_dim=mixer.head_dim,
             v_head_dim=mixer.v_head_dim,
             reach=mixer.reach,
-            score_bytes=self.cost.score_bytes(self.setting.model),
+            score_bytes=self._score_bytes,
             own=own,
         )
 
-    def _called_s(self, call: AttentionCall) -> Array:
-        seconds = self.cost.attention_s(call)
+    def _call_s(self, call: AttentionCall) -> Array:
+        seconds = self.cost.call_s(call)
         return seconds + self._repeat_s(call.keys) if self._repeats else seconds
 
     def _repeat_s(self, keys: Array) -> Array:
-        """K and V of so many keys, with each head as often as query heads share it."""
+        """K and V of that many keys, with each head as often as query heads share it."""
         mixer = self.mixer
         heads = mixer.num_key_value_heads + mixer.num_attention_heads
-        # Read few heads, write all; two bytes an element.
+        # Read few heads, write all; two bytes per element.
         nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
         return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
 
     def _causal(self, chunk: Array, prefix: Array) -> Array:
-        """Score elements of one head that are not masked; nobody counts them where the kernel is eager."""
+        """Score elements of one head that are not masked; not counted where the kernel is eager."""
         mixer = self.mixer
         if self._is_eager:
             return _NOT_COUNTED
@@ -563,37 +600,36 @@ def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
     )
 
 
-class LatentMixing(MergedMixing):
+class LatentCost(MergedCost):
     """Latent attention to all keys."""
 
     mixer: LatentAttention
-    has_own = True
 
-    def __init__(self, setting: Setting, mixer: LatentAttention) -> None:
+    def __init__(self, setting: LayerSetting, mixer: LatentAttention) -> None:
         super().__init__(setting, mixer)
-        heads, nope = mixer.num_attention_heads, mixer.qk_nope_head_dim
         # The one rotated key is written to every head's keys: reads expanded keys, writes whole ones.
-        joined = Traffic("copy", 2.0 * heads * (nope + mixer.head_dim), 1)
-        self._expand: Callable[[Array], Array] = self.cost.row_cost(products_of(self.cost, (mixer.expand,)), (joined,))
-        self._absorb: Callable[[Array], Array] = self.cost.row_cost(absorbing(mixer), ())
+        width = mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.head_dim)
+        products = products_of((mixer.expand,), fused=self.traits.fused)
+        self._expand = self.cost.row_cost(products, (Traffic("copy", 2.0 * width, 1),))
+        self._absorb = self.cost.row_cost(absorbing(mixer), ())
 
     @property
     def kernels(self) -> int:
         """Expansion of what is cached, its joining with the rotated keys, twice, attention, and the cache's copy."""
-        return 4 + (self.cost.copies.own > 0)
+        return 4 + (self.traits.copies.own > 0)
 
-    def own_s(self, chunk: Array) -> Array:
+    def local_op_s(self, chunk: Array) -> Array:
         """Keys and values of the chunk."""
         return self.expand_s(chunk)
 
     def expand_s(self, tokens: Array) -> Array:
-        """Keys and values of so many tokens from their latents."""
+        """Keys and values of that many tokens from their latents."""
         return np.where(tokens > 0, self._expand(tokens), 0.0)
 
-    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+    def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The prefix is expanded, then all heads attend."""
-        attention_s = self._expanded_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), own=True)
-        return attention_s if self.cost.least else self.expand_s(prefix) + attention_s
+        attention_s = self._expanded_s(chunk, prefix, chunk * (prefix + 0.5 * chunk))
+        return attention_s if self.traits.lower_bound else self.expand_s(prefix) + attention_s
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
         """The same without expansion: all heads attend to the latents."""
@@ -616,39 +652,35 @@ class LatentMixing(MergedMixing):
         attention_s = self._expanded_s(chunk, keys, chunk * keys, own=False)
         return np.where(keys * chunk > 0, attention_s, 0.0) + self.expand_s(keys)
 
-    def _expanded_s(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> Array:
+    def _expanded_s(self, chunk: Array, prefix: Array, causal: Array, *, own: bool = True) -> Array:
         """Each head attends to keys and values of its own."""
         mixer = self.mixer
-        widths = (mixer.head_dim, mixer.v_head_dim)
-        return self._attention_s(chunk, prefix, causal, mixer.num_attention_heads, widths, own=own)
-
-    def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
-        """All heads attend to the latents."""
-        width = self.mixer.kv_lora_rank
-        widths = (width + self.mixer.qk_rope_head_dim, width)
-        return self._attention_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), 1, widths)
-
-    def _attention_s(
-        self,
-        chunk: Array,
-        prefix: Array,
-        causal: Array,
-        num_key_value_heads: int,
-        widths: tuple[int, int],
-        *,
-        own: bool = True,
-    ) -> Array:
-        """`widths`: of a key and of a value."""
         call = AttentionCall(
             chunk=chunk,
             prefix=prefix,
             causal=causal,
-            num_attention_heads=self.mixer.num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=widths[0],
-            v_head_dim=widths[1],
+            num_attention_heads=mixer.num_attention_heads,
+            num_key_value_heads=mixer.num_attention_heads,
+            head_dim=mixer.head_dim,
+            v_head_dim=mixer.v_head_dim,
             latent=True,
-            score_bytes=self.cost.score_bytes(self.setting.model),
+            score_bytes=self._score_bytes,
             own=own,
         )
-        return self.cost.attention_s(call)
+        return self.cost.call_s(call)
+
+    def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
+        """All heads attend to the latents."""
+        mixer = self.mixer
+        call = AttentionCall(
+            chunk=chunk,
+            prefix=prefix,
+            causal=chunk * (prefix + 0.5 * chunk),
+            num_attention_heads=mixer.num_attention_heads,
+            num_key_value_heads=1,
+            head_dim=mixer.kv_lora_rank + mixer.qk_rope_head_dim,
+            v_head_dim=mixer.kv_lora_rank,
+            latent=True,
+            score_bytes=self._score_bytes,
+        )
+        return self.cost.call_s(call)

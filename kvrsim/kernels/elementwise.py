@@ -1,6 +1,4 @@
-"""ElementwiseRates: seconds of kernels that do little but move bytes.
-
-Bytes that element-wise kernels move for one token of one layer, and kernels that do it.
+"""Element-wise kernels, which do little but move bytes: what they move per token of a layer, and at which rates.
 
 Eager PyTorch runs each step of a norm, a rotary embedding or an activation as a kernel of its own, each
 reading and writing device memory. The counts below follow the 2023 Hugging Face Llama and Falcon code in
@@ -24,22 +22,20 @@ scaled, QK^T, mask, softmax, PV), 8 in Falcon's with ALiBi (QK^T, to fp32, biase
 
 Serving engines fuse: norm r2w2, residual r4w2, rotary in place r2w2, silu with product r4w2.
 
-Bytes that merging partial results of attention moves through memory, and kernels that do it.
-
 A ring attends to one block of keys after another. The result of each block is merged with that of the blocks before it,
 weighted by their log-sum-exp, in fp32. The counts follow update_out_and_lse of ring-flash-attention
 (ring_flash_attn/utils.py at 8996282), kernel by kernel (r = bytes read, w = bytes written):
 
-of an element of the output      to fp32 r2w4, difference r8w4, times its weight r4w4, subtraction r8w4      = 38
-of a log-sum-exp (token, head)   difference r8w4, sigmoid r4w4, difference r8w4, log-sigmoid r4w4, sum r8w4  = 52
-of a part of a rank's queries    the new values are copied back, r4w4                                        = 8 each
+per element of the output         to fp32 r2w4, difference r8w4, times its weight r4w4, subtraction r8w4      = 38
+per log-sum-exp (token, head)    difference r8w4, sigmoid r4w4, difference r8w4, log-sigmoid r4w4, sum r8w4  = 52
+a part of the rank's queries     the new values are copied back, r4w4                                        = 8 each
 first and last                   the first block's output to fp32, r2w4; the merged one back to half, r4w2   = 6 each
 
 TorchScript compiles that function and may fuse it; the times that the project publishes are those of separate kernels
-(docs/results/rings.md). One fused kernel moves r6w4 = 10 an element, and r8w4 = 12 a log-sum-exp.
+(docs/results/rings.md). One fused kernel moves r6w4 = 10 per element, and r8w4 = 12 per log-sum-exp.
 
 Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate is for the bytes that any code
-moves: of an element both results are read and one is written, in fp32, and so of a log-sum-exp.
+moves: per element and per log-sum-exp both results are read and one is written, in fp32.
 
 Separate kernels are PyTorch's, whatever kernels an engine has: they reach the share of the datasheet's memory bandwidth
 that the profile a100-eager has for PyTorch on A100, 1.584 of 2.039 TB/s, fitted to published prefills.
@@ -63,18 +59,16 @@ class Traffic(NamedTuple):
     """What one step of a layer moves through device memory."""
 
     op: ElementwiseOp | Literal["merge"]
-    nbytes: float  # read and written, a token
+    nbytes: float  # read and written, per token
     kernels: int  # that do it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementwiseRates:
-    """Bytes a second by operation; a kernel that computes more a byte, or is written worse, has less."""
+    """Bytes per second by operation; a kernel that computes more per byte, or is written worse, has less."""
 
     fused: bool = False  # norm, rotary embedding and activation are one kernel each, as in serving engines
-    fused_merge: bool = (
-        False  # one kernel merges partial results of a ring's attention; else see kvrsim.kernels.elementwise
-    )
+    fused_merge: bool = False  # one kernel merges partial results of a ring's attention; else several, see above
     start_s: NonNegative  # of every kernel, on the device
     norm: float = field(metadata=_RATE)
     rotary: float = field(metadata=_RATE)
@@ -82,28 +76,13 @@ class ElementwiseRates:
     residual: float = field(metadata=_RATE)
     copy: float = field(metadata=_RATE)
     embedding: float = field(metadata=_RATE)
-    merge_bytes_per_s: float | None = (
-        None  # of merging partial results as measured; None: see kvrsim.kernels.elementwise
-    )
-    mask_element_s: NonNegative = 0.0  # of an element of the attention mask, once a prefill
+    merge_bytes_per_s: float | None = None  # of merging partial results as measured; None: counted, see above
+    mask_element_s: NonNegative = 0.0  # per element of the attention mask, once per prefill
 
     @classmethod
-    def uniform(
-        cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0, fused_merge: bool = False
-    ) -> ElementwiseRates:
+    def uniform(cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0) -> ElementwiseRates:
         """The same rate for all."""
-        rate = bytes_per_s
-        return cls(
-            fused=fused,
-            fused_merge=fused_merge,
-            start_s=start_s,
-            norm=rate,
-            rotary=rate,
-            activation=rate,
-            residual=rate,
-            copy=rate,
-            embedding=rate,
-        )
+        return cls(fused=fused, start_s=start_s, **dict.fromkeys(ELEMENTWISE_OPS, bytes_per_s))
 
     def bytes_per_s(self, op: ElementwiseOp | Literal["merge"]) -> float:
         """The rate of one operation."""
@@ -122,53 +101,42 @@ class CacheCopies:
     own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """Bytes per element and kernels of one step, for elements of two bytes."""
-
-    nbytes: float
+class _Step(NamedTuple):
+    nbytes: float  # per element, for elements of two bytes
     kernels: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Steps:
-    """One way to write a layer's element-wise steps: a column of the table above."""
-
-    rms_norm: _Step
-    layer_norm: _Step
-    rotary: _Step
-    reshape: _Step
-    residual: _Step
-    gated_mlp: _Step
-    plain_mlp: _Step
-
-
-_EAGER = _Steps(
-    rms_norm=_Step(nbytes=34, kernels=6),
-    layer_norm=_Step(nbytes=4, kernels=1),
-    rotary=_Step(nbytes=20, kernels=8),
-    reshape=_Step(nbytes=4, kernels=1),
-    residual=_Step(nbytes=6, kernels=1),
-    gated_mlp=_Step(nbytes=10, kernels=2),
-    plain_mlp=_Step(nbytes=4, kernels=1),
-)
-_FUSED = _Steps(
-    rms_norm=_Step(nbytes=4, kernels=1),
-    layer_norm=_Step(nbytes=4, kernels=1),
-    rotary=_Step(nbytes=4, kernels=1),
-    reshape=_Step(nbytes=0, kernels=0),
-    residual=_Step(nbytes=6, kernels=1),
-    gated_mlp=_Step(nbytes=6, kernels=1),
-    plain_mlp=_Step(nbytes=4, kernels=1),
-)
-
+_EAGER = {
+    "RMSNorm": _Step(34, 6),
+    "LayerNorm": _Step(4, 1),
+    "rotary": _Step(20, 8),
+    "reshape": _Step(4, 1),
+    "residual": _Step(6, 1),
+    "gated MLP": _Step(10, 2),
+    "plain MLP": _Step(4, 1),
+}
+_FUSED = {
+    "RMSNorm": _Step(4, 1),
+    "LayerNorm": _Step(4, 1),
+    "rotary": _Step(4, 1),
+    "reshape": _Step(0, 0),
+    "residual": _Step(6, 1),
+    "gated MLP": _Step(6, 1),
+    "plain MLP": _Step(4, 1),
+}
+_ROTARY_REPEATS = _Step(8, 12)
+_LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
 # Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its
 # softmax in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2,
 # times V r2. It stands for all models whose bytes no profile has fitted; ALiBi adds its biases, r2w2.
 _SCORE_BYTES = 28.0
 _ALIBI_BYTES = 4.0
-_LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
-_ROTARY_REPEATS = _Step(nbytes=8, kernels=12)
+_SEPARATE_MERGE = (38.0, 52.0, 9)  # bytes per element and per log-sum-exp, kernels
+_FUSED_MERGE = (10.0, 12.0, 1)
+_BACK, _BACK_KERNELS = 8.0, 2
+_CAST = 6.0
+_MEASURED_MERGE = 6.0  # bytes per element, and per log-sum-exp, where elements have two bytes
+PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, as above
 
 
 def eager_score_bytes(model: ModelSpec) -> float:
@@ -176,28 +144,11 @@ def eager_score_bytes(model: ModelSpec) -> float:
     return _SCORE_BYTES + _ALIBI_BYTES * model.alibi
 
 
-class LayerKernels(NamedTuple):
-    """Kernels that one layer launches."""
-
-    before: int  # norms, projections, rotary embedding
-    mixer: int  # with the copies of K and V into the cache
-    after: int  # output projection, norms, MLP, residuals
-
-
-def attention_kernels(model: ModelSpec, mixer: Attention, kernel: str, *, repeats: bool, copies: CacheCopies) -> int:
-    """Kernels from rotary embedding to PV; `repeats`: shared KV heads are repeated for their queries, K and V each."""
-    cached = (copies.keep > 0) + (copies.own > 0)
-    if kernel != "eager":
-        return 1 + cached
+def eager_kernels(model: ModelSpec, mixer: Attention, *, repeats: bool) -> int:
+    """Kernels of eager attention from rotary embedding to PV; `repeats`: shared KV heads are repeated, K and V each."""
     shared = mixer.num_key_value_heads < mixer.num_attention_heads
     falcon = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
-    return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared) + cached
-
-
-def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:
-    """One norm over so many features; LayerNorm has weights and biases."""
-    step = table.layer_norm if model.final_norm_parameters == 2 * model.hidden_size else table.rms_norm
-    return Traffic("norm", step.nbytes * features, step.kernels)
+    return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared)
 
 
 def before_mixer(
@@ -207,17 +158,51 @@ def before_mixer(
 
     repeats_rotary: cos and sin are repeated for every head.
     """
-    table = _FUSED if fused else _EAGER
-    steps = [_norm(model, table, model.hidden_size)] * layer.norms_before_mixer
+    steps = [_norm(model, model.hidden_size, fused=fused)] * layer.norms_before_mixer
     if layer.mixer is not None:
-        steps += [_norm(model, table, features) for features in _normed(layer.mixer)]
+        steps += [_norm(model, features, fused=fused) for features in _normed(layer.mixer)]
         rotated = _rotated(layer.mixer)
+        step = (_FUSED if fused else _EAGER)["rotary"]
         if rotated and model.rotary:
-            steps.append(Traffic("rotary", table.rotary.nbytes * sum(rotated), table.rotary.kernels))
+            steps.append(Traffic("rotary", step.nbytes * sum(rotated), step.kernels))
         if repeats_rotary:
             repeated = [features for features in rotated if features > model.head_dim]
             steps += [Traffic("rotary", _ROTARY_REPEATS.nbytes * each, _ROTARY_REPEATS.kernels) for each in repeated]
     return tuple(steps)
+
+
+def after_mixer(
+    model: ModelSpec, layer: LayerSpec, *, fused: bool, intermediate: float, reshapes: bool = True
+) -> tuple[Traffic, ...]:
+    """Reshape, residuals, activation and the other norms of one token.
+
+    intermediate: the MLP's width; routed experts have activations of their own.
+    reshapes: False where the output's reshaping is part of attention.
+    """
+    table, hidden, mixer, blocks = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer, layer.num_blocks
+    steps = []
+    if reshapes and mixer is not None:
+        steps.append(Traffic("copy", table["reshape"].nbytes * hidden, table["reshape"].kernels))
+    if isinstance(mixer, Attention | LatentAttention) and mixer.gate:
+        steps.append(activation(mixer.num_attention_heads * mixer.v_head_dim, gated=True, fused=fused))
+    residual = table["residual"]
+    steps.append(Traffic("residual", blocks * residual.nbytes * hidden, blocks * residual.kernels))
+    if intermediate:
+        steps.append(activation(intermediate, gated=layer.gated_mlp, fused=fused))
+    return (*steps, *[_norm(model, hidden, fused=fused)] * layer.norms_after_mixer)
+
+
+def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
+    """The activation of one token between the matrices of an MLP of that width."""
+    step = (_FUSED if fused else _EAGER)["gated MLP" if gated else "plain MLP"]
+    return Traffic("activation", step.nbytes * intermediate, step.kernels)
+
+
+def _norm(model: ModelSpec, features: int, *, fused: bool) -> Traffic:
+    """One norm over that many features; LayerNorm has weights and biases."""
+    kind = "LayerNorm" if model.final_norm_parameters == 2 * model.hidden_size else "RMSNorm"
+    step = (_FUSED if fused else _EAGER)[kind]
+    return Traffic("norm", step.nbytes * features, step.kernels)
 
 
 def _normed(mixer: Mixer) -> tuple[int, ...]:
@@ -247,51 +232,12 @@ def _rotated(mixer: Mixer) -> tuple[int, ...]:
     return (mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim)
 
 
-def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
-    """The activation of one token between the matrices of an MLP of that width."""
-    table = _FUSED if fused else _EAGER
-    step = table.gated_mlp if gated else table.plain_mlp
-    return Traffic("activation", step.nbytes * intermediate, step.kernels)
-
-
-def after_mixer(
-    model: ModelSpec, layer: LayerSpec, *, fused: bool, intermediate: float, reshapes: bool = True
-) -> tuple[Traffic, ...]:
-    """Reshape, residuals, activation and the other norms of one token.
-
-    intermediate: the MLP's width; routed experts have activations of their own.
-    reshapes: False where the output's reshaping is part of attention.
-    """
-    table, hidden, mixer = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer
-    blocks = layer.num_blocks
-    steps = []
-    if reshapes and mixer is not None:
-        steps.append(Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels))
-    if isinstance(mixer, Attention | LatentAttention) and mixer.gate:
-        gated = mixer.num_attention_heads * mixer.v_head_dim
-        steps.append(Traffic("activation", table.gated_mlp.nbytes * gated, table.gated_mlp.kernels))
-    steps.append(Traffic("residual", blocks * table.residual.nbytes * hidden, blocks * table.residual.kernels))
-    if intermediate:
-        steps.append(activation(intermediate, gated=layer.gated_mlp, fused=fused))
-    return (*steps, *[_norm(model, table, hidden)] * layer.norms_after_mixer)
-
-
-_SEPARATE, _SEPARATE_LSE, _SEPARATE_KERNELS = 38.0, 52.0, 9
-_FUSED_merges, _FUSED_LSE, _FUSED_KERNELS = 10.0, 12.0, 1
-_BACK, _BACK_KERNELS = 8.0, 2
-_CAST = 6.0
-_MEASURED = 6.0  # bytes of an element, and of a log-sum-exp, where elements have two bytes
-PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, as above
-
-
 def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Traffic:
     """One token's result of a block into that of the blocks before.
 
     fused: one kernel does it. part: the block has results for a part of the rank's queries.
     """
-    nbytes, lse, kernels = (
-        (_FUSED_merges, _FUSED_LSE, _FUSED_KERNELS) if fused else (_SEPARATE, _SEPARATE_LSE, _SEPARATE_KERNELS)
-    )
+    nbytes, lse, kernels = _FUSED_MERGE if fused else _SEPARATE_MERGE
     if part and not fused:
         nbytes, lse, kernels = nbytes + _BACK, lse + _BACK, kernels + _BACK_KERNELS
     heads = mixer.num_attention_heads
@@ -300,9 +246,9 @@ def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Tra
 
 def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
     """The same where it was measured; its kernels' starts are in the rate."""
-    return Traffic("merge", _MEASURED * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
+    return Traffic("merge", _MEASURED_MERGE * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
 
 
-def fp32_cast(mixer: Attention | LatentAttention) -> Traffic:
+def upcast(mixer: Attention | LatentAttention) -> Traffic:
     """One token's output to fp32, or back."""
     return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, 1)

@@ -26,16 +26,18 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative
+from kvrsim.kernels.cost import CostModel, Part
 from kvrsim.kernels.elementwise import Traffic, activation
-from kvrsim.kernels.gemm import GEMM_TYPES, Product, Width, alike, of_each
-from kvrsim.kernels.mixer import launches
+from kvrsim.kernels.gemm import GEMM_TYPES, Product, Width, alike, launches, of_each
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.kernels.calibrated import CostModel
+    from kvrsim.kernels.cost import CalibratedCost
+    from kvrsim.kernels.roofline import RooflineCost
 
+EXPERTS = Part("experts")
 # Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times
 # the tokens, for prefills of 8192. aiconfigurator-core 0.12.0 takes this law for DeepSeek's models by default
 # (sdk/models/deepseek.py; of its collector, helper.py, sample_power_law).
@@ -64,6 +66,25 @@ class ExpertsCall:
     def expert_weights(self) -> int:
         """Elements of the matrices of one expert."""
         return self.hidden_size * (self.up_features + self.intermediate_size)
+
+    @property
+    def part(self) -> Part:
+        return EXPERTS
+
+    def measured_s(self, cost: CalibratedCost) -> Array:
+        """By the profile's rates of grouped products; counted where it has none of such a type."""
+        rates, element_bytes = cost.rates.experts, cost.traits.element_bytes
+        if rates is None or not rates.covers(self.compute, element_bytes):
+            return cost.row_cost(*counted_experts(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
+        return cost.compute_scale * rates.seconds(self, cost.traits.batch, element_bytes)
+
+    def roofline_s(self, cost: RooflineCost) -> Array:
+        """The longer of the rows' FLOPs at peak and one reading of the weights of the experts that have any."""
+        width, flops_per_s = cost.limits_of(self.compute)
+        rows = self.rows(cost.traits.batch)
+        weights = self.active(rows) * self.expert_weights
+        flops_s = rows * (2.0 * self.expert_weights / flops_per_s)
+        return np.maximum(flops_s, weights * (width.weight / cost.bytes_per_s))
 
     def rows(self, batch: int) -> Array:
         """Tokens of the busiest GPU, each as often as its experts are here."""
@@ -218,12 +239,13 @@ class RoutedExperts:
     @property
     def kernels(self) -> int:
         """That a call launches."""
-        products, steps = counted_experts(self.call(np.ones(1)), fused=self.cost.fused)
-        return launches(self.cost, products) + sum(step.kernels for step in steps)
+        fused = self.cost.traits.fused
+        products, steps = counted_experts(self.call(np.ones(1)), fused=fused)
+        return launches(products, fused=fused) + sum(step.kernels for step in steps)
 
     def seconds(self, chunk: Array) -> Array:
         """Of the busiest GPU, which the others wait for; `chunk`: of each sequence, tokens that the rank computes."""
-        return self.cost.experts_s(self.call(chunk))
+        return self.cost.call_s(self.call(chunk))
 
     def call(self, chunk: Array) -> ExpertsCall:
         """What one GPU computes: where ranks exchange tokens, of all ranks' chunks."""

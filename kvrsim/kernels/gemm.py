@@ -18,6 +18,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.interp import log_interp
 from kvrsim.io.schema import NonNegative, PositiveShare
+from kvrsim.model.gemm import Gemm
 from kvrsim.program import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
@@ -171,10 +172,6 @@ class GemmRates:
         if self.measured and not self.tiles:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
-    def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
-        """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
-        return self.row_cost(products, element_bytes)(rows)
-
     def row_cost(self, products: tuple[Product, ...], element_bytes: Width) -> RowCost:
         """Seconds of all the products as a function of rows, prepared once."""
         if not self.tiles:
@@ -209,11 +206,8 @@ class GemmRates:
         wave_s = flops / (self.flops_per_s * tile.flops_share) + tile.start_s
         return np.asarray(np.ceil(tiles / self.concurrent_tiles) * wave_s)
 
-    def is_measured(self, product: Product) -> bool:
-        """Whether the weight matrix is one that was timed."""
-        return self._shape_of(product) is not None
-
-    def _shape_of(self, product: Product) -> MeasuredShape | None:
+    def measured_shape(self, product: Product) -> MeasuredShape | None:
+        """The times of the product's weight matrix; None: it was not measured."""
         wanted = product.in_features, product.out_features
         same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == wanted)
         return next(same, None) if product.num_matrices == 1 else None
@@ -221,7 +215,7 @@ class GemmRates:
     def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
         """The form, or, for a shape that was measured, the form times measured over form between its rows."""
         seconds = self.form_s(rows, product, element_bytes)
-        shape = self._shape_of(product)
+        shape = self.measured_shape(product)
         if shape is None:
             return seconds
         grid = np.array(shape.rows, dtype=float)
@@ -248,3 +242,20 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
         key = product._replace(out_features=0)
         widths[key] = widths.get(key, 0) + product.out_features
     return tuple(key._replace(out_features=width) for key, width in widths.items())
+
+
+def products_of(gemms: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
+    """Products of tokens with weight matrices; those of one input are one where the engine fuses."""
+    products = tuple(
+        Product(gemm.in_features // gemm.groups, gemm.out_features // gemm.groups, gemm.groups, 1.0, gemm.compute)
+        for gemm in gemms
+    )
+    return merged(products) if fused else products
+
+
+def launches(products: Sequence[Product], *, fused: bool) -> int:
+    """Kernels of products and of what quantises their inputs; engines compute products of several matrices in one."""
+    matrices = sum(1 if fused else product.num_matrices for product in products)
+    return matrices + sum(
+        product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products
+    )

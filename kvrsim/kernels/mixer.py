@@ -1,117 +1,111 @@
-"""Mixing: the interface of all mixers' costs, and what they have in common."""
+"""MixerCost: the interface of all mixers' costs, and what they have in common.
+
+A mixer is what lets tokens see each other: softmax attention, latent attention, attention to chosen keys, or a
+recurrence. Arguments and results are arrays of any one shape.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrsim.engine import NO_HOST, HostRates
+from kvrsim.kernels.cost import CostModel
 from kvrsim.kernels.elementwise import Traffic
-from kvrsim.kernels.gemm import GEMM_TYPES, Product, merged
+from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement
+from kvrsim.kernels.prefix import LOCAL_PREFIX, PrefixAccessPlan
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 
 if TYPE_CHECKING:
-    from kvrsim.kernels.calibrated import CostModel
+    from kvrsim.kernels.tensor_parallel import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What the costs of a mixer depend on besides the mixer."""
+class LayerSetting:
+    """What the costs of all layers of a scenario depend on besides the layer; by default one sequence on one GPU."""
 
-    model: ModelSpec
+    model: ModelSpec  # one GPU's share
     cost: CostModel
-    batch: int
-    element_bytes: int
-    kernel: str  # of softmax attention
-    resume_s: float  # device time lost after a layer's communication
-    hbm_bytes_per_s: float  # of the GPU's datasheet
+    host: HostRates = NO_HOST
+    cached_prefix: int = 0  # tokens whose K, V nobody sends
+    sends_overlap: bool = True
+    resync_s: float = 0.0  # device time lost after a layer's communication
+    group: Group | None = None  # GPUs that the rank stands for and that split `model`; None: it is one GPU
+    message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
+    hbm_bytes_per_s: float = inf  # of the GPU's datasheet
+    placement: ExpertPlacement = ONE_GPU  # of routed experts
+    prefix: PrefixAccessPlan = LOCAL_PREFIX  # how attention reaches the cached prefix
+
+    @property
+    def batch(self) -> int:
+        return self.cost.traits.batch
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the request's dtype."""
+        return self.cost.traits.element_bytes
 
 
-def products_of(
-    cost: CostModel, gemms: Sequence[Gemm], num_matrices: int = 1, share: float = 1.0
-) -> tuple[Product, ...]:
-    """Products of tokens with weight matrices; those of one input are one where the engine fuses."""
-    products = tuple(
-        Product(
-            gemm.in_features // gemm.groups,
-            gemm.out_features // gemm.groups,
-            num_matrices * gemm.groups,
-            share,
-            gemm.compute,
-        )
-        for gemm in gemms
-    )
-    return merged(products) if cost.fused else products
-
-
-def launches(cost: CostModel, products: Sequence[Product]) -> int:
-    """Kernels of products and of what quantises their inputs; engines compute products of several matrices in one."""
-    matrices = sum(1 if cost.fused else product.num_matrices for product in products)
-    return matrices + sum(
-        product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products
-    )
-
-
-class Mixing(ABC):
-    """Seconds, bytes and kernels of a mixer's own operations; arguments and results are arrays of any one shape."""
+class MixerCost(ABC):
+    """Seconds, bytes and kernels of a mixer's own operations."""
 
     mixer: Mixer
-    has_own: ClassVar[bool] = False  # whether own_s is anything
 
-    def __init__(self, setting: Setting, mixer: Mixer) -> None:
-        self.setting, self.mixer, self.cost = setting, mixer, setting.cost
-        self._width = setting.model.cached_element_bytes(setting.element_bytes)
+    def __init__(self, setting: LayerSetting, mixer: Mixer) -> None:
+        self.setting, self.mixer = setting, mixer
+        self.cost, self.traits = setting.cost, setting.cost.traits
+        self._element_bytes = setting.model.cached_element_bytes(setting.element_bytes)
         # Element-wise rates count elements of two bytes.
         self._half_token_bytes = mixer.token_bytes(setting.model.cached_element_bytes(2))
 
-    # -- products and element-wise steps of the chunk alone
+    # -- the chunk alone
     @property
     def projections(self) -> tuple[Gemm, ...]:
         """Matrices before tokens see each other."""
         return self.mixer.projections
 
-    def own_s(self, chunk: Array) -> Array:
-        """What else the mixer does to the chunk before tokens see each other; nothing unless `has_own`."""
-        return 0.0 * chunk
+    def local_op_s(self, chunk: Array) -> Array | None:
+        """What else the mixer does to the chunk before tokens see each other; None: nothing."""
+        return None
 
     # -- the cache
     def cache_bytes(self, tokens: Array) -> Array:
-        """Cache and state of so many tokens."""
-        return np.asarray(self.setting.batch * self.mixer.cache_bytes(tokens, self._width))
+        """Cache and state of that many tokens."""
+        return np.asarray(self.setting.batch * self.mixer.cache_bytes(tokens, self._element_bytes))
 
     def needed_bytes(self, tokens: Array) -> Array:
-        """Of the cache of so many tokens, what the tokens after them need."""
-        nbytes = np.asarray(self.mixer.needed_bytes(tokens, self._width))
+        """Of the cache of that many tokens, what the tokens after them need."""
+        nbytes = np.asarray(self.mixer.needed_bytes(tokens, self._element_bytes))
         return nbytes if self.setting.batch == 1 else self.setting.batch * nbytes
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """Copies that put the cache of prefix and chunk into one: one more where there is a prefix."""
-        copies = self.cost.copies
+        copies = self.traits.copies
         if not copies.keep and not copies.append:
-            seconds = np.full(np.broadcast(chunk, prefix).shape, self.setting.resume_s)
+            seconds = np.full(np.broadcast(chunk, prefix).shape, self.setting.resync_s)
         else:
-            tokens = self.seen(prefix) + chunk
+            tokens = self.visible(prefix) + chunk
             copied = np.asarray(tokens * (copies.keep + copies.append))
             np.multiply(tokens, copies.keep, out=copied, where=prefix <= 0)
-            seconds = self._copy_s(copied) + self.setting.resume_s
+            seconds = self._copy_s(copied) + self.setting.resync_s
         return seconds + self._write_s(chunk) if copies.own else seconds
 
-    def assemble_s(self, chunk: Array, others: Array) -> Array:
+    def concat_s(self, chunk: Array, others: Array) -> Array:
         """Copies that put gathered pieces into one cache; alone, a rank only keeps its own."""
-        copies = self.cost.copies
-        seconds = self.setting.resume_s + self._copy_s(
-            (chunk + self.seen(others)) * (copies.keep + copies.gather * (others > 0))
-        )
+        copies = self.traits.copies
+        tokens = chunk + self.visible(others)
+        seconds = self.setting.resync_s + self._copy_s(tokens * (copies.keep + copies.gather * (others > 0)))
         return seconds + self._write_s(chunk) if copies.own else seconds
 
-    def seen(self, tokens: Array) -> Array:
-        """Of so many tokens before a query, those that it can see."""
+    def visible(self, tokens: Array) -> Array:
+        """Of that many tokens before a query, those that it can see."""
         reach = self.mixer.reach
         return tokens if reach is None else np.minimum(tokens, reach)
 
@@ -121,7 +115,7 @@ class Mixing(ABC):
 
     def _write_s(self, chunk: Array) -> Array:
         """The chunk's own part of the cache into a buffer."""
-        return self._copy_s(chunk * self.cost.copies.own, kernels=1)
+        return self._copy_s(chunk * self.traits.copies.own, kernels=1)
 
     # -- tokens see each other
     @property
@@ -130,54 +124,22 @@ class Mixing(ABC):
         """Kernels from rotary embedding to the mixer's output."""
 
     @abstractmethod
-    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+    def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's tokens see the prefix and the chunk."""
 
     def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
-        """The same in so many calls, each of as many of the chunk's tokens, which see the keys up to their own end."""
+        """attention_s in several calls, each of as many of the chunk's tokens, which see the keys up to their own end."""
         assert blocks == 1, "a mixer whose queries are not called in blocks"
-        return self.mix_s(chunk, prefix)
+        return self.attention_s(chunk, prefix)
 
     @abstractmethod
     def decode_s(self, keys: Array) -> Array:
         """One token sees `keys` tokens, itself included, in a decoding kernel."""
 
     def score_elements(self, chunk: Array, keys: Array) -> Array:
-        """Elements of the score matrix of so many queries and keys, all heads; 0 where there is none."""
+        """Elements of the score matrix of that many queries and keys, all heads; 0 where there is none."""
         return 0.0 * chunk * keys
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
         """Tokens besides the chunk that it sees, or has masked, where it is given the whole context."""
         return start
-
-
-class BlockMixing(Mixing):
-    """A mixer whose results for blocks of keys can be merged, as rings do."""
-
-    @abstractmethod
-    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
-
-        The result is merged with that of other blocks; a block that no query sees takes no time.
-        part: the queries are a part of the rank's chunk.
-        """
-
-    @abstractmethod
-    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """The chunk's queries, which begin at `start`, against an even share of the first `prefix` tokens, not merged.
-
-        The share's tokens are spread over all, so a window leaves as many of each share.
-        """
-
-    @abstractmethod
-    def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
-        """A block's result for these queries merged with that of the blocks before; `part`: as in block_s."""
-
-    @abstractmethod
-    def cast_s(self, chunk: Array) -> Array:
-        """The chunk's output to fp32, in which results are merged, or back."""
-
-    @property
-    @abstractmethod
-    def merge_kernels(self) -> int:
-        """Kernels of merge_s."""

@@ -29,7 +29,8 @@ from kvrsim.io.schema import (
     read,
     write_json,
 )
-from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, LatentRates
+from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, EagerRates, LatentRates
+from kvrsim.kernels.cost import KernelTraits
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.experts import ExpertRates
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
@@ -76,14 +77,31 @@ class KernelRates:
     elementwise: ElementwiseRates
     copies: CacheCopies
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
-    repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim/kernels/elementwise.py
+    repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim.kernels.elementwise
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
     experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as products one by one
     latent: LatentRates | None = None  # None: as attention of heads of the same width
     sparse: SparseRates | None = None  # None: counted
-    recurrence: RecurrenceRates | None = None  # None: counted, see counted_recurrence
+    recurrence: RecurrenceRates | None = None  # None: counted
+
+    def traits(self, kernel: str, batch: int, element_bytes: int) -> KernelTraits:
+        """What the kernels have in common; `kernel`: of attention, `element_bytes`: of the request's dtype."""
+        rates = self.attention[kernel]
+        return KernelTraits(
+            kernel=kernel,
+            batch=batch,
+            element_bytes=element_bytes,
+            fused=self.elementwise.fused,
+            fused_merge=self.elementwise.fused_merge,
+            measures_merge=self.elementwise.merge_bytes_per_s is not None,
+            whole_attention=self.whole_attention,
+            copies=self.copies,
+            score_bytes=rates.score_bytes if isinstance(rates, EagerRates) else {},
+            head_on_all_tokens=self.head_on_all_tokens,
+            repeats_rotary=self.repeats_rotary,
+        )
 
     def priced_as(self, compute: str | None) -> str | None:
         """The type whose rates stand for a type of product: its own, or the most similar; None: half precision's."""
@@ -97,7 +115,7 @@ class KernelRates:
     def is_measured(self, product: Product) -> bool:
         """Whether the weight matrix was timed in the type that the product is priced in."""
         priced = self.priced_as(product.compute)
-        return (self.gemm if priced is None else self.gemm_types[priced]).is_measured(product)
+        return (self.gemm if priced is None else self.gemm_types[priced]).measured_shape(product) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

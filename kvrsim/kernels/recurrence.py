@@ -1,37 +1,41 @@
-"""RecurrenceRates: seconds of linear attention and state-space layers between their projections.
+"""Linear attention and state-space layers between their projections: calls, rates and costs.
 
-Engines run two kernels or groups of kernels a layer: a short convolution along the tokens, and the scan, which goes
-through the tokens in chunks. Inside of a chunk it works with matrix products; from chunk to chunk it hands on a state.
+Engines run two kernels or groups of kernels per layer: a short convolution along the tokens, and the scan, which goes
+through the tokens in chunks. Inside a chunk it works with matrix products; from chunk to chunk it passes on a state.
 The convolution of a piece of the tokens needs the last few inputs before the piece; its scan needs their state, which
 is known when their scan has ended.
-
-Costs of linear attention and state-space layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError
+from kvrsim.kernels.cost import Part
 from kvrsim.kernels.elementwise import Traffic
-from kvrsim.kernels.mixer import Mixing
+from kvrsim.kernels.mixer import MixerCost
 from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.kernels.profile import KernelRates
+    from kvrsim.kernels.cost import CalibratedCost
+    from kvrsim.kernels.roofline import RooflineCost
 
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 RECURRENCES = tuple(SCAN_CHUNK)
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta"}  # whose rates stand for one without
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
+_SIZES = (
+    *("kind", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
+    *("conv_channels", "conv_kernel"),
+)
 _FP32 = 2  # elements of half precision in one of fp32
 
 
@@ -47,6 +51,10 @@ class RecurrenceCall:
     value_head_dim: int
     conv_channels: int  # 0: no convolution
     conv_kernel: int  # tokens of the convolution
+
+    @property
+    def part(self) -> Part:
+        return Part("recurrence", variant=self.kind)
 
     @property
     def scan_flops(self) -> float:
@@ -85,20 +93,45 @@ class RecurrenceCall:
         return 2.0 * self.conv_channels
 
 
-class RecurrenceSeconds(NamedTuple):
-    """Seconds of a recurrence by what it waits for."""
+class ScanCall(RecurrenceCall):
+    """The scan, which waits for the state behind the tokens before."""
 
-    convolution: Array  # for the layer's projections alone
-    scan: Array  # for the state behind the tokens before, too
+    def measured_s(self, cost: CalibratedCost) -> Array:
+        """By the profile's rates; else FLOPs at the rate of products, and bytes at that of copies, in turn.
 
-    @property
-    def total(self) -> Array:
-        """Both."""
-        return self.convolution + self.scan
+        Memory sets the pace, not the clock.
+        """
+        rates, batch, element_bytes = cost.rates.recurrence, cost.traits.batch, cost.traits.element_bytes
+        if rates is not None:
+            return cost.scale * rates.of(self).scan.seconds(self, batch, element_bytes)
+        elementwise, tokens = cost.rates.elementwise, batch * self.tokens
+        flops_s = self.scan_flops / cost.rates.gemm.flops_per_s
+        serial_s = SCAN_KERNELS * elementwise.start_s + self.tokens * (_CHUNK_S / SCAN_CHUNK[self.kind])
+        return cost.scale * (tokens * (flops_s + self.scan_elements * element_bytes / elementwise.copy) + serial_s)
 
-    def times(self, factor: Array | float) -> RecurrenceSeconds:
-        """So many times as long."""
-        return RecurrenceSeconds(convolution=factor * self.convolution, scan=factor * self.scan)
+    def roofline_s(self, cost: RooflineCost) -> Array:
+        """The longer of FLOPs, and queries, keys, values and output that cross memory once."""
+        elements = 2.0 * (self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim)
+        bytes_s = elements * cost.traits.element_bytes / cost.bytes_per_s
+        return np.asarray(cost.traits.batch * self.tokens * max(self.scan_flops / cost.flops_per_s, bytes_s))
+
+
+class ConvolutionCall(RecurrenceCall):
+    """The convolution, which waits for the layer's projections alone."""
+
+    def measured_s(self, cost: CalibratedCost) -> Array:
+        """By the profile's rates; else bytes at the rate of copies."""
+        rates, batch, element_bytes = cost.rates.recurrence, cost.traits.batch, cost.traits.element_bytes
+        if rates is not None:
+            return cost.scale * rates.of(self).convolution.seconds(self, batch, element_bytes)
+        elementwise = cost.rates.elementwise
+        bytes_s = batch * self.tokens * (self.convolution_elements * element_bytes / elementwise.copy)
+        return cost.scale * (elementwise.start_s * (self.conv_channels > 0) + bytes_s)
+
+    def roofline_s(self, cost: RooflineCost) -> Array:
+        """Bytes."""
+        element_s = cost.traits.element_bytes / cost.bytes_per_s
+        return cost.traits.batch * self.tokens * (self.convolution_elements * element_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,11 +196,9 @@ class RecurrenceRates:
         """The kind whose rates stand for one: itself, or one alike."""
         return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
 
-    def seconds(self, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
-        """By the rates of the call's kind, or of one alike."""
-        rates = self.kinds[self.priced_as(call.kind)]
-        convolution_s = rates.convolution.seconds(call, batch, element_bytes)
-        return RecurrenceSeconds(convolution=convolution_s, scan=rates.scan.seconds(call, batch, element_bytes))
+    def of(self, call: RecurrenceCall) -> KindRates:
+        """The rates of the call's kind, or of one alike."""
+        return self.kinds[self.priced_as(call.kind)]
 
     def describe(self) -> str:
         """What was found, in a few sentences."""
@@ -186,33 +217,10 @@ def _described(kind: str, rates: KindRates) -> str:
     )
 
 
-def counted_recurrence(rates: KernelRates, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
-    """FLOPs at the rate of products, and bytes at that of copies, one after the other."""
-    elementwise = rates.elementwise
-    tokens = batch * call.tokens
-    byte_s = element_bytes / elementwise.copy
-    scan_s = tokens * (call.scan_flops / rates.gemm.flops_per_s + call.scan_elements * byte_s)
-    scan_s = scan_s + SCAN_KERNELS * elementwise.start_s + call.tokens * (_CHUNK_S / SCAN_CHUNK[call.kind])
-    start_s = elementwise.start_s * (call.conv_channels > 0)
-    return RecurrenceSeconds(convolution=start_s + tokens * (call.convolution_elements * byte_s), scan=scan_s)
-
-
-def least_recurrence(
-    call: RecurrenceCall, batch: int, element_bytes: int, *, flops_per_s: float, bytes_per_s: float
-) -> RecurrenceSeconds:
-    """The longer of FLOPs, and queries, keys, values and output that cross memory once."""
-    tokens = batch * call.tokens
-    elements = 2.0 * (call.num_key_heads * call.key_head_dim + call.num_value_heads * call.value_head_dim)
-    token_s = max(call.scan_flops / flops_per_s, elements * element_bytes / bytes_per_s)
-    convolution_s = call.convolution_elements * element_bytes / bytes_per_s
-    return RecurrenceSeconds(convolution=tokens * convolution_s, scan=np.asarray(tokens * token_s))
-
-
-class RecurrentMixing(Mixing):
+class RecurrentCost(MixerCost):
     """A convolution of the chunk, then a scan that waits for the state before it."""
 
     mixer: Recurrence
-    has_own = True
 
     @property
     def kernels(self) -> int:
@@ -220,16 +228,16 @@ class RecurrentMixing(Mixing):
         return SCAN_KERNELS + (self.mixer.conv_channels > 0)
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
-        """Nothing: a state is replaced."""
+        """A state is replaced."""
         return 0.0 * chunk
 
-    def own_s(self, chunk: Array) -> Array:
+    def local_op_s(self, chunk: Array) -> Array:
         """The convolution; of the tokens before the chunk it needs the last few inputs."""
-        return self._called(chunk).convolution
+        return self.cost.call_s(ConvolutionCall(tokens=chunk, **self._sizes))
 
-    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+    def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The scan, whatever the prefix."""
-        return self._called(chunk).scan
+        return self.cost.call_s(ScanCall(tokens=chunk, **self._sizes))
 
     def decode_s(self, keys: Array) -> Array:
         """The state is read and written once."""
@@ -237,17 +245,6 @@ class RecurrentMixing(Mixing):
         nbytes = 2.0 * self.mixer.state_bytes(width) * 2 / width  # element-wise rates count elements of two bytes
         return self.cost.traffic_s(np.ones_like(keys), (Traffic("copy", nbytes, 1),))
 
-    def _called(self, tokens: Array) -> RecurrenceSeconds:
-        mixer = self.mixer
-        return self.cost.recurrence_s(
-            RecurrenceCall(
-                tokens=tokens,
-                kind=mixer.kind,
-                num_key_heads=mixer.num_key_heads,
-                num_value_heads=mixer.num_value_heads,
-                key_head_dim=mixer.key_head_dim,
-                value_head_dim=mixer.value_head_dim,
-                conv_channels=mixer.conv_channels,
-                conv_kernel=mixer.conv_kernel,
-            )
-        )
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {name: getattr(self.mixer, name) for name in _SIZES}

@@ -1,20 +1,15 @@
-"""SparseRates: seconds of attention to chosen keys, between its products.
+"""Attention to chosen keys, between its products: calls, rates and costs.
 
 An indexer scores all keys before a query with a few small heads, the best are chosen, and all heads attend to these. A
-key is a token's latent (DeepSeek V3.2, GLM-5), an entry that stands for several tokens beside a window of tokens
+key is a token's latent (DeepSeek V3.2, GLM-5), an entry that stands for several tokens next to a window of tokens
 (DeepSeek V4), or one of a block of tokens that are chosen together (MiniMax M3). Scores grow with queries times keys,
 attention with queries alone once there are more keys than are chosen.
 
 Each step is a kernel whose time grows with its queries, once they fill the device; fewer take as long as that many.
-
-sparse_call: what attention to chosen keys covers, for mixers that have an indexer or compress their keys.
-
-Costs of attention to chosen keys: tokens' latents, keys of heads, or entries that stand for several tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,15 +18,18 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.kernels.attention import absorbing
-from kvrsim.kernels.mixer import Mixing, Setting
+from kvrsim.kernels.cost import Part
+from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.program import Array
 from kvrsim.units import format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.kernels.profile import KernelRates
+    from kvrsim.kernels.cost import CalibratedCost
+    from kvrsim.kernels.roofline import RooflineCost
 
+SparseMixer = Attention | LatentAttention | CompressedAttention
 _SCORE_BYTES = 4.0  # of a score, fp32
 
 
@@ -50,6 +48,10 @@ class SparseCall:
     block: int = 1  # tokens that are chosen together
     index_heads: int = 0  # of the indexer; 0: nothing is scored, as where another layer's choice is taken
     index_head_dim: int = 0
+
+    @property
+    def part(self) -> Part:
+        return Part("sparse")
 
     @property
     def seen(self) -> Array:
@@ -89,6 +91,27 @@ class SparseCall:
         """The same of no more keys than the chunk's queries see in the mean, and without the window."""
         keys = self.seen if self.top_k is None else self._seen_of(self.top_k)
         return self.chunk * keys * self._key_flops
+
+    def measured_s(self, cost: CalibratedCost) -> Array:
+        """By the profile's rates; where it has none for this kind of call, counted.
+
+        FLOPs at the rate of products, scores in FP8 where there is such a rate; scores are written and read once.
+        """
+        rates, batch = cost.rates, cost.traits.batch
+        kernels = None if rates.sparse is None else rates.sparse.of(self)
+        if kernels is not None:
+            return cost.compute_scale * kernels.seconds(self, batch, least=cost.traits.lower_bound)
+        score_rates, _ = rates.gemm_of("fp8" if self.block == 1 else None, 2)
+        flops_s = self.score_flops / score_rates.flops_per_s + self.attention_flops / rates.gemm.flops_per_s
+        scores = self.chunk * self.seen * self.chooses
+        start_s = rates.elementwise.start_s * (1.0 + 2.0 * self.chooses)
+        return cost.compute_scale * (start_s + batch * (flops_s + scores * (2.0 * _SCORE_BYTES / rates.elementwise.copy)))
+
+    def roofline_s(self, cost: RooflineCost) -> Array:
+        """FLOPs of scores, in FP8 where single keys are chosen, and of attention to the keys that queries attend to."""
+        score_flops_per_s = cost.low_flops_per_s if self.block == 1 else cost.flops_per_s
+        score_s, attention_s = self.score_flops / score_flops_per_s, self.least_attention_flops / cost.flops_per_s
+        return np.asarray(cost.traits.batch * (score_s + attention_s))
 
     def _seen_of(self, most: int) -> Array:
         """Keys that a query sees, at most so many, in the mean of the chunk."""
@@ -206,25 +229,6 @@ class SparseRates:
         return " ".join(kernels.describe(what) for what, kernels in kinds.items() if kernels is not None)
 
 
-def counted_sparse(rates: KernelRates, call: SparseCall, batch: int) -> Array:
-    """FLOPs at the rate of products, scores in FP8 where there is one; scores are written and read once."""
-    elementwise = rates.elementwise
-    score_rates, _ = rates.gemm_of("fp8" if call.block == 1 else None, 2)
-    flops_s = call.score_flops / score_rates.flops_per_s + call.attention_flops / rates.gemm.flops_per_s
-    scores = call.chunk * call.seen * call.chooses
-    start_s = elementwise.start_s * (1.0 + 2.0 * call.chooses)
-    return start_s + batch * (flops_s + scores * (2.0 * _SCORE_BYTES / elementwise.copy))
-
-
-def least_sparse(call: SparseCall, batch: int, *, score_flops_per_s: float, flops_per_s: float) -> Array:
-    """FLOPs alone: of scores, and of attention to the keys that queries do attend to."""
-    score_s, attention_s = call.score_flops / score_flops_per_s, call.least_attention_flops / flops_per_s
-    return np.asarray(batch * (score_s + attention_s))
-
-
-SparseMixer = Attention | LatentAttention | CompressedAttention
-
-
 def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
     """The call between a mixer's products; heads attend to the latents themselves, where there are latents.
 
@@ -253,7 +257,7 @@ def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
     )
 
 
-class SparseMixing(Mixing):
+class SparseCost(MixerCost):
     """An indexer scores all keys before a query, the best are chosen, all heads attend to these.
 
     Where keys are latents, their expansion is absorbed into queries and outputs.
@@ -261,11 +265,9 @@ class SparseMixing(Mixing):
 
     mixer: SparseMixer
 
-    def __init__(self, setting: Setting, mixer: SparseMixer) -> None:
+    def __init__(self, setting: LayerSetting, mixer: SparseMixer) -> None:
         super().__init__(setting, mixer)
-        self._absorb: Callable[[Array], Array] | None = None
-        if isinstance(mixer, LatentAttention):
-            self._absorb = self.cost.row_cost(absorbing(mixer), ())
+        self._absorb = self.cost.row_cost(absorbing(mixer), ()) if isinstance(mixer, LatentAttention) else None
 
     @property
     def projections(self) -> tuple[Gemm, ...]:
@@ -278,14 +280,14 @@ class SparseMixing(Mixing):
         """Scores and choice, attention, the absorbed products, and the cache's copy."""
         indexer = self.mixer.indexer
         chosen = 0 if indexer is None or indexer.shared else 2
-        return chosen + 1 + 2 * (self._absorb is not None) + (self.cost.copies.own > 0)
+        return chosen + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)
 
-    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+    def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """Scores, choice and attention of the chunk."""
-        seconds = self.cost.sparse_s(sparse_call(self.mixer, chunk, prefix))
+        seconds = self.cost.call_s(sparse_call(self.mixer, chunk, prefix))
         return seconds if self._absorb is None else seconds + self._absorb(chunk)
 
     def decode_s(self, keys: Array) -> Array:
         """As a chunk of one token."""
         one = np.ones_like(keys)
-        return self.mix_s(one, keys - one)
+        return self.attention_s(one, keys - one)

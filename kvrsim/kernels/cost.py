@@ -1,0 +1,144 @@
+"""CostModel: seconds of device time for one operation; CalibratedCost: by the measured rates of a profile.
+
+Each kind of operation is a call, such as AttentionCall, that says how it is priced by a profile (`measured_s`) and by
+a datasheet (`roofline_s`). All arguments may be arrays over a batch of partitions; all results have their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from kvrsim.kernels.elementwise import CacheCopies, Traffic
+from kvrsim.kernels.gemm import Product, RowCost, of_each, summed
+from kvrsim.program import Array
+
+if TYPE_CHECKING:
+    from kvrsim.kernels.profile import KernelRates
+    from kvrsim.kernels.roofline import RooflineCost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTraits:
+    """What all kernels of a run have in common besides their rates; by default those of a serving engine."""
+
+    kernel: str  # of attention
+    batch: int  # sequences
+    element_bytes: int  # of the request's dtype
+    fused: bool = True  # norm, rotary embedding and activation are one kernel each, products of one input one product
+    fused_merge: bool = True  # one kernel merges partial results of attention
+    measures_merge: bool = False  # the time of that kernel was measured
+    whole_attention: bool = False  # attention's times hold the repeating of shared KV heads and the transposed output
+    copies: CacheCopies = CacheCopies(keep=0.0, append=0.0, gather=0.0)
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted, per score element, by model type
+    head_on_all_tokens: bool = False  # logits are computed for every token of the last chunk
+    repeats_rotary: bool = False  # Falcon's eager code repeats cos and sin for every head
+    lower_bound: bool = False  # mixers take the time that no call beats and that does not grow with the start
+
+
+class Part(NamedTuple):
+    """What the time of a device is made of, for sensitivities and breakdowns."""
+
+    kind: str  # one of OPERATION_KINDS
+    product: Product | None = None  # which matrix product, of kind gemm
+    variant: str | None = None  # which recurrence, of kind recurrence
+
+
+ELEMENTWISE = Part("elementwise")
+
+
+class Call(Protocol):
+    """One operation between the matrix products of a layer."""
+
+    @property
+    def part(self) -> Part: ...
+
+    def measured_s(self, cost: CalibratedCost) -> Array:
+        """By the rates of a profile, or counted from the rates of other operations where it has none."""
+
+    def roofline_s(self, cost: RooflineCost) -> Array:
+        """No call is faster on the device."""
+
+
+class CostModel(Protocol):
+    """Device seconds of the operations of a layer."""
+
+    @property
+    def traits(self) -> KernelTraits: ...
+
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
+        """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """Logits of `tokens` tokens, no faster than the weights can be read."""
+
+    def call_s(self, call: Call) -> Array: ...
+
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        """Element-wise kernels and copies of `tokens` tokens."""
+
+    def mask_s(self, mask_elements: Array) -> Array:
+        """The attention mask, made before the first layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibratedCost:
+    """Seconds from a profile: each rate is what was measured, not what a datasheet promises."""
+
+    rates: KernelRates
+    traits: KernelTraits
+    scale: float = 1.0  # seconds of every kernel over those that the rates give
+    clock_factor: float = 1.0  # more for products and attention, as the clock falls under load
+
+    @property
+    def compute_scale(self) -> float:
+        """Factor on the seconds of products and attention."""
+        return self.scale * self.clock_factor
+
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
+        """By tiles and waves or as measured, and bytes; each product at the rates of its type."""
+        types = tuple(dict.fromkeys(self.rates.priced_as(product.compute) for product in products)) or (None,)
+        costs = []
+        for compute in types:
+            rates, width = self.rates.gemm_of(compute, self.traits.element_bytes)
+            of_type = tuple(product for product in products if self.rates.priced_as(product.compute) == compute)
+            costs.append(rates.row_cost(of_type, width))
+        gemm = costs[0] if len(costs) == 1 else summed(costs)
+        token_s, start_s = self._traffic(steps)
+        return RowCost(
+            rows_per_step=gemm.rows_per_step and gemm.rows_per_step / self.traits.batch,
+            table=gemm.table * self.compute_scale + start_s,
+            row_s=gemm.row_s * (self.traits.batch * self.compute_scale) + token_s,
+        )
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """As any product; without tiles, that has not counted the reading of the weights.
+
+        One row streams the weights, at a rate of its own where that was measured.
+        """
+        gemm, width = self.rates.gemm_of(product.compute, self.traits.element_bytes)
+        nbytes = product.in_features * product.out_features * of_each(width).weight
+        read_s = self.scale * nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
+        seconds = np.maximum(self.row_cost((product,), ())(tokens), read_s)
+        return seconds if gemm.head_bytes_per_s is None else np.where(tokens * self.traits.batch <= 1, read_s, seconds)
+
+    def call_s(self, call: Call) -> Array:
+        return call.measured_s(self)
+
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        """Bytes at the rate of each operation, and each kernel's start."""
+        token_s, start_s = self._traffic(steps)
+        return tokens * token_s + start_s if start_s else tokens * token_s
+
+    def mask_s(self, mask_elements: Array) -> Array:
+        return mask_elements * (self.scale * self.rates.elementwise.mask_element_s)
+
+    def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
+        """Seconds per token, and seconds whatever the tokens."""
+        rates = self.rates.elementwise
+        bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
+        token_s = bytes_s * self.traits.batch * self.traits.element_bytes / 2
+        return self.scale * token_s, self.scale * rates.start_s * sum(step.kernels for step in steps)
