@@ -12,7 +12,7 @@ from _report import write
 import kvrsim
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.executors.run import run_program
-from kvrsim.kernels.attention import LatentMixing
+from kvrsim.kernels.attention import LatentCost
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
 from kvrsim.program import Compute, Op, Program, Recv, Send
@@ -77,11 +77,11 @@ def expanded_prefix(cluster: str) -> Iterator[str]:
     for ctx in CONTEXTS:
         scenario, _ = kvrsim.make_scenario(**asked("deepseek-v3", ctx, cluster))  # type: ignore[arg-type]
         costs = scenario.layer_costs()[-1]
-        mixing = costs.mixing
-        assert isinstance(mixing, LatentMixing)
+        mixing = costs.mixer
+        assert isinstance(mixing, LatentCost)
         chunk = np.array([scenario.request.context_len / NUM_GPUS])
         prefix = (NUM_GPUS - 1) * chunk
-        expand_s, mix_s = mixing.expand_s(prefix)[0], mixing.mix_s(chunk, prefix)[0]
+        expand_s, mix_s = mixing.expand_s(prefix)[0], mixing.attention_s(chunk, prefix)[0]
         layer_s = costs.qkv_s(chunk)[0] + mix_s + costs.output_mlp_s(chunk)[0]
         absorbed_s = mixing.absorbed_s(chunk, prefix)[0]
         times = f"{expand_s / layer_s:.1%} | {format_seconds(mix_s)} | {format_seconds(absorbed_s)}"

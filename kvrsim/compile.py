@@ -8,7 +8,7 @@ import numpy as np
 
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy

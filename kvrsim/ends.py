@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.tensor_parallel import all_gather, all_reduce
@@ -85,7 +85,7 @@ def has_prefill(scenario: Scenario) -> bool:
 
 def last_is_alike(scenario: Scenario, cost: CostModel) -> bool:
     """Whether what the last rank does after its last layer is the same for all partitions."""
-    return not cost.head_on_all_tokens and (scenario.engine is None or not scenario.engine.decode_step)
+    return not cost.traits.head_on_all_tokens and (scenario.engine is None or not scenario.engine.decode_step)
 
 
 def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1) -> tuple[Op, ...]:
@@ -96,7 +96,7 @@ def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, p
 def head(scenario: Scenario, chunk: Array, cost: CostModel, prompts: int = 1) -> tuple[Op, ...]:
     """Final norm and logits, of each prompt's last token alone or, as the 2023 Hugging Face code did, of all."""
     head = scenario.share.lm_head
-    tokens = chunk if cost.head_on_all_tokens else np.full_like(chunk, prompts)
+    tokens = chunk if cost.traits.head_on_all_tokens else np.full_like(chunk, prompts)
     product = Product(head.in_features, head.out_features, compute=head.compute)
     logits = Compute(name="head", device_s=cost.head_s(tokens, product), kind="head")
     if scenario.group is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvrsim.compile import build_program, columns
 from kvrsim.io.schema import fields_to_json
-from kvrsim.kernels.roofline import NoTime
+from kvrsim.kernels.roofline import no_time
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Compute, Load, Program, RingPass, bytes_in_flight
@@ -70,7 +70,9 @@ def memory_of(
             ranks += [*[others] * (context - 1), last]
     else:
         chunks = columns(partition.chunk_lens)
-        counted = NoTime() if len(strategy.query_blocks) == 1 else scenario.cost  # times choose the calls of attention
+        counted = (
+            no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
+        )  # times choose the calls of attention
         program = program or build_program(scenario, strategy, chunks, counted)
         flights = [bytes_in_flight(kind) for kind in program.layers]
         weights = scenario.share.weight_bytes(scenario.request.dtype_bytes)
@@ -122,7 +124,7 @@ def _rank_memory(
             * chunk
             * max(
                 _activation_elements(model, spread=scenario.expert_placement.num_gpus > 1) * width,
-                _merging_bytes(model, program, rank, width, fused=scenario.cost.fused_merge),
+                _merging_bytes(model, program, rank, width, fused=scenario.traits.fused_merge),
             ),
             _expert_bytes(scenario, chunk),
         ),
@@ -201,7 +203,7 @@ def _expert_bytes(scenario: Scenario, chunk: int) -> int:
     tokens = np.array([float(chunk)])
     rows = [
         float(costs.experts.rows(tokens, batch)[0]) * _mlp_widths(costs.layer)
-        for costs in scenario.layer_costs(NoTime())
+        for costs in scenario.layer_costs(no_time(scenario.traits))
         if costs.experts is not None
     ]
     return round(max(rows) * width) + 2 * batch * chunk * scenario.share.hidden_size * width
@@ -254,5 +256,5 @@ def _scores(scenario: Scenario, chunk: int, attended: int) -> int:
 
 def _logits_bytes(scenario: Scenario, chunk: int, width: int) -> int:
     """Half precision and the fp32 copy that Hugging Face returns."""
-    tokens = chunk if scenario.cost.head_on_all_tokens else 1
+    tokens = chunk if scenario.traits.head_on_all_tokens else 1
     return tokens * scenario.model.vocab_size * (width + 4)

@@ -7,7 +7,7 @@ or that does not skip what is masked.
 Latent attention (DeepSeek-V2, arXiv:2405.04434) is computed in one of two forms. Expanded, every head has keys and
 values of its own, of unlike width (192 and 128 in DeepSeek-V3). Absorbed, all heads attend to the latents themselves
 (576 and 512), and their products with the expansion are made before and after. Both are flash kernels whose work grows
-with the mean of the two widths. Engines expand in a prefill, the chunk and all tokens before it, and absorb in decoding.
+with the mean of the two widths. Engines expand the chunk and all tokens before it in a prefill, and absorb in decoding.
 """
 
 from __future__ import annotations

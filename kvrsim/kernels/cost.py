@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from kvrsim.kernels.elementwise import CacheCopies, Traffic
+from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, Traffic
 from kvrsim.kernels.gemm import Product, RowCost, of_each, summed
 from kvrsim.program import Array
 
@@ -32,7 +32,7 @@ class KernelTraits:
     fused_merge: bool = True  # one kernel merges partial results of attention
     measures_merge: bool = False  # the time of that kernel was measured
     whole_attention: bool = False  # attention's times hold the repeating of shared KV heads and the transposed output
-    copies: CacheCopies = CacheCopies(keep=0.0, append=0.0, gather=0.0)
+    copies: CacheCopies = NO_COPIES  # of K and V on their way into the cache
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted, per score element, by model type
     head_on_all_tokens: bool = False  # logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # Falcon's eager code repeats cos and sin for every head

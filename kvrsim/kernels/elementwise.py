@@ -44,7 +44,7 @@ that the profile a100-eager has for PyTorch on A100, 1.584 of 2.039 TB/s, fitted
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from kvrsim.io.schema import NonNegative
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Mixer, Recurrence
@@ -80,9 +80,12 @@ class ElementwiseRates:
     mask_element_s: NonNegative = 0.0  # per element of the attention mask, once per prefill
 
     @classmethod
-    def uniform(cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0) -> ElementwiseRates:
+    def uniform(
+        cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0, fused_merge: bool = False
+    ) -> ElementwiseRates:
         """The same rate for all."""
-        return cls(fused=fused, start_s=start_s, **dict.fromkeys(ELEMENTWISE_OPS, bytes_per_s))
+        rates: dict[str, Any] = dict.fromkeys(ELEMENTWISE_OPS, bytes_per_s)
+        return cls(fused=fused, start_s=start_s, fused_merge=fused_merge, **rates)
 
     def bytes_per_s(self, op: ElementwiseOp | Literal["merge"]) -> float:
         """The rate of one operation."""
@@ -99,6 +102,9 @@ class CacheCopies:
     append: NonNegative  # more where a chunk is appended to a prefix (torch.cat)
     gather: NonNegative  # more where gathered pieces are put together (a list of outputs, then torch.cat)
     own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
+
+
+NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
 
 
 class _Step(NamedTuple):

@@ -273,16 +273,18 @@ class RoutedExperts:
         every = held * self.placement.num_gpus
         return 1.0 - prod(max(0.0, every - held - drawn) / (every - drawn) for drawn in range(per_tok))
 
-    def dispatched_bytes(self, element_bytes: int) -> float:
+    @property
+    def dispatched_bytes(self) -> float:
         """Bytes of a token on its way to its experts, in the type that they compute in."""
         first, *_ = self.layer.mlp
         quantised = first.compute is not None and GEMM_TYPES[first.compute].quantised > 0
-        width = GEMM_TYPES[first.compute].input if quantised and first.compute else element_bytes
+        width = GEMM_TYPES[first.compute].input if quantised and first.compute else self.cost.traits.element_bytes
         return width * first.in_features
 
-    def combined_bytes(self, element_bytes: int) -> float:
+    @property
+    def combined_bytes(self) -> float:
         """Bytes of a token's results on their way back."""
-        return float(element_bytes * self.layer.mlp[-1].out_features)
+        return float(self.cost.traits.element_bytes * self.layer.mlp[-1].out_features)
 
 
 def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:

@@ -172,6 +172,10 @@ class GemmRates:
         if self.measured and not self.tiles:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
+    def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
+        """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
+        return self.row_cost(products, element_bytes)(rows)
+
     def row_cost(self, products: tuple[Product, ...], element_bytes: Width) -> RowCost:
         """Seconds of all the products as a function of rows, prepared once."""
         if not self.tiles:

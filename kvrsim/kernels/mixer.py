@@ -128,7 +128,7 @@ class MixerCost(ABC):
         """The chunk's tokens see the prefix and the chunk."""
 
     def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
-        """attention_s in several calls, each of as many of the chunk's tokens, which see the keys up to their own end."""
+        """attention_s in several calls, each of as many of the chunk's tokens, which see keys up to their own end."""
         assert blocks == 1, "a mixer whose queries are not called in blocks"
         return self.attention_s(chunk, prefix)
 

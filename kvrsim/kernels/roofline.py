@@ -1,4 +1,4 @@
-"""RooflineCost: the datasheet's limits (Williams et al., 2009); NO_TIME: no limits, for what has no seconds."""
+"""RooflineCost: the datasheet's limits (Williams et al., 2009)."""
 
 from __future__ import annotations
 
@@ -72,9 +72,6 @@ class RooflineCost:
         return np.zeros_like(mask_elements)
 
 
-NO_TIME = RooflineCost(
-    traits=KernelTraits(kernel="flash", batch=1, element_bytes=2),
-    bytes_per_s=inf,
-    flops_per_s=inf,
-    low_flops_per_s=inf,
-)
+def no_time(traits: KernelTraits) -> RooflineCost:
+    """A cost model without limits: nothing takes any time, for what a program has besides seconds, such as memory."""
+    return RooflineCost(traits=traits, bytes_per_s=inf, flops_per_s=inf, low_flops_per_s=inf)

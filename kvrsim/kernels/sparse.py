@@ -105,7 +105,8 @@ class SparseCall:
         flops_s = self.score_flops / score_rates.flops_per_s + self.attention_flops / rates.gemm.flops_per_s
         scores = self.chunk * self.seen * self.chooses
         start_s = rates.elementwise.start_s * (1.0 + 2.0 * self.chooses)
-        return cost.compute_scale * (start_s + batch * (flops_s + scores * (2.0 * _SCORE_BYTES / rates.elementwise.copy)))
+        scores_s = scores * (2.0 * _SCORE_BYTES / rates.elementwise.copy)
+        return cost.compute_scale * (start_s + batch * (flops_s + scores_s))
 
     def roofline_s(self, cost: RooflineCost) -> Array:
         """FLOPs of scores, in FP8 where single keys are chosen, and of attention to the keys that queries attend to."""

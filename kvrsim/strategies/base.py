@@ -122,8 +122,8 @@ class Step:
 
     def append_to(self, tokens: Array, prefix: Array) -> Compute:
         """Join the K, V of some tokens of the rank to those of the `prefix` tokens that it then holds besides."""
-        held = None if self.times_only else self.costs.kv_bytes(prefix + tokens)
-        return Compute(name="append", device_s=self.costs.append_s(tokens, prefix), kv_bytes=held, kind="append")
+        held = None if self.times_only else self.costs.mixer.cache_bytes(prefix + tokens)
+        return Compute(name="append", device_s=self.costs.mixer.append_s(tokens, prefix), kv_bytes=held, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
         """The chunk's queries against the prefix and the chunk itself; in blocks, where the strategy has them."""
@@ -135,7 +135,7 @@ class Step:
             name="attention",
             device_s=device_s,
             host_s=self.costs.host_attention_s * self.query_blocks[0],  # of those beyond, hidden: see LayerCosts
-            score_elements=None if self.times_only else self.costs.score_elements(chunk, prefix + chunk) / calls,
+            score_elements=None if self.times_only else self.costs.mixer.score_elements(chunk, prefix + chunk) / calls,
             query_blocks=calls,
             kind="attention",
         )
@@ -145,20 +145,20 @@ class Step:
         chunk = self.chunks[rank]
         return Compute(
             name="scan",
-            device_s=self.costs.attention_s(chunk, self.starts[rank]),
+            device_s=self.costs.mixer.attention_s(chunk, self.starts[rank]),
             host_s=self.costs.host_attention_s,
-            kv_bytes=None if self.times_only else self.costs.kv_bytes(chunk),
+            kv_bytes=None if self.times_only else self.costs.mixer.cache_bytes(chunk),
             kind="attention",
         )
 
     def _attention(self, name: str, tokens: Array, prefix: Array, *, some: Flags | None = None) -> Compute:
         """`some`: where there is anything to do; None: everywhere."""
-        device_s = self.costs.attention_s(tokens, prefix)
+        device_s = self.costs.mixer.attention_s(tokens, prefix)
         return Compute(
             name=name,
             device_s=device_s if some is None else np.where(some, device_s, 0.0),
             host_s=self.costs.host_attention_s,
-            score_elements=None if self.times_only else self.costs.score_elements(tokens, prefix + tokens),
+            score_elements=None if self.times_only else self.costs.mixer.score_elements(tokens, prefix + tokens),
             kind="attention",
         )
 
@@ -183,16 +183,16 @@ class Step:
         end = self.starts[rank] + self.chunks[rank]
         return Send(
             dst=rank + 1 if peer is None else peer,
-            nbytes=self.costs.handed_kv_bytes(end) if tokens is None else self.costs.kv_bytes(tokens),
-            host_s=self.costs.host.message_s,
-            rendezvous=not self.costs.sends_overlap,
+            nbytes=self.costs.forwarded_kv_bytes(end) if tokens is None else self.costs.mixer.cache_bytes(tokens),
+            host_s=self.costs.setting.host.message_s,
+            rendezvous=not self.costs.setting.sends_overlap,
             in_turn=in_turn,
         )
 
     def recv_kv(self, rank: int, *, peer: int | None = None) -> Recv:
         """Wait for the next message from another rank; `peer`: the rank that sends; None: the one before."""
         src = rank - 1 if peer is None else peer
-        return Recv(src=src, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
+        return Recv(src=src, host_s=self.costs.setting.host.message_s, rendezvous=not self.costs.setting.sends_overlap)
 
     def send_state(self, rank: int, *, in_turn: bool = False) -> Send:
         """Hand the state after the chunk to the next rank; `in_turn`: as of send_kv."""
@@ -204,15 +204,15 @@ class Step:
 
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K, V, and shares of the cached prefix, so that every rank holds all."""
-        nbytes = self.costs.kv_bytes(self.chunks[rank]) + self.costs.share_bytes
+        nbytes = self.costs.mixer.cache_bytes(self.chunks[rank]) + self.costs.share_bytes
         return AllGather(nbytes=nbytes, host_s=self.costs.host_all_gather_s(self.num_ranks))
 
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""
         chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
-        held = self.costs.kv_bytes(total)
+        held = self.costs.mixer.cache_bytes(total)
         return Compute(
-            name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk), kv_bytes=held, kind="append"
+            name="assemble", device_s=self.costs.mixer.concat_s(chunk, total - chunk), kv_bytes=held, kind="append"
         )
 
     @property
@@ -223,7 +223,7 @@ class Step:
     @property
     def held_prefix(self) -> Array:
         """Of them, those that a rank has without the others."""
-        return self.cached * (self.costs.prefix.share or 1.0)
+        return self.cached * (self.costs.setting.prefix.share or 1.0)
 
     @property
     def lengths(self) -> Array:

@@ -69,11 +69,11 @@ def direct_layer(step: Step, rank: int) -> Iterator[Op]:
     all, one message after another. Messages that hold the streams are received first, as their senders wait.
     """
     yield step.qkv(rank)
-    if not step.costs.sends_overlap:
+    if not step.costs.setting.sends_overlap:
         yield from (step.recv_kv(rank, peer=src) for src in range(rank))
     for dst in range(rank + 1, step.num_ranks):
         yield step.send_kv(rank, peer=dst, tokens=step.chunks[rank], in_turn=True)
-    if step.costs.sends_overlap:
+    if step.costs.setting.sends_overlap:
         yield from (step.recv_kv(rank, peer=src) for src in range(rank))
     yield step.append_kv(rank, prefix=step.starts[rank])
     yield step.attention(rank, prefix=step.starts[rank])

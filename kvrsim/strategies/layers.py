@@ -24,14 +24,14 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
 
     Nothing runs beside an all-reduce, so all stand at the end of the layer.
     """
-    if step.costs.mixing is None:
+    if not step.costs.has_mixer:
         yield step.output_mlp(rank)
     elif step.costs.has_state:
         ops = _with_state(step, rank, in_turn=strategy.sends_in_turn)
         load = prefix_load(strategy, step, rank) if strategy.pipeline is None else None
         yield from ops if load is None else _inserted(ops, load)
     else:
-        local = step.costs.prefix.is_local or strategy.pipeline is not None
+        local = step.costs.setting.prefix.is_local or strategy.pipeline is not None
         load = None if local else prefix_load(strategy, step, rank)
         ops = strategy.layer(step, rank)
         yield from ops if load is None else _inserted(ops, load)
@@ -53,15 +53,15 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
 def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
     """What a rank loads of the cached prefix for a layer; None: nothing. A state is the first rank's."""
     costs = step.costs
-    if strategy.pipeline is not None and costs.prefix.source is None:  # a stage has its own layers'
+    if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage has its own layers'
         return None
-    if costs.mixing is None or (costs.has_state and rank):
+    if not costs.has_mixer or (costs.has_state and rank):
         return None
     if costs.has_state:
-        return costs.prefix.load_state(costs.prefix_bytes)
-    by_heads = strategy.splits_heads and costs.prefix.access == "whole" and step.num_ranks > 1
+        return costs.setting.prefix.load_state(costs.prefix_bytes)
+    by_heads = strategy.splits_heads and costs.setting.prefix.access == "whole" and step.num_ranks > 1
     needed = costs.on_heads(step.num_ranks) if by_heads else costs
-    return costs.prefix.load(needed.prefix_bytes, reads_peers=not strategy.carries_prefix)
+    return costs.setting.prefix.load(needed.prefix_bytes, reads_peers=not strategy.carries_prefix)
 
 
 def _inserted(ops: Iterable[Op], load: Load) -> Iterator[Op]:
@@ -84,8 +84,8 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
     routed, ranks = step.costs.experts, step.num_ranks
     if routed is None or not routed.meets:
         return
-    shares = [step.costs.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
-    there, back = routed.dispatched_bytes(step.costs.element_bytes), routed.combined_bytes(step.costs.element_bytes)
+    shares = [step.costs.setting.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
+    there, back = routed.dispatched_bytes, routed.combined_bytes
     experts = Compute(name="experts", device_s=routed.seconds(step.chunks[rank]), kind="output+mlp")
     if ranks == 1:  # a part of the ranks, which is asked for what it computes
         yield experts
@@ -97,11 +97,11 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
 
 def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
     """Sum what the GPUs of the rank's group have of the mixer's output and the MLP's; at once if parallel."""
-    group = step.costs.group
+    group = step.costs.setting.group
     if group is not None:
         for _ in range(step.costs.num_sums):
             nbytes = step.costs.activation_bytes(step.chunks[rank])
-            yield all_reduce(group, nbytes, step.costs.host.collective_s)
+            yield all_reduce(group, nbytes, step.costs.setting.host.collective_s)
 
 
 def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | None:

@@ -35,10 +35,10 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     """
     held_lens = step.lengths[held(step, rank)]
     costs, chunk = step.costs, step.chunks[rank]
-    own_s = costs.attention_s(chunk, step.held_prefix) + costs.cast_s(chunk)
-    if costs.prefix.share:
+    own_s = costs.mixer.attention_s(chunk, step.held_prefix) + costs.merging.upcast_s(chunk)
+    if costs.setting.prefix.share:
         to_share_s = costs.share_s(chunk, step.starts[rank])
-        merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.merge_s(chunk), 0.0)
+        merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.merging.merge_s(chunk), 0.0)
         blocks_s = blocks_s + to_share_s + merged_s
         calls = np.ones_like(calls)
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
@@ -47,13 +47,13 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=costs.kv_bytes(held_lens[:-1]) + costs.share_bytes,
+        nbytes=costs.mixer.cache_bytes(held_lens[:-1]) + costs.share_bytes,
         host_s=(costs.host_attention_s, *(calls * block_host_s).tolist()),
-        overlaps=costs.sends_overlap,
-        message_share=costs.message_share,
-        score_elements=costs.score_elements(chunk, most_keys),
+        overlaps=costs.setting.sends_overlap,
+        message_share=costs.setting.message_share,
+        score_elements=costs.mixer.score_elements(chunk, most_keys),
     )
-    yield Compute(name="cast", device_s=costs.cast_s(chunk), kind="merge")
+    yield Compute(name="cast", device_s=costs.merging.upcast_s(chunk), kind="merge")
 
 
 def held(step: Step, rank: int) -> npt.NDArray[np.intp]:
@@ -67,7 +67,7 @@ def _blocks_s(step: Step, rank: int) -> Array:
     before = (others < rank)[:, None]
     keys = step.lengths[others] * before
     ends = step.begins[others] + keys
-    return step.costs.block_attention_s(chunk, start, keys, np.where(before, ends, start))
+    return step.costs.merging.block_s(chunk, start, keys, np.where(before, ends, start))
 
 
 def striped_layer(step: Step, rank: int) -> Iterator[Op]:
@@ -81,9 +81,9 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     chunk = step.chunks[rank]
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
-    half_s = step.costs.attention_s(chunk, np.zeros_like(chunk))
+    half_s = step.costs.mixer.attention_s(chunk, np.zeros_like(chunk))
     later = (held(step, rank)[1:] > rank)[:, None]
-    merges_s = np.where(later, step.costs.merge_s(chunk, part=True), step.costs.merge_s(chunk))
+    merges_s = np.where(later, step.costs.merging.merge_s(chunk, part=True), step.costs.merging.merge_s(chunk))
     yield from pass_kv(step, rank, half_s + merges_s, np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 

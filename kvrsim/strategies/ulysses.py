@@ -35,19 +35,22 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield from _packed(step, (chunk, ranks * (queries + keys_values)))
     there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
-    shares = heads.kv_bytes(step.cached) * step.costs.prefix.share  # of the prefix, for the other rank's heads
+    shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share  # for the other rank's heads
     yield replace(there, nbytes=there.nbytes + shares)
     held = step.cached + total
     yield from _packed(step, (total, queries))
     yield Compute(
-        name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held), kind="append"
+        name="append",
+        device_s=heads.mixer.append_s(total, step.cached),
+        kv_bytes=heads.mixer.cache_bytes(held),
+        kind="append",
     )
     yield Compute(
         name="attention",
         kind="attention",
-        device_s=heads.attention_s(total, step.cached),
+        device_s=heads.mixer.attention_s(total, step.cached),
         host_s=heads.host_attention_s,
-        score_elements=heads.score_elements(total, held),
+        score_elements=heads.mixer.score_elements(total, held),
     )
     yield from _packed(step, (total, outputs))
     yield _all_to_all(step, lengths[others], outputs)
@@ -58,7 +61,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
     """So many tokens with so many features, on their way into or out of messages, where that is counted."""
     if step.costs.packs:
-        yield Compute(name="pack", device_s=step.costs.pack_s(*what), kind="merge")
+        yield Compute(name="pack", device_s=step.costs.all_to_all_pack_s(*what), kind="merge")
 
 
 def _all_to_all(step: Step, tokens: Array, features: int) -> AllToAll:

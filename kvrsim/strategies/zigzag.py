@@ -25,7 +25,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.assemble_kv(rank)
     mixer = step.costs.layer.mixer
     if step.costs.packs and mixer is not None:
-        joined_s = step.costs.pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
+        joined_s = step.costs.all_to_all_pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
         yield Compute(name="join", device_s=joined_s, kind="append")
     early, late = pieces(step, rank)
     yield step.attention_to("early attention", *early)
@@ -87,8 +87,8 @@ def _blocks_s(step: Step, rank: int) -> Array:
     (early, early_start), (late, late_start) = all_pieces(step)
     costs, others = step.costs, held(step, rank)[1:]
     ends = early_start[others] + early[others], late_start[others] + late[others]
-    to_early_s = costs.block_attention_s(step.chunks[rank], early_start[rank], early[others], ends[0])
-    of_late_s = costs.block_attention_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
+    to_early_s = costs.merging.block_s(step.chunks[rank], early_start[rank], early[others], ends[0])
+    of_late_s = costs.merging.block_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
     return np.where((others > rank)[:, None], to_early_s, of_late_s)
 
 

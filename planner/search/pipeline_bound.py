@@ -193,17 +193,17 @@ def _kinds(scenario: Scenario, least_piece: int) -> list[_Kind]:
 def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
     """What depends on the tokens of a piece alone."""
     seconds = costs.output_mlp_s(lengths)
-    if costs.mixing is not None:
+    if costs.has_mixer:
         seconds = seconds + costs.qkv_s(lengths)
-    if costs.group is not None:
-        summed = all_reduce(costs.group, costs.activation_bytes(lengths), costs.host.collective_s)
+    if costs.setting.group is not None:
+        summed = all_reduce(costs.setting.group, costs.activation_bytes(lengths), costs.setting.host.collective_s)
         seconds = seconds + costs.num_sums * summed.seconds
     return np.asarray(seconds)
 
 
 def _mixed_s(costs: LayerCosts, points: Array) -> Array:
     """What pieces of any lengths up to each point of the context take at least; same shape as the points."""
-    if costs.mixing is None:
+    if not costs.has_mixer:
         return np.zeros_like(points)
     none = np.zeros_like(points)
     whole_s = np.where(points > 0, _mix_s(costs, np.maximum(points, 1.0), none), 0.0)
@@ -215,8 +215,8 @@ def _mixed_s(costs: LayerCosts, points: Array) -> Array:
 
 
 def _mix_s(costs: LayerCosts, chunk: Array, prefix: Array) -> Array:
-    append_s = 0.0 if costs.has_state else costs.append_s(chunk, prefix)
-    return np.asarray(append_s + costs.attention_s(chunk, prefix))
+    append_s = 0.0 if costs.has_state else costs.mixer.append_s(chunk, prefix)
+    return np.asarray(append_s + costs.mixer.attention_s(chunk, prefix))
 
 
 def _held_s(ops: tuple[Op, ...]) -> float:

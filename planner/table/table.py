@@ -111,8 +111,8 @@ def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
         chunk = lengths[first : first + _BLOCK]
         start, total = np.full_like(chunk, prefix), np.zeros_like(chunk)
         for count, costs in zip(counts, scenario.layer_costs(), strict=True):
-            layer = costs.qkv_s(chunk) + costs.append_s(chunk, start)
-            total += count * (layer + costs.attention_s(chunk, start) + costs.output_mlp_s(chunk))
+            layer = costs.qkv_s(chunk) + costs.mixer.append_s(chunk, start)
+            total += count * (layer + costs.mixer.attention_s(chunk, start) + costs.output_mlp_s(chunk))
         parts.append(total)
     return np.concatenate(parts)
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel, Part
 from kvrsim.kernels.profile import OperationFit
 from kvrsim.kernels.roofline import RooflineCost
-from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
+from kvrsim.kernels.sensitivity import WeightedCost, listing
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.program import Array, Compute, Program, work_s
 from kvrsim.results.timeline import Basis, Breakdown, BreakdownRow, Span, Timeline
@@ -129,7 +129,7 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
     if part.product is not None:
         product, head = part.product, scenario.share.lm_head
         is_head = (product.in_features, product.out_features) == (head.in_features, head.out_features)
-        rows = batch * (1 if is_head and not scenario.cost.head_on_all_tokens else chunk * product.share)
+        rows = batch * (1 if is_head and not scenario.traits.head_on_all_tokens else chunk * product.share)
         return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
     if part.kind == "attention":
         model = scenario.share
@@ -214,21 +214,8 @@ def _engine_s(program: Program, rank: int) -> float:
 
 def _roofline(scenario: Scenario) -> CostModel:
     """The datasheet's limits for the same operations."""
-    cost, request = scenario.cost, scenario.request
-    limits = RooflineCost.of(
-        scenario.cluster.gpu,
-        kernel=scenario.kernel,
-        batch=request.batch,
-        dtype=request.dtype,
-        element_bytes=request.dtype_bytes,
-    )
-    return replace(
-        limits,
-        fused=cost.fused,
-        whole_attention=cost.whole_attention,
-        copies=cost.copies,
-        head_on_all_tokens=cost.head_on_all_tokens,
-    )
+    traits = replace(scenario.traits, fused_merge=True, measures_merge=False, score_bytes={}, repeats_rotary=False)
+    return RooflineCost.of(scenario.cluster.gpu, traits, scenario.request.dtype)
 
 
 def _name(scenario: Scenario, part: Part) -> str:

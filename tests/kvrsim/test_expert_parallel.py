@@ -66,7 +66,7 @@ def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
         work = [next(op for op in ops if isinstance(op, Compute) and op.name == "experts").device_s for ops in kind]
         assert all(one == pytest.approx(work[0]) for one in work)
         sent, back = (np.stack([ops[index].nbytes[:, 0] for ops in exchanged]) for index in (0, 1))
-        widths = costs.experts.dispatched_bytes(costs.element_bytes), costs.experts.combined_bytes(costs.element_bytes)
+        widths = (costs.experts.dispatched_bytes, costs.experts.combined_bytes)
         for here, there in itertools.permutations(range(ranks), 2):
             to = (there - here) % ranks - 1
             from_there = (here - there) % ranks - 1

@@ -101,7 +101,7 @@ def test_datasheet_figures() -> None:
 def test_no_fp8_on_ampere() -> None:
     """The datasheet has no such rate, and a roofline is refused by name."""
     with pytest.raises(InputError, match=r"^dtype: got 'fp8', accepted: what a100-80gb computes in: fp16, bf16"):
-        kvrsim.make_scenario(ctx="1k", gpus=1, profile="roofline", dtype="fp8")[0].cost.copies  # noqa: B018
+        kvrsim.make_scenario(ctx="1k", gpus=1, profile="roofline", dtype="fp8")[0].cost.traits.copies  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,11 @@ def two_chains(step: Step, rank: int) -> Iterator[Op]:
     if rank < step.num_ranks - 1:
         yield Recv(src=rank + 1)
     if rank > 0:
-        yield Send(dst=rank - 1, nbytes=step.costs.kv_bytes(early[1] + early[0] - step.cached))
+        yield Send(dst=rank - 1, nbytes=step.costs.mixer.cache_bytes(early[1] + early[0] - step.cached))
         yield Recv(src=rank - 1)
     yield step.append_kv(rank, prefix=late[1] - early[0])
     if rank < step.num_ranks - 1:
-        yield Send(dst=rank + 1, nbytes=step.costs.kv_bytes(late[1] + late[0] - step.cached))
+        yield Send(dst=rank + 1, nbytes=step.costs.mixer.cache_bytes(late[1] + late[0] - step.cached))
     yield step.attention_to("early attention", *early)
     yield step.attention_to("late attention", *late)
     yield step.output_mlp(rank)

@@ -374,7 +374,9 @@ def layer_rows(profile: CalibrationProfile, factor: float) -> list[Measurement]:
         costs = layer_costs(profile, MODEL, kernel, "fp32")
         for chunk in (64, 1024):
             tokens, prefix = np.array([float(chunk)]), np.array([512.0])
-            seconds = costs.qkv_s(tokens) + costs.append_s(tokens, prefix) + costs.attention_s(tokens, prefix)
+            seconds = (
+                costs.qkv_s(tokens) + costs.mixer.append_s(tokens, prefix) + costs.mixer.attention_s(tokens, prefix)
+            )
             seconds = (seconds + costs.output_mlp_s(tokens)) * factor
             rows.append(row("layer", seconds[0], kernel=kernel, chunk=chunk, prefix=512))
     return rows

@@ -106,25 +106,27 @@ def test_projections_cost_two_flops_a_weight(scenario: Scenario) -> None:
 
 
 def test_eager_computes_the_whole_rectangle(scenario: Scenario) -> None:
-    seconds = costs_of(scenario).attention_s(tokens(3, 3), tokens(0, 7))
+    seconds = costs_of(scenario).mixer.attention_s(tokens(3, 3), tokens(0, 7))
     assert seconds == pytest.approx([4 * 64 * 3 * 3, 4 * 64 * 3 * 10])
 
 
 def test_flash_leaves_the_masked_half(scenario: Scenario) -> None:
     """Half of the chunk's own square, all of the prefix's rectangle."""
     flash = costs_of(replace(scenario, kernel="flash"))
-    seconds = flash.attention_s(tokens(6, 6), tokens(0, 10))
+    seconds = flash.mixer.attention_s(tokens(6, 6), tokens(0, 10))
     assert seconds == pytest.approx([4 * 64 * 18, 4 * 64 * (18 + 60)])
 
 
 def test_the_score_matrix_moves_through_memory(scenario: Scenario) -> None:
     slow = with_rates(scenario, attention={"eager": EagerRates(flops_per_s=1.0, bytes_per_s=1.0, start_s=0.0)})
-    more = costs_of(slow).attention_s(tokens(3), tokens(7)) - costs_of(scenario).attention_s(tokens(3), tokens(7))
+    more = costs_of(slow).mixer.attention_s(tokens(3), tokens(7)) - costs_of(scenario).mixer.attention_s(
+        tokens(3), tokens(7)
+    )
     assert eager_score_bytes(scenario.model) == 28
     assert more == pytest.approx([28 * 4 * 3 * 10])
     wide = costs_of(replace(slow, request=Request(context_len=1000, dtype="fp32")))
-    flops = costs_of(scenario).attention_s(tokens(3), tokens(7))
-    assert wide.attention_s(tokens(3), tokens(7)) - flops == pytest.approx([56 * 4 * 3 * 10])
+    flops = costs_of(scenario).mixer.attention_s(tokens(3), tokens(7))
+    assert wide.mixer.attention_s(tokens(3), tokens(7)) - flops == pytest.approx([56 * 4 * 3 * 10])
 
 
 def test_alibi_moves_more_of_the_score_matrix(scenario: Scenario, config: Any) -> None:
@@ -132,14 +134,14 @@ def test_alibi_moves_more_of_the_score_matrix(scenario: Scenario, config: Any) -
     keys = dict(model_type="falcon", num_kv_heads=4, new_decoder_architecture=True)
     for alibi in (False, True):
         model = config(**keys, alibi=alibi)
-        seconds = costs_of(slow, model).attention_s(tokens(3), tokens(7))
+        seconds = costs_of(slow, model).mixer.attention_s(tokens(3), tokens(7))
         assert seconds == pytest.approx([eager_score_bytes(model) * 4 * 3 * 10])
     assert eager_score_bytes(config(**keys, alibi=True)) > eager_score_bytes(config(**keys, alibi=False))
 
 
 def test_eager_kernels_start_once_a_call(scenario: Scenario) -> None:
     late = with_rates(scenario, attention={"eager": EagerRates(flops_per_s=1e30, bytes_per_s=1e30, start_s=7.0)})
-    assert costs_of(late).attention_s(tokens(3, 500), tokens(7, 0)) == pytest.approx([7, 7])
+    assert costs_of(late).mixer.attention_s(tokens(3, 500), tokens(7, 0)) == pytest.approx([7, 7])
 
 
 @given(chunk=st.integers(1, 60), prefix=st.integers(0, 60), window=st.integers(1, 80))
@@ -147,11 +149,11 @@ def test_eager_kernels_start_once_a_call(scenario: Scenario) -> None:
 def test_windows(scenario: Scenario, config: Any, chunk: int, prefix: int, window: int) -> None:
     """Flash covers what is not masked, half of the diagonal; eager the chunk's square and the window's tail."""
     model = config(model_type="mistral", sliding_window=window)
-    flash = costs_of(replace(scenario, kernel="flash"), model).attention_s(tokens(chunk), tokens(prefix))
+    flash = costs_of(replace(scenario, kernel="flash"), model).mixer.attention_s(tokens(chunk), tokens(prefix))
     seen = sum(min(query + 1, window) for query in range(prefix, prefix + chunk))
     diagonal = 0.5 * sum(query < window for query in range(prefix, prefix + chunk))
     assert flash == pytest.approx([4 * 64 * (seen - diagonal)])
-    eager = costs_of(scenario, model).attention_s(tokens(chunk), tokens(prefix))
+    eager = costs_of(scenario, model).mixer.attention_s(tokens(chunk), tokens(prefix))
     assert eager == pytest.approx([4 * 64 * chunk * (min(prefix, window) + chunk)])
 
 
@@ -161,9 +163,9 @@ def test_a_window_wider_than_the_context_changes_nothing(scenario: Scenario, con
         wide = costs_of(here, config(model_type="mistral", sliding_window=1000))
         plain = costs_of(here)
         for chunk, prefix in ((tokens(5), tokens(0)), (tokens(9), tokens(900))):
-            assert wide.attention_s(chunk, prefix) == pytest.approx(plain.attention_s(chunk, prefix))
-            assert wide.append_s(chunk, prefix) == pytest.approx(plain.append_s(chunk, prefix))
-            assert wide.handed_kv_bytes(prefix + chunk) == pytest.approx(plain.handed_kv_bytes(prefix + chunk))
+            assert wide.mixer.attention_s(chunk, prefix) == pytest.approx(plain.mixer.attention_s(chunk, prefix))
+            assert wide.mixer.append_s(chunk, prefix) == pytest.approx(plain.mixer.append_s(chunk, prefix))
+            assert wide.forwarded_kv_bytes(prefix + chunk) == pytest.approx(plain.forwarded_kv_bytes(prefix + chunk))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -172,14 +174,16 @@ def test_eager_code_repeats_shared_heads(kv_heads: int, scenario: Scenario, conf
     times = {}
     for kernel in ("eager", "flash"):
         here = replace(scenario, kernel=kernel)
-        slow = costs_of(with_slow_bytes(here), model).attention_s(tokens(3), tokens(7))
-        times[kernel] = (slow - costs_of(here, model).attention_s(tokens(3), tokens(7))).item()
+        slow = costs_of(with_slow_bytes(here), model).mixer.attention_s(tokens(3), tokens(7))
+        times[kernel] = (slow - costs_of(here, model).mixer.attention_s(tokens(3), tokens(7))).item()
     repeated = 0 if kv_heads == 4 else 10 * 2 * (kv_heads + 4) * 16 * 2
     assert times == {"eager": pytest.approx(repeated), "flash": pytest.approx(0)}
 
 
 def test_shared_heads_send_less(scenario: Scenario, config: Any) -> None:
-    sizes = [costs_of(scenario, config(num_key_value_heads=heads)).kv_bytes(tokens(5)).item() for heads in (4, 2, 1)]
+    sizes = [
+        costs_of(scenario, config(num_key_value_heads=heads)).mixer.cache_bytes(tokens(5)).item() for heads in (4, 2, 1)
+    ]
     assert sizes == [5 * 2 * 64 * 2, 5 * 2 * 32 * 2, 5 * 2 * 16 * 2]
 
 
@@ -303,14 +307,14 @@ def test_a_batch_costs_as_many_times_as_much(rng: Draws, batch: int) -> None:
         for less, more in zip(one.layer_costs(), many.layer_costs(), strict=True):
             pairs = [
                 (less.qkv_s(chunk), more.qkv_s(chunk)),
-                (less.append_s(chunk, prefix), more.append_s(chunk, prefix)),
-                (less.attention_s(chunk, prefix), more.attention_s(chunk, prefix)),
+                (less.mixer.append_s(chunk, prefix), more.mixer.append_s(chunk, prefix)),
+                (less.mixer.attention_s(chunk, prefix), more.mixer.attention_s(chunk, prefix)),
                 (less.output_mlp_s(chunk), more.output_mlp_s(chunk)),
             ]
             for once, together in pairs:
                 assert (together >= least * once * (1 - 1e-9)).all()
                 assert (together <= most * np.maximum(once, 1e-300) * (1 + 1e-9)).all()
-            assert more.kv_bytes(chunk) == pytest.approx(batch * less.kv_bytes(chunk))
+            assert more.mixer.cache_bytes(chunk) == pytest.approx(batch * less.mixer.cache_bytes(chunk))
             assert more.host_qkv_s == less.host_qkv_s
 
 
@@ -341,8 +345,8 @@ def test_streams_resume_after_communication(gpus: int, scenario: Scenario) -> No
     host = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=7.0)
     costs = costs_of(replace(scenario, profile=replace(scenario.profile, host=host)).on_gpus(gpus))
     held = 7.0 if gpus > 1 else 0.0
-    assert costs.append_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
-    assert costs.assemble_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
+    assert costs.mixer.append_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
+    assert costs.mixer.concat_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
 
 
 @given(rng=draws())
@@ -354,8 +358,8 @@ def test_no_profile_beats_the_datasheet(rng: Draws) -> None:
     chunk, prefix = tokens(5000, 9000), tokens(0, 70000)
     traffic, product = (Traffic("norm", 1e9, 1),), Product(1000, 500)
     for real, least in zip(scenario.layer_costs(), roofline.layer_costs(), strict=True):
-        assert (real.attention_s(chunk, prefix) >= least.attention_s(chunk, prefix) * (1 - 1e-12)).all()
-        assert (real.append_s(chunk, prefix) >= least.append_s(chunk, prefix)).all()
+        assert (real.mixer.attention_s(chunk, prefix) >= least.mixer.attention_s(chunk, prefix) * (1 - 1e-12)).all()
+        assert (real.mixer.append_s(chunk, prefix) >= least.mixer.append_s(chunk, prefix)).all()
         assert (real.cost.traffic_s(chunk, traffic) >= least.cost.traffic_s(chunk, traffic) * (1 - 1e-12)).all()
         flops_s = 2.0 * scenario.request.batch * chunk * 5e5 / scenario.cluster.gpu.peak_flops[0][1]
         assert (real.cost.row_cost((product,), ())(chunk) >= flops_s * (1 - 1e-12)).all()
@@ -393,8 +397,8 @@ def test_a_chunk_may_be_written_into_place(scenario: Scenario) -> None:
     ):
         costs = costs_of(with_rates(free, copies=copies))
         token = 2 * 2 * 64 * 2  # K and V of four heads of 16, two bytes each, read and written
-        for part in (costs.append_s, costs.assemble_s):
-            seconds = part(tokens(5), tokens(7)) - costs.resume_s
+        for part in (costs.mixer.append_s, costs.mixer.concat_s):
+            seconds = part(tokens(5), tokens(7)) - costs.setting.resync_s
             assert seconds == pytest.approx([5 * token + 0.5 + of_all * 12 * token])
 
 
@@ -418,7 +422,7 @@ def test_whole_attention_holds_what_is_around_it(kernel: str, scenario: Scenario
     apart, whole = costs_of(slow, model), costs_of(with_rates(slow, whole_attention=True), model)
     repeated = 10 * 2 * (2 + 4) * 16 * 2 if kernel == "eager" else 0
     chunk, prefix = tokens(3), tokens(7)
-    assert apart.attention_s(chunk, prefix) - whole.attention_s(chunk, prefix) == pytest.approx([repeated])
+    assert apart.mixer.attention_s(chunk, prefix) - whole.mixer.attention_s(chunk, prefix) == pytest.approx([repeated])
     assert apart.output_mlp_s(chunk) - whole.output_mlp_s(chunk) == pytest.approx([3 * 4 * 64])
 
 
@@ -430,7 +434,7 @@ def test_masked_kernels_cover_all_that_is_gathered(scenario: Scenario) -> None:
     here = with_rates(scenario, attention=dict.fromkeys(("eager", "flash", "sdpa"), blocked))
     for kernel, want in (("flash", 20), ("sdpa", 90)):
         costs = costs_of(replace(here, kernel=kernel))
-        assert costs.gathered_prefix(tokens(10), tokens(20), tokens(100)) == pytest.approx([want])
+        assert costs.mixer.gathered_prefix(tokens(10), tokens(20), tokens(100)) == pytest.approx([want])
 
 
 @pytest.mark.parametrize(("kernel", "mask"), [("eager", 1), ("flash", 0)])
@@ -466,6 +470,8 @@ def test_fp32_has_four_bytes(scenario: Scenario) -> None:
         profile=replace(scenario.profile, valid=valid),
         request=Request(context_len=1000, dtype="fp32"),
     )
-    assert costs_of(here).kv_bytes(tokens(5)) == pytest.approx(2 * costs_of(scenario).kv_bytes(tokens(5)))
+    assert costs_of(here).mixer.cache_bytes(tokens(5)) == pytest.approx(
+        2 * costs_of(scenario).mixer.cache_bytes(tokens(5))
+    )
     with pytest.raises(InputError, match=r"dtype: got 'fp16', accepted: what profile random has: fp32"):
         replace(here, request=Request(context_len=1000))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.kernels.attention import LatentMixing
+from kvrsim.kernels.attention import LatentCost
 from kvrsim.kernels.coverage import coverage_notes, head_dims
 from kvrsim.kernels.profile import load_profile
 
@@ -53,8 +53,8 @@ def test_widths_of_heads_that_attention_prices() -> None:
 def test_a_decoded_token_absorbs_once() -> None:
     """Where attention to the latents is the shorter, and where reading them is: one absorption either way."""
     scenario, _ = kvrsim.make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="h200-nvlink")
-    mixing = scenario.layer_costs()[0].mixing
-    assert isinstance(mixing, LatentMixing)
+    mixing = scenario.layer_costs()[0].mixer
+    assert isinstance(mixing, LatentCost)
     keys = np.array([1.0, 64.0, 4096.0, 65536.0])
     one = np.ones_like(keys)
     assert (mixing.decode_s(keys) <= mixing.absorbed_s(one, keys - one) * (1 + 1e-12)).all()

@@ -10,7 +10,6 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, HostRates
 from kvrsim.kernels.attention import EagerRates
-from kvrsim.kernels.elementwise import eager_score_bytes
 from kvrsim.kernels.layer import LayerCosts
 
 
@@ -52,14 +51,12 @@ def test_code_that_repeats_cos_and_sin_waits_for_the_device() -> None:
 
 def test_fitted_bytes_of_the_score_matrix_go_by_the_type_of_the_model() -> None:
     scenario, _ = make_scenario(ctx=1024, gpus=1, model="falcon-7b", profile="a100-eager")
-    llama, _ = make_scenario(ctx=1024, gpus=1, model="llama-7b", profile="a100-eager")
     roofline, _ = make_scenario(ctx=1024, gpus=1, model="falcon-7b", profile="roofline")
     assert scenario.profile is not None
     eager = scenario.profile.kernels.attention["eager"]
     assert isinstance(eager, EagerRates)
-    assert scenario.cost.score_bytes(scenario.model) == eager.score_bytes["falcon"]
-    assert scenario.cost.score_bytes(llama.model) == eager_score_bytes(llama.model) == 28
-    assert roofline.cost.score_bytes(roofline.model) == eager_score_bytes(roofline.model)
+    assert scenario.traits.score_bytes == eager.score_bytes
+    assert not roofline.traits.score_bytes
 
 
 def test_engines_launch_fewer_kernels() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrsim.kernels.attention import AttentionCall, LatentRates
-from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 
 CHUNK = np.array([1.0, 128.0, 4096.0])
@@ -44,16 +44,16 @@ def test_each_form_has_its_rates() -> None:
 
 
 def test_a_latent_call_takes_them_and_no_other_does() -> None:
-    cost = CalibratedCost(rates=H200, kernel="flash", batch=1, element_bytes=2)
-    assert cost.attention_s(EXPANDED) == pytest.approx(rates().seconds(EXPANDED, 1, 2))
+    cost = CalibratedCost(rates=H200, traits=H200.traits("flash", 1, 2))
+    assert cost.call_s(EXPANDED) == pytest.approx(rates().seconds(EXPANDED, 1, 2))
     plain = replace(EXPANDED, latent=False)
     flash = H200.attention["flash"].seconds(plain, 1, 2)
-    assert cost.attention_s(plain) == pytest.approx(flash)
-    assert not np.allclose(cost.attention_s(EXPANDED), flash, rtol=0.01)
+    assert cost.call_s(plain) == pytest.approx(flash)
+    assert not np.allclose(cost.call_s(EXPANDED), flash, rtol=0.01)
     unmeasured = replace(cost, rates=replace(H200, latent=None))
-    assert unmeasured.attention_s(EXPANDED) == pytest.approx(flash)
-    least = replace(cost, least=True)
-    assert least.attention_s(EXPANDED) == pytest.approx(rates().least_seconds(EXPANDED, 1, 2))
+    assert unmeasured.call_s(EXPANDED) == pytest.approx(flash)
+    least = replace(cost, traits=replace(cost.traits, lower_bound=True))
+    assert least.call_s(EXPANDED) == pytest.approx(rates().least_seconds(EXPANDED, 1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in builtin_profiles() if name.endswith("-flash")])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.kernels.elementwise import PYTORCH_SHARE, fp32_cast, merge
+from kvrsim.kernels.elementwise import PYTORCH_SHARE, merge, upcast
+from kvrsim.kernels.layer import LayerCosts
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Attention
 from kvrsim.program import RingPass, beside_message_s
@@ -38,7 +39,7 @@ def test_bytes_by_hand() -> None:
     fused = merge(mixer, fused=True, part=False)
     assert fused == merge(mixer, fused=True, part=True)
     assert (fused.nbytes, fused.kernels) == (output * (4 + 2 + 4) + heads * (4 + 4 + 4), 1)
-    assert (fp32_cast(mixer).nbytes, fp32_cast(mixer).kernels) == (output * (2 + 4), 1)
+    assert (upcast(mixer).nbytes, upcast(mixer).kernels) == (output * (2 + 4), 1)
 
 
 @given(
@@ -73,7 +74,7 @@ def test_a_measured_merge_moves_two_results_and_writes_one(rng: Draws, rate: flo
             continue
         heads, width = mixer.num_attention_heads, 3 * own.request.dtype_bytes
         nbytes = own.request.batch * cut[0] * heads * width * (mixer.v_head_dim + 1)
-        seconds = float(costs.merge_s(np.array([float(cut[0])]))[0])
+        seconds = float(costs.merging.merge_s(np.array([float(cut[0])]))[0])
         assert seconds == pytest.approx(own.cost.scale * nbytes / rate)  # type: ignore[attr-defined]
 
 
@@ -129,14 +130,14 @@ def test_separate_kernels_are_pytorchs(rng: Draws, tokens: int, part: bool) -> N
     chunk = np.array([float(tokens)])
     separate, fused = (with_merges(scenario, fused=fused, sms=0).layer_costs()[0] for fused in (False, True))
     for costs in (separate, fused):
-        width = costs.batch * costs.element_bytes / 2
-        step = merge(costs.layer.mixer, fused=costs.cost.fused_merge, part=part)
+        width = costs.setting.batch * costs.setting.element_bytes / 2
+        step = merge(costs.layer.mixer, fused=costs.cost.traits.fused_merge, part=part)
         own_s = costs.cost.traffic_s(chunk, (step,))
         least_s = tokens * step.nbytes * width / (PYTORCH_SHARE * scenario.cluster.gpu.hbm_bytes_per_s)
-        took_s = costs.merge_s(chunk, part=part)
+        took_s = costs.merging.merge_s(chunk, part=part)
         assert took_s >= own_s
         assert took_s == own_s if costs is fused else took_s >= least_s
-        assert costs.cast_s(chunk) < took_s
+        assert costs.merging.upcast_s(chunk) < took_s
 
 
 @given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
@@ -144,7 +145,10 @@ def test_separate_kernels_are_pytorchs(rng: Draws, tokens: int, part: bool) -> N
 def test_sequences_of_a_batch_are_merged_together(rng: Draws, tokens: int, part: bool) -> None:
     """As many times the bytes, in the same kernels."""
     costs = any_scenario(rng, roofline=False).layer_costs()[0]
-    both = [replace(costs, batch=batch, cost=replace(costs.cost, batch=batch)) for batch in (1, 3)]
-    one_s, three_s = (own.merge_s(np.array([float(tokens)]), part=part) for own in both)
-    start_s = both[0].merge_s(np.zeros(1), part=part)
+    both = []
+    for batch in (1, 3):
+        cost = replace(costs.cost, traits=replace(costs.cost.traits, batch=batch))
+        both.append(LayerCosts(replace(costs.setting, cost=cost), costs.layer))
+    one_s, three_s = (own.merging.merge_s(np.array([float(tokens)]), part=part) for own in both)
+    start_s = both[0].merging.merge_s(np.zeros(1), part=part)
     assert three_s - start_s == pytest.approx(3 * (one_s - start_s))

@@ -16,7 +16,7 @@ def layer_s(model: ModelSpec, tokens: int) -> float:
     scenario, _ = kvrsim.make_scenario(ctx=tokens, gpus=1, model=model, profile="h100-flash", cluster="h100-nvlink")
     chunk, none = np.array([float(tokens)]), np.zeros(1)
     costs = scenario.layer_costs()[-1]
-    seconds = costs.qkv_s(chunk) + costs.append_s(chunk, none) + costs.attention_s(chunk, none)
+    seconds = costs.qkv_s(chunk) + costs.mixer.append_s(chunk, none) + costs.mixer.attention_s(chunk, none)
     return float((seconds + costs.output_mlp_s(chunk)).item())
 
 

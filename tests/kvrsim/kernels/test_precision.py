@@ -68,8 +68,8 @@ def test_products_take_their_types_time(tmp_path: Path) -> None:
     logits = Product(head.in_features, head.out_features, compute=head.compute)
     assert fp8.cost.head_s(CHUNK, logits) == pytest.approx(plain.cost.head_s(CHUNK, logits))
     for one, other in zip(fp8.layer_costs(), plain.layer_costs(), strict=True):
-        assert one.attention_s(CHUNK, CHUNK) == pytest.approx(other.attention_s(CHUNK, CHUNK))
-        assert one.kv_bytes(CHUNK) == pytest.approx(other.kv_bytes(CHUNK))
+        assert one.mixer.attention_s(CHUNK, CHUNK) == pytest.approx(other.mixer.attention_s(CHUNK, CHUNK))
+        assert one.mixer.cache_bytes(CHUNK) == pytest.approx(other.mixer.cache_bytes(CHUNK))
     assert notes == [
         "quantized has quantised weights (fp8, 8 bits): the layers' products in FP8; attention, norms, embedding, head"
         " and KV cache in fp16"
@@ -198,7 +198,7 @@ def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
             plain.cost.row_cost((product,), ())(large) / 2
         )
         (costs,), (other,) = scenario.layer_costs(), plain.layer_costs()
-        assert costs.attention_s(CHUNK, CHUNK) == pytest.approx(other.attention_s(CHUNK, CHUNK))
+        assert costs.mixer.attention_s(CHUNK, CHUNK) == pytest.approx(other.mixer.attention_s(CHUNK, CHUNK))
         assert costs.qkv_s(CHUNK)[1] < other.qkv_s(CHUNK)[1]
     few = np.array([1e-9])
     four_bits = product._replace(compute="int4_wo")

@@ -90,11 +90,11 @@ def test_measured_shapes_correct_the_form() -> None:
     """Between its rows by the ratio to the form, on a log scale; beyond them by the outermost."""
     shape = MeasuredShape(in_features=64, out_features=256, rows=(256, 1024), seconds=(4.0, 128.0))
     rates = replace(GEMM, measured=(shape,))
-    assert rates.is_measured(SQUARE)
+    assert rates.measured_shape(SQUARE) is not None
     assert rates.product_s(tokens(1, 256, 512, 1024, 2048), SQUARE, 2) == pytest.approx([4, 4, 16 * 2**0.5, 128, 256])
     assert rates.seconds(tokens(1024), (SQUARE,), 2) == pytest.approx([128])
     for other in (Product(256, 64), Product(64, 256, 8, 0.25)):
-        assert not rates.is_measured(other)
+        assert rates.measured_shape(other) is None
         assert rates.product_s(tokens(512), other, 2) == pytest.approx(GEMM.product_s(tokens(512), other, 2))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
-from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost, KernelTraits
 from kvrsim.kernels.profile import load_profile
 from kvrsim.kernels.recurrence import (
     RECURRENCES,
+    ConvolutionCall,
     ConvolutionRates,
     KindRates,
     RecurrenceCall,
     RecurrenceRates,
+    ScanCall,
     ScanRates,
-    least_recurrence,
 )
-from kvrsim.kernels.roofline import NoTime, RooflineCost
+from kvrsim.kernels.roofline import RooflineCost, no_time
 from kvrsim.model.mixers import RECURRENCE_TITLES
 
 SCAN = ScanRates(start_s=4e-5, chunk_s=1.5e-6, flops_per_s=2e14, cached_bytes=50e6, bytes_per_s=2e12)
@@ -68,11 +69,12 @@ def test_more_tokens_or_heads_never_take_less(tokens: list[int], kind: str, head
     rates = RecurrenceRates(kinds={"gated_delta": RATES}, alike_log_sd=0.3)
     few = call(sorted(map(float, tokens)), kind, num_value_heads=heads, num_key_heads=heads)
     more = replace(few, num_value_heads=2 * heads)
-    found = rates.seconds(few, batch, 2)
-    assert (np.diff(found.scan) >= 0).all()
-    assert (np.diff(found.convolution) >= 0).all()
-    assert (rates.seconds(more, batch, 2).scan > found.scan).all()
-    assert (rates.seconds(few, batch + 1, 2).scan > found.scan).all()
+    scan = rates.of(few).scan
+    found = scan.seconds(few, batch, 2)
+    assert (np.diff(found) >= 0).all()
+    assert (np.diff(rates.of(few).convolution.seconds(few, batch, 2)) >= 0).all()
+    assert (scan.seconds(more, batch, 2) > found).all()
+    assert (scan.seconds(few, batch + 1, 2) > found).all()
 
 
 def test_what_the_cache_holds_does_not_cross_memory() -> None:
@@ -106,17 +108,18 @@ def test_counted_is_above_the_datasheets_limit(kind: str) -> None:
     profile = load_profile("a100-flash")
     assert profile.kernels.recurrence is None
     gpu = load_gpu(profile.gpu)
-    asked = call([64.0, 4096.0, 65536.0], kind)
-    counted = CalibratedCost(rates=profile.kernels, kernel="flash", batch=2, element_bytes=2).recurrence_s(asked)
-    least = RooflineCost.of(gpu, kernel="flash", batch=2, dtype="bf16", element_bytes=2).recurrence_s(asked)
-    assert (counted.scan > least.scan).all()
-    assert (counted.convolution > least.convolution).all()
-    assert (NoTime().recurrence_s(asked).total == 0).all()
+    traits = profile.kernels.traits("flash", 2, 2)
+    cost, limits = CalibratedCost(rates=profile.kernels, traits=traits), RooflineCost.of(gpu, traits, "bf16")
+    for operation in (ScanCall, ConvolutionCall):
+        one = operation(**asdict(call([64.0, 4096.0, 65536.0], kind)))
+        assert (cost.call_s(one) > limits.call_s(one)).all()
+        assert (no_time(traits).call_s(one) == 0).all()
 
 
-def test_the_least_is_flops_or_bytes() -> None:
-    flops_bound = least_recurrence(call(1e6), 1, 2, flops_per_s=1e12, bytes_per_s=1e18)
-    assert flops_bound.scan == pytest.approx(1e6 * call().scan_flops / 1e12)
-    bytes_bound = least_recurrence(call(1e6), 1, 2, flops_per_s=1e18, bytes_per_s=1e12)
-    assert bytes_bound.scan == pytest.approx(1e6 * 2 * (16 + 32) * 128 * 2 / 1e12)
-    assert bytes_bound.convolution == pytest.approx(1e6 * 2 * 8192 * 2 / 1e12)
+def test_the_roofline_is_flops_or_bytes() -> None:
+    limits = no_time(KernelTraits(kernel="flash", batch=1, element_bytes=2))
+    flops_bound, bytes_bound = replace(limits, flops_per_s=1e12), replace(limits, bytes_per_s=1e12)
+    scan, convolution = (one(**asdict(call(1e6))) for one in (ScanCall, ConvolutionCall))
+    assert flops_bound.call_s(scan) == pytest.approx(1e6 * call().scan_flops / 1e12)
+    assert bytes_bound.call_s(scan) == pytest.approx(1e6 * 2 * (16 + 32) * 128 * 2 / 1e12)
+    assert bytes_bound.call_s(convolution) == pytest.approx(1e6 * 2 * 8192 * 2 / 1e12)

@@ -11,9 +11,9 @@ import pytest
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.io.schema import JsonObject, read
-from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.profile import builtin_profiles, load_profile
-from kvrsim.kernels.roofline import NoTime, RooflineCost
+from kvrsim.kernels.roofline import RooflineCost, no_time
 from kvrsim.kernels.sparse import (
     AttendRates,
     ScoreRates,
@@ -125,22 +125,22 @@ SHIPPED = [name for name in builtin_profiles() if load_profile(name).kernels.spa
 @pytest.mark.parametrize("block", [1, 128])
 def test_shipped_rates_rise_and_stay_below_the_datasheet(name: str, block: int) -> None:
     profile = load_profile(name)
-    cost = CalibratedCost(rates=profile.kernels, kernel="flash", batch=1, element_bytes=2)
+    cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
     gpu = load_gpu(profile.gpu)
-    floor = RooflineCost.of(gpu, kernel="flash", batch=1, dtype="bf16", element_bytes=2)
+    floor = RooflineCost.of(gpu, cost.traits, "bf16")
     real = replace(
         CALL, num_attention_heads=64, head_dim=576, v_head_dim=512, top_k=2048, index_heads=32, index_head_dim=128
     )
     sizes = np.unique(np.round(np.geomspace(1, 262144, 60)))
     for chunk, prefix in ((sizes, 0 * sizes), (sizes, 0 * sizes + 7000), (0 * sizes + 4096, sizes)):
         call = replace(real, chunk=chunk, prefix=prefix, block=block)
-        seconds = cost.sparse_s(call)
+        seconds = cost.call_s(call)
         assert (np.diff(seconds) >= -1e-12).all()
-        assert (seconds > floor.sparse_s(call)).all()
-        least = replace(cost, least=True).sparse_s(call)
+        assert (seconds > floor.call_s(call)).all()
+        least = replace(cost, traits=replace(cost.traits, lower_bound=True)).call_s(call)
         assert (least <= seconds).all()
     ends = replace(real, chunk=65536 - sizes[sizes < 65536], prefix=sizes[sizes < 65536], block=block)
-    least = replace(cost, least=True).sparse_s(ends)
+    least = replace(cost, traits=replace(cost.traits, lower_bound=True)).call_s(ends)
     assert (np.diff(least) <= 1e-12).all(), "at a fixed end, no more for a later start"
 
 
@@ -150,11 +150,11 @@ def test_without_rates_it_is_counted(name: str) -> None:
     profile = load_profile(name)
     assert profile.kernels.sparse is None
     kernel = profile.attention_kernels[0]
-    cost = CalibratedCost(rates=profile.kernels, kernel=kernel, batch=2, element_bytes=2)
+    cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits(kernel, 2, 2))
     call = replace(CALL, chunk=tokens(4096.0), prefix=tokens(65536.0), top_k=2048, index_head_dim=128)
-    seconds = cost.sparse_s(call)
-    floor = RooflineCost.of(load_gpu(profile.gpu), kernel=kernel, batch=2, dtype="fp16", element_bytes=2)
-    assert (seconds > floor.sparse_s(call)).all()
-    assert replace(cost, rates=scale(profile.kernels, 0.5)).sparse_s(call) == pytest.approx(0.5 * seconds)
-    assert replace(cost, scale=3.0).sparse_s(call) == pytest.approx(3 * seconds)
-    assert (NoTime().sparse_s(call) == 0).all()
+    seconds = cost.call_s(call)
+    floor = RooflineCost.of(load_gpu(profile.gpu), cost.traits, "fp16")
+    assert (seconds > floor.call_s(call)).all()
+    assert replace(cost, rates=scale(profile.kernels, 0.5)).call_s(call) == pytest.approx(0.5 * seconds)
+    assert replace(cost, scale=3.0).call_s(call) == pytest.approx(3 * seconds)
+    assert (no_time(cost.traits).call_s(call) == 0).all()

@@ -48,7 +48,7 @@ class Layer:
         """Projections, MLP and what comes with them, and the chunk's own K, V put away."""
         nothing = np.zeros(1)
         parts = self.costs.qkv_s(self.tokens), self.costs.output_mlp_s(self.tokens)
-        return sum(map(number, parts)) + number(self.costs.append_s(self.tokens, nothing))
+        return sum(map(number, parts)) + number(self.costs.mixer.append_s(self.tokens, nothing))
 
     @property
     def kv_bytes(self) -> float:
@@ -64,7 +64,7 @@ class Layer:
         spec = self.scenario.model
         queries = self.tokens if tokens is None else np.array([tokens])
         expected = self._output_s(10.0, queries) + self._output_s(12.0 / spec.head_dim, queries)
-        assert number(self.costs.merge_s(queries, part=part)) == pytest.approx(expected)
+        assert number(self.costs.merging.merge_s(queries, part=part)) == pytest.approx(expected)
         return expected
 
     def _output_s(self, element_bytes: float, tokens: Array | None = None) -> float:
@@ -80,7 +80,7 @@ class Layer:
 
     def attention(self, start: float, tokens: float | None = None) -> float:
         queries = self.tokens if tokens is None else np.array([tokens])
-        return number(self.costs.attention_s(queries, np.array([start])))
+        return number(self.costs.mixer.attention_s(queries, np.array([start])))
 
 
 def around(scenario: Scenario, tokens: float) -> float:

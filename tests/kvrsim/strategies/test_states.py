@@ -43,7 +43,7 @@ def test_the_wait_for_states_is_paid_once(num_gpus: int, bandwidth: str) -> None
     program = build_program(scenario, strategy, columns([int(chunk[0])] * num_gpus))
     finish_s = run_program(program, scenario.cluster)[:, 0]
     (costs,) = scenario.layer_costs()
-    scan_s = costs.attention_s(chunk, chunk)[0]
+    scan_s = costs.mixer.attention_s(chunk, chunk)[0]
     layer_s = costs.qkv_s(chunk)[0] + scan_s + costs.output_mlp_s(chunk)[0]
     (mixer,) = {layer.mixer for layer in scenario.model.layers}
     assert isinstance(mixer, Recurrence)
