@@ -17,9 +17,10 @@ from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
 from kvrsim.kernels.attention import ATTENTION_KERNELS
-from kvrsim.kernels.calibrated import CalibratedCost, CostModel
+from kvrsim.kernels.cost import CalibratedCost, CostModel, KernelTraits
 from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
 from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixAccessPlan, PrefixPlacement, plan_prefix_access
 from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.kernels.roofline import RooflineCost
@@ -311,7 +312,7 @@ class Scenario:
         costs = self._layer_costs_by(self._cost_of(self.profile, pace=1.0))
         layers_s = [
             one.qkv_s(tokens)
-            + (0.0 if one.mixing is None else one.append_s(tokens, prefix) + one.attention_s(tokens, prefix))
+            + (one.mixer.append_s(tokens, prefix) + one.mixer.attention_s(tokens, prefix) if one.has_mixer else 0.0)
             + one.output_mlp_s(tokens)
             + one.exchanged_experts_s(tokens) * self.cluster.num_gpus  # each rank has as many rows
             for one in costs
@@ -319,28 +320,23 @@ class Scenario:
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
         return float((self.profile.kernels.clock.stretched_s(busy_s) / busy_s)[0])
 
+    @property
+    def traits(self) -> KernelTraits:
+        """What all kernels have in common."""
+        batch, element_bytes = self.request.batch, self.request.dtype_bytes
+        if self.profile is None:
+            return KernelTraits(kernel=self.kernel, batch=batch, element_bytes=element_bytes)
+        return self.profile.kernels.traits(self.kernel, batch, element_bytes)
+
     @cached_property
     def cost(self) -> CalibratedCost | RooflineCost:
         """Seconds of an operation on this scenario's GPU."""
-        if self.profile is not None:
-            return self._cost_of(self.profile, self.pace)
-        return RooflineCost.of(
-            self.cluster.gpu,
-            kernel=self.kernel,
-            batch=self.request.batch,
-            dtype=self.request.dtype,
-            element_bytes=self.request.dtype_bytes,
-        )
+        if self.profile is None:
+            return RooflineCost.of(self.cluster.gpu, self.traits, self.request.dtype)
+        return self._cost_of(self.profile, self.pace)
 
     def _cost_of(self, profile: CalibrationProfile, pace: float) -> CalibratedCost:
-        return CalibratedCost(
-            rates=profile.kernels,
-            kernel=self.kernel,
-            batch=self.request.batch,
-            element_bytes=self.request.dtype_bytes,
-            scale=self.kernel_scale,
-            pace=pace,
-        )
+        return CalibratedCost(rates=profile.kernels, traits=self.traits, scale=self.kernel_scale, clock_factor=pace)
 
     @property
     def links_are_measured(self) -> bool:
@@ -371,9 +367,9 @@ class Scenario:
 
     @property
     def optimistic_cost(self) -> CostModel:
-        """The same, but for attention, which takes what no call of its kernel beats."""
+        """Cost model with a lower bound on attention time, for proofs."""
         cost = self.cost
-        return replace(cost, least=True)
+        return replace(cost, traits=replace(cost.traits, lower_bound=True))
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
@@ -384,25 +380,17 @@ class Scenario:
         return self._layer_costs_by(self.cost)
 
     def _layer_costs_by(self, cost: CostModel) -> tuple[LayerCosts, ...]:
-        host = self.host
-        communicates = self.num_gpus > 1
-        return tuple(
-            LayerCosts(
-                self.share,
-                layer,
-                cost,
-                host,
-                self.request.batch,
-                self.request.dtype_bytes,
-                self.request.cached_prefix,
-                self.sends_overlap,
-                host.resume_s if communicates else 0.0,
-                self.kernel,
-                self.group,
-                self.message_share,
-                self.cluster.gpu.hbm_bytes_per_s,
-                self.expert_placement,
-                self.prefix_access_plan,
-            )
-            for layer in self.share.layer_kinds
+        setting = LayerSetting(
+            model=self.share,
+            cost=cost,
+            host=self.host,
+            cached_prefix=self.request.cached_prefix,
+            sends_overlap=self.sends_overlap,
+            resync_s=self.host.resume_s if self.num_gpus > 1 else 0.0,
+            group=self.group,
+            message_share=self.message_share,
+            hbm_bytes_per_s=self.cluster.gpu.hbm_bytes_per_s,
+            placement=self.expert_placement,
+            prefix=self.prefix_access_plan,
         )
+        return tuple(LayerCosts(setting, layer) for layer in self.share.layer_kinds)

@@ -16,7 +16,7 @@ from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.experts import ExpertRates, ExpertsCall, GroupedRates, counted_experts
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates
@@ -126,7 +126,7 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
 
 def _dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
     """Seconds of the rows as one dense product per expert, by the profile's rates of such products."""
-    cost = CalibratedCost(rates=kernels, kernel=next(iter(kernels.attention)), batch=1, element_bytes=2)
+    cost = CalibratedCost(rates=kernels, traits=kernels.traits(next(iter(kernels.attention)), 1, 2))
     seconds = np.empty(len(rows.tokens))
     keys = np.stack(
         [rows.hidden_size, rows.intermediate_size, rows.tp_size, rows.num_experts, rows.num_experts_per_tok]
@@ -143,7 +143,7 @@ def _dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
             num_experts_per_tok=float(per_tok),
             compute=None if rows.kind == HALF else rows.kind,
         )
-        seconds[some] = cost.row_cost(*counted_experts(call, fused=cost.fused))(call.tokens)
+        seconds[some] = cost.row_cost(*counted_experts(call, fused=cost.traits.fused))(call.tokens)
     return seconds
 
 

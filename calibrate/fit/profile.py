@@ -63,10 +63,9 @@ from kvrsim.hardware import GpuSpec, LinkSpec
 from kvrsim.interp import QUARTILE_RANGE_SD
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.kernels.attention import AttentionRates, FlashRates
-from kvrsim.kernels.elementwise import ElementwiseRates, after_mixer, before_mixer
+from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates, after_mixer, before_mixer
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates
 from kvrsim.kernels.profile import (
-    CacheCopies,
     CalibrationProfile,
     KernelRates,
     LinkRates,

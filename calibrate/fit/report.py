@@ -15,12 +15,13 @@ from calibrate.fit.fit import Comparison, Errors, column
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.attention import AttentionRates
-from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost, Part
 from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
 from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, KernelRates, LinkRates
-from kvrsim.kernels.sensitivity import Part, WeightedCost
+from kvrsim.kernels.sensitivity import WeightedCost
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
@@ -271,10 +272,9 @@ def _short(value: float | bool) -> str:
 
 def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str) -> LayerCosts:
     """Costs of the model's first kind of layer by a profile: one sequence, on one device."""
-    element_bytes = dtype_bytes(dtype)
-    cost = CalibratedCost(rates=profile.kernels, kernel=kernel, batch=1, element_bytes=element_bytes)
-    first = model.layer_kinds[0]
-    return LayerCosts(model, first, cost, profile.host, 1, element_bytes, 0, True, 0.0, kernel)
+    rates = profile.kernels
+    cost = CalibratedCost(rates=rates, traits=rates.traits(kernel, 1, dtype_bytes(dtype)))
+    return LayerCosts(LayerSetting(model=model, cost=cost, host=profile.host), model.layer_kinds[0])
 
 
 def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
@@ -301,7 +301,7 @@ def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
 def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, kernel: str) -> float:
     costs = layer_costs(profile, model, kernel, row.dtype or "")
     chunk, prefix = np.array([float(row.chunk or 0)]), np.array([float(row.prefix or 0)])
-    parts = (costs.qkv_s(chunk), costs.append_s(chunk, prefix), costs.attention_s(chunk, prefix))
+    parts = (costs.qkv_s(chunk), costs.mixer.append_s(chunk, prefix), costs.mixer.attention_s(chunk, prefix))
     return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])
 
 
@@ -405,11 +405,12 @@ class _Products(dict[Part, Array]):
 def _parts(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str, chunk: int, prefix: int) -> Seconds:
     """Of a layer: its products, attention, and all else."""
     costs = layer_costs(profile, model, kernel, dtype)
-    products = replace(costs, cost=WeightedCost(cost=costs.cost, weights=_Products()))
+    weighted = WeightedCost(cost=costs.cost, weights=_Products())
+    products = LayerCosts(replace(costs.setting, cost=weighted), costs.layer)
     tokens, before = np.array([float(chunk)]), np.array([float(prefix)])
     gemm_s, around_s = (_float(one.qkv_s(tokens) + one.output_mlp_s(tokens)) for one in (products, costs))
-    rest_s = max(0.0, around_s - gemm_s) + _float(costs.append_s(tokens, before))
-    return {"gemm": gemm_s, "attention": _float(costs.attention_s(tokens, before)), "elementwise": rest_s}
+    rest_s = max(0.0, around_s - gemm_s) + _float(costs.mixer.append_s(tokens, before))
+    return {"gemm": gemm_s, "attention": _float(costs.mixer.attention_s(tokens, before)), "elementwise": rest_s}
 
 
 def _head_s(profile: CalibrationProfile, model: ModelSpec, dtype: str) -> float:

@@ -14,7 +14,7 @@ from calibrate.fit.fit import Comparison, Constants, Fit, Fitted, Parameter, Rat
 from calibrate.importers.aiconfigurator import SparseRows, find_package, read_kernel, read_module
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.sparse import (
@@ -230,7 +230,7 @@ class ModuleRows:
 
     def products_s(self, profile: CalibrationProfile) -> Array:
         """Of the module's weight matrices, by a profile's rates."""
-        cost = CalibratedCost(rates=profile.kernels, kernel="flash", batch=1, element_bytes=2)
+        cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
         compute = None if self.gemm_type == "bfloat16" else self.gemm_type
         products = [
             Product(gemm.in_features // gemm.groups, gemm.out_features // gemm.groups, gemm.groups, 1.0, compute)

@@ -25,7 +25,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.chain import Chain
 from kvrsim.hardware import Cluster
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies.base import Strategy

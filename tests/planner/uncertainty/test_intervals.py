@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
+from kvrsim.kernels.attention import ATTENTION
 from kvrsim.kernels.profile import OperationFit, load_profile
-from kvrsim.kernels.sensitivity import ATTENTION
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, interval_of

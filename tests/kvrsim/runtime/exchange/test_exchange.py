@@ -12,7 +12,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
-from kvrsim.kernels.roofline import NoTime
+from kvrsim.kernels.roofline import no_time
 from kvrsim.memory import memory_of
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
@@ -108,7 +108,7 @@ def _check_messages(scenario: Scenario, run: str, even: Partition, timeline: Tim
         assert all(any(span.name == "all-gather" for span in timeline.of(rank, "wait")) for rank in range(2))
         return
     chunks = [np.array([float(length)]) for length in even.chunk_lens]
-    program = build_program(scenario, get_strategy(NAMES[run]), chunks, NoTime())
+    program = build_program(scenario, get_strategy(NAMES[run]), chunks, no_time(scenario.traits))
     for rank in range(program.num_ranks):
         transfers = timeline.of(rank, "transfer")
         assert sum(span.nbytes or 0 for span in transfers) == sent_bytes(program, rank), run
