@@ -21,7 +21,7 @@ import numpy as np
 
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
 from kvrsim.hardware import Cluster, Path
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Collective, Compute, Flags, Op, Recv, Send, beside_receives, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

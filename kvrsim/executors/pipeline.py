@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvrsim.executors.batch import NO_WORK, Segment, segment_of
 from kvrsim.executors.steady import steady_advance
 from kvrsim.hardware import Cluster, Path
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel
 from kvrsim.program import AllGather, Array, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy

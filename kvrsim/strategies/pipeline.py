@@ -16,7 +16,7 @@ import numpy as np
 
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
-from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.cost import CostModel
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario

@@ -67,7 +67,7 @@ class ChainWork:
         self.costs = scenario.layer_costs(scenario.optimistic_cost if least else None)
         self.kinds = scenario.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
-        mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].mixing is not None]
+        mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].has_mixer]
         first, last = mixed[0], mixed[-1]  # layers that hand anything on; those besides are an MLP alone
         self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
         self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
@@ -93,7 +93,7 @@ class ChainWork:
             sent = sent + self.counts[kind] * sent_s
             if not self.scenario.sends_overlap and ranks[-1]:
                 before_ranks = range(ranks.start - 1, ranks.stop - 1)
-                received = received + self.counts[kind] * self._busy_s(before_ranks, costs.handed_kv_bytes(start))
+                received = received + self.counts[kind] * self._busy_s(before_ranks, costs.forwarded_kv_bytes(start))
             if self._before[kind]:
                 qkv = qkv + self._before[kind] * total
             if self._behind[kind]:
@@ -114,22 +114,24 @@ class ChainWork:
 
     def first_message_s(self, ranks: range, end: Array) -> Array:
         """The first message, of `end` tokens, from each of these ranks to the next."""
-        sent_s = self._busy_s(ranks, self.costs[self._first].handed_kv_bytes(end))
+        sent_s = self._busy_s(ranks, self.costs[self._first].forwarded_kv_bytes(end))
         return sent_s + _along(self._latency_s[ranks.start : ranks.stop], end)
 
     def first_append_s(self, end: Array) -> Array:
         """The least time to append to a prefix of `end` tokens, of the first message."""
-        return self.costs[self._first].append_s(np.zeros_like(end), end)
+        return self.costs[self._first].mixer.append_s(np.zeros_like(end), end)
 
     def first_message_ready_s(self, chunk: Array) -> Array:
         """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V or scan it."""
         costs, none = self.costs[self._first], np.zeros_like(chunk)
-        return costs.qkv_s(chunk) + (costs.attention_s(chunk, none) if costs.has_state else costs.append_s(chunk, none))
+        return costs.qkv_s(chunk) + (
+            costs.mixer.attention_s(chunk, none) if costs.has_state else costs.mixer.append_s(chunk, none)
+        )
 
     def last_hop_s(self, ranks: range, end: Array) -> Array:
         """The last message, of `end` tokens, from each of these ranks to the next, and the least for its append."""
         costs = self.costs[self._last]
-        sent_s = self._busy_s(ranks, costs.handed_kv_bytes(end)) + costs.append_s(np.zeros_like(end), end)
+        sent_s = self._busy_s(ranks, costs.forwarded_kv_bytes(end)) + costs.mixer.append_s(np.zeros_like(end), end)
         return np.asarray(sent_s + _along(self._latency_s[ranks.start : ranks.stop], end))
 
     def _busy_s(self, ranks: range, nbytes: Array) -> Array:
