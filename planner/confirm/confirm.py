@@ -1,32 +1,58 @@
-"""Confirming a plan: its candidates are measured on the machine, round-robin, and compared with their predictions."""
+"""Confirming a plan: its candidates are measured on this machine, round-robin, and compared with their predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from kvrsim.errors import InputError
-from kvrsim.kernels.profile import Gather
+import numpy as np
+
+from kvrsim.executors.run import run_program
+from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
-from kvrsim.results.results import Plan
-from kvrsim.scenario import Scenario
-from kvrsim.units import format_seconds
-from planner.candidates import Search
-from planner.confirm.candidates import Fitting, Named, Room, candidates_of, compared, fitting
-from planner.confirm.drift import ClockDrift, corrected_for, drift_of
-from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, other_device, run_plan
-from planner.confirm.measured import Measured, run_ranks, run_virtual_ranks
-from planner.confirm.result import Candidate, Confirmation, Mode, Targets
-from planner.plan import make_plan
-from planner.simulate import run_simulation
+from kvrsim.results.results import StrategyPrediction
+from kvrsim.results.timeline import Timeline
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import KVR_S, get_strategy
+from kvrsim.strategies.pipeline import layers_of
+from kvrsim.units import format_seconds, scale
+from planner.candidates import Candidate, Comparison, Search, distinct
+from planner.confirm.candidates import Feasible, MemoryBudget, further_candidates, strategies_here
+from planner.confirm.hardware import Hardware, Mode, Reporter, is_busy, other_device_note
+from planner.confirm.result import ClockDrift, Confirmation, MeasuredCandidate, Targets
+from planner.plan import Contest
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.ranks import OnProgress
+    from kvrsim.runtime.measure import Job, JobReport
+    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.virtual import VirtualReport
+
+Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
 _LEAST_IDLE = 3  # rounds; with fewer, all rounds count
-_LEAST_ACCOUNTED_S = 0.2  # of a prefill; for shorter ones the system's CPU accounting is too coarse
+# TSP's gathered pieces arrive where they stay: what is left to join is the rank's own chunk.
+_MEASURED_AS = {"assemble": "append"}
 
-OnNote = Callable[[str], object]  # takes a line of text while the work goes on
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """What was measured of one candidate."""
+
+    ttft_s: tuple[float, ...]  # by round
+    other_cores: tuple[float | None, ...]  # by round
+    logits_error: float | None
+    logits_scale: float | None
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What was measured of all candidates, and on what."""
+
+    samples: tuple[Samples, ...]
+    conditions: Mapping[str, str]
+    drift_s: tuple[float, ...] = ()  # by round; empty: not measured
 
 
 def confirm(
@@ -38,180 +64,253 @@ def confirm(
     virtual: bool | None = None,
     targets: Targets | None = None,
     warnings: Sequence[str] = (),
-    on_note: OnNote | None = None,
-    on_progress: OnProgress | None = None,
+    reporter: Reporter | None = None,
 ) -> Confirmation:
-    """Make a plan, measure its strategies and its `top` best partitions, and compare them with the predictions.
+    """Plan, measure the strategies and their `top` best partitions, and compare them with the predictions.
 
     strategies: names, "all" for every one that can be measured here, None for the paper's.
     virtual: replay all ranks on one device; None: where the machine has fewer devices than the scenario has GPUs.
-    on_note: called with messages. on_progress: called with steps done, steps in all and what is being done.
     Raises InputError without a profile, where the machine cannot run the scenario or a strategy, or where no candidate
     fits in its memory; RankError where a rank fails.
     """
-    scenario = hardware.placed(scenario)
-    check(scenario, hardware)
-    mode, notes = _mode(scenario, hardware, virtual)
-    chosen = compared(scenario, strategies, mode, hardware.choice(scenario))
-    plan = make_plan(scenario, strategies=chosen.names)
-    fit = _fitting(scenario, hardware, candidates_of(scenario, plan, top), mode)
-    named, notes = fit.candidates, (*notes, *chosen.notes, *fit.notes, *gpu_notes(hardware.device))
-    seconds = {result.strategy: result.ttft_s for result in plan.strategies}
-    longest_s = max(seconds[one.run_as] for one in named)
-    if on_note is not None:
-        for note in (*warnings, *notes):
-            on_note(note)
-        on_note(_work_note(named, hardware, sum(seconds[one.run_as] for one in named)))
-    gather = _gather(scenario, hardware, "tsp")
-    plans = [
-        run_plan(scenario, one.run_as, one.partition, _gather(scenario, hardware, one.run_as), one.layers)
-        for one in named
+    reporter = reporter or Reporter()
+    scenario = hardware.runnable(scenario)
+    mode, mode_notes = _mode(scenario, hardware, virtual)
+    names, name_notes = strategies_here(scenario, strategies, mode, hardware)
+    contest = Contest.of(scenario, Comparison(strategies=distinct(names), ranked=False), Search(), None, None)
+    candidates = {one.strategy.name: one for one in contest.candidates}
+    if KVR_S.name in candidates:
+        candidates |= further_candidates(candidates[KVR_S.name], contest.candidates, top - 1)
+    feasible = Feasible.of(candidates, MemoryBudget.of(scenario, hardware, mode))
+    candidates = feasible.candidates
+    notes = (*warnings, *mode_notes, *name_notes, *feasible.notes, *hardware.notes())
+    seconds = [one.ttft_s for one in candidates.values()]
+    rounds = hardware.warmups + hardware.repeats
+    expected = f"about {format_seconds(sum(seconds) * rounds)} of prefills by the profile"
+    for note in (
+        *notes,
+        f"measuring {len(seconds)} candidates, {hardware.warmups} + {hardware.repeats} times each: {expected}",
+    ):
+        reporter.note(note)
+    plans = [hardware.run_plan(one) for one in candidates.values()]
+    job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=feasible.reference)
+    measure = _measure_virtual if mode == "virtual" else _measure_ranks
+    measurement = measure(hardware, list(candidates.values()), plans, job, reporter)
+    idle, idle_notes = _idle_rounds(measurement.samples)
+    drift = drift_of(scenario, [measurement.drift_s[one] for one in idle]) if measurement.drift_s else None
+    measured = [
+        _measured(name, one, samples, idle, drift)
+        for (name, one), samples in zip(candidates.items(), measurement.samples, strict=True)
     ]
-    job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=fit.reference)
-    run = run_virtual_ranks if mode == "virtual" else run_ranks
-    found, conditions, drift_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
-    rounds, idle_notes = _idle_rounds(found)
-    drift = drift_of(scenario, tuple(drift_s[number] for number in rounds)) if drift_s else None
-    device = conditions["device"]
+    best = next(one for one in contest.ranked if one.strategy.name in candidates)
+    if best is not contest.ranked[0]:  # the plan's choice is not measured
+        chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
+    else:
+        chosen = list(candidates).index(best.strategy.name)
     assert scenario.profile is not None
-    other = other_device(scenario.profile.gpu, device)
-    candidates = tuple(
-        _candidate(scenario, one, measured, rounds, drift) for one, measured in zip(named, found, strict=True)
-    )
     return Confirmation(
         question=Question.of(scenario, seed=hardware.seed, top=top, virtual=mode == "virtual"),
-        model=scenario.model.name,
-        profile=scenario.profile_name,
-        cluster=scenario.cluster,
-        attention=scenario.kernel,
-        dtype=scenario.request.dtype,
-        num_gpus=scenario.cluster.num_gpus,
-        context_len=scenario.request.context_len,
         mode=mode,
-        candidates=candidates,
-        chosen=_chosen(candidates, plan),
-        tsp=_tsp(scenario, gather, mode),
-        measured=_measured_parts(mode, fit.reference),
+        candidates=tuple(measured),
+        chosen=chosen,
+        tsp=_tsp(scenario, hardware, mode),
+        measured=_measured_parts(mode, logits=feasible.reference),
         modelled=_modelled_parts(mode, scenario, hardware),
-        conditions=conditions,
+        conditions=measurement.conditions,
         drift=drift,
         targets=targets or Targets(),
-        warnings=(*warnings, *notes, *idle_notes, *([other] if other else [])),
-        memory_limit=scenario.memory_limit,
+        warnings=(*notes, *idle_notes, *other_device_note(scenario.profile.gpu, measurement.conditions["device"])),
     )
-
-
-def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True) -> None:
-    """Raise InputError where the runtime cannot run the scenario, before anything is started."""
-    if needs_profile and scenario.profile is None:
-        raise InputError("profile", scenario.profile_name, "a profile of this machine; kvrsim calibrate all makes one")
-    if scenario.request.cached_prefix:
-        raise InputError("cached_prefix", scenario.request.cached_prefix, "0: the runtime prefills whole contexts")
-    if scenario.cluster.num_gpus > scenario.request.new_tokens:
-        raise InputError(
-            "gpus", scenario.cluster.num_gpus, f"at most one GPU a token, here {scenario.request.new_tokens}"
-        )
-    from kvrsim.runtime.geometry import check_kernel
-
-    check_kernel(scenario.model.model_type, scenario.kernel)
-    hardware.choice(scenario)
 
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
-    """Separate processes or virtual ranks, and notes on the choice."""
+    """Choose separate processes or virtual ranks; also return notes on the choice."""
     from kvrsim.runtime.ranks import started_by_torchrun
 
-    wanted, there = scenario.cluster.num_gpus, devices_of(hardware)
-    if virtual is None and wanted > there and not started_by_torchrun():
-        what = "GPU" if hardware.device == "cuda" else "core"
-        shown = f"{there} {what}{'s' * (there != 1)}"
-        return "virtual", (f"{wanted} ranks on {shown}: virtual ranks, one after another; messages are modelled",)
+    wanted, devices = scenario.cluster.num_gpus, hardware.devices
+    if virtual is None and wanted > devices and not started_by_torchrun():
+        what = f"{devices} {'GPU' if hardware.device == 'cuda' else 'core'}{'s' * (devices != 1)}"
+        return "virtual", (f"{wanted} ranks on {what}: virtual ranks, one after another; messages are modelled",)
     if virtual:
         return "virtual", ()
-    notes = (f"{wanted} ranks on {there} devices: they slow each other down",) if wanted > there else ()
-    return "ranks", notes
+    return "ranks", (f"{wanted} ranks on {devices} devices: they slow each other down",) * (wanted > devices)
 
 
-def _gather(scenario: Scenario, hardware: Hardware, strategy: str) -> Gather:
-    return gather_of(scenario.profile, emulated=hardware.emulated, strategy=strategy)
+def _measure_ranks(
+    hardware: Hardware, candidates: Sequence[Candidate], plans: Sequence[RunPlan], job: Job, reporter: Reporter
+) -> Measurement:
+    """Measure every candidate on ranks in separate processes, each partition once."""
+    from kvrsim.runtime.measure import run_job
+    from kvrsim.runtime.ranks import launch
 
-
-def _fitting(scenario: Scenario, hardware: Hardware, named: Sequence[Named], mode: Mode) -> Fitting:
-    room = Room.of(scenario, hardware.device, devices_of(hardware), mode)
-    return fitting(scenario, named, room, mode)
-
-
-def _chosen(candidates: Sequence[Candidate], plan: Plan) -> int:
-    """The plan's choice; where it is not measured, the candidate that is predicted to be the fastest."""
-    names = [one.strategy for one in candidates]
-    if plan.best.strategy in names:
-        return names.index(plan.best.strategy)
-    return min(range(len(names)), key=lambda index: candidates[index].predicted_s)
-
-
-def _work_note(named: Sequence[Named], hardware: Hardware, round_s: float) -> str:
-    """What is measured, and how long the prefills should take by the profile."""
-    rounds = hardware.warmups + hardware.repeats
-    expected = f"about {format_seconds(round_s * rounds)} of prefills by the profile"
-    return f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each: {expected}"
-
-
-def _candidate(
-    scenario: Scenario, named: Named, measured: Measured, rounds: Sequence[int], drift: ClockDrift | None
-) -> Candidate:
-    asked: dict[str, Any] = dict(strategy=named.as_run, search=Search(partition=named.partition.chunk_lens))
-    predicted = run_simulation(scenario, **asked, record=["timeline"])
-    assert predicted.timeline is not None
-    return Candidate(
-        strategy=named.strategy,
-        partition=named.partition.chunk_lens,
-        layers=named.layers,
-        predicted_s=predicted.ttft_s,
-        predicted_low_s=predicted.ttft_low_s,
-        predicted_high_s=predicted.ttft_high_s,
-        drift_corrected_s=None if drift is None else run_simulation(corrected_for(drift, scenario), **asked).ttft_s,
-        samples_s=tuple(measured.samples_s[number] for number in rounds),
-        logits_error=measured.logits_error,
-        logits_scale=measured.logits_scale,
-        predicted=predicted.timeline,
-        measured=measured.timeline,
-        memory=tuple(rank.memory for rank in predicted.per_rank),
+    scenario = candidates[0].scenario
+    count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
+    how = hardware.launch(scenario.cluster.num_gpus, max(one.ttft_s for one in candidates), count)
+    job = replace(job, drift_tokens=drift_tokens(scenario))
+    report: JobReport = launch(run_job, job, how=how, on_progress=reporter.progress)[-1]
+    differences = dict(zip(job.plans, report.differences, strict=False))  # empty where logits were not compared
+    samples = {}
+    for plan, timing, timeline in zip(job.plans, report.bench.timings, report.bench.timelines, strict=True):
+        difference = differences.get(plan)
+        samples[plan] = Samples(
+            ttft_s=timing.ttft_s,
+            other_cores=timing.other_cores,
+            logits_error=difference.logits if difference else None,
+            logits_scale=difference.logits_scale if difference else None,
+            timeline=timeline,
+        )
+    return Measurement(
+        samples=tuple(samples[plan] for plan in plans),
+        conditions=report.bench.conditions,
+        drift_s=report.bench.drift_s,
     )
 
 
-def _idle_rounds(found: Sequence[Measured]) -> tuple[list[int], tuple[str, ...]]:
-    """Rounds in which no other process used the machine, the same for all candidates, and notes on the others."""
-    everyone = range(len(found[0].samples_s))
-    idle = [
-        number
-        for number in everyone
-        if not any(is_busy(one.samples_s[number], one.other_cores[number]) for one in found)
-    ]
-    busy = len(everyone) - len(idle)
-    if not busy:
-        return list(everyone), ()
-    if len(idle) >= min(_LEAST_IDLE, len(everyone)):
-        return idle, (f"{busy} of {len(everyone)} rounds left out: other processes used the machine",)
-    return list(everyone), (f"other processes used the machine in {busy} of {len(everyone)} rounds; all are counted",)
+def _measure_virtual(
+    hardware: Hardware, candidates: Sequence[Candidate], plans: Sequence[RunPlan], job: Job, reporter: Reporter
+) -> Measurement:
+    """Measure every candidate's ranks one after another on one device."""
+    from kvrsim.runtime.ranks import launch
+    from kvrsim.runtime.virtual import run_virtual
+
+    count = len(job.plans) * (hardware.repeats + hardware.warmups) * 2 + 2
+    how = hardware.launch(1, max(one.ttft_s for one in candidates), count)
+    report: VirtualReport = launch(run_virtual, job, how=how, on_progress=reporter.progress)[-1]
+    timings = dict(zip(job.plans, report.timings, strict=True))
+    samples = tuple(
+        Samples(
+            ttft_s=composed_s(candidate, timings[plan].repeats),
+            other_cores=timings[plan].other_cores,
+            logits_error=timings[plan].logits_error,
+            logits_scale=timings[plan].logits_scale,
+            timeline=composed_timeline(candidate, timings[plan].repeats),
+        )
+        for candidate, plan in zip(candidates, plans, strict=True)
+    )
+    ranks = f"{candidates[0].scenario.cluster.num_gpus}, virtual, one after another"
+    return Measurement(samples=samples, conditions=report.conditions | {"ranks": ranks})
 
 
-def is_busy(sample_s: float, other_cores: float | None) -> bool:
-    """Whether other processes used this machine during a prefill; False where CPU accounting cannot tell."""
-    from kvrsim.runtime.host import busy_cores
+def composed_s(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> tuple[float, ...]:
+    """Return the TTFT of each repetition: measured parts, joined by the model of the links.
 
-    return other_cores is not None and sample_s >= _LEAST_ACCOUNTED_S and other_cores > busy_cores()
+    repeats: by repetition, by rank.
+    """
+    program = _measured_program(candidate, repeats)
+    return tuple(map(float, run_program(program, candidate.per_rank.cluster)[-1]))
 
 
-def _tsp(scenario: Scenario, gather: Gather, mode: Mode) -> str:
-    """Which all-gather, and what attention covers."""
+def composed_timeline(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Timeline:
+    """Return the timeline of the median repetition."""
+    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
+
+    order = np.argsort(composed_s(candidate, repeats))
+    median_program = _measured_program(candidate, [repeats[order[(len(order) - 1) // 2]]])
+    return EventSimulation(median_program, candidate.per_rank.cluster).timeline
+
+
+def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Program:
+    """Return the program with measured device times, shape (repetitions,), every layer a kind of its own.
+
+    What is not measured (messages, and what the host adds to them) is the profile's.
+    """
+    from kvrsim.compile import build_program
+
+    chunks = [np.full(len(repeats), float(chunk)) for chunk in candidate.partition.chunk_lens]
+    program = build_program(candidate.per_rank, candidate.strategy, chunks)
+    ranks, kinds = range(program.num_ranks), program.layer_kind_index
+
+    def timed(ops: Sequence[Op], rank: int, layer: int | None) -> tuple[Op, ...]:
+        return tuple(_timed(op, [parts[rank] for parts in repeats], layer) for op in ops)
+
+    return replace(
+        program,
+        prologue=tuple(timed(program.prologue[rank], rank, None) for rank in ranks),
+        layers=tuple(
+            tuple(timed(program.layers[kind][rank], rank, layer) for rank in ranks) for layer, kind in enumerate(kinds)
+        ),
+        layer_kind_index=tuple(range(len(kinds))),
+        epilogue=tuple(timed(program.epilogue[rank], rank, None) for rank in ranks),
+    )
+
+
+def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
+    """Return the operation with its measured time, which contains the host's; the embedding's contains the mask's."""
+    if not isinstance(op, Compute):
+        return op
+    key = (layer, _MEASURED_AS.get(op.name, op.name))
+    measured_s = np.array([parts.get(key, 0.0) for parts in repeats])
+    return Compute(name=op.name, device_s=measured_s, kind=op.kind)
+
+
+def drift_tokens(scenario: Scenario) -> int:
+    """Return the length of an even chunk, which every round times on all ranks at once."""
+    return scenario.request.new_tokens // scenario.cluster.num_gpus
+
+
+def drift_of(scenario: Scenario, samples_s: Sequence[float]) -> ClockDrift:
+    """Compare the predicted prefill of an even chunk with the measured ones."""
+    tokens = drift_tokens(scenario)
+    alone = replace(scenario.on_gpus(1), request=replace(scenario.request, context_len=tokens))
+    single = Candidate(scenario=alone, strategy=get_strategy("single"), partition=Partition(chunk_lens=(tokens,)))
+    return ClockDrift(num_tokens=tokens, predicted_s=single.ttft_s, samples_s=tuple(samples_s))
+
+
+def corrected_for(drift: ClockDrift, scenario: Scenario) -> Scenario:
+    """Return the scenario with all kernels scaled by the measured speed factor."""
+    assert scenario.profile is not None
+    profile = replace(scenario.profile, kernels=scale(scenario.profile.kernels, 1 / drift.speed))
+    return replace(scenario, profile=profile)
+
+
+def _measured(
+    name: str, candidate: Candidate, samples: Samples, rounds: Sequence[int], drift: ClockDrift | None
+) -> MeasuredCandidate:
+    """Join what was predicted and measured of a candidate, in these rounds."""
+    corrected = None if drift is None else replace(candidate, scenario=corrected_for(drift, candidate.scenario))
+    return MeasuredCandidate(
+        prediction=StrategyPrediction(
+            strategy=name,
+            partition=candidate.partition.chunk_lens,
+            layers=layers_of(candidate.per_rank, candidate.strategy),
+            ttft_s=candidate.ttft_s,
+            ttft_low_s=candidate.interval.low_s,
+            ttft_high_s=candidate.interval.high_s,
+            fits=candidate.fits,
+            memory=candidate.memory,
+        ),
+        drift_corrected_s=None if corrected is None else corrected.ttft_s,
+        samples_s=tuple(samples.ttft_s[number] for number in rounds),
+        logits_error=samples.logits_error,
+        logits_scale=samples.logits_scale,
+        predicted=candidate.timeline,
+        measured=samples.timeline,
+    )
+
+
+def _idle_rounds(samples: Sequence[Samples]) -> tuple[list[int], tuple[str, ...]]:
+    """Return the rounds in which no other process used the machine, for all candidates; and notes on the others."""
+    rounds = range(len(samples[0].ttft_s))
+    busy = [any(is_busy(one.ttft_s[number], one.other_cores[number]) for one in samples) for number in rounds]
+    if not any(busy):
+        return list(rounds), ()
+    text = f"{sum(busy)} of {len(busy)} rounds"
+    if busy.count(False) >= min(_LEAST_IDLE, len(busy)):
+        idle = [number for number in rounds if not busy[number]]
+        return idle, (f"{text} left out: other processes used the machine",)
+    return list(rounds), (f"other processes used the machine in {text}; all are counted",)
+
+
+def _tsp(scenario: Scenario, hardware: Hardware, mode: Mode) -> str:
+    """Name the all-gather, and what attention covers."""
     covers = "attention up to the chunk's end" if scenario.kernel == "flash" else "attention over the whole context"
     if mode == "virtual":
         return f"all-gather modelled; {covers}"
-    how = "a ring of sends between neighbours" if gather == "ring" else "the backend's own"
+    how = "a ring of sends between neighbours" if hardware.gather(scenario) == "ring" else "the backend's own"
     return f"all-gather: {how}; {covers}"
 
 
-def _measured_parts(mode: Mode, logits: bool) -> tuple[str, ...]:
+def _measured_parts(mode: Mode, *, logits: bool) -> tuple[str, ...]:
     whole = "TTFT of whole prefills"
     parts = "every part of every layer on every rank, alone on one device"
     return (whole if mode == "ranks" else parts, *(["logits"] if logits else []))

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.interp import interquartile_range, median_error
 from kvrsim.io.schema import fields_to_json
-from kvrsim.memory import RankMemory
 from kvrsim.results.question import Question
-from kvrsim.results.results import stages_to_json
-from kvrsim.results.timeline import Timeline
-from planner.confirm.drift import ClockDrift
-from planner.confirm.orders import Orders, is_order, ranks_of
-from planner.confirm.parts import differences
+from kvrsim.results.results import Answer, StrategyPrediction, stages_to_json
+from kvrsim.results.timeline import Span, Timeline
+from planner.confirm.hardware import Mode
 
 if TYPE_CHECKING:
     import pandas
 
-Mode = Literal["ranks", "virtual"]
+LEAST_SAMPLES = 3  # of each candidate, below which there is no spread to judge by
+PARTS = ("products", "attention", "cache", "ends", "exchange", "waiting")
+_PART_OF_OP = {
+    **dict.fromkeys(("qkv", "output+mlp"), "products"),
+    **dict.fromkeys(("attention", "merge"), "attention"),
+    "append": "cache",
+}
 _SIGNIFICANT = 2.0  # standard errors, above which a difference of two medians is significant
+_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of sums in another order, over the largest logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,27 +40,63 @@ class Targets:
     logits: float | None = None  # largest difference over the largest logit; None: by the dtype
 
     def logits_for(self, dtype: str) -> float:
-        """By default the rounding error of sums in another order."""
-        return {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}[dtype] if self.logits is None else self.logits
+        """Return the limit of the logits' difference."""
+        return _ROUNDING[dtype] if self.logits is None else self.logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class ClockDrift:
+    """One prefill on every rank at once: predicted for one rank alone, and measured.
+
+    Between a calibration and a run clock rates and other load change, and ranks that compute side by side share caches
+    and power. Predictions are not changed; their error is also given with every kernel scaled by this speed factor.
+    """
+
+    num_tokens: int
+    predicted_s: float
+    samples_s: tuple[float, ...]  # per round, the mean of the ranks
+
+    @property
+    def measured_s(self) -> float:
+        """Median."""
+        return median(self.samples_s)
+
+    @property
+    def speed(self) -> float:
+        """Speed factor; below 1: slower than during the calibration."""
+        return self.predicted_s / self.measured_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return fields_to_json(self, "num_tokens", "predicted_s", "measured_s", "speed", "samples_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCandidate:
     """One way to run the prefill, predicted and measured."""
 
-    strategy: str  # its name; "kvr-s #2" for the second best partition of kvr-s
-    partition: tuple[int, ...]  # new tokens a rank, or a pipeline's pieces
-    layers: tuple[int, ...] | None = None  # of each stage of a pipeline
-    predicted_s: float
-    predicted_low_s: float
-    predicted_high_s: float
+    prediction: StrategyPrediction  # its strategy is the candidate's name, such as "kvr-s #2"
     drift_corrected_s: float | None  # predicted, corrected for clock drift; None: drift was not measured
     samples_s: tuple[float, ...]  # measured TTFTs, by round; under virtual ranks composed of measured parts
     logits_error: float | None  # largest difference from a single process's; None: not compared
     logits_scale: float | None  # largest logit, by magnitude
     predicted: Timeline = field(repr=False, compare=False)
     measured: Timeline | None = field(repr=False, compare=False)  # of one more prefill
-    memory: tuple[RankMemory, ...] = ()  # predicted, of each GPU; empty: not worked out
+
+    @property
+    def strategy(self) -> str:
+        """The candidate's name."""
+        return self.prediction.strategy
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """New tokens per rank, or a pipeline's pieces."""
+        return self.prediction.partition
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted TTFT."""
+        return self.prediction.ttft_s
 
     @property
     def median_s(self) -> float:
@@ -78,39 +118,110 @@ class Candidate:
         """The error after correction for clock drift."""
         return None if self.drift_corrected_s is None else self.drift_corrected_s / self.median_s - 1
 
+    def differs_from(self, other: MeasuredCandidate) -> bool:
+        """Whether two candidates were measured to differ significantly: by more than both interquartile ranges."""
+        if min(len(self.samples_s), len(other.samples_s)) < LEAST_SAMPLES:
+            return False
+        return abs(self.median_s - other.median_s) > self.iqr_s + other.iqr_s
+
+    def differences(self) -> Mapping[str, float] | None:
+        """Return measured minus predicted seconds of each part, on the ranks with the first token."""
+        if self.measured is None:
+            return None
+        predicted, measured = (seconds_by_part(one, first_token_rank(one)) for one in (self.predicted, self.measured))
+        return {part: measured[part] - predicted[part] for part in PARTS}
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "strategy": self.strategy,
             "partition": list(self.partition),
-            **stages_to_json(self.partition, self.layers),
+            **stages_to_json(self.partition, self.prediction.layers),
             "predicted_ttft_s": self.predicted_s,
-            "predicted_low_s": self.predicted_low_s,
-            "predicted_high_s": self.predicted_high_s,
+            "predicted_low_s": self.prediction.ttft_low_s,
+            "predicted_high_s": self.prediction.ttft_high_s,
             "measured_ttft_s": self.median_s,
             "measured_iqr_s": self.iqr_s,
             "rel_error": self.rel_error,
             "rel_error_at_pace": self.rel_error_after_drift,
             "samples_s": list(self.samples_s),
-            "measured_minus_predicted_s": differences(self),
+            "measured_minus_predicted_s": self.differences(),
             "logit_error": self.logits_error,
         }
 
 
+def seconds_by_part(timeline: Timeline, rank: int) -> dict[str, float]:
+    """Return one rank's seconds by part; time before its last span ends that no span covers is waiting.
+
+    products: matrix products with what is around them. attention: with the merging of partial results and what an
+    exchange packs and unpacks. cache: K and V on their way into it. ends: embedding, head and the rest.
+    exchange: sends, receives and collectives that hold the rank. waiting: the host, and what has no other name.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    end_s = 0.0
+    for span in timeline.spans:
+        if span.rank == rank and span.kind != "transfer":
+            seconds[_part_of(span)] += span.duration_s
+            end_s = max(end_s, span.end_s)
+    seconds["waiting"] += max(0.0, end_s - sum(seconds.values()))
+    return seconds
+
+
+def _part_of(span: Span) -> str:
+    if span.kind == "compute":
+        return _PART_OF_OP.get(span.op, "ends")
+    return "waiting" if span.op == "stall" or span.name == "host" else "exchange"
+
+
+def first_token_rank(timeline: Timeline) -> int:
+    """Return the rank that has the first token: the one that runs the head."""
+    heads = [span.rank for span in timeline.spans if span.op == "head"]
+    return heads[-1] if heads else timeline.num_ranks - 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Confirmation:
+class Orders:
+    """Pairs of candidates whose measured TTFTs differ significantly, and those predicted in that order.
+
+    All other pairs are ties, and so is every pair with fewer than LEAST_SAMPLES samples.
+    """
+
+    significant: tuple[tuple[str, str], ...]  # the faster one by measurement first
+    wrong: tuple[tuple[str, str], ...]  # of these, predicted in the other order, or equal
+    num_pairs: int
+
+    @classmethod
+    def of(cls, candidates: Sequence[MeasuredCandidate]) -> Orders:
+        """Compare all pairs."""
+        pairs = list(combinations(sorted(candidates, key=lambda one: one.median_s), 2))
+        differing = [pair for pair in pairs if pair[0].differs_from(pair[1])]
+        wrong = [(fast, slow) for fast, slow in differing if fast.predicted_s >= slow.predicted_s]
+        return cls(
+            significant=tuple((fast.strategy, slow.strategy) for fast, slow in differing),
+            wrong=tuple((fast.strategy, slow.strategy) for fast, slow in wrong),
+            num_pairs=len(pairs),
+        )
+
+    @property
+    def right(self) -> int:
+        """Significant pairs that were predicted in the measured order."""
+        return len(self.significant) - len(self.wrong)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        significant, wrong = len(self.significant), [list(pair) for pair in self.wrong]
+        return {"pairs": self.num_pairs, "significant": significant, "right": self.right, "wrong": wrong}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Confirmation(Answer):
     """The answer to `kvrsim confirm`."""
 
+    view = "planner.confirm.views"
+
     question: Question
-    model: str
-    profile: str
-    cluster: Cluster
-    attention: str  # kernel
-    dtype: str
-    num_gpus: int
-    context_len: int
     mode: Mode
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MeasuredCandidate, ...]
     chosen: int  # the plan's choice among them
     tsp: str  # which all-gather, and what attention covers
     measured: tuple[str, ...]  # which parts of the "measured" TTFTs were measured
@@ -119,15 +230,14 @@ class Confirmation:
     drift: ClockDrift | None  # of the ranks' clocks since the calibration; None: not measured
     targets: Targets
     warnings: tuple[str, ...]
-    memory_limit: MemoryLimit | None = None  # of each GPU, beside the candidates' memory
 
     @property
-    def choice(self) -> Candidate:
+    def choice(self) -> MeasuredCandidate:
         """The candidate that the plan predicts to be the fastest."""
         return self.candidates[self.chosen]
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> MeasuredCandidate:
         """The candidate that was measured to be the fastest."""
         return min(self.candidates, key=lambda one: one.median_s)
 
@@ -153,18 +263,18 @@ class Confirmation:
         return Orders.of(self.candidates)
 
     def places(self) -> list[dict[str, Any]]:
-        """Of each candidate: its places by prediction and by measurement, and those that it ties with."""
-        predicted = ranks_of([one.predicted_s for one in self.candidates])
-        measured = ranks_of([one.median_s for one in self.candidates])
+        """Return each candidate's places by prediction and by measurement (equal ones share one), and its ties."""
+        predicted, measured = (
+            [1 + sum(other < one for other in seconds) for one in seconds]
+            for seconds in ([one.predicted_s for one in self.candidates], [one.median_s for one in self.candidates])
+        )
+        ties = (
+            [other.strategy for other in self.candidates if other is not one and not one.differs_from(other)]
+            for one in self.candidates
+        )
         return [
-            {
-                "predicted_rank": predicted[index],
-                "measured_rank": measured[index],
-                "tied_with": [
-                    other.strategy for other in self.candidates if other is not one and not is_order(one, other)
-                ],
-            }
-            for index, one in enumerate(self.candidates)
+            {"predicted_rank": predicted_rank, "measured_rank": measured_rank, "tied_with": tied}
+            for predicted_rank, measured_rank, tied in zip(predicted, measured, ties, strict=True)
         ]
 
     @property
@@ -181,32 +291,30 @@ class Confirmation:
     @property
     def max_logit_error(self) -> float | None:
         """The largest difference of any candidate's logits from a single process's; None: not compared."""
-        found = [one.logits_error for one in self.candidates if one.logits_error is not None]
-        # Unlike max(), np.max() keeps NaN.
-        return float(np.max(found)) if found else None
+        errors = [one.logits_error for one in self.candidates if one.logits_error is not None]
+        return float(np.max(errors)) if errors else None  # which keeps NaN, unlike max()
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """One sentence for each target that is not met."""
-        targets, found = self.targets, []
+        targets, reasons = self.targets, []
         if self.regret > targets.regret and self.regret_beyond_spread:
-            found.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and significant")
+            reasons.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and significant")
         if self.median_error > targets.error:
-            found.append(
-                f"predictions are off by {self.median_error:.1%} (median), above {targets.error:.1%}{self._drift_note}"
-            )
-        limit = targets.logits_for(self.dtype)
+            by = f"{self.median_error:.1%} (median), above {targets.error:.1%}"
+            reasons.append(f"predictions are off by {by}{self._drift_note}")
+        limit = targets.logits_for(self.question.dtype)
         for one in self.candidates:
             if one.logits_error is None or one.logits_scale is None:
                 continue
             if not one.logits_error <= limit * max(one.logits_scale, 1e-30):  # NaN fails, too
-                shown = f"{one.logits_error:.2g}, largest logit {one.logits_scale:.2g}"
-                found.append(f"{one.strategy}: logits differ from one process's by {shown}, above {limit:.0e} of it")
-        return tuple(found)
+                by = f"{one.logits_error:.2g}, largest logit {one.logits_scale:.2g}"
+                reasons.append(f"{one.strategy}: logits differ from one process's by {by}, above {limit:.0e} of it")
+        return tuple(reasons)
 
     @property
     def _drift_note(self) -> str:
-        """Says where clock drift alone explains that the error is above its target."""
+        """Explain an error above its target by clock drift, where that alone suffices."""
         error = self.median_error_after_drift
         if self.drift is None or error is None or error > self.targets.error:
             return ""
@@ -221,11 +329,11 @@ class Confirmation:
         return not self.reasons
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             **self.question.header(),
-            **fields_to_json(self, "model", "profile", "cluster", "attention", "dtype"),
-            **fields_to_json(self, "num_gpus", "context_len", "mode"),
+            **fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus", "context_len", "mode"),
+            "dtype": self.question.dtype,
             "candidates": [
                 one.to_dict() | {"chosen": one is self.choice} | places
                 for one, places in zip(self.candidates, self.places(), strict=True)
@@ -235,19 +343,17 @@ class Confirmation:
             **fields_to_json(self, "regret", "regret_spread", "regret_beyond_spread", "median_error"),
             "median_error_at_pace": self.median_error_after_drift,
             "pace": None if self.drift is None else self.drift.to_dict(),
-            "max_logit_error": self.max_logit_error,
-            "ok": self.ok,
-            "reasons": list(self.reasons),
+            **fields_to_json(self, "max_logit_error", "ok", "reasons"),
             "targets": {
                 "regret": self.targets.regret,
                 "median_error": self.targets.error,
-                "logits": self.targets.logits_for(self.dtype),
+                "logits": self.targets.logits_for(self.question.dtype),
             },
             **fields_to_json(self, "tsp", "measured", "modelled", "conditions", "warnings"),
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a candidate."""
+        """Return one row per candidate."""
         import pandas
 
         return pandas.DataFrame([one.to_dict() for one in self.candidates])

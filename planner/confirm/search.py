@@ -1,56 +1,277 @@
-"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFT; bounded in time, resumable."""
+"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFT; bounded in time, resumable.
+
+Each stage measures the partitions around the best one so far, with half the stride of the stage before. The last
+stage compares the plan's partition with the best one in alternating rounds (A/B).
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.files import is_first_rank, write_atomically
-from kvrsim.io.schema import to_json
+from kvrsim.io.files import is_first_rank
+from kvrsim.io.journal import Journal
+from kvrsim.io.schema import JsonObject, NonNegative, Range, read, to_json, write_json
 from kvrsim.results.question import Question
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
+from kvrsim.units import MAX_TOKENS
 from kvrsim.version import __version__
-from planner.confirm.confirm import check
-from planner.confirm.hardware import Hardware
-from planner.confirm.hardware_search import (
-    HardwareSearch,
-    MeasuredPartition,
-    RankStopwatch,
-    SearchTask,
-    read_sample,
-    search_journal,
-)
-from planner.search.minimise import Evaluator
+from planner.candidates import Candidate
+from planner.confirm.hardware import Hardware, Reporter
+from planner.search.minimise import Evaluator, around, chunks_between
 from planner.search.search import search
 from planner.table.build import draft_of, entry_of
 from planner.table.table import PartitionTable, TableSetting, quantization_steps
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.ranks import OnProgress
     from kvrsim.runtime.transport import Transport
 
 SUFFIX = ".search"  # of the journal, after the table's name
+_FIRST, _LAST = 1 / 8, 1 / 64  # strides, as shares of the even chunk; smaller ones do not change TTFT measurably
+_MOST = 12  # partitions of a stage: those that are predicted to be the fastest
+_HOPELESS = 1.15  # times the centre's predicted TTFT, above which a partition is not measured
+_FINAL = -1  # number of the last stage, the plan's partition against the best
+_FINAL_SHARE = 0.85  # of the time budget, after which no other stage is begun
+_FORMAT = "kvrsim search 2"
+
+Chunks = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Searched:
+class Sample:
+    """One measured prefill."""
+
+    stage: Annotated[int, Range(least=_FINAL, most=MAX_TOKENS)]  # of the search
+    chunks: Chunks  # tokens per rank
+    ttft_s: float
+    spent_s: NonNegative  # of the search's time, warm-up included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchTask:
+    """What the ranks search."""
+
+    scenario: Scenario
+    hardware: Hardware
+    seed: Partition  # the plan's
+    budget_s: float
+    known: tuple[Sample, ...]  # measured by an interrupted search
+    journal: Journal  # of samples; the first rank writes it
+
+    def facts(self) -> dict[str, str]:
+        """Return what determines which prefills the ranks run: it must be the same on all of them."""
+        return {
+            "repeats": str(self.hardware.repeats),
+            "minutes": f"{self.budget_s / 60:g}",
+            "partition to begin with": ",".join(map(str, self.seed.chunk_lens)),
+            "seed": str(self.hardware.seed),
+        }
+
+
+def search_journal(path: Path, about: Mapping[str, Any]) -> Journal:
+    """Return the file that keeps samples; `about`: their model, machine and setting."""
+    return Journal(path=path, form=_FORMAT, about=about, work="search", argument="output")
+
+
+def read_sample(line: JsonObject) -> Sample:
+    """Check one line of a search's journal; raise InputError naming the key."""
+    return read(Sample, line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredPartition:
+    """A partition and its TTFTs in the last stage."""
+
+    partition: Chunks
+    samples_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Median TTFT."""
+        return median(self.samples_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return to_json({"partition": self.partition, "measured_ttft_s": self.median_s, "samples_s": self.samples_s})  # type: ignore[no-any-return]
+
+
+class Sampler(Protocol):
+    """Measures prefills."""
+
+    def sample(self, stage: int, chunks: Chunks) -> Sample:
+        """Measure one prefill."""
+
+    def conditions(self) -> dict[str, str]:
+        """Return what measured times depend on."""
+
+
+@dataclass(kw_only=True, slots=True)
+class HardwareSearch:
+    """The state and the result of a search."""
+
+    samples: list[Sample] = field(default_factory=list)
+    ended: str = ""  # why: the finest stride is done, or the time is up
+    conditions: dict[str, str] = field(default_factory=dict)
+    _center: Chunks = ()
+    _seed: Chunks = ()
+
+    @property
+    def best(self) -> MeasuredPartition:
+        """The faster one of the last stage."""
+        return min((self._final(self._center), self.seed), key=lambda one: one.median_s)
+
+    @property
+    def seed(self) -> MeasuredPartition:
+        """The plan's partition in the last stage."""
+        return self._final(self._seed)
+
+    def run(self, task: SearchTask, sampler: Sampler) -> None:
+        """Search until the finest stride is done or the time is up; then compare the plan's partition with the best."""
+        self._center = self._seed = task.seed.chunk_lens
+        known = list(task.known)
+        self.ended = "the finest stride is done"
+        for stage, stride in enumerate(_strides(task.seed)):
+            candidates = _around(task.scenario, self._center, stride)
+            if not self._measured(task, sampler, known, stage, candidates):
+                self.ended = f"the time is up, at a stride of {stride} tokens"
+                break
+            self._center = min(candidates, key=lambda chunks: median(self._times_s(stage, chunks)))
+        self._measured(task, sampler, known, _FINAL, list(dict.fromkeys([self._seed, self._center])))
+        self.conditions = sampler.conditions()
+
+    def _measured(
+        self, task: SearchTask, sampler: Sampler, known: list[Sample], stage: int, candidates: Sequence[Chunks]
+    ) -> bool:
+        """Measure every candidate `repeats` times, round-robin, so that drift affects all equally; False: time is up.
+
+        known: samples of an interrupted search, which are taken in place of new ones, each once.
+        """
+        limit_s = float("inf") if stage == _FINAL else _FINAL_SHARE * task.budget_s
+        for repetition in range(task.hardware.repeats):
+            for index in range(len(candidates)):
+                chunks = candidates[(index + repetition) % len(candidates)]
+                sample = next((one for one in known if (one.stage, one.chunks) == (stage, chunks)), None)
+                if sample is not None:
+                    known.remove(sample)
+                elif sum(one.spent_s for one in self.samples) >= limit_s:
+                    return False
+                else:
+                    sample = sampler.sample(stage, chunks)
+                self.samples.append(sample)
+        return True
+
+    def _times_s(self, stage: int, chunks: Chunks) -> tuple[float, ...]:
+        return tuple(one.ttft_s for one in self.samples if (one.stage, one.chunks) == (stage, chunks))
+
+    def _final(self, chunks: Chunks) -> MeasuredPartition:
+        return MeasuredPartition(partition=chunks, samples_s=self._times_s(_FINAL, chunks))
+
+
+def _strides(seed: Partition) -> Iterator[int]:
+    """Yield strides from an eighth of the even chunk down, halved."""
+    share = seed.num_tokens / len(seed.chunk_lens)
+    stride = max(1, round(share * _FIRST))
+    while True:
+        yield stride
+        if stride <= max(1.0, share * _LAST):
+            return
+        stride = max(1, stride // 2)
+
+
+def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
+    """Return the centre, then those around it that are not predicted to be hopeless, the most promising first."""
+    tokens = sum(center)
+    rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
+    evaluator = Evaluator(scenario, KVR_S)
+    ttft_s, center_s = evaluator.ttft_s(rows.astype(float)), evaluator.one(center)
+    order = [index for index in np.argsort(ttft_s, kind="stable") if ttft_s[index] <= _HOPELESS * center_s]
+    neighbours = [tuple(int(chunk) for chunk in rows[index]) for index in order[:_MOST]]
+    return list(dict.fromkeys([center, *neighbours]))
+
+
+class RankSampler:
+    """One rank's part in the prefills of a search: all ranks get the same times; the first one keeps the journal."""
+
+    def __init__(self, transport: Transport, task: SearchTask) -> None:
+        from kvrsim.runtime.measure import Stopwatch
+        from kvrsim.runtime.transport import EmulatedTransport
+
+        link = task.hardware.link(task.scenario)
+        linked = transport if link is None else EmulatedTransport(transport, link)
+        self.task, self.transport = task, transport
+        self.stopwatch = Stopwatch(linked, task.hardware.choice(task.scenario))
+        self.warm: set[Chunks] = set()
+        self._since_s = time.monotonic()
+        self._spent_s = sum(sample.spent_s for sample in task.known)  # the interrupted search's time included
+
+    def sample(self, stage: int, chunks: Chunks) -> Sample:
+        """Measure one prefill, after a warm-up where the partition is new."""
+        partition = Partition(chunk_lens=chunks)
+        candidate = Candidate(scenario=self.task.scenario, strategy=KVR_S, partition=partition)
+        plan = self.task.hardware.run_plan(candidate)
+        if chunks not in self.warm:
+            self.warm.add(chunks)
+            self.stopwatch.ttft_s(plan)
+        ttft_s = self.stopwatch.ttft_s(plan)
+        now_s = time.monotonic()
+        spent_s = self.transport.exchange(now_s - self._since_s)[0]
+        self._since_s = now_s
+        self._spent_s += spent_s
+        self.transport.report(round(self._spent_s), round(self.task.budget_s), "seconds of the search")
+        sample = Sample(stage=stage, chunks=chunks, ttft_s=ttft_s, spent_s=spent_s)
+        if self.transport.rank == 0:
+            self.task.journal.append(asdict(sample))
+        return sample
+
+    def conditions(self) -> dict[str, str]:
+        """Return what the times depend on."""
+        return self.stopwatch.conditions()
+
+
+def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
+    """Run by every rank: the same search in lock step, on TTFTs that all ranks share."""
+    from kvrsim.runtime.host import versions
+    from kvrsim.runtime.measure import agree
+
+    result = HardwareSearch()
+    agree(transport, task.facts() | versions())
+    # Under torchrun, only the first process has read the journal.
+    known = transport.exchange(task.known)[0]
+    result.run(replace(task, known=known), RankSampler(transport, task))
+    return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchedPartition:
     """The result of a search on the machine."""
 
     question: Question
-    best: MeasuredPartition
-    seed: MeasuredPartition  # the plan's, measured beside the best in the last stage
-    ended: str  # why: the finest stride is done, or the time is up
-    num_partitions: int  # measured ones
-    num_prefills: int
-    resumed: int  # of these, taken by an interrupted search
-    seconds: float  # spent on the search
-    conditions: dict[str, str]
+    search: HardwareSearch
+    resumed: int  # prefills taken from an interrupted search
     output: str  # the table's file
+
+    @property
+    def best(self) -> MeasuredPartition:
+        """The fastest partition."""
+        return self.search.best
+
+    @property
+    def seed(self) -> MeasuredPartition:
+        """The plan's partition, measured next to the best in the last stage."""
+        return self.search.seed
+
+    @property
+    def num_partitions(self) -> int:
+        """Measured partitions."""
+        return len({sample.chunks for sample in self.search.samples})
 
     @property
     def gain(self) -> float:
@@ -58,95 +279,62 @@ class Searched:
         return 1 - self.best.median_s / self.seed.median_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             **self.question.measured_header(predicted=True),
-            "partition": list(self.best.partition),
-            "measured_ttft_s": self.best.median_s,
-            "samples_s": list(self.best.samples_s),
-            "plan": {
-                "partition": list(self.seed.partition),
-                "measured_ttft_s": self.seed.median_s,
-                "samples_s": list(self.seed.samples_s),
-            },
+            **self.best.to_dict(),
+            "plan": self.seed.to_dict(),
             "gain": self.gain,
-            "ended": self.ended,
+            "ended": self.search.ended,
             "partitions": self.num_partitions,
-            "prefills": self.num_prefills,
+            "prefills": len(self.search.samples),
             "resumed": self.resumed,
-            "seconds": self.seconds,
-            "conditions": self.conditions,
+            "seconds": sum(sample.spent_s for sample in self.search.samples),
+            "conditions": self.search.conditions,
             "output": self.output,
         }
 
 
 def search_here(
-    scenario: Scenario,
-    hardware: Hardware,
-    *,
-    minutes: float,
-    output: Path,
-    on_note: Callable[[str], object] | None = None,
-    on_progress: OnProgress | None = None,
-) -> Searched:
+    scenario: Scenario, hardware: Hardware, *, minutes: float, output: Path, reporter: Reporter | None = None
+) -> SearchedPartition:
     """Search on as many ranks as the scenario has GPUs, and write a table of one entry.
 
     Samples are kept in FILE.search until the table is written; an interrupted search's time counts towards `minutes`.
     Raises InputError where the machine cannot run the scenario, RankError where a rank fails.
     """
-    scenario = hardware.placed(scenario)
-    check(scenario, hardware)
+    reporter = reporter or Reporter()
+    scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
     from kvrsim.runtime.ranks import launch
 
     journal = search_journal(output.with_name(output.name + SUFFIX), _about(scenario, hardware))
     known = tuple(journal.resume(read_sample)) if is_first_rank() else ()
-    seed = search(scenario, KVR_S).partition
-    task = SearchTask(
-        scenario=scenario,
-        hardware=hardware,
-        seed=seed,
-        budget_s=60 * minutes,
-        known=known,
-        journal=journal,
-    )
-    if on_note is not None:
-        on_note(f"searching from {','.join(map(str, seed.chunk_lens))}, for at most {minutes:g} minutes")
-        if known:
-            on_note(f"{journal.path}: going on from {len(known)} prefills")
+    seed, budget_s = search(scenario, KVR_S).partition, 60 * minutes
+    task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, known=known, journal=journal)
+    reporter.note(f"searching from {','.join(map(str, seed.chunk_lens))}, for at most {minutes:g} minutes")
+    if known:
+        reporter.note(f"{journal.path}: going on from {len(known)} prefills")
     longest_s = Evaluator(scenario, KVR_S).one(seed.chunk_lens)
-    left_s = max(0.0, task.budget_s - sum(sample.spent_s for sample in known))
-    how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s + 4 * hardware.repeats * longest_s)
-    done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=on_progress)[0]
-    found = _searched(Question.of(scenario, seed=hardware.seed), done, len(known), str(output))
+    left_s = max(0.0, budget_s - sum(sample.spent_s for sample in known))
+    how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s / longest_s + 4 * hardware.repeats)
+    done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
+    question = Question.of(scenario, seed=hardware.seed)
+    result = SearchedPartition(question=question, search=done, resumed=len(known), output=str(output))
     if is_first_rank():
-        _write_table(scenario, found, output)
+        _write_table(scenario, result, output)
         journal.remove()
-    return found
-
-
-def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
-    """What every rank runs: the same search in lock step, on TTFTs that all ranks share."""
-    from kvrsim.runtime.host import versions
-    from kvrsim.runtime.measure import agree
-
-    done = HardwareSearch()
-    agree(transport, task.facts() | versions())
-    # Under torchrun, only the first process has read the journal.
-    known = transport.exchange(task.known)[0]
-    done.run(replace(task, known=known), RankStopwatch(transport, task))
-    return done
+    return result
 
 
 def _about(scenario: Scenario, hardware: Hardware) -> dict[str, Any]:
-    """What samples depend on: a search with other values cannot use them."""
-    cluster, request = scenario.cluster, scenario.request
+    """Return what samples depend on: a search with other values cannot use them."""
     run = {"device": hardware.device, "backend": hardware.backend, "threads": hardware.threads, "seed": hardware.seed}
     return {
         "setting": to_json(TableSetting.of(scenario)),
-        "gpus": cluster.num_gpus,
-        "context": request.context_len,
+        "gpus": scenario.cluster.num_gpus,
+        "context": scenario.request.context_len,
         "repeats": hardware.repeats,
         "ranks": run,
         "links": "emulated" if hardware.emulated else "the machine's",
@@ -155,30 +343,11 @@ def _about(scenario: Scenario, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _searched(question: Question, done: HardwareSearch, resumed: int, output: str) -> Searched:
-    return Searched(
-        question=question,
-        best=done.best,
-        seed=done.seed,
-        ended=done.ended,
-        num_partitions=len({sample.chunks for sample in done.samples}),
-        num_prefills=len(done.samples),
-        resumed=resumed,
-        seconds=sum(sample.spent_s for sample in done.samples),
-        conditions=done.conditions,
-        output=output,
-    )
-
-
-def _write_table(scenario: Scenario, found: Searched, output: Path) -> None:
-    """A table of one entry, its times predicted as in every table; the measured ones are under "_measured"."""
-    cut = Partition(chunk_lens=found.best.partition)
-    draft = draft_of(scenario, KVR_S)
-    predicted_s = Evaluator(scenario, KVR_S).one(cut.chunk_lens)
-    draft = replace(draft, partition=cut.chunk_lens, ttft_s=predicted_s)
-    steps = quantization_steps(scenario)
+def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:
+    """Write a table of one entry, its times predicted as in every table; the measured ones are under "_measured"."""
+    chunks, steps = result.best.partition, quantization_steps(scenario)
+    predicted_s = Evaluator(scenario, KVR_S).one(chunks)
+    draft = replace(draft_of(scenario, KVR_S), partition=chunks, ttft_s=predicted_s)
     entry = entry_of(scenario, KVR_S, draft, None, steps)
-    setting = TableSetting.of(scenario)
-    table = PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=(entry,))
-    content = {"_measured": found.to_dict()} | table.to_dict()
-    write_atomically(output, (json.dumps(content, indent=2) + "\n").encode(), argument="output")
+    table = PartitionTable(setting=TableSetting.of(scenario), kvrsim_version=__version__, steps=steps, entries=(entry,))
+    write_json(output, {"_measured": result.to_dict()} | table.to_dict(), argument="output")

@@ -9,10 +9,11 @@ import pytest
 
 from kvrsim.builder import make_scenario
 from kvrsim.results.question import Question
+from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
 from kvrsim.views.page import Page
-from planner.confirm.page import confirmation_page
-from planner.confirm.result import Candidate, Confirmation, Targets
+from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
+from planner.confirm.views import page as confirmation_page
 from planner.simulate import run_simulation
 from tests.building.browser import Opened
 
@@ -34,30 +35,27 @@ def page() -> Page:
     for name in ("kvr-s", "tsp"):
         run = run_simulation(scenario, strategy=name, record=["timeline"])
         assert run.timeline is not None
-        candidate = Candidate(
+        prediction = StrategyPrediction(
             strategy=name,
             partition=run.partition,
-            predicted_s=run.ttft_s,
-            predicted_low_s=run.ttft_low_s,
-            predicted_high_s=run.ttft_high_s,
+            ttft_s=run.ttft_s,
+            ttft_low_s=run.ttft_low_s,
+            ttft_high_s=run.ttft_high_s,
+            fits=run.fits,
+            memory=run.memory,
+        )
+        candidate = MeasuredCandidate(
+            prediction=prediction,
             drift_corrected_s=None,
             samples_s=(SLOWER * run.ttft_s,) * 3,
             logits_error=None,
             logits_scale=None,
             predicted=run.timeline,
             measured=stretched(run.timeline),
-            memory=tuple(rank.memory for rank in run.per_rank),
         )
         candidates.append(candidate)
     found = Confirmation(
         question=Question.of(scenario),
-        model=scenario.model.name,
-        profile=scenario.profile_name,
-        cluster=scenario.cluster,
-        attention=scenario.kernel,
-        dtype="fp16",
-        num_gpus=2,
-        context_len=2048,
         mode="ranks",
         candidates=tuple(candidates),
         chosen=0,
@@ -68,7 +66,6 @@ def page() -> Page:
         drift=None,
         targets=Targets(error=1.0),
         warnings=(),
-        memory_limit=scenario.memory_limit,
     )
     return confirmation_page(found)
 

@@ -106,7 +106,7 @@ def _confirmed(
     strategies: str | None,
     **scenario: Any,
 ) -> Section:
-    from planner.confirm.timelines import write_plot, write_traces
+    from planner.confirm.views import write_traces
 
     print(f"{model}, {link}, {ctx}", file=sys.stderr)
     found = confirm(
@@ -123,7 +123,7 @@ def _confirmed(
         **scenario,
     )
     stem = f"{model}-{link}-{ctx}".replace(" ", "-").replace("/", "")
-    write_plot(found, folder / f"{stem}.png")
+    found.write_plot(folder / f"{stem}.png")
     write_traces(found, folder / f"{stem}.trace.json")
     return f"{model}, {link}", found.to_dict()
 

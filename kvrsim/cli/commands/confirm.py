@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from planner.confirm.hardware import Hardware
     from planner.confirm.result import Confirmation
-    from planner.confirm.search import Searched
+    from planner.confirm.search import SearchedPartition
 
 NOT_MET = 1  # exit code: a target, or a rank that failed
 _STRATEGIES = (
@@ -95,8 +95,9 @@ def confirm(
         _search(scenario, machine, minutes, Path(output), json=answer.json)
         return
     from planner.confirm.confirm import confirm as measure
+    from planner.confirm.hardware import Reporter
     from planner.confirm.result import Targets
-    from planner.confirm.timelines import write_plot, write_traces
+    from planner.confirm.views import write_traces
 
     try:
         with Progress(_STARTING, is_timed=True) as progress:
@@ -108,8 +109,7 @@ def confirm(
                 virtual=virtual,
                 targets=Targets(regret=max_regret, error=max_error, logits=max_logit_error),
                 warnings=warnings,
-                on_note=warn_once,
-                on_progress=progress,
+                reporter=Reporter(note=warn_once, progress=progress),
             )
     except KvrsimError as error:
         if answer.json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
@@ -118,7 +118,7 @@ def confirm(
     if is_first_rank():
         print_answer(answer, found.to_dict, "candidates", lambda: show_confirmation(found))
         write_files(
-            (files.trace, lambda path: write_traces(found, path)), (files.plot, lambda path: write_plot(found, path))
+            (files.trace, lambda path: write_traces(found, path)), (files.plot, found.write_plot)
         )
     if not found.ok:
         raise typer.Exit(NOT_MET)
@@ -126,11 +126,13 @@ def confirm(
 
 def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:
     """Search a partition on the machine, and print it."""
+    from planner.confirm.hardware import Reporter
     from planner.confirm.search import SUFFIX, search_here
 
     journal = output.with_name(output.name + SUFFIX)
     with resumable(journal), Progress(_STARTING, is_timed=True) as progress:
-        found = search_here(scenario, machine, minutes=minutes, output=output, on_note=warn_once, on_progress=progress)
+        reporter = Reporter(note=warn_once, progress=progress)
+        found = search_here(scenario, machine, minutes=minutes, output=output, reporter=reporter)
     if not is_first_rank():
         return
     if json:
@@ -157,7 +159,7 @@ def show_confirmation(found: Confirmation) -> None:
             one.strategy,
             format_partition(one.partition),
             format_seconds(one.predicted_s),
-            format_interval(one.predicted_low_s, one.predicted_high_s),
+            format_interval(one.prediction.ttft_low_s, one.prediction.ttft_high_s),
             format_seconds(one.median_s),
             format_seconds(one.iqr_s),
             f"{one.rel_error:+.1%}",
@@ -193,7 +195,7 @@ def _measured(found: Confirmation) -> str:
     """The plan's choice: what was measured and predicted, and whether it meets the targets."""
     choice, gpus = found.choice, f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.iqr_s)})"
-    said = likely(choice.predicted_low_s, choice.predicted_s, choice.predicted_high_s, None)
+    said = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
     predicted = f"predicted {said}, {choice.rel_error:+.1%}"
     met = "all targets met" if found.ok else f"{len(found.reasons)} target{'s' * (len(found.reasons) != 1)} NOT met"
     return f"{choice.strategy} on {gpus}, TTFT {measured}; {predicted}; {met}"
@@ -220,7 +222,7 @@ def _regret(found: Confirmation) -> str:
     return f"{amount}: the plan's choice, {choice}, was slower than {best}, the fastest ({significant})"
 
 
-def show_search(found: Searched) -> None:
+def show_search(found: SearchedPartition) -> None:
     """The fastest measured partition, and the cost of the search."""
     table, best, seed = facts(), found.best, found.seed
     table.add_row(
@@ -228,7 +230,7 @@ def show_search(found: Searched) -> None:
     )
     table.add_row("gain:", f"{found.gain:.1%} over the plan's partition")
     table.add_row("plan:", f"{', '.join(map(str, seed.partition))}, {format_seconds(seed.median_s)} measured")
-    table.add_row("search:", f"{found.num_partitions} partitions, {found.num_prefills} prefills, {found.ended}")
+    table.add_row("search:", f"{found.num_partitions} partitions, {len(found.search.samples)} prefills, {found.search.ended}")
     table.add_row("written:", found.output)
     table_file = shlex.quote(found.output)
     look_up = Hint(

@@ -58,6 +58,7 @@ def run(
 
     run_strategy(strategy)
     require_torch()
+    from planner.confirm.hardware import Reporter
     from planner.confirm.run import run_here
 
     scenario, warnings = _scenario(asked, hardware.device)
@@ -71,8 +72,7 @@ def run(
             check_logits=check,
             generate=generate or 0,
             warnings=warnings,
-            on_note=warn_once,
-            on_progress=progress,
+            reporter=Reporter(note=warn_once, progress=progress),
         )
     if not is_first_rank():
         return
@@ -102,9 +102,12 @@ def _scenario(asked: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ..
 def _draw(found: RunResult, path: str) -> None:
     from kvrsim.views.gantt import write_gantt
 
+    question = found.question
     device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
     line = subtitle(
-        found.model, found.context_len, (device, f"{found.attention} attention", found.dtype, "shown: one more prefill")
+        question.model,
+        question.context_len,
+        (device, f"{question.attention} attention", question.dtype, "shown: one more prefill"),
     )
     write_gantt(
         found.timeline,
@@ -118,7 +121,7 @@ def show_run(found: RunResult) -> None:
     """One row per rank, then TTFT and its spread."""
     rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
     values = found.to_dict()["per_rank"]
-    chunks = found.partition if found.chunk_a_rank else (found.context_len,) * len(values)
+    chunks = found.partition if found.chunk_per_rank else (found.question.context_len,) * len(values)
     tokens = [*[0] * (len(values) - len(chunks)), *chunks]
     for row, chunk in zip(values, tokens, strict=True):
         times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
@@ -130,10 +133,10 @@ def show_run(found: RunResult) -> None:
     if found.predicted_s is not None:
         error = found.predicted_s / found.ttft_s - 1
         answer.add_row("predicted:", f"{format_seconds(found.predicted_s)} ({error:+.1%})")
-    if found.chunk_a_rank and len(found.partition) > 1:
+    if found.chunk_per_rank and len(found.partition) > 1:
         answer.add_row("partition:", f"{format_partition(found.partition, room=10**6)} tokens")
-    if found.logits_error is not None:
-        shown = f"{found.logits_error:.2g} of {found.logits_scale:.2g}; KV cache by at most {found.kv_cache_error:.2g}"
+    if (difference := found.difference) is not None:
+        shown = f"{difference.logits:.2g} of {difference.logits_scale:.2g}; KV cache by at most {difference.kv_cache:.2g}"
         table.add_row("logits:", f"differ from one process's by at most {shown}")
     for row in found.generated:
         table.add_row("tokens:", " ".join(map(str, row)))

@@ -13,9 +13,8 @@ from kvrsim.runtime import host
 from kvrsim.runtime.measure import Timing
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.scenario import Partition
-from planner.confirm import hardware as confirm_hardware
-from planner.confirm.confirm import is_busy
-from planner.confirm.run import _busy_notes
+from planner.confirm.hardware import Hardware, is_busy
+from planner.confirm.run import busy_notes
 
 PLAN = RunPlan(strategy="single", partition=Partition(chunk_lens=(8,)))
 
@@ -35,10 +34,10 @@ def test_a_host_is_busy_from_a_quarter_of_a_core_or_a_sixteenth_of_many(monkeypa
 def test_a_run_says_that_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     busy = Timing(plan=PLAN, ttft_s=(1.0, 2.0, 2.0), other_cores=(0.0, 0.6, 1.0))
-    assert _busy_notes(busy) == (
+    assert busy_notes(busy) == (
         "other processes used the machine in 2 of 3 prefills (0.8 cores); TTFT may be too long",
     )
-    assert _busy_notes(Timing(plan=PLAN, ttft_s=(1.0, 1.0), other_cores=(0.0, None))) == ()
+    assert busy_notes(Timing(plan=PLAN, ttft_s=(1.0, 1.0), other_cores=(0.0, None))) == ()
 
 
 def nvidia_smi(folder: Path, says: str, code: int = 0) -> str:
@@ -83,10 +82,10 @@ def test_ranks_of_the_same_torchrun_are_not_others(tmp_path: Path, monkeypatch: 
 
 def test_a_note_names_a_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "others_on_gpus", lambda: tuple("abcde"))
-    assert confirm_hardware.gpu_notes("cuda") == ("other processes are on the GPUs: a, b, c, ...",)
-    assert confirm_hardware.gpu_notes("cpu") == ()
+    assert Hardware(config="", device="cuda").notes() == ("other processes are on the GPUs: a, b, c, ...",)
+    assert Hardware(config="").notes() == ()
     monkeypatch.setattr(host, "others_on_gpus", tuple)
-    assert confirm_hardware.gpu_notes("cuda") == ()
+    assert Hardware(config="", device="cuda").notes() == ()
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the system does not tell")

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
+from planner.candidates import Candidate
 from planner.confirm import run as confirm_run
 from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
-from planner.confirm.candidates import compared
+from planner.confirm.candidates import strategies_here
 from planner.confirm.confirm import confirm
-from planner.confirm.hardware import Hardware, run_plan
-from planner.confirm.parts import PARTS
+from planner.confirm.hardware import Hardware, Reporter
+from planner.confirm.result import PARTS
 from planner.confirm.run import run_here
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
@@ -142,15 +142,16 @@ def test_progress_is_told_prefill_by_prefill(folder: Path) -> None:
     scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
     hardware = Hardware(config=str(folder / "model.json"), repeats=2, warmups=1)
     heard: list[tuple[int, int, str]] = []
-    run_here(scenario, hardware, strategy="kvr-e", check_logits=True, on_progress=lambda *one: heard.append(one))
+    reporter = Reporter(progress=lambda *one: heard.append(one))
+    run_here(scenario, hardware, strategy="kvr-e", check_logits=True, reporter=reporter)
     assert heard == [(done, 3, "prefills") for done in range(4)] + [(done, 1, "logits compared") for done in range(2)]
     heard.clear()
-    confirm(scenario, hardware, top=1, virtual=True, on_progress=lambda *one: heard.append(one))
+    confirm(scenario, hardware, top=1, virtual=True, reporter=reporter)
     assert heard == [(done, 12, "prefills") for done in range(13)]
 
 
 def test_run_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_run, "_busy_notes", lambda timing: (f"busy in {len(timing.ttft_s)}",))
+    monkeypatch.setattr(confirm_run, "busy_notes", lambda timing: (f"busy in {len(timing.ttft_s)}",))
     words = arguments(folder, "run", "--strategy", "single", "--repeats", "2", "--warmups", "0")
     code, text, _ = said(words)
     assert code == 0
@@ -216,7 +217,7 @@ MISTAKES = [
     (("confirm", "--search", "--output", "table.json", "--virtual"), "--virtual", "--search"),
     (("confirm", "--search", "--output", "table.json", "--minutes", "0"), "--minutes", "above 0"),
     (("confirm", "--search", "--output", "table.json", "--gpus", "1"), "--gpus", "at least 2"),
-    (("confirm", "--gpus", "97"), "--gpus", "at most one GPU a token"),
+    (("confirm", "--gpus", "97"), "--gpus", "at most one GPU per token"),
 ]
 
 
@@ -245,13 +246,15 @@ def test_a_strategy_that_the_runtime_cannot_run_is_refused_by_name(name: str, fo
 
 def test_no_other_strategy_is_run_in_its_place() -> None:
     scenario, _ = make_scenario(ctx=96, gpus=2, model="llama-7b")
-    even = Partition.even(96, 2)
-    for name in set(STRATEGIES) - set(RUN_STRATEGIES):
-        with pytest.raises(InputError, match="what the runtime runs"):
-            run_plan(scenario, name, even, "ring")
+    even, hardware = Partition.even(96, 2), Hardware(config="llama-7b")
+    for name, strategy in STRATEGIES.items():
+        candidate = Candidate(scenario=scenario, strategy=strategy, partition=even)
+        if name not in RUN_STRATEGIES:
+            with pytest.raises(InputError, match="what the runtime runs"):
+                hardware.run_plan(candidate)
+        elif name not in ("single", "tp", "pp", "pp-s"):
+            assert hardware.run_plan(candidate).strategy == RUN_STRATEGIES[name]
     assert set(RUN_STRATEGIES) <= set(STRATEGIES)
-    for name in set(RUN_STRATEGIES) - {"single"}:
-        assert run_plan(scenario, name, even, "ring").strategy == RUN_STRATEGIES[name]
 
 
 def test_named_strategies_are_measured_beside_their_predictions(folder: Path) -> None:
@@ -271,19 +274,18 @@ def test_named_strategies_are_measured_beside_their_predictions(folder: Path) ->
 
 def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_path: Path) -> None:
     scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
-    choice = Hardware(config=str(folder / "model.json")).choice(scenario)
-    assert set(compared(scenario, ["all"], "ranks", choice).names) == set(RUN_STRATEGIES) - {"kvr-p"}
-    replayed = compared(scenario, ["all"], "virtual", choice)
-    assert set(replayed.names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b"}
-    assert any("tp, " in note and "can replay" in note for note in replayed.notes)
-    assert compared(scenario, ["ring", "all"], "ranks", choice).names[0] == "ring"
+    hardware = Hardware(config=str(folder / "model.json"))
+    assert set(strategies_here(scenario, ["all"], "ranks", hardware)[0]) == set(RUN_STRATEGIES) - {"kvr-p"}
+    names, notes = strategies_here(scenario, ["all"], "virtual", hardware)
+    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b"}
+    assert any("tp, " in note and "can replay" in note for note in notes)
+    assert strategies_here(scenario, ["ring", "all"], "ranks", hardware)[0][0] == "ring"
     (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
     scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
-    choice = replace(choice, config=str(tmp_path / "states.json"))
-    found = compared(scenario, ["all"], "ranks", choice)
-    assert set(found.names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
-    assert any("not measured: tp: takes" in note for note in found.notes)
-    assert any("ring" in note and "its layers keep states" in note for note in found.notes)
+    names, notes = strategies_here(scenario, ["all"], "ranks", Hardware(config=str(tmp_path / "states.json")))
+    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
+    assert any("not measured: tp: takes" in note for note in notes)
+    assert any("ring" in note and "its layers keep states" in note for note in notes)
 
 
 def test_what_the_model_the_ranks_or_one_device_cannot_run_is_refused_before_anything_starts(

@@ -13,21 +13,25 @@ from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import Gather, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
+from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.candidates import partition_of
-from planner.confirm.candidates import candidates_of
-from planner.confirm.drift import ClockDrift, corrected_for, drift_of
-from planner.confirm.hardware import gather_of, other_device
-from planner.confirm.parts import giver_of, seconds_by_part
-from planner.confirm.result import Candidate, Confirmation, Targets
-from planner.confirm.virtual import composed_s, composed_timeline
-from planner.plan import make_plan
+from planner.candidates import Search
+from planner.confirm.candidates import further_candidates
+from planner.confirm.confirm import composed_s, composed_timeline, corrected_for, drift_of
+from planner.confirm.hardware import Hardware, other_device_note
+from planner.confirm.result import (
+    ClockDrift,
+    Confirmation,
+    MeasuredCandidate,
+    Targets,
+    first_token_rank,
+    seconds_by_part,
+)
 from planner.simulate import run_simulation
 from tests.building import Draws, any_scenario, draws, examples
 from tests.planner.confirm.confirm_setup import made_up_profile
@@ -42,13 +46,10 @@ def candidate(
     samples_s: tuple[float, ...],
     logits: float = 0.0,
     drift_corrected_s: float | None = None,
-) -> Candidate:
-    return Candidate(
-        strategy=name,
-        partition=(8,),
-        predicted_s=predicted_s,
-        predicted_low_s=predicted_s,
-        predicted_high_s=predicted_s,
+) -> MeasuredCandidate:
+    ends = dict(ttft_low_s=predicted_s, ttft_high_s=predicted_s)
+    return MeasuredCandidate(
+        prediction=StrategyPrediction(strategy=name, partition=(8,), ttft_s=predicted_s, fits=True, **ends),
         drift_corrected_s=drift_corrected_s,
         samples_s=samples_s,
         logits_error=logits,
@@ -59,18 +60,11 @@ def candidate(
 
 
 def confirmation(
-    *candidates: Candidate, targets: Targets | None = None, drift: ClockDrift | None = None
+    *candidates: MeasuredCandidate, targets: Targets | None = None, drift: ClockDrift | None = None
 ) -> Confirmation:
     scenario, _ = make_scenario(ctx=8, gpus=2, model="llama-7b")
     return Confirmation(
-        question=Question.of(scenario),
-        model="m",
-        profile="p",
-        cluster=scenario.cluster,
-        attention="sdpa",
-        dtype="fp32",
-        num_gpus=2,
-        context_len=8,
+        question=replace(Question.of(scenario), dtype="fp32"),
         mode="ranks",
         candidates=candidates,
         chosen=int(np.argmin([one.predicted_s for one in candidates])),
@@ -139,7 +133,7 @@ def test_seconds_by_part_add_up_to_the_ttft(rng: Draws, name: str) -> None:
     except InputError:
         return  # heads that the ranks do not divide
     assert run.timeline is not None
-    parts = seconds_by_part(run.timeline, giver_of(run.timeline))
+    parts = seconds_by_part(run.timeline, first_token_rank(run.timeline))
     assert sum(parts.values()) == pytest.approx(run.ttft_s)
     assert min(parts.values()) >= 0
 
@@ -169,26 +163,20 @@ def test_logits_that_differ_are_a_reason(error: float) -> None:
     assert confirmation(good, bad, targets=Targets(logits=1.0)).ok is (error == 1e-3)
 
 
-@pytest.mark.parametrize(("num_gpus", "ctx", "top"), [(2, 2048, 3), (3, 999, 5), (8, 16384, 4), (2, 3, 4)])
-def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx: int, top: int) -> None:
-    profile = made_up_profile()
-    scenario, _ = make_scenario(ctx=ctx, gpus=num_gpus, model="llama-7b", profile=profile)
-    plan = make_plan(scenario, strategies=("single", "tsp", "kvr-e", "kvr-s"))
-    named = candidates_of(scenario, plan, top)
-    assert [one.strategy for one in named[:4]] == ["single", "tsp", "kvr-e", "kvr-s"]
-    assert len(named) <= 4 + top - 1
-    further = [one.partition for one in named[4:]]
-    known = [one.partition for one in named if one.run_as.startswith("kvr")]
+@pytest.mark.parametrize(("num_gpus", "ctx", "count"), [(2, 2048, 2), (3, 999, 4), (8, 16384, 3), (2, 3, 3)])
+def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx: int, count: int) -> None:
+    scenario, _ = make_scenario(ctx=ctx, gpus=num_gpus, model="llama-7b", profile=made_up_profile())
+    first = [Search().candidate(scenario, STRATEGIES[name]) for name in ("kvr-e", "kvr-s")]
+    further = list(further_candidates(first[1], first, count).values())
+    assert len(further) == count if num_gpus < 8 and ctx > 100 else len(further) <= count
     apart = max(1, round(ctx / num_gpus / 16))
-    for index, one in enumerate(known):
+    known = [one.partition for one in (*first, *further)]
+    for index, one in enumerate(known[2:], start=2):
         assert one.num_tokens == ctx
-        if one in further:
-            for other in known[:index]:
-                assert max(abs(a - b) for a, b in zip(one.boundaries, other.boundaries, strict=True)) >= apart
-    ttft_s = [run_partition(scenario, STRATEGIES["kvr-s"], one).ttft_s for one in further]
+        for other in known[:index]:
+            assert max(abs(a - b) for a, b in zip(one.boundaries, other.boundaries, strict=True)) >= apart
+    ttft_s = [one.ttft_s for one in further]
     assert ttft_s == sorted(ttft_s)
-    if num_gpus < 8 and ctx > 100:
-        assert len(further) == top - 1
 
 
 def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
@@ -209,14 +197,10 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
 @given(rng=draws(), name=st.sampled_from(["single", "tsp", "kvr-e"]))
 def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(rng: Draws, name: str) -> None:
     scenario: Scenario = any_scenario(rng, host=False, topologies=("switch", "chain", "bus"))
-    strategy = STRATEGIES[name]
-    placed = scenario.on_gpus(1) if name == "single" else scenario
-    cut = partition_of(placed, strategy, None)
-    run = run_partition(placed, strategy, cut)
-    repeats = [parts_of(run.program)] * 2
-    assert composed_s(placed, strategy, cut, repeats) == pytest.approx((run.ttft_s,) * 2)
-    timeline = composed_timeline(placed, strategy, cut, repeats)
-    assert timeline.end_s >= run.ttft_s * (1 - 1e-9)
+    one = Search().candidate(scenario, STRATEGIES[name])
+    repeats = [parts_of(one.program)] * 2
+    assert composed_s(one, repeats) == pytest.approx((one.ttft_s,) * 2)
+    assert composed_timeline(one, repeats).end_s >= one.ttft_s * (1 - 1e-9)
 
 
 def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> None:
@@ -228,9 +212,10 @@ def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> 
         replace(profile, operations={"all_gather": fit}).write(tmp_path / "profile.json")
         told = load_profile(tmp_path / "profile.json")
         assert told.operations["all_gather"].gather == fitted
-        assert gather_of(told, emulated=False) == gather
-        assert gather_of(told, emulated=True) == "ring"
-    assert gather_of(None, emulated=False) == "ring"
+        scenario, _ = make_scenario(ctx=64, gpus=2, model="llama-7b", profile=told)
+        assert Hardware(config="").gather(scenario) == gather
+        assert Hardware(config="", emulated=True).gather(scenario) == "ring"
+    assert Hardware(config="").gather(make_scenario(ctx=64, gpus=2, model="llama-7b", profile="roofline")[0]) == "ring"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +229,7 @@ def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> 
     ],
 )
 def test_a_profile_of_another_device_is_told(gpu: str, device: str, same: bool) -> None:
-    assert (other_device(gpu, device) is None) is same
+    assert (other_device_note(gpu, device) == ()) is same
 
 
 def test_side_traffic_costs_tsp_more_than_kvr_in_the_simulation() -> None:

@@ -11,93 +11,80 @@ from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.memory import memory_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.confirm import candidates as confirm_memory
+from planner.candidates import Candidate, Search
 from planner.confirm import run as confirm_run
-from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitting
-from planner.confirm.hardware import Hardware
-from planner.plan import make_plan
+from planner.confirm.candidates import NO_REFERENCE, STRATEGIES, Feasible, MemoryBudget
+from planner.confirm.hardware import Hardware, Mode
 from tests.building import examples
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
-STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 
-
-def question(ctx: int, gpus: int = 2) -> tuple[Scenario, list[Named]]:
+def question(ctx: int, gpus: int = 2) -> tuple[Scenario, dict[str, Candidate]]:
     scenario, _ = make_scenario(ctx=ctx, gpus=gpus, model="llama-7b", cluster="a100-nvlink", profile="a100-eager")
-    return scenario, candidates_of(scenario, make_plan(scenario, strategies=STRATEGIES), 1)
+    return scenario, {name: Search().candidate(scenario, get_strategy(name)) for name in STRATEGIES}
 
 
-def on_gpus(scenario: Scenario, candidates: list[Named], limit_bytes: float | None = None) -> Fitting:
-    room = Room.of(scenario, "cuda", scenario.cluster.num_gpus, "ranks")
-    return fitting(scenario, candidates, replace(room, limit_bytes=limit_bytes or room.limit_bytes), "ranks")
+def budget_of(scenario: Scenario, num_devices: int, mode: Mode = "ranks") -> MemoryBudget:
+    class OnGpus(Hardware):
+        devices = num_devices  # type: ignore[assignment]
+
+    return MemoryBudget.of(scenario, OnGpus(config="llama-7b", device="cuda"), mode)
+
+
+def feasible(scenario: Scenario, candidates: dict[str, Candidate], limit_bytes: float | None = None) -> Feasible:
+    budget = budget_of(scenario, scenario.cluster.num_gpus)
+    return Feasible.of(candidates, replace(budget, limit_bytes=limit_bytes or budget.limit_bytes))
 
 
 def test_what_does_not_fit_is_left_out_with_the_reference_and_said() -> None:
-    scenario, candidates = question(16384)
-    found = on_gpus(scenario, candidates)
-    assert "single" not in [one.strategy for one in found.candidates]  # 101 GiB under eager attention
-    assert "kvr-s" in [one.strategy for one in found.candidates]
-    assert not found.reference
-    assert "single (101 GiB)" in found.notes[0]
-    assert found.notes[-1] == "logits are not compared: a single process's prefill does not fit in memory"
+    result = feasible(*question(16384))
+    assert "single" not in result.candidates  # 101 GiB under eager attention
+    assert "kvr-s" in result.candidates
+    assert not result.reference
+    assert "single (101 GiB)" in result.notes[0]
+    assert result.notes[-1] == NO_REFERENCE
 
 
 def test_what_fits_is_all_measured_and_nothing_is_said() -> None:
     scenario, candidates = question(4096)
-    assert on_gpus(scenario, candidates) == Fitting(candidates=tuple(candidates), reference=True, notes=())
+    assert feasible(scenario, candidates) == Feasible(candidates=candidates, reference=True, notes=())
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:
-    scenario, candidates = question(4096)
     with pytest.raises(InputError, match=r"a context that fits: .* takes .* GiB of 1.00 GiB"):
-        on_gpus(scenario, candidates, 2**30)
+        feasible(*question(4096), 2**30)
 
 
 @examples(15)
 @given(ctx=st.integers(64, 20_000), limit_gib=st.floats(14, 200))
-def test_a_candidate_is_kept_exactly_where_each_of_its_ranks_fits(ctx: int, limit_gib: float) -> None:
+def test_a_candidate_is_measured_exactly_where_each_of_its_ranks_fits(ctx: int, limit_gib: float) -> None:
     scenario, candidates = question(ctx)
     limit_bytes = limit_gib * 2**30
-    fit = [
-        one
-        for one in candidates
-        if all(
-            rank.total <= limit_bytes
-            for rank in memory_of(
-                scenario.on_gpus(len(one.partition.chunk_lens)), get_strategy(one.run_as), one.partition
-            )
-        )
-    ]
+    fit = [name for name, one in candidates.items() if all(rank.total <= limit_bytes for rank in one.memory)]
     if fit:
-        assert list(on_gpus(scenario, candidates, limit_bytes).candidates) == fit
+        assert list(feasible(scenario, candidates, limit_bytes).candidates) == fit
 
 
 def test_ranks_on_one_device_need_their_memory_together() -> None:
     scenario, candidates = question(4096, gpus=4)
-    apart = Room.of(scenario, "cuda", 4, "ranks")
-    together = Room.of(scenario, "cuda", 2, "ranks")
-    assert (apart.num_ranks, together.num_ranks) == (1, 2)
-    for one in candidates:
-        alone = apart.needed_bytes(scenario, one, "ranks")
-        weights = scenario.model.weight_bytes(2)
-        assert alone + weights < together.needed_bytes(scenario, one, "ranks") <= 2 * alone
-        assert (
-            weights
-            < apart.needed_bytes(scenario, one, "virtual")
-            <= apart.needed_bytes(scenario, next(one for one in candidates if one.run_as == "single"), "virtual")
-        )
+    apart, together, virtual = budget_of(scenario, 4), budget_of(scenario, 2), budget_of(scenario, 4, "virtual")
+    assert (apart.num_ranks, together.num_ranks, virtual.num_ranks) == (1, 2, 1)
+    weights = scenario.model.weight_bytes(2)
+    for one in candidates.values():
+        alone = apart.needed_bytes(one)
+        assert alone + weights < together.needed_bytes(one) <= 2 * alone
+        assert weights < virtual.needed_bytes(one) <= virtual.needed_bytes(candidates["single"])
 
 
 def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Room.needed_bytes
+    real = MemoryBudget.needed_bytes
 
-    def large(room: Room, scenario: Scenario, named: Named, mode: confirm_memory.Mode) -> int:
-        return 2**60 if named.strategy in ("single", "kvr-e") else real(room, scenario, named, mode)
+    def large(budget: MemoryBudget, candidate: Candidate) -> int:
+        return 2**60 if candidate.strategy.name in ("single", "kvr-e") else real(budget, candidate)
 
-    monkeypatch.setattr(Room, "needed_bytes", large)
+    monkeypatch.setattr(MemoryBudget, "needed_bytes", large)
     few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--json")
     code, found, errors = said(arguments(folder_with(tmp_path), "confirm", *few, *BUSY))
     assert code == 0, errors
@@ -109,15 +96,15 @@ def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
 
 
 def test_run_skips_a_check_that_does_not_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_run, "_reference_fits", lambda *_: False)
+    monkeypatch.setattr(confirm_run, "reference_fits", lambda *_: False)
     words = arguments(folder_with(tmp_path), "run", "--strategy", "kvr-e", "--check", "--repeats", "1", "--json")
     code, found, errors = said(words)
     assert (code, found["max_logit_error"], len(found["samples_s"])) == (0, None, 1)
-    assert confirm_memory.NO_REFERENCE in found["warnings"]
-    assert confirm_memory.NO_REFERENCE in errors
+    assert NO_REFERENCE in found["warnings"]
+    assert NO_REFERENCE in errors
 
 
 def test_the_reference_of_a_run_is_one_process() -> None:
-    hardware = Hardware(config="llama-7b", device="cuda")
-    assert confirm_run._reference_fits(question(4096)[0], hardware)
-    assert not confirm_run._reference_fits(question(16384)[0], hardware)
+    for ctx, expected in ((4096, True), (16384, False)):
+        _, candidates = question(ctx)
+        assert confirm_run.reference_fits(candidates["kvr-s"], Hardware(config="llama-7b", device="cuda")) is expected

@@ -22,7 +22,7 @@ from kvrsim.io.journal import Journal
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Partition, Scenario
 from planner.confirm.hardware import Hardware
-from planner.confirm.hardware_search import (
+from planner.confirm.search import (
     Chunks,
     HardwareSearch,
     Sample,

@@ -1,0 +1,227 @@
+"""A confirmation as a figure, a page, a notebook summary and a trace: predicted and measured timelines together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.results.timeline import Timeline, write_trace
+from kvrsim.units import format_seconds, format_tokens
+from kvrsim.views.figure import Head
+from kvrsim.views.gantt import (
+    WIDTH,
+    draw_arrows,
+    draw_lanes,
+    lane_axes,
+    legend_entries,
+    mark_first_token,
+    number_layers,
+)
+from kvrsim.views.page import (
+    Cell,
+    Column,
+    Html,
+    Page,
+    Section,
+    Summary,
+    facts_of,
+    in_words,
+    interval,
+    interval_bar,
+    partition,
+    seconds_cell,
+    span_of,
+    strategy_name,
+    table,
+    tag,
+)
+from kvrsim.views.style import variable
+from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
+from planner.confirm.result import Confirmation, MeasuredCandidate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LANES = 0.5  # height per rank, inches
+_GAP = 0.8  # between two timelines, inches
+
+
+def figure(confirmation: Confirmation) -> Figure:
+    """Draw the choice's predicted timeline above the measured one."""
+    from matplotlib.figure import Figure
+
+    one, question = confirmation.choice, confirmation.question
+    timelines = [(f"predicted, {format_seconds(one.predicted_s)}", one.predicted)]
+    if one.measured is not None:
+        median = f"median of {len(one.samples_s)}: {format_seconds(one.median_s)}"
+        timelines.append((f"{_origin(confirmation)}; {median}", one.measured))
+    setting = (
+        question.model,
+        f"{format_tokens(question.context_len)} tokens",
+        question.cluster.describe(),
+        f"{question.attention} attention",
+        f"profile {question.profile}",
+    )
+    head = Head(
+        title=f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}",
+        subtitle=" · ".join(setting),
+        width=WIDTH,
+        entries=legend_entries([span for _, timeline in timelines for span in timeline.spans]),
+    )
+    lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANES))
+    height = len(timelines) * lanes + (len(timelines) - 1) * _GAP + head.height + 1.0
+    figure = Figure(figsize=(WIDTH, height))
+    edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.4) / height, bottom=0.55 / height)
+    grid = figure.add_gridspec(len(timelines), 1, hspace=_GAP / lanes, **edges)
+    end_s = max(timeline.end_s for _, timeline in timelines)
+    for row, (title, timeline) in enumerate(timelines):
+        axes = figure.add_subplot(grid[row, 0])
+        draw_lanes(axes, timeline.spans, 0.0, end_s)
+        draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
+        number_layers(axes, timeline.spans, 0.0, end_s)
+        lane_axes(axes, timeline, 0.0, end_s, title=title)
+        mark_first_token(axes, timeline)
+    head.draw(figure)
+    return figure
+
+
+def write_traces(confirmation: Confirmation, path: str | Path) -> None:
+    """Write trace events atomically: one timeline after another, the plan's choice first."""
+
+    def named() -> Iterator[tuple[str, Timeline]]:
+        real = "measured" if confirmation.mode == "ranks" else "composed of measured parts"
+        for one in _choice_first(confirmation):
+            label = f"{one.strategy} {','.join(map(str, one.partition))}"
+            yield f"{label}, predicted", one.predicted
+            if one.measured is not None:
+                yield f"{label}, {real}", one.measured
+
+    write_trace([(name, one.spans, one.rank_names) for name, one in named()], path, confirmation.question)
+
+
+def page(confirmation: Confirmation) -> Page:
+    """Return the interactive page; the plan's choice is shown first."""
+    ordered = _choice_first(confirmation)
+    memory = {one.strategy: one.prediction.memory for one in ordered if one.prediction.memory}
+    question, limit = confirmation.question, confirmation.memory_limit
+    error = f"Median error of the predictions: {confirmation.median_error:.1%}."
+    lead = f"{error} Bars are the intervals of the predictions; a line across marks what was measured."
+    return Page(
+        title=f"Prefill of {question.request()} by {question.model}: predicted and measured",
+        answer=answer(confirmation),
+        facts=facts_of(question),
+        sections=[
+            gantt_section(several=True),
+            Section(title="Candidates", lead=lead, body=_candidates(confirmation)),
+            *([memory_section(limit)] if memory else []),
+        ],
+        notes=[
+            *_parts("Measured", confirmation.measured),
+            *_parts("Modelled", confirmation.modelled),
+            f"Machine: {in_words(confirmation.conditions)}",
+            *confirmation.reasons,
+            *confirmation.warnings,
+        ],
+        data=timelines_data(list(_timelines(confirmation, ordered)))
+        | ({"memory": memory_data(memory, limit)} if memory else {}),
+        scripts=SCRIPTS,
+        strategies=[_family(one) for one in confirmation.candidates],
+    )
+
+
+def summary(confirmation: Confirmation) -> Summary:
+    """Return the notebook's table: candidates by predicted TTFT."""
+    titles = ("candidate", "predicted", "measured", "error")
+    return Summary(
+        answer=answer(confirmation),
+        question=f"{confirmation.question.model}, {confirmation.question.request()}",
+        caption="candidates",
+        columns=[Column(title=title, number=title != "candidate") for title in titles],
+        rows=[
+            (one.strategy, format_seconds(one.predicted_s), format_seconds(one.median_s), f"{one.rel_error:+.1%}")
+            for one in sorted(confirmation.candidates, key=lambda one: one.predicted_s)
+        ],
+        notes=(*confirmation.reasons, *confirmation.warnings),
+    )
+
+
+def answer(confirmation: Confirmation) -> str:
+    """Return the answer in one line."""
+    choice, best = confirmation.choice, confirmation.best
+    text = f"The plan's choice, {choice.strategy}: predicted {format_seconds(choice.predicted_s)}, measured"
+    text += f" {format_seconds(choice.median_s)} ({choice.rel_error:+.1%})."
+    if best is choice:
+        return f"{text} No candidate is faster."
+    beyond = "significantly" if confirmation.regret_beyond_spread else "within the spread"
+    return f"{text} {best.strategy} is {confirmation.regret:.1%} faster, {beyond}."
+
+
+def _origin(confirmation: Confirmation) -> str:
+    """Name what a measured timeline is."""
+    return "one measured prefill" if confirmation.mode == "ranks" else "composed of measured parts"
+
+
+def _choice_first(confirmation: Confirmation) -> list[MeasuredCandidate]:
+    return sorted(confirmation.candidates, key=lambda one: one is not confirmation.choice)
+
+
+def _timelines(confirmation: Confirmation, ordered: list[MeasuredCandidate]) -> Iterator[Shown]:
+    origin = _origin(confirmation)
+    for one in ordered:
+        title = f"{one.strategy}, predicted: TTFT {format_seconds(one.predicted_s)}"
+        yield Shown(name=f"{one.strategy}, predicted", title=title, timeline=one.predicted, memory=one.strategy)
+        if one.measured is not None:
+            median = f"median of {len(one.samples_s)} TTFTs {format_seconds(one.median_s)}"
+            yield Shown(
+                name=f"{one.strategy}, measured",
+                title=f"{one.strategy}, {origin}: {median}",
+                timeline=one.measured,
+                memory=one.strategy,
+                basis="measured" if confirmation.mode == "ranks" else origin,
+            )
+
+
+def _parts(label: str, parts: tuple[str, ...]) -> list[str]:
+    return [f"{label}: {'; '.join(parts)}"] if parts else []
+
+
+def _family(one: MeasuredCandidate) -> str:
+    """Return the strategy whose colour a candidate has: "kvr-s #2" is one of kvr-s."""
+    return one.strategy.partition(" #")[0]
+
+
+def _candidates(confirmation: Confirmation) -> Html:
+    ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in confirmation.candidates]
+    span = span_of([(min(three), max(three)) for three in ends])
+    columns = (
+        Column(title="candidate"),
+        Column(title="predicted", number=True),
+        Column(title="prediction interval"),
+        Column(title="measured", number=True, hint="median"),
+        Column(title="spread", number=True, hint="interquartile range of the measured TTFTs", rank=2),
+        Column(title="error", number=True, hint="predicted over measured, less 1"),
+        Column(title="place predicted", number=True, rank=2),
+        Column(title="place measured", number=True, rank=2),
+        Column(title="tokens per rank or piece", rank=2),
+    )
+    pairs = zip(confirmation.candidates, confirmation.places(), strict=True)
+    rows = [_row(one, places, span) for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s)]
+    return table(columns, rows, caption="Candidates, predicted and measured", ident="candidates")
+
+
+def _row(one: MeasuredCandidate, places: Mapping[str, Any], span: tuple[float, float]) -> list[str | Cell]:
+    low_s, high_s = one.prediction.ttft_low_s, one.prediction.ttft_high_s
+    colour = variable("strategy", _family(one))
+    bar = interval_bar(low_s, one.predicted_s, high_s, span, colour, measured=one.median_s)
+    return [
+        Cell(shown=strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy),
+        seconds_cell(one.predicted_s),
+        Cell(shown=tag("span", bar, interval(low_s, high_s), class_="range"), value=high_s),
+        seconds_cell(one.median_s),
+        seconds_cell(one.iqr_s),
+        Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
+        str(places["predicted_rank"]),
+        str(places["measured_rank"]),
+        partition(one.partition),
+    ]
