@@ -17,7 +17,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, get_strategy
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_seconds, scale
-from planner.candidates import Candidate, Comparison, Search, distinct
+from planner.candidates import Candidate, Search, strategies_to_compare
 from planner.confirm.candidates import Feasible, MemoryBudget, further_candidates, strategies_here
 from planner.confirm.hardware import Hardware, Mode, Reporter, is_busy, other_device_note
 from planner.confirm.result import ClockDrift, Confirmation, MeasuredCandidate, Targets
@@ -77,7 +77,7 @@ def confirm(
     scenario = hardware.runnable(scenario)
     mode, mode_notes = _mode(scenario, hardware, virtual)
     names, name_notes = strategies_here(scenario, strategies, mode, hardware)
-    contest = Contest.of(scenario, Comparison(strategies=distinct(names), ranked=False), Search(), None, None)
+    contest = Contest.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
     candidates = {one.strategy.name: one for one in contest.candidates}
     if KVR_S.name in candidates:
         candidates |= further_candidates(candidates[KVR_S.name], contest.candidates, top - 1)

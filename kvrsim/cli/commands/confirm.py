@@ -117,9 +117,7 @@ def confirm(
         raise
     if is_first_rank():
         print_answer(answer, found.to_dict, "candidates", lambda: show_confirmation(found))
-        write_files(
-            (files.trace, lambda path: write_traces(found, path)), (files.plot, found.write_plot)
-        )
+        write_files((files.trace, lambda path: write_traces(found, path)), (files.plot, found.write_plot))
     if not found.ok:
         raise typer.Exit(NOT_MET)
 
@@ -230,7 +228,9 @@ def show_search(found: SearchedPartition) -> None:
     )
     table.add_row("gain:", f"{found.gain:.1%} over the plan's partition")
     table.add_row("plan:", f"{', '.join(map(str, seed.partition))}, {format_seconds(seed.median_s)} measured")
-    table.add_row("search:", f"{found.num_partitions} partitions, {len(found.search.samples)} prefills, {found.search.ended}")
+    table.add_row(
+        "search:", f"{found.num_partitions} partitions, {len(found.search.samples)} prefills, {found.search.ended}"
+    )
     table.add_row("written:", found.output)
     table_file = shlex.quote(found.output)
     look_up = Hint(

@@ -136,7 +136,9 @@ def show_run(found: RunResult) -> None:
     if found.chunk_per_rank and len(found.partition) > 1:
         answer.add_row("partition:", f"{format_partition(found.partition, room=10**6)} tokens")
     if (difference := found.difference) is not None:
-        shown = f"{difference.logits:.2g} of {difference.logits_scale:.2g}; KV cache by at most {difference.kv_cache:.2g}"
+        shown = (
+            f"{difference.logits:.2g} of {difference.logits_scale:.2g}; KV cache by at most {difference.kv_cache:.2g}"
+        )
         table.add_row("logits:", f"differ from one process's by at most {shown}")
     for row in found.generated:
         table.add_row("tokens:", " ".join(map(str, row)))

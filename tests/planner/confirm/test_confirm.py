@@ -239,9 +239,9 @@ def test_mistakes_take_one_line(
 def test_a_strategy_that_the_runtime_cannot_run_is_refused_by_name(name: str, folder: Path) -> None:
     code, text, errors = said(arguments(folder, "run", "--strategy", name))
     assert (code, text) == (2, "")
-    assert errors.splitlines() == [
-        f"kvrsim: error: --strategy: got '{name}', accepted: what the runtime runs: {', '.join(RUN_STRATEGIES)}"
-    ]
+    (line,) = errors.splitlines()
+    accepted = f"what the runtime runs: {', '.join(RUN_STRATEGIES)}"
+    assert line.startswith(f"kvrsim: error: --strategy: got '{name}', accepted: {accepted}")
 
 
 def test_no_other_strategy_is_run_in_its_place() -> None:
