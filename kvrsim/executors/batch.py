@@ -188,30 +188,21 @@ def _runs_forward(steps: Block) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """When each rank and each link is free at the start, seconds, arrays of shape (B,)."""
-
-    ranks_s: Sequence[Array]
-    links_s: dict[Edge, Array] = field(default_factory=dict)  # those that are free at once are absent
-
-
 @dataclass(slots=True)
 class _Rank:
     """Where one rank stands in its program."""
 
-    begin_s: Array | float  # its host begins then, and runs ahead
     clock: Array  # device time
-    host_s: float = 0.0  # host time issued since it began
+    host_s: float = 0.0  # issued by its host, which runs ahead
     steps: list[Step] = field(default_factory=list)
     step: int = 0
     num_computes: int = 0
-    loaded_s: Array | float | None = None  # when the loads so far have left their link
+    loaded_s: Array | float = 0.0  # when the loads so far have left their link
 
     def issue(self, host_s: float) -> Array:
         """When the device has come to an operation that the host takes that long to issue."""
         self.host_s += host_s
-        return np.maximum(self.clock, self.begin_s + self.host_s) if self.host_s else self.clock
+        return np.maximum(self.clock, self.host_s) if self.host_s else self.clock
 
 
 def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -228,24 +219,15 @@ class BatchEvaluator:
     `finish_s` is when each rank has finished, shape (num_ranks, B), or (num_ranks, B, samples). `links_s` is when each
     link is free that messages have used; one from a rank to itself is the one way out of messages that leave in turn.
 
-    draw: samples of noise, the same for every partition. start: for a batch that begins at different times.
+    draw: samples of noise, the same for every partition.
     """
 
-    def __init__(
-        self, program: Program, cluster: Cluster, *, draw: NoiseDraw | None = None, start: Start | None = None
-    ) -> None:
+    def __init__(self, program: Program, cluster: Cluster, *, draw: NoiseDraw | None = None) -> None:
         assert not cluster.shares_bandwidth, "flows that share a bandwidth need run_shared"
-        assert draw is None or start is None, "noise begins at 0"
         self.cluster, self.draw = cluster, draw
-        self.shape: tuple[int, ...] = (program.num_rows,)
-        if draw is not None:
-            self.shape = (*self.shape, draw.num_samples)
-        elif start is not None:
-            self.shape = np.broadcast_shapes(self.shape, start.ranks_s[0].shape)
-        begins: Sequence[Array | float] = [0.0] * program.num_ranks if start is None else start.ranks_s
-        self.ranks = [_Rank(begin_s, np.array(np.broadcast_to(begin_s, self.shape))) for begin_s in begins]
-        free = {} if start is None else start.links_s
-        self.links_s: dict[Edge, Array] = {edge: np.broadcast_to(free_s, self.shape) for edge, free_s in free.items()}
+        self.shape = (program.num_rows,) if draw is None else (program.num_rows, draw.num_samples)
+        self.ranks = [_Rank(np.zeros(self.shape)) for _ in range(program.num_ranks)]
+        self.links_s: dict[Edge, Array] = {}
         self.never = np.full(self.shape, _NEVER)
         self.num_messages: dict[Edge, int] = {}
         self.arrivals: dict[Edge, deque[Array]] = {}
@@ -368,7 +350,7 @@ class BatchEvaluator:
         else:
             rank.clock += segment.device_s
             if segment.floor_s is not None:
-                np.add(segment.floor_s, rank.begin_s + rank.host_s, out=self.scratch)
+                np.add(segment.floor_s, rank.host_s, out=self.scratch)
                 np.maximum(rank.clock, self.scratch, out=rank.clock)
         rank.host_s += segment.host_s
 
@@ -408,7 +390,7 @@ class BatchEvaluator:
 
     def _load(self, rank: _Rank, load: Load) -> None:
         """Wait for a part of the cached prefix, which comes whatever the ranks do."""
-        left_s = (rank.begin_s if rank.loaded_s is None else rank.loaded_s) + load.seconds
+        left_s = rank.loaded_s + load.seconds
         np.maximum(rank.clock, left_s + load.latency_s, out=rank.clock)
         rank.loaded_s = left_s if load.ahead else rank.clock.copy()
 
@@ -489,7 +471,7 @@ class BatchEvaluator:
 
         def run() -> Array:
             clock, link = np.stack([rank.clock for rank in self.ranks]), self._free_s(edges)
-            host = _column([rank.begin_s + rank.host_s for rank in self.ranks], clock)
+            host = _column([rank.host_s for rank in self.ranks], clock)
             for rank, op in zip(self.ranks, ops, strict=True):
                 rank.host_s += sum(op.host_s)
             for work_s, busy_s, host_s in zip(rounds_s, sent_s, hosts_s, strict=False):
@@ -565,10 +547,9 @@ class _Edges:
         return _column(np.array([getattr(path, name) for path in self.paths])[self.kind], like)
 
 
-def _column(values: Sequence[Array | float] | Array, like: Array) -> Array:
-    """One value, or array of values, per rank, with as many axes as `like`."""
-    column = np.array(values)
-    return column.reshape(len(column), *[1] * (like.ndim - column.ndim), *column.shape[1:])
+def _column(values: Sequence[float] | Array, like: Array) -> Array:
+    """One value per rank, with as many axes as `like`."""
+    return np.array(values).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _shifted(rows: Array, by: int) -> Array:

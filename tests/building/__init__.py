@@ -15,6 +15,8 @@ from tests.building.scenarios import (
     any_divisible,
     any_partition,
     any_placed,
+    any_rows,
+    any_run,
     any_scenario,
     as_measured,
     cut_scenarios,

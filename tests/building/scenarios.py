@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.builder import make_scenario
+from kvrsim.choices import PREFIX_PLACEMENTS
 from kvrsim.compile import for_strategy
 from kvrsim.engine import OTHER_GPU, Engine, HostRates
 from kvrsim.errors import InputError
+from kvrsim.hardware import SlowGpu, UnevenCluster
+from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.kernels.profile import SendStyle
-from kvrsim.scenario import Request, Scenario
+from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.units import scale
 from tests.building.drawing import Draws, log, maybe, noted, strategy_of
 from tests.building.machines import any_cluster
@@ -135,6 +139,52 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario
                 return placed, any_partition(rng, placed.request.new_tokens, placed.cluster.num_gpus)
             return placed, any_pieces(rng, placed.request.new_tokens, strategy.sizes(placed.num_gpus).context)
     raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
+
+
+def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
+    """Any scenario as the strategy sees it: also with slow GPUs, hosts that issue messages, experts and prefixes apart.
+
+    machine: options of any_scenario.
+    """
+    for attempt in range(20):
+        kind = rng.choice([None, "mixed", "mixtral", "qwen3_moe"]) if attempt < 10 else None
+        build = any_scenario if rng.random() < 0.5 and attempt < 5 else any_divisible
+        scenario = build(rng, kind=kind, **machine)
+        num_gpus, profile = scenario.cluster.num_gpus, scenario.profile
+        if rng.random() < 0.3:
+            slow = [SlowGpu(rank=rank, factor=1 + rng.random()) for rank in range(num_gpus) if rng.random() < 0.5]
+            scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, ()))
+        if rng.random() < 0.3:
+            scenario = as_measured(rng, scenario)
+        elif profile is not None and rng.random() < 0.5:
+            host = replace(profile.host, message_s=log(rng, -6, -3), collective_s=log(rng, -6, -3))
+            scenario = replace(scenario, profile=replace(profile, host=host))
+        if scenario.profile and scenario.request.new_tokens > 1 and rng.random() < 0.3:
+            scenario = replace(scenario, engine=any_engine(rng))
+        with suppress(InputError):
+            if kind in ("mixtral", "qwen3_moe") and rng.random() < 0.5:
+                scenario = replace(scenario, expert_parallel=True)
+            if scenario.request.cached_prefix and rng.random() < 0.5:
+                place = rng.choice(PREFIX_PLACEMENTS)
+                rate = log(rng, 6, 13) if place in ("host", "remote") else None
+                scenario = replace(scenario, prefix_placement=PrefixPlacement(place=place, bytes_per_s=rate))
+            placed = for_strategy(scenario, strategy)
+            ways = supported_prefix_access(strategy, placed.prefix_placement, placed.cluster.num_gpus)
+            return placed if placed.prefix_placement.place == "all" else replace(placed, prefix_access=rng.choice(ways))
+    raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
+
+
+def any_rows(rng: Draws, scenario: Scenario, strategy: Strategy, number: int) -> list[tuple[int, ...]]:
+    """Partitions of a scenario as the strategy sees it; even chunks first, where chunks are not pieces."""
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    if not strategy.pipeline:
+        even = Partition.even(tokens, ranks).chunk_lens
+        return [even, *(any_partition(rng, tokens, ranks) for _ in range(number - 1))]
+    context = strategy.sizes(scenario.num_gpus).context
+    first = any_pieces(rng, tokens, context)
+    least = len(first) * (context - 1)
+    more = [any_partition(rng, tokens - least, len(first)) for _ in range(number - 1)]
+    return [first, *(tuple(piece + context - 1 for piece in pieces) for pieces in more)]
 
 
 def any_pieces(rng: Draws, num_tokens: int, context: int) -> tuple[int, ...]:

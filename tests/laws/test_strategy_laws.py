@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
 from kvrsim.program import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, work_s
@@ -21,9 +20,7 @@ from planner.candidates import Search
 from planner.simulate import run_simulation
 from tests.building import (
     Draws,
-    any_partition,
     any_placed,
-    any_scenario,
     draws,
     examples,
     measured_scenarios,
@@ -40,53 +37,6 @@ PARALLEL = tuple(name for name in NAMES if name != "single")
 
 def program_of(scenario: Scenario, strategy: Strategy, cuts: list[tuple[int, ...]]) -> Program:
     return build_program(scenario, strategy, list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
-
-
-def assert_executors_agree(scenario: Scenario, strategy: Strategy, cut: tuple[int, ...]) -> None:
-    program = program_of(scenario, strategy, [cut])
-    batch = run_batch(program, scenario.cluster)[:, 0]
-    event = EventSimulation(program, scenario.cluster, record=False).finish_s
-    assert batch == pytest.approx(np.array(event), rel=1e-12, abs=0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(rng=draws())
-@examples(40)
-def test_both_executors_agree_on_every_rank(name: str, rng: Draws) -> None:
-    placed, cut = any_placed(rng, get_strategy(name))
-    assert_executors_agree(placed, get_strategy(name), cut)
-
-
-@pytest.mark.parametrize("sends", ["overlap", "rendezvous"])
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("topology", ["switch", "chain", "nodes"])
-@given(rng=draws(), even=st.booleans())
-@examples(15)
-def test_both_executors_agree_on_every_kind_of_machine(
-    topology: str, host: bool, sends: str, rng: Draws, even: bool
-) -> None:
-    """Even chunks bring ties: messages that arrive at the very moment that somebody asks for them."""
-    scenario = any_scenario(
-        rng, num_gpus=(2, 5), layers=(2, 8), roofline=False, host=host, sends=sends, topologies=(topology,)
-    )
-    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    cut = Partition.even(tokens, ranks).chunk_lens if even else any_partition(rng, tokens, ranks)
-    for name in ("tsp", "kvr-s"):
-        assert_executors_agree(scenario, STRATEGIES[name], cut)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(rng=draws(), size=st.integers(2, 8))
-@examples(15)
-def test_a_batch_equals_its_rows(name: str, rng: Draws, size: int) -> None:
-    strategy = get_strategy(name)
-    placed, cut = any_placed(rng, strategy)
-    cuts = [cut, *(any_partition(rng, placed.request.new_tokens, len(cut)) for _ in range(size - 1))]
-    together = run_batch(program_of(placed, strategy, cuts), placed.cluster)
-    assert together.shape[1] == size
-    for column, one in enumerate(cuts):
-        alone = run_batch(program_of(placed, strategy, [one]), placed.cluster)[:, 0]
-        assert together[:, column] == pytest.approx(alone, rel=1e-13, abs=0)
 
 
 @given(scenario=measured_scenarios(num_gpus=(1, 1), topologies=("switch", "chain", "bus")))

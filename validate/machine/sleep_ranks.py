@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.network import Link
+from kvrsim.executors.event import EventSimulation, Link
 from kvrsim.executors.run import run_program
 from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send

@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
-from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.network import FairBus
+from kvrsim.executors.event import EventSimulation, FairBus
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES

@@ -11,10 +11,9 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware import load_cluster
-from kvrsim.program import Array, Compute, Program, Recv, Send
+from kvrsim.program import Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.search.minimise import Evaluator
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 SEEDS = st.integers(0, 2**32)
@@ -23,10 +22,6 @@ SHARED = ("tsp", "kvr-s")  # kvr-e and kvr-p run kvr-s's program
 
 def program_of(scenario: Scenario, name: str, cuts: list[tuple[int, ...]]) -> Program:
     return build_program(scenario, STRATEGIES[name], list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
-
-
-def assert_same(batch: Array, event: tuple[float, ...]) -> None:
-    assert batch == pytest.approx(np.array(event), rel=1e-12, abs=0)
 
 
 @given(rng=draws())
@@ -56,22 +51,6 @@ def test_the_same_timeline_twice(topology: str, rng: Draws) -> None:
         quiet = EventSimulation(program_of(scenario, name, [cut]), scenario.cluster, record=False)
         assert quiet.finish_s == runs[0].finish_s
         assert quiet.timeline.spans == ()
-
-
-@pytest.mark.parametrize("kind", [None, "mixed"])
-@given(rng=draws())
-@examples(20)
-def test_the_planner_evaluates_what_the_executors_run(kind: str | None, rng: Draws) -> None:
-    scenario = any_scenario(rng, num_gpus=(1, 4), topologies=("switch", "chain", "nodes", "bus"), kind=kind)
-    cuts = [any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus) for _ in range(4)]
-    evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
-    ttft_s = evaluator.ttft_s(np.array(cuts, dtype=float))
-    assert evaluator.evaluations == 4
-    assert evaluator.best_s == ttft_s.min()
-    for cut, value in zip(cuts, ttft_s, strict=True):
-        replay = EventSimulation(program_of(scenario, "kvr-s", [cut]), scenario.cluster, record=False)
-        assert value == pytest.approx(replay.finish_s[-1], rel=1e-12)
-        assert evaluator.one(cut) == pytest.approx(value, rel=1e-13)
 
 
 @pytest.mark.parametrize("rendezvous", [False, True])

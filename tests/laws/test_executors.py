@@ -1,0 +1,68 @@
+"""Every executor agrees with the event executor: all strategies, networks, machines, models, prefixes and hosts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvrsim.compile import build_program, columns
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.run import Runner, run_program
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
+from tests.building import Draws, any_rows, any_run, draws, examples
+
+HYBRIDS = (
+    *("tp2+kvr-s", "tp2+kvr-direct", "tp2+ring", "tp4+striped", "tp2+zigzag-ring", "tp2+zigzag"),
+    *("tp2+ulysses", "tp2+tsp", "tp2+pp", "pp2+cp2"),
+)
+RUN_OTHERS_PROGRAMS = ("kvr-e", "kvr-p", "pp-s")
+NAMES = (*(name for name in STRATEGIES if name not in RUN_OTHERS_PROGRAMS), *HYBRIDS)
+
+
+def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tuple[int, ...]]) -> None:
+    """By the executor that is picked, by the program without a special executor, and event by event."""
+    program = build_program(scenario, strategy, columns(rows))
+    replays = [EventSimulation(program.row(index), scenario.cluster, record=False) for index in range(len(rows))]
+    finish_s = np.array([replay.finish_s for replay in replays]).T
+    runner = Runner(scenario, strategy)
+    assert runner.finish_s(np.stack(columns(rows))) == pytest.approx(finish_s, rel=1e-9, abs=0)
+    assert run_program(program, scenario.cluster) == pytest.approx(finish_s, rel=1e-9, abs=0)
+    last_s = runner.finish_s(np.stack(columns(rows)), last_only=True)[-1]
+    assert last_s == pytest.approx(finish_s[-1], rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize("topologies", [("switch", "chain", "nodes"), ("bus",)], ids=["own links", "bus"])
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws())
+@examples(40)
+def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tuple[str, ...], rng: Draws) -> None:
+    """Rows with even chunks, too: messages that arrive at the very moment that somebody waits for them."""
+    strategy = get_strategy(name)
+    scenario = any_run(rng, strategy, topologies=topologies)
+    assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
+
+
+@pytest.mark.parametrize("topology", ["switch", "bus"])
+@pytest.mark.parametrize("name", ["kvr-s", "kvr-direct", "tsp", "ring", "zigzag", "ulysses", "tp2+pp", "pp2+cp2"])
+@given(rng=draws())
+@examples(15)
+def test_many_layers(name: str, topology: str, rng: Draws) -> None:
+    """Layers in steady state, and those that no rank waits in, are not evaluated one by one."""
+    strategy = get_strategy(name)
+    scenario = any_run(rng, strategy, topologies=(topology,), layers=(12, 32), num_gpus=(4, 4))
+    assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws())
+@examples(15)
+def test_a_batch_equals_its_rows(name: str, rng: Draws) -> None:
+    strategy = get_strategy(name)
+    scenario = any_run(rng, strategy)
+    rows = any_rows(rng, scenario, strategy, rng.randint(2, 8))
+    together = Runner(scenario, strategy).finish_s(np.stack(columns(rows)))
+    for column, row in enumerate(rows):
+        alone = Runner(scenario, strategy).finish_s(np.stack(columns(row)))[:, 0]
+        assert together[:, column] == pytest.approx(alone, rel=1e-12, abs=0)
