@@ -16,7 +16,7 @@ from kvrsim.arguments import OnProgress
 from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
-from kvrsim.executors.run import finish_of, run_partition
+from kvrsim.executors.run import Runner, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
 from kvrsim.program import Program, computes_s, waited_s
@@ -64,7 +64,9 @@ class Candidate:
     @cached_property
     def finish_s(self) -> tuple[float, ...]:
         """When each rank has finished."""
-        return _finish_s(self.per_rank, self.strategy, self.partition)
+        chunks = np.array([self.partition.chunk_lens], dtype=float).T
+        finish_s = Runner(self.per_rank, self.strategy).finish_s(chunks, program=lambda: self.program)
+        return tuple(map(float, finish_s[:, 0]))
 
     @property
     def ttft_s(self) -> float:
@@ -127,11 +129,7 @@ class Candidate:
 
 def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
     """TTFT of one partition, for a scenario as the strategy sees it per rank."""
-    return _finish_s(per_rank, strategy, partition)[-1]
-
-
-def _finish_s(per_rank: Scenario, strategy: Strategy, partition: Partition) -> tuple[float, ...]:
-    return tuple(map(float, finish_of(per_rank, strategy, columns(partition.chunk_lens))[:, 0]))
+    return run_partition(per_rank, strategy, partition).ttft_s
 
 
 def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
@@ -153,10 +151,10 @@ def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
     if len(each) == 1:
         return each[0]
     ranks, cluster = per_rank.cluster.num_gpus, per_rank.cluster
-    chunks = [np.array([per_rank.request.new_tokens / ranks])] * ranks
+    chunks = np.full((ranks, 1), per_rank.request.new_tokens / ranks)
     if cluster.shares_bandwidth:  # a fair share for each flow is exact enough to tell which access is faster
         cluster = per_rank.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
-    return min(each, key=lambda one: float(finish_of(one, strategy, chunks, cluster=cluster)[-1, 0]))
+    return min(each, key=lambda one: float(Runner(one, strategy, cluster=cluster).finish_s(chunks)[-1, 0]))
 
 
 def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...]:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -55,12 +55,19 @@ class Runner:
         self.chain = Chain(scenario, strategy, self.cluster, cost) if is_chain else None
 
     def finish_s(
-        self, chunks: Array, *, draw: NoiseDraw | None = None, last_only: bool = False, enough_s: float = math.inf
+        self,
+        chunks: Array,
+        *,
+        draw: NoiseDraw | None = None,
+        last_only: bool = False,
+        enough_s: float = math.inf,
+        program: Callable[[], Program] | None = None,
     ) -> Array:
         """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
         chunks: tokens, shape (ranks or pieces, B). last_only: the last rank alone may be returned, whose time is TTFT.
         enough_s: partitions whose TTFT is above it may get a lower bound of it that is above it, too.
+        program: gives the program of the chunks where it is built already.
         """
         if chunks.shape[1] >= _MANY:
             _keep_freed_memory()
@@ -73,7 +80,8 @@ class Runner:
             finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost)
             if finish_s is not None:
                 return finish_s
-        return run_program(build_program(self.scenario, self.strategy, list(chunks), self.cost), self.cluster, draw)
+        built = program() if program else build_program(self.scenario, self.strategy, list(chunks), self.cost)
+        return run_program(built, self.cluster, draw)
 
     def _chain_finish_s(self, chain: Chain, chunks: Array, last_only: bool, enough_s: float) -> Array:
         """By the recurrence of chains; by the program where a host delays its device for long, which adds time."""
@@ -127,18 +135,6 @@ def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
     """When each rank has finished each row of chunks, shape (B, ranks); chunks: tokens, shape (B, ranks)."""
     runner = Runner(scenario, strategy)
     return np.concatenate([runner.finish_s(block).T for block in runner.blocks(chunks)])
-
-
-def finish_of(
-    scenario: Scenario,
-    strategy: Strategy,
-    chunks: Sequence[Array],
-    *,
-    cost: CostModel | None = None,
-    cluster: Cluster | None = None,
-) -> Array:
-    """When each rank has finished, shape (ranks, B); chunks: tokens of each rank or piece, arrays of shape (B,)."""
-    return Runner(scenario, strategy, cost=cost, cluster=cluster).finish_s(np.stack(chunks))
 
 
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:

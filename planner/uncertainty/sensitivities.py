@@ -19,7 +19,7 @@ import numpy as np
 
 from kvrsim.compile import build_program, columns
 from kvrsim.engine import Engine
-from kvrsim.executors.run import finish_of
+from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import CostModel, Part
 from kvrsim.kernels.coverage import head_dims
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
@@ -187,7 +187,7 @@ class _Runs:
         if cluster.shares_bandwidth:
             flows = max(1, cluster.num_gpus - 1)
             cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
-        return np.asarray(finish_of(scenario, self.strategy, chunks, cost=cost, cluster=cluster)[-1])
+        return np.asarray(Runner(scenario, self.strategy, cost=cost, cluster=cluster).finish_s(np.stack(chunks))[-1])
 
 
 def _end(log_sd: float) -> float:
