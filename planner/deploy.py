@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -111,11 +111,6 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
     return DeployEngine(name=name, **content)
 
 
-def deployable(scenario: Scenario, engine: DeployEngine, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Those that the engine runs on the scenario's GPUs."""
-    return tuple(one for one in strategies if one.approximate is None and engine.has(one, scenario))
-
-
 def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
     """Which engines have a strategy on the scenario's GPUs, each with its version that was looked at."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
@@ -129,11 +124,6 @@ def engines_for(strategy: Strategy) -> tuple[str, ...]:
         return ()
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
     return tuple(engine.name for engine in engines if all(engine.strategies[need] for need in needs_of(degrees)))
-
-
-def deployed_by(strategy: Strategy, scenario: Scenario) -> tuple[str, ...]:
-    """The same in words: "sglang 0.5.23"."""
-    return tuple(f"{name} {version}" for name, version in engines_with(strategy, scenario).items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +244,19 @@ class Launch:
     files: Mapping[str, str] = field(default_factory=dict)  # contents by name
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, server: Server, strategy: str, notes: Iterable[str], files: Mapping[str, str]) -> Launch:
+        """The launch of a server."""
+        return cls(
+            engine=server.engine.name,
+            version=server.engine.version,
+            strategy=strategy,
+            command=server.command,
+            args=server.args,
+            files=files,
+            notes=tuple(notes),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return fields_to_json(self)
@@ -262,7 +265,8 @@ class Launch:
 def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str, ...]:
     """Names of all strategies that an engine can run here; raises InputError for an unknown engine."""
     engine = deploy_engine(engine_name, parameter)
-    return tuple(one.name for one in deployable(scenario, engine, all_for(scenario)[0]))
+    exact = (one for one in all_for(scenario)[0] if one.approximate is None)
+    return tuple(one.name for one in exact if engine.has(one, scenario))
 
 
 def only_deployable(
@@ -288,7 +292,7 @@ def degrees_on(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> 
     if degrees is not None and engine.has(strategy, scenario):
         return degrees
     names = ", ".join(names_for(scenario, engine.name, "emit"))
-    others = " and ".join(deployed_by(strategy, scenario)) or "no engine that was looked at"
+    others = " and ".join(map(" ".join, engines_with(strategy, scenario).items())) or "no engine that was looked at"
     accepted = f"a best strategy that {engine.title} has, not {strategy.name}, which {others} has; here it has {names}"
     raise InputError("emit", engine.name, accepted)
 
@@ -319,26 +323,15 @@ def launch_of(
         step_tokens=max(pieces) * scenario.request.batch,
         in_pieces=len(pieces) > 1,
     )
-    return Launch(
-        engine=engine.name,
-        version=engine.version,
-        strategy=chosen.name,
-        command=server.command,
-        args=server.args,
-        files=server.files,
-        notes=(
-            *server.notes(),
-            *about_pieces(degrees, pieces, layers or ()),
-            "the longest sequence is the prompt and one token: add your output tokens",
-            *_about_prefix(scenario),
-        ),
-    )
-
-
-def _about_prefix(scenario: Scenario) -> Iterator[str]:
+    notes = [
+        *server.notes(),
+        *about_pieces(degrees, pieces, layers or ()),
+        "the longest sequence is the prompt and one token: add your output tokens",
+    ]
     placement = scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
-        yield f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine"
+        notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
+    return Launch.of(server, chosen.name, notes, server.files)
 
 
 def about_pieces(degrees: Degrees, pieces: Sequence[int], layers: Sequence[int]) -> Iterator[str]:

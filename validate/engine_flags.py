@@ -103,7 +103,7 @@ def _fleet(engine: str, model: str) -> Launch:
     scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
     request = make_request(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1)
     plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
-    return launch_of_fleet(scenario, request, plan, engine, model="org/model")
+    return launch_of_fleet(plan, engine, model="org/model")
 
 
 def of_options(engine: DeployEngine) -> Iterator[list[str]]:

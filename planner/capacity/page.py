@@ -28,8 +28,8 @@ from kvrsim.views.page import (
     table,
     tag,
 )
-from planner.capacity.plot import draw_panels, percentile_by_length, waiting
-from planner.capacity.result import CapacityPlan, FleetAnswer
+from planner.capacity.plot import draw, percentile_by_length, waiting
+from planner.capacity.result import CapacityPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +40,7 @@ _BINS = 4000
 _DIGITS = 4
 _LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
 Rows = list[list[str | Cell]]
+Table = tuple[list[Column], Rows, str]  # with its caption
 
 
 def headline(plan: CapacityPlan) -> str:
@@ -51,14 +52,14 @@ def headline(plan: CapacityPlan) -> str:
 def verdict(plan: CapacityPlan) -> str:
     """The answer in one line."""
     fleet = plan.first
-    reached = format_time(fleet.target.value_s)
+    reached = format_time(fleet.target_ttft_s)
     if plan.answer is not None:
         gpus = f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}"
         return f"{gpus}: {fleet.describe()}. {plan.percentile:g}th percentile {reached}."
     if fleet.unserved == fleet.requests:
         return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
     result = f"has a {plan.percentile:g}th percentile of {reached}"
-    if math.isinf(fleet.target.value_s):
+    if math.isinf(fleet.target_ttft_s):
         result = f"never serves {fleet.unserved} of {fleet.requests} requests"
     return f"No fleet meets the target. The nearest miss, {fleet.describe()}, {result}."
 
@@ -66,9 +67,9 @@ def verdict(plan: CapacityPlan) -> str:
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
     fleet, sent, decoders = plan.first, plan.kv_transfer, plan.decode_fleet
-    if fleet.target.low_s is not None and fleet.target.high_s is not None:
-        ends = f"{format_time(fleet.target.low_s)} to {format_time(fleet.target.high_s)}"
-        if plan.answer is not None and fleet.target.high_s > plan.slo_ttft_s:
+    if fleet.target_low_s is not None and fleet.target_high_s is not None:
+        ends = f"{format_time(fleet.target_low_s)} to {format_time(fleet.target_high_s)}"
+        if plan.answer is not None and fleet.target_high_s > plan.slo_ttft_s:
             target = format_seconds(plan.slo_ttft_s)
             ends += f", which ends ABOVE the target of {target} (--sure requires it below)"
         yield "interval", f"{ends}. {plan.assumptions()['interval_meaning']}"
@@ -89,15 +90,18 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
         )
 
 
-def group_rows(fleet: FleetAnswer) -> Iterator[tuple[str, str, str, str]]:
-    """One row per length bucket: new tokens, groups, strategies by share of time, requests."""
-    for group in fleet.groups:
-        low, high = group.context_range
+def group_table(plan: CapacityPlan) -> Table:
+    """Where prompts go: one row per range of lengths."""
+    titles = ("new tokens", "groups", "strategy, share of time", "requests")
+    rows: Rows = []
+    for group in plan.first.groups:
         strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
-        yield f"{low} to {high}", group.groups(), strategies, str(group.requests)
+        low, high = group.context_range
+        rows.append([f"{low} to {high}", group.groups(), strategies, str(group.requests)])
+    return [Column(title=title, number=title == "requests") for title in titles], rows, "Where prompts go"
 
 
-def fleet_table(plan: CapacityPlan) -> tuple[list[Column], Rows]:
+def fleet_table(plan: CapacityPlan) -> Table:
     """The answer or the nearest miss, and the alternatives."""
     fleets = [plan.first, *plan.alternatives]
     priced = any(fleet.cost_per_hour is not None for fleet in fleets)
@@ -126,7 +130,26 @@ def fleet_table(plan: CapacityPlan) -> tuple[list[Column], Rows]:
                 *([] if cost is None else [Cell(shown=f"{cost:.2f}", value=cost)]),
             ]
         )
-    return columns, rows
+    return columns, rows, "Fleets: the answer first, then others that meet the target"
+
+
+def token_table(plan: CapacityPlan) -> Table:
+    """Percentiles of the lengths of the requests."""
+    keys = ("mean", "p50", "p90", "p99", "max")
+    names = ("context_tokens", "new_tokens", "output_tokens")
+    columns = [Column(title=""), *(Column(title=key, number=True) for key in keys)]
+    rows: Rows = [[name.replace("_", " "), *(f"{plan.workload[name][key]:.0f}" for key in keys)] for name in names]
+    return columns, rows, "Tokens of the requests"
+
+
+def length_table(plan: CapacityPlan) -> Table:
+    """Requests by context."""
+    columns = [Column(title=title, number=True) for title in ("contexts from", "requests", "share of new tokens")]
+    rows: Rows = [
+        [format_tokens(row["from_tokens"]), str(row["requests"]), f"{row['share_of_new_tokens']:.1%}"]
+        for row in plan.workload["histogram"]
+    ]
+    return columns, rows, "Requests by context, in powers of two"
 
 
 def as_text(rows: Rows) -> list[list[str]]:
@@ -141,12 +164,12 @@ def format_time(seconds: float) -> str:
 
 def figure(plan: CapacityPlan) -> Figure:
     """TTFT by length, the queue over time, the Pareto front and the lengths."""
-    return draw_panels(plan, verdict(plan), _question(plan))
+    return draw(plan, verdict(plan), _question(plan))
 
 
 def summary(plan: CapacityPlan) -> Summary:
     """Fleets that meet the target, the answer first; where none does, the nearest miss."""
-    columns, rows = fleet_table(plan)
+    columns, rows, _ = fleet_table(plan)
     meanings = plan.assumptions()
     notes = [*plan.reasons(), meanings["interval_meaning"], meanings["rests_on"], *plan.warnings]
     return Summary(
@@ -173,25 +196,17 @@ def capacity_page(plan: CapacityPlan) -> Page:
     """The page of a plan; with fleets at other rates if it is `explored`."""
     served = plan.first.unserved < plan.first.requests
     miss = "" if plan.answer else ", the nearest miss"
-    pictures = (
-        Section(
-            title="Fleets by cost and TTFT",
-            lead="Drag the target and the price, or move the sliders. Every point is a fleet that was simulated,"
-            " groups × GPUs.",
-            body=tag("div", id="fleets"),
-        ),
-        Section(
-            title="What more requests need",
-            lead="The cheapest of these fleets that meets the target, by the rate of the requests.",
-            body=tag("div", id="rates"),
-        ),
-        Section(
-            title="Queue over time",
-            lead=f"{plan.first.describe()}{miss}. Drag over a stretch of time to zoom in, double-click to see all.",
-            body=tag("div", id="queue"),
-        ),
-        Section(title="TTFT by length", lead="The same requests, by their new tokens.", body=tag("div", id="lengths")),
-    )
+    point = "Every point is a fleet that was simulated, groups × GPUs."
+    leads = {  # by the title of the section and the id of its chart
+        ("Fleets by cost and TTFT", "fleets"): f"Drag the target and the price, or move the sliders. {point}",
+        (
+            "What more requests need",
+            "rates",
+        ): "The cheapest of these fleets that meets the target, by the request rate.",
+        ("Queue over time", "queue"): f"{plan.first.describe()}{miss}. Drag to zoom in, double-click to see all.",
+        ("TTFT by length", "lengths"): "The same requests, by their new tokens.",
+    }
+    pictures = [Section(title=title, lead=lead, body=tag("div", id=name)) for (title, name), lead in leads.items()]
     reasons = Section(title="What does not meet the target", body=items(plan.reasons()))
     return Page(
         title=f"{plan.percentile:g} % of the requests with a TTFT of at most {format_seconds(plan.slo_ttft_s)}",
@@ -277,13 +292,11 @@ def _fleets(plan: CapacityPlan) -> Iterable[str]:
     if plan.first.unserved == plan.first.requests:
         yield tag("p", verdict(plan))
         return
-    columns, rows = fleet_table(plan)
-    yield table(columns, rows, caption="Fleets: the answer first, then others that meet the target")
+    columns, rows, caption = fleet_table(plan)
+    yield table(columns, rows, caption=caption)
     yield from (tag("p", f"{label}: {line}.", class_="lead") for label, line in details(plan))
-    yield tag("h3", "Where prompts go")
-    titles = ("new tokens", "groups × GPUs", "strategy, share of time", "requests")
-    columns = [Column(title=title, number=title == "requests") for title in titles]
-    yield table(columns, group_rows(plan.first), caption="Where prompts go", sortable=False)
+    columns, rows, caption = group_table(plan)
+    yield table(columns, rows, caption=caption, sortable=False)
 
 
 def _workload(plan: CapacityPlan) -> Iterable[Html]:
@@ -291,29 +304,5 @@ def _workload(plan: CapacityPlan) -> Iterable[Html]:
     rate = "" if read["rate_per_s"] is None else f", {read['rate_per_s']:.3g} a second"
     words = f"{read['requests']} requests in {read['duration_s']:.6g} s{rate}; {read['cached_share']:.0%} cached"
     yield tag("p", f"{read['name']}: {words}")
-    shares = ("mean", "p50", "p90", "p99", "max")
-    rows: Rows = [
-        [name.replace("_", " "), *(Cell(shown=f"{read[name][key]:.0f}", value=read[name][key]) for key in shares)]
-        for name in ("context_tokens", "new_tokens", "output_tokens")
-    ]
-    columns = [Column(title=""), *(Column(title=name, number=True) for name in shares)]
-    yield table(columns, rows, caption="Tokens of the requests", sortable=False)
-    yield tag("h3", "Contexts")
-    titles = ("from", "requests", "", "share of new tokens", "")
-    most = max(row["requests"] for row in read["histogram"])
-    bars: Rows = [
-        [
-            format_tokens(row["from_tokens"]),
-            str(row["requests"]),
-            _bar(row["requests"] / most, "requests"),
-            f"{row['share_of_new_tokens']:.1%}",
-            _bar(row["share_of_new_tokens"], "share of new tokens"),
-        ]
-        for row in read["histogram"]
-    ]
-    columns = [Column(title=title, number=bool(title)) for title in titles]
-    yield table(columns, bars, caption="Requests by context, in powers of two", sortable=False)
-
-
-def _bar(share: float, label: str) -> Html:
-    return tag("meter", value=f"{share:.4f}", min=0, max=1, aria_label=label)
+    for columns, rows, caption in (token_table(plan), length_table(plan)):
+        yield table(columns, rows, caption=caption, sortable=False)

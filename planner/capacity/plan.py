@@ -18,7 +18,7 @@ from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fle
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
-from planner.capacity.search import FleetSearch, FleetSimulator, FrontSearch
+from planner.capacity.search import FleetSearch, FleetSimulator, front_of
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Workload
 from planner.processes import Pool
@@ -68,11 +68,11 @@ def plan_capacity(
         (answer for _, answer in answers if answer.meets),
         key=lambda one: (
             sum(request.limits.cost(g.gpus_per_group) * g.replicas for g in one.groups),
-            one.target.value_s,
+            one.target_ttft_s,
         ),
     )
     report(0, None, "Pareto front")
-    front = FrontSearch(simulator, fits, search.largest()).front()
+    front = front_of(search, fits)
     infeasible = search.infeasible(fits)
     decoders = _decoders(scenario, request, workloads[0], fleets[0]) if fleets else None
     if isinstance(decoders, str):

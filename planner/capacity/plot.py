@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
-from kvrsim.views.figure import Head, drawing, encoded
+from kvrsim.views.figure import Head, drawing
 from kvrsim.views.style import INK, styled
+from planner.capacity.fleet import Indices
 from planner.capacity.result import CapacityPlan, Curves, FleetAnswer, Point
 
 if TYPE_CHECKING:
@@ -20,41 +20,23 @@ if TYPE_CHECKING:
 
 _BLUE, _ORANGE, _GREY = "#4c78a8", "#ee8434", "#b8bdc6"
 _MOST_DOTS = 20_000  # of the scatter plot; with more requests, a sample is drawn
-_DPI = 110
 _STEPS = 1000  # time steps of the queue's curve
+_WIDTH, _HEIGHT = 12.4, 7.2  # inches of the four panels
 
-Panel = Callable[["Axes", CapacityPlan], None]
 
-
-def draw_panels(plan: CapacityPlan, title: str, subtitle: str) -> Figure:
+def draw(plan: CapacityPlan, title: str, subtitle: str) -> Figure:
     """All panels in one figure, below a title."""
+    head = Head(title=title, subtitle=subtitle, width=_WIDTH)
     with styled():
-        figure = _figure(plan, tuple(PANELS.values()))
-        width, height = figure.get_size_inches()
-        head = Head(title=title, subtitle=subtitle, width=width)
-        figure.set_size_inches(width, height + head.height)
+        figure = drawing(_WIDTH, _HEIGHT + head.height, layout="constrained")
+        for number, panel in enumerate((ttft_by_length, queue_over_time, cost_against_ttft, lengths), start=1):
+            axes = figure.add_subplot(2, 2, number)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["bottom", "left"]].set_color(_GREY)
+            panel(axes, plan)
         if (layout := figure.get_layout_engine()) is not None:
-            layout.set(rect=(0, 0, 1, height / (height + head.height)))  # type: ignore[call-arg]
+            layout.set(rect=(0, 0, 1, _HEIGHT / (_HEIGHT + head.height)))  # type: ignore[call-arg]
         head.draw(figure)
-    return figure
-
-
-def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png") -> bytes:
-    """A figure of these panels as bytes; the same plan gives the same bytes."""
-    with styled():
-        return encoded(_figure(plan, panels), suffix, dpi=_DPI)
-
-
-def _figure(plan: CapacityPlan, panels: tuple[Panel, ...]) -> Figure:
-    """Panels beside each other, two a row."""
-
-    rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
-    figure = drawing(6.2 * columns, 3.6 * rows, layout="constrained")
-    for number, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, columns, number)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["bottom", "left"]].set_color(_GREY)
-        panel(axes, plan)
     return figure
 
 
@@ -66,13 +48,12 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
     if not len(served):
         _message(axes, "no request is served")
         return
-    shown = served[:: max(1, len(served) // _MOST_DOTS)]
-    axes.plot(
-        curves.new_tokens[shown], curves.ttft_s[shown], ".", color=_BLUE, alpha=0.25, markersize=2, rasterized=True
-    )
-    for percentile, style in ((50.0, "--"), (plan.percentile, "-")):
+    some = served[:: max(1, len(served) // _MOST_DOTS)]
+    style = dict(color=_BLUE, alpha=0.25, markersize=2, rasterized=True)
+    axes.plot(curves.new_tokens[some], curves.ttft_s[some], ".", **style)
+    for percentile, line in ((50.0, "--"), (plan.percentile, "-")):
         lengths, values = percentile_by_length(curves, served, percentile)
-        axes.plot(lengths, values, style, color=INK, linewidth=1.2, label=f"{percentile:g}th percentile")
+        axes.plot(lengths, values, line, color=INK, linewidth=1.2, label=f"{percentile:g}th percentile")
     axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2, label=f"target {format_seconds(plan.slo_ttft_s)}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -97,7 +78,7 @@ def queue_over_time(axes: Axes, plan: CapacityPlan) -> None:
 def waiting(curves: Curves, most_changes: int, bins: int) -> tuple[Array, Array]:
     """Times in seconds, and how many prompts wait from each on.
 
-    Of more changes than `most_changes`, the largest number in each of so many equal parts of the time.
+    Of more changes than `most_changes`, the largest number in each of `bins` equal parts of the time.
     """
     changes = np.concatenate([curves.arrival_s, curves.begin_s])
     signs = np.concatenate([np.ones(len(curves.arrival_s)), -np.ones(len(curves.begin_s))])
@@ -125,8 +106,8 @@ def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
     axes.plot(cost, ttft, "o-", color=_BLUE, markersize=4, linewidth=1, drawstyle="steps-post")
     axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2)
     chosen = plan.first
-    if np.isfinite(chosen.target.value_s):
-        axes.plot([_cost(chosen)], [chosen.target.value_s], "o", color=_ORANGE, markersize=9, fillstyle="none")
+    if np.isfinite(chosen.target_ttft_s):
+        axes.plot([_cost(chosen)], [chosen.target_ttft_s], "o", color=_ORANGE, markersize=9, fillstyle="none")
     axes.set_yscale("log")
     axes.set_xlabel("cost per hour" if priced else "GPUs")
     axes.set_ylabel(f"{plan.percentile:g}th percentile of TTFT, s")
@@ -151,14 +132,6 @@ def _cost(fleet: FleetAnswer | Point) -> float:
     return float(fleet.num_gpus) if fleet.cost_per_hour is None else fleet.cost_per_hour
 
 
-PANELS: dict[str, Panel] = {
-    "TTFT by length": ttft_by_length,
-    "Queue over time": queue_over_time,
-    "Cost against TTFT": cost_against_ttft,
-    "Lengths": lengths,
-}
-
-
 def _curves(plan: CapacityPlan) -> Curves:
     assert plan.first.curves is not None
     return plan.first.curves
@@ -170,7 +143,7 @@ def _message(axes: Axes, what: str) -> None:
     axes.text(0.5, 0.5, what, ha="center", va="center", color=INK, transform=axes.transAxes)
 
 
-def percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:
+def percentile_by_length(curves: Curves, served: Indices, percentile: float) -> tuple[Array, Array]:
     """Percentile of TTFT in half-octave bins with at least 20 requests: lengths and values."""
     step = np.floor(2 * np.log2(curves.new_tokens[served])).astype(np.int64)
     lengths, values = [], []

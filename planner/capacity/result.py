@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,51 +33,43 @@ MEANING_OF_DRAWN = "95 % CI by Student's t over the percentiles of independent r
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PercentileInterval:
-    """A percentile of TTFT of all requests, and its confidence interval."""
+Ends = tuple[float | None, float | None]  # of an interval; None: unknown, or requests are never served
 
-    value_s: float
-    low_s: float | None = None  # None: unknown, for a short trace or where requests are never served
-    high_s: float | None = None
 
-    @classmethod
-    def of_trace(cls, ttft_s: Array, percentile: float, seed: int) -> PercentileInterval:
-        """Block bootstrap of requests in order of arrival: a trace was recorded once.
+def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
+    """The confidence interval of a percentile of requests in order of arrival, by block bootstrap.
 
-        The interval says how much the percentile depends on the segments of this trace. It does not cover other days,
-        and queues at the ends of a segment stay as they were simulated.
-        """
-        value_s = percentile_of(ttft_s, percentile)
-        blocks = min(_BLOCKS, len(ttft_s) // _LEAST_IN_BLOCK)
-        if blocks < 8 or not math.isfinite(value_s):
-            return cls(value_s=value_s)
-        ordered = np.sort(ttft_s)
-        spaced = np.linspace(0, len(ordered) - 1, _THRESHOLDS).astype(np.int64)
-        thresholds = np.unique(np.concatenate([ordered[spaced], ordered[-_THRESHOLDS:]]))
-        parts = np.array_split(ttft_s, blocks)
-        counts = [np.searchsorted(np.sort(part), thresholds, side="right") for part in parts]
-        drawn = np.random.default_rng(seed).multinomial(blocks, np.full(blocks, 1 / blocks), size=_DRAWS)
-        within = drawn @ np.array(counts, dtype=float)
-        sizes = drawn @ np.array([len(part) for part in parts], dtype=float)
-        reached = (within >= np.ceil(percentile / 100 * sizes - 1e-9)[:, None]).argmax(axis=1)
-        low, high = np.quantile(thresholds[reached], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")
-        high_s = float(high) if math.isfinite(high) else None
-        return cls(value_s=value_s, low_s=min(float(low), value_s), high_s=high_s)
+    A trace was recorded once: the interval says how much the percentile depends on the segments of this trace. It does
+    not cover other days, and queues at the ends of a segment stay as they were simulated.
+    """
+    value_s = percentile_of(ttft_s, percentile)
+    blocks = min(_BLOCKS, len(ttft_s) // _LEAST_IN_BLOCK)
+    if blocks < 8 or not math.isfinite(value_s):
+        return None, None
+    ordered = np.sort(ttft_s)
+    spaced = np.linspace(0, len(ordered) - 1, _THRESHOLDS).astype(np.int64)
+    thresholds = np.unique(np.concatenate([ordered[spaced], ordered[-_THRESHOLDS:]]))
+    parts = np.array_split(ttft_s, blocks)
+    counts = [np.searchsorted(np.sort(part), thresholds, side="right") for part in parts]
+    drawn = np.random.default_rng(seed).multinomial(blocks, np.full(blocks, 1 / blocks), size=_DRAWS)
+    within = drawn @ np.array(counts, dtype=float)
+    sizes = drawn @ np.array([len(part) for part in parts], dtype=float)
+    reached = (within >= np.ceil(percentile / 100 * sizes - 1e-9)[:, None]).argmax(axis=1)
+    low, high = np.quantile(thresholds[reached], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")
+    return min(float(low), value_s), float(high) if math.isfinite(high) else None
 
-    @classmethod
-    def of_replications(cls, ttft_s: Sequence[Array], percentile: float) -> PercentileInterval:
-        """Student's t over independent replications, one array each, extended to hold the percentile of all."""
-        values = np.array([percentile_of(one, percentile) for one in ttft_s])
-        value_s = percentile_of(np.concatenate(ttft_s), percentile)
-        if len(values) < 2 or not np.isfinite(values).all():
-            return cls(value_s=value_s)
-        from scipy.stats import t as student
 
-        half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
-        mean_s = float(values.mean())
-        low_s, high_s = max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
-        return cls(value_s=value_s, low_s=low_s, high_s=high_s)
+def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
+    """Student's t over independent replications, one array each, extended to hold the percentile of all."""
+    values = np.array([percentile_of(one, percentile) for one in ttft_s])
+    value_s = percentile_of(np.concatenate(ttft_s), percentile)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None, None
+    from scipy.stats import t as student
+
+    half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
+    mean_s = float(values.mean())
+    return max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +111,9 @@ class FleetAnswer:
     p95_ttft_s: float
     p99_ttft_s: float
     max_ttft_s: float
-    target: PercentileInterval  # the requested percentile
+    target_ttft_s: float  # the requested percentile
+    target_low_s: float | None  # ends of its confidence interval; None: unknown
+    target_high_s: float | None
     in_time: float  # share of all requests that meet the target
     utilisation: float  # of all GPUs, from the first arrival to the last first token
     goodput_per_s: float  # requests per second that meet the target
@@ -132,24 +126,14 @@ class FleetAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
-        times = {name: getattr(self, name) for name in ("p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "max_ttft_s")}
-        times["target_ttft_s"] = self.target.value_s
-        return (
-            fields_to_json(self, "num_gpus", "groups", "utilisation", "cost_per_hour", "meets")
-            | {name: seconds if math.isfinite(seconds) else None for name, seconds in times.items()}
-            | {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
-            | fields_to_json(self, "in_time", "goodput_per_s", "requests", "unserved")
-            | fields_to_json(self, "p50_kv_transfer_s", "p99_kv_transfer_s")
-        )
+        content = fields_to_json(self, *(one.name for one in fields(self) if one.name != "curves"))
+        return {name: None if value == math.inf else value for name, value in content.items()}
 
     def describe(self) -> str:
         """Groups in words: "3 × 2 GPUs for 1 to 4096 tokens, 1 × 8 GPUs for 4097 to 9000 tokens"."""
         if len(self.groups) == 1:
             return self.groups[0].groups()
-        ends = (group.context_range for group in self.groups)
-        return ", ".join(
-            f"{group.groups()} for {low} to {high} tokens" for group, (low, high) in zip(self.groups, ends, strict=True)
-        )
+        return ", ".join("{} for {} to {} tokens".format(one.groups(), *one.context_range) for one in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,9 +179,8 @@ class Infeasible:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        named = self.gpus_per_group is not None
-        why = f"{groups_of([self.gpus_per_group])}: {self.reason}" if named else self.reason  # type: ignore[list-item]
-        return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": why}
+        groups = "" if self.gpus_per_group is None else f"{groups_of([self.gpus_per_group])}: "
+        return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": groups + self.reason}
 
 
 def groups_of(sizes: Sequence[int]) -> str:

@@ -42,9 +42,10 @@ from planner.capacity.result import (
     Front,
     GroupAnswer,
     Infeasible,
-    PercentileInterval,
     Point,
     TriedFleet,
+    replications_interval,
+    trace_interval,
 )
 from planner.capacity.times import ServiceTimes
 from planner.capacity.workload import Workload
@@ -67,6 +68,35 @@ _SIMULATED = 1_000_000  # requests, over all fleets at other rates, or half of t
 _LEAST = 1000  # requests of a stretch of the workload
 
 
+class Bucket:
+    """The requests that one group of a design serves, in every workload."""
+
+    def __init__(self, simulator: FleetSimulator, group: Group, members: Sequence[Indices]) -> None:
+        self.simulator, self.group, self.members = simulator, group, members
+        slo_s, services = simulator.target.slo_s, simulator.services(group.type)
+        pairs = list(zip(services, members, strict=True))
+        self.requests = sum(map(len, members))
+        # Late even without a queue.
+        self.late_alone = sum(int((service.ttft_s[mine] > slo_s).sum()) for service, mine in pairs)
+        # Average number of busy groups, if all work ends when the last request is due.
+        busy_s = sum(float((service.busy_s[mine] + service.hold_s[mine]).sum()) for service, mine in pairs)
+        self.load = busy_s / sum(workload.duration_s + slo_s for workload in simulator.workloads)
+        self._late: dict[int, int] = {}
+
+    def late(self, replicas: int) -> int:
+        """Late requests with that many groups."""
+        if replicas not in self._late:
+            simulator, self._late[replicas] = self.simulator, 0
+            services = simulator.services(self.group.type)
+            for workload, service, mine in zip(simulator.workloads, services, self.members, strict=True):
+                if len(mine):
+                    arrival_s, order = workload.arrival_s[mine], simulator.request.order
+                    pool = Pool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas, order=order)
+                    self._late[replicas] += int((run_pool(pool).end_s - arrival_s > simulator.target.slo_s).sum())
+            simulator.simulated += self.requests
+        return self._late[replicas]
+
+
 class FleetSimulator:
     """Simulations of pools and fleets on given workloads (one, or replications), each run once and remembered."""
 
@@ -77,8 +107,7 @@ class FleetSimulator:
         self.allowed = self.target.allowed(self.requests)  # requests of all workloads together that may be late
         self.simulated = 0  # requests, over all simulations
         self._services: dict[GroupType, list[Service]] = {}
-        self._members: dict[tuple[object, ...], list[Indices]] = {}
-        self._late: dict[tuple[object, ...], int] = {}
+        self._buckets: dict[Fleet, Bucket] = {}
 
     def on(self, workloads: Sequence[Workload]) -> FleetSimulator:
         """The same on other workloads, of which nothing is simulated yet."""
@@ -97,52 +126,26 @@ class FleetSimulator:
             self._services[group] = [self.times.service(group, workload, decoding) for workload in self.workloads]
         return self._services[group]
 
-    def members(self, design: Fleet, index: int) -> list[Indices]:
-        """Indices of the requests that one bucket of a design serves, one array per workload."""
-        key = self._key(design, index)
-        if key not in self._members:
-            self._members[key] = [
-                np.flatnonzero(route(workload.new_tokens, self._services_on(design, number), design) == index)
-                for number, workload in enumerate(self.workloads)
-            ]
-        return self._members[key]
-
     def _services_on(self, fleet: Fleet, number: int) -> dict[GroupType, Service]:
         return {group.type: self.services(group.type)[number] for group in fleet}
 
-    def _key(self, design: Fleet, index: int) -> tuple[object, ...]:
-        """A cache key; where all requests fit in memory everywhere, it is the same for equal buckets of all designs."""
+    def buckets(self, design: Fleet) -> list[Bucket]:
+        """The requests of each group of a design.
+
+        Where all requests fit in memory everywhere, equal groups of all designs share a bucket.
+        """
         services = [service for group in design for service in self.services(group.type)]
-        return (design[index],) if all(np.isfinite(one.ttft_s).all() for one in services) else (*design, index)
-
-    def never_served(self, design: Fleet) -> int:
-        """Requests that do not fit in the memory of any group of the design."""
-        return self.requests - sum(len(one) for index in range(len(design)) for one in self.members(design, index))
-
-    def late_alone(self, design: Fleet, index: int) -> int:
-        """Requests of a bucket that are late even without a queue."""
-        pairs = zip(self.services(design[index].type), self.members(design, index), strict=True)
-        return sum(int((service.ttft_s[mine] > self.target.slo_s).sum()) for service, mine in pairs)
-
-    def load(self, design: Fleet, index: int) -> float:
-        """Average number of busy groups of a bucket, if all work ends when the last request is due."""
-        pairs = zip(self.services(design[index].type), self.members(design, index), strict=True)
-        busy_s = sum(float((service.busy_s[mine] + service.hold_s[mine]).sum()) for service, mine in pairs)
-        return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
-
-    def late(self, design: Fleet, index: int, replicas: int) -> int:
-        """Late requests of a bucket with that many groups."""
-        key = (*self._key(design, index), replicas)
-        if key not in self._late:
-            self._late[key] = 0
-            for number, mine in enumerate(self.members(design, index)):
-                if len(mine):
-                    arrival_s = self.workloads[number].arrival_s[mine]
-                    service = self.services(design[index].type)[number].select(mine)
-                    pool = Pool(arrival_s=arrival_s, service=service, replicas=replicas, order=self.request.order)
-                    self._late[key] += int((run_pool(pool).end_s - arrival_s > self.target.slo_s).sum())
-                    self.simulated += len(mine)
-        return self._late[key]
+        anywhere = all(np.isfinite(one.ttft_s).all() for one in services)
+        keys = [(group,) if anywhere else (*design, group) for group in design]
+        if any(key not in self._buckets for key in keys):
+            pools = [
+                route(workload.new_tokens, self._services_on(design, number), design)
+                for number, workload in enumerate(self.workloads)
+            ]
+            for index, (key, group) in enumerate(zip(keys, design, strict=True)):
+                if key not in self._buckets:
+                    self._buckets[key] = Bucket(self, group, [np.flatnonzero(pool == index) for pool in pools])
+        return [self._buckets[key] for key in keys]
 
     def ttft_alone_s(self, group: GroupType) -> Array:
         """TTFTs without queueing, of all workloads."""
@@ -180,13 +183,13 @@ class FleetSimulator:
         runs, target = self.runs(fleet), self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         if self.request.source.is_random:
-            interval = PercentileInterval.of_replications([run.ttft_s for run in runs], target.percentile)
+            low_s, high_s = replications_interval([run.ttft_s for run in runs], target.percentile)
         else:
-            interval = PercentileInterval.of_trace(ttft_s, target.percentile, self.request.seed)
+            low_s, high_s = trace_interval(ttft_s, target.percentile, self.request.seed)
         in_time = int((ttft_s <= target.slo_s).sum())
         meets = len(ttft_s) - in_time <= self.allowed
         if self.request.needs_confidence:
-            meets = meets and interval.high_s is not None and interval.high_s <= target.slo_s
+            meets = meets and high_s is not None and high_s <= target.slo_s
         horizon_s = sum(run.horizon_s for run in runs)
         p50_s, p95_s, p99_s, max_s = (percentile_of(ttft_s, percent) for percent in (50, 95, 99, 100))
         return FleetAnswer(
@@ -197,7 +200,9 @@ class FleetSimulator:
             p95_ttft_s=p95_s,
             p99_ttft_s=p99_s,
             max_ttft_s=max_s,
-            target=interval,
+            target_ttft_s=percentile_of(ttft_s, target.percentile),
+            target_low_s=low_s,
+            target_high_s=high_s,
             in_time=in_time / len(ttft_s),
             utilisation=_utilisation(fleet, runs),
             goodput_per_s=in_time / horizon_s if horizon_s else 0.0,
@@ -333,40 +338,40 @@ class FleetSearch:
 
     def fit(self, design: Fleet, at_most: float = math.inf) -> Fit | None:
         """The cheapest replicas with which a design meets the target; None: there are none."""
-        simulator, buckets = self.simulator, range(len(design))
-        floors = [simulator.late_alone(design, bucket) for bucket in buckets]
-        room = simulator.allowed - simulator.never_served(design) - sum(floors)
-        cost = [self.limits.cost(bucket.type.gpus) for bucket in design]
-        load = [simulator.load(design, bucket) for bucket in buckets]
-        least = [math.ceil(_SAFE_LOAD * one) for one in load]
+        buckets = self.simulator.buckets(design)
+        never_served = self.simulator.requests - sum(bucket.requests for bucket in buckets)
+        allowed = self.simulator.allowed - never_served
+        room = allowed - sum(bucket.late_alone for bucket in buckets)
+        cost = [self.limits.cost(group.type.gpus) for group in design]
+        least = [math.ceil(_SAFE_LOAD * bucket.load) for bucket in buckets]
         if room < 0 or sum(map(_product, cost, least)) > at_most:
             return None
         options: list[list[tuple[int, int]]] = []
-        for bucket in buckets:
-            others = [options[one][0][0] if one < bucket else least[one] for one in buckets if one != bucket]
-            spare = at_most - sum(map(_product, [*cost[:bucket], *cost[bucket + 1 :]], others))
-            most = self.limits.max_gpus // design[bucket].type.gpus
-            if math.isfinite(spare):
-                most = min(most, int(spare / cost[bucket] + 1e-9))
-            options.append(self._options(design, bucket, floors[bucket], room, most))
+        for number, bucket in enumerate(buckets):
+            most = self.limits.max_gpus // bucket.group.type.gpus
+            if math.isfinite(at_most):
+                spare = at_most - sum(map(_product, cost, least)) + cost[number] * least[number]
+                most = min(most, int(spare / cost[number] + 1e-9))
+            options.append(self._options(bucket, room, most, single=len(design) == 1))
             if not options[-1]:
                 return None
-        return self._cheapest(design, options, cost, room + sum(floors))
+            least[number] = options[-1][0][0]
+        return self._cheapest(design, options, cost, allowed)
 
-    def least_replicas(self, design: Fleet, index: int, allowed: int, most: int) -> int | None:
+    def least_replicas(self, bucket: Bucket, allowed: int, most: int) -> int | None:
         """The fewest groups of a bucket with at most `allowed` late requests; None: `most` groups are not enough."""
-        if not any(len(mine) for mine in self.simulator.members(design, index)):
+        if not bucket.requests:
             return 0
         if most < 1:
             return None
-        low, high = 0, min(most, max(1, math.ceil(self.simulator.load(design, index))))
-        while self.simulator.late(design, index, high) > allowed:
+        low, high = 0, min(most, max(1, math.ceil(bucket.load)))
+        while bucket.late(high) > allowed:
             if high == most:
                 return None
             low, high = high, min(most, max(high + 1, math.ceil(high * 1.25)))
         while high - low > 1:
             middle = (low + high) // 2
-            if self.simulator.late(design, index, middle) <= allowed:
+            if bucket.late(middle) <= allowed:
                 high = middle
             else:
                 low = middle
@@ -390,7 +395,7 @@ class FleetSearch:
 
     def nearest_miss(self) -> FleetAnswer:
         """The fastest uniform fleet within the limits."""
-        return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target.value_s)
+        return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target_ttft_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
         """Group sizes whose uniform fleets do not meet the target, and why; of each, the type that serves most."""
@@ -424,10 +429,10 @@ class FleetSearch:
             reached_s = percentile_of(alone_s, target.percentile)
             return "alone", f"even with no queue {percent} take up to {reached_s:.3g} s, {above}"
         answer = simulator.answer((group,))
-        reached_s = answer.target.value_s
+        reached_s = answer.target_ttft_s
         if answer.meets or reached_s <= target.slo_s:
             return "interval", f"the upper confidence bound stays {above} with {group.num_gpus} GPUs"
-        busy = simulator.load((group.of(1),), 0) * group.type.gpus
+        busy = simulator.buckets((group.of(1),))[0].load * group.type.gpus
         reason = f"with {group.num_gpus} GPUs {percent} take up to {reached_s:.3g} s, {above}"
         return "queue", f"{reason} ({busy:.3g} GPUs would be busy all the time)"
 
@@ -437,7 +442,7 @@ class FleetSearch:
         served = {one: int(np.isfinite(alone_s[one]).sum()) for one in self.types}
 
         def load(one: GroupType) -> tuple[float, float]:
-            return -served[one], self.simulator.load(self._design((one,), ()), 0)
+            return -served[one], self.simulator.buckets(self._design((one,), ()))[0].load
 
         def slowest_s(one: GroupType) -> tuple[float, float]:
             return -served[one], percentile_of(alone_s[one], self.simulator.target.percentile)
@@ -448,20 +453,19 @@ class FleetSearch:
                 best |= {min(alike, key=load), min(alike, key=slowest_s)}
         return [one for one in self.types if one in best]
 
-    def _options(self, design: Fleet, index: int, floor: int, room: int, most: int) -> list[tuple[int, int]]:
+    def _options(self, bucket: Bucket, room: int, most: int, *, single: bool) -> list[tuple[int, int]]:
         """Numbers of groups to consider, each with its late requests, which fall."""
-        first = self.least_replicas(design, index, floor + room, most)
+        first = self.least_replicas(bucket, bucket.late_alone + room, most)
         if not first:
             return [] if first is None else [(0, 0)]
-        options = [(first, self.simulator.late(design, index, first))]
-        if len(design) > 1:
-            beyond = _OPTIONS if self.simulator.requests <= MANY else _OPTIONS_OF_MANY
-            for replicas in range(first + 1, min(most, first + beyond) + 1):
-                if options[-1][1] <= floor:
-                    break
-                late = self.simulator.late(design, index, replicas)
-                if late < options[-1][1]:
-                    options.append((replicas, late))
+        options = [(first, bucket.late(first))]
+        beyond = _OPTIONS if self.simulator.requests <= MANY else _OPTIONS_OF_MANY
+        for replicas in range(first + 1, first if single else min(most, first + beyond) + 1):
+            if options[-1][1] <= bucket.late_alone:
+                break
+            late = bucket.late(replicas)
+            if late < options[-1][1]:
+                options.append((replicas, late))
         return options
 
     def _cheapest(
@@ -514,7 +518,7 @@ def _product(a: float, b: float) -> float:
 
 
 def _high_s(answer: FleetAnswer) -> float:
-    return math.inf if answer.target.high_s is None else answer.target.high_s
+    return math.inf if answer.target_high_s is None else answer.target_high_s
 
 
 def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
@@ -525,59 +529,42 @@ def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
     return list(best.values())
 
 
-class FrontSearch:
+def front_of(search: FleetSearch, fits: Sequence[Fit]) -> Front:
     """Fleets around the best designs, with fewer and with more groups; where none meets the target, the largest."""
+    simulator, limits = search.simulator, search.limits
+    percentiles = tuple(sorted({*map(float, PERCENTILES), simulator.target.percentile}))
+    designs = [fit.fleet for fit in fits[: _FINALISTS if simulator.requests <= MANY else _FINALISTS_OF_MANY]]
 
-    def __init__(self, simulator: FleetSimulator, fits: Sequence[Fit], largest: Sequence[Fleet]) -> None:
-        self.simulator, self.limits = simulator, simulator.limits
-        count = _FINALISTS if simulator.requests <= MANY else _FINALISTS_OF_MANY
-        self.designs: Sequence[Fleet] = [fit.fleet for fit in fits[:count]] or largest
-        self.meets = bool(fits)  # whether they meet the target at the rate asked for
-        self.percentiles = tuple(sorted({*map(float, PERCENTILES), simulator.target.percentile}))
-
-    def front(self) -> Front:
-        """The fleets at the rate that was asked for, and those that no cheaper fleet is as fast as."""
-        tried = self._tried(1.0, self.simulator)
-        index = self.percentiles.index(self.simulator.target.percentile)
-        finite = [one for one in tried if math.isfinite(one.ttft_s[index])]
-        pareto: list[Point] = []
-        for (_, ttft_s), one in sorted({(self._cost(one), one.ttft_s[index]): one for one in finite}.items()):
-            if not pareto or ttft_s < pareto[-1].ttft_s * (1 - _GAP):
-                pareto.append(
-                    Point(num_gpus=one.num_gpus, cost_per_hour=one.cost_per_hour, ttft_s=ttft_s, fleet=one.fleet)
-                )
-        return Front(
-            pareto=tuple(pareto),
-            percentiles=self.percentiles,
-            tried=tuple(tried),
-            explore=lambda: (*tried, *self._at_rates()),
-        )
-
-    def _cost(self, fleet: TriedFleet) -> float:
-        return fleet.cost_per_hour if self.limits.by_cost and fleet.cost_per_hour is not None else fleet.num_gpus
-
-    def _at_rates(self) -> Iterator[TriedFleet]:
-        """Fleets at other rates: the same requests replayed faster or slower.
-
-        As many of the workloads, or as long a stretch of the first, as there is time for.
-        """
-        fleets = len(RATES) * len(self.designs) * len(_SCALES_AT_RATES)
-        most = max(_SIMULATED, self.simulator.simulated // 2) // fleets
-        first = self.simulator.workloads[0]
-        workloads = self.simulator.workloads[: max(1, most // len(first))]
-        if len(first) > max(most, _LEAST):
-            workloads = [first.busiest(max(most, _LEAST))]
-        part = self.simulator.on(workloads)
-        for rate in RATES:
-            yield from self._tried(rate, part.faster(rate))
-
-    def _tried(self, rate: float, simulator: FleetSimulator) -> list[TriedFleet]:
+    def simulate(rate: float, on: FleetSimulator) -> Iterator[TriedFleet]:
         """The designs scaled down and up."""
         scales = _SCALES if rate == 1 else tuple(rate * one for one in _SCALES_AT_RATES)
-        tried: dict[Fleet, TriedFleet] = {}
-        for design in self.designs:
-            for scale in scales if self.meets else _BELOW:
-                fleet = tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
-                if fleet not in tried and _num_gpus(fleet) <= self.limits.max_gpus:
-                    tried[fleet] = simulator.tried(fleet, rate, self.percentiles)
-        return list(tried.values())
+        scaled = [
+            tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
+            for design in designs or search.largest()
+            for scale in (scales if designs else _BELOW)
+        ]
+        for fleet in dict.fromkeys(scaled):
+            if _num_gpus(fleet) <= limits.max_gpus:
+                yield on.tried(fleet, rate, percentiles)
+
+    def at_rates() -> Iterator[TriedFleet]:
+        """The same requests replayed faster or slower: as many of them as there is time for."""
+        count = len(RATES) * len(designs or search.largest()) * len(_SCALES_AT_RATES)
+        most = max(_SIMULATED, simulator.simulated // 2) // count
+        first = simulator.workloads[0]
+        workloads = simulator.workloads[: max(1, most // len(first))]
+        if len(first) > max(most, _LEAST):
+            workloads = [first.busiest(max(most, _LEAST))]
+        part = simulator.on(workloads)
+        for rate in RATES:
+            yield from simulate(rate, part.faster(rate))
+
+    tried = tuple(simulate(1.0, simulator))
+    index = percentiles.index(simulator.target.percentile)
+    by_cost = {(one.cost_per_hour or 0.0 if limits.by_cost else one.num_gpus, one.ttft_s[index]): one for one in tried}
+    pareto: list[Point] = []
+    for key in sorted(by_cost):
+        one, ttft_s = by_cost[key], key[1]
+        if math.isfinite(ttft_s) and (not pareto or ttft_s < pareto[-1].ttft_s * (1 - _GAP)):
+            pareto.append(Point(num_gpus=one.num_gpus, cost_per_hour=one.cost_per_hour, ttft_s=ttft_s, fleet=one.fleet))
+    return Front(pareto=tuple(pareto), percentiles=percentiles, tried=tried, explore=lambda: (*tried, *at_rates()))

@@ -16,10 +16,10 @@ import csv
 import itertools
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -34,17 +34,11 @@ MAX_LINE = 2**17  # characters; also the limit of a field in Python's csv
 MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
 _MAX_HASH = 64  # characters of a hash that is text
 _MAX_ARRIVAL_S = 1e10
-OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
-_COLUMNS = {  # format -> its columns: arrival, context, output
-    OWN: ("arrival_s", "context_tokens", "output_tokens"),
-    AZURE: ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    MOONCAKE: ("timestamp", "input_length", "output_length"),
-}
 _ACCEPTED = (
     "CSV with a header line arrival_s,context_tokens,output_tokens[,cached_tokens] or"
     " TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines"
 )
-_Row = tuple[float, float, float, float, float]  # line number, arrival in seconds, tokens of context, output, prefix
+_Record = Mapping[str, Any]  # one line of a file by column
 
 
 def read_trace(path: str, kind: str | None = None, argument: str = "requests") -> Workload:
@@ -55,30 +49,35 @@ def read_trace(path: str, kind: str | None = None, argument: str = "requests") -
     the argument, the file and the line.
     """
     shown = f"{argument} {' '.join(path.split())}"
-    values = array("d")
+    rows = array("d")  # line number, arrival in seconds, tokens of context, output and cached prefix
     count = 0
     try:
         with open(path, encoding="utf-8-sig", newline=None) as file:
             lines = _bounded(file, shown)
             first = next(lines, "")
-            lines = itertools.chain((first,), lines)
-            if first.lstrip().startswith("{"):
-                file_kind, rows = MOONCAKE, _json_rows(lines, shown)
-            else:
-                file_kind, rows = _csv_rows(lines, shown)
-            for count, row in enumerate(rows, start=1):
+            read = _json_records if first.lstrip().startswith("{") else _csv_records
+            file_kind, records = read(itertools.chain((first,), lines), shown)
+            columns, to_seconds = _FORMATS[file_kind]
+            seen: set[int | str] = set()
+            for count, (line, record) in enumerate(records, start=1):
                 if count > MAX_REQUESTS:
                     break
-                values.extend(row)
+                where = f"{shown}: line {line}"
+                arrival, *lengths = columns
+                context, output = (_tokens(record[name], f"{where}: {name}") for name in lengths)
+                cached = _tokens(record.get("cached_tokens", 0), f"{where}: cached_tokens")
+                if hashes := record.get("hash_ids"):
+                    cached = min(BLOCK_TOKENS * _leading_blocks(hashes, seen, f"{where}: hash_ids"), context)
+                rows.extend((line, to_seconds(record[arrival], f"{where}: {arrival}"), context, output, cached))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text, or not a path"
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
     if not 1 <= count <= MAX_REQUESTS:
-        number = f"{count} requests" if not count else f"more than {MAX_REQUESTS} requests"
+        number = "0 requests" if not count else f"more than {MAX_REQUESTS} requests"
         raise InputError(shown, number, f"1 to {MAX_REQUESTS} requests")
     if kind is not None and file_kind not in (kind, OWN):
-        raise InputError(shown, first, f"the columns of {kind}: {', '.join(_COLUMNS[kind])}")
-    return _workload(Path(path).name, kind or file_kind, np.array(values).reshape(-1, 5), shown)
+        raise InputError(shown, first, f"the columns of {kind}: {', '.join(_FORMATS[kind].columns)}")
+    return _workload(Path(path).name, kind or file_kind, np.array(rows).reshape(-1, 5), shown)
 
 
 def _bounded(file: TextIO, shown: str) -> Iterator[str]:
@@ -92,72 +91,60 @@ def _bounded(file: TextIO, shown: str) -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _csv_rows(lines: Iterator[str], shown: str) -> tuple[str, Iterator[_Row]]:
-    """The format of the header line, and the rows after it."""
+def _csv_records(lines: Iterator[str], shown: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
+    """The format of the header line, and line number and record of each line after it."""
     reader = csv.reader(lines)
-    header = [name.strip() for name in _csv_row(reader, shown) or ()]
-    kind = next((kind for kind, columns in _COLUMNS.items() if set(columns) <= set(header)), None)
+
+    def rows() -> Iterator[list[str]]:
+        try:
+            yield from reader
+        except csv.Error as error:
+            where = f"{shown}: line {reader.line_num + 1}"
+            raise InputError(where, str(error), "a line of comma-separated values") from None
+
+    header = [name.strip() for name in next(rows(), ())]
+    kind = next((kind for kind, one in _FORMATS.items() if set(one.columns) <= set(header)), None)
     if kind is None or len(set(header)) < len(header):
         raise InputError(f"{shown}: line 1", ",".join(header), _ACCEPTED)
-    arrival, *lengths = _COLUMNS[kind]
-    scale = 1e-3 if kind == MOONCAKE else 1.0
-    read_time = _date_s if kind == AZURE else _seconds
-    if has_prefix := "cached_tokens" in header:
-        lengths.append("cached_tokens")
 
-    def rows() -> Iterator[_Row]:
-        while (row := _csv_row(reader, shown)) is not None:
-            if not row:
-                continue
-            where = f"{shown}: line {reader.line_num}"
+    def records() -> Iterator[tuple[int, _Record]]:
+        for row in filter(None, rows()):
             if len(row) != len(header):
-                raise InputError(where, ",".join(row), f"{len(header)} values, as in the header")
-            context, output, *prefix = (_tokens(row[header.index(name)], f"{where}: {name}") for name in lengths)
-            arrival_s = scale * read_time(row[header.index(arrival)], f"{where}: {arrival}")
-            yield reader.line_num, arrival_s, context, output, prefix[0] if has_prefix else 0.0
+                accepted = f"{len(header)} values, as in the header"
+                raise InputError(f"{shown}: line {reader.line_num}", ",".join(row), accepted)
+            yield reader.line_num, {name: value for name, value in zip(header, row, strict=True) if name != "hash_ids"}
 
-    return kind, rows()
-
-
-def _csv_row(reader: Any, shown: str) -> list[str] | None:
-    """The next row; None at the end."""
-    try:
-        return next(reader, None)
-    except csv.Error as error:
-        where = f"{shown}: line {reader.line_num + 1}"
-        raise InputError(where, str(error), "a line of comma-separated values") from None
+    return kind, records()
 
 
-def _json_rows(lines: Iterator[str], shown: str) -> Iterator[_Row]:
-    seen: set[int | str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{shown}: line {number}"
-        row = _json_row(line, where)
-        hashes = row.get("hash_ids") or []
-        context = _tokens(row["input_length"], f"{where}: input_length")
-        leading = next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
-        seen.update(hashes)
-        if len(seen) > MAX_BLOCKS:
-            raise InputError(f"{where}: hash_ids", f"{len(seen)} blocks", f"at most {MAX_BLOCKS} blocks in all")
-        arrival_s = 1e-3 * _seconds(row["timestamp"], f"{where}: timestamp")
-        output = _tokens(row["output_length"], f"{where}: output_length")
-        yield number, arrival_s, context, output, min(float(BLOCK_TOKENS * leading), context)
+def _json_records(lines: Iterator[str], shown: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
+    """The same of JSON lines."""
+    columns = _FORMATS[MOONCAKE].columns
+
+    def records() -> Iterator[tuple[int, _Record]]:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = parse_json(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or not set(columns) <= set(record):
+                raise InputError(f"{shown}: line {number}", line, f"a JSON object with {', '.join(columns)}")
+            yield number, record
+
+    return MOONCAKE, records()
 
 
-def _json_row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict) or not set(_COLUMNS[MOONCAKE]) <= set(row):
-        raise InputError(where, line, f"a JSON object with {', '.join(_COLUMNS[MOONCAKE])}")
-    hashes = row.get("hash_ids") or []
-    if not isinstance(hashes, list) or not all(_is_hash(one) for one in hashes):
-        accepted = f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters"
-        raise InputError(f"{where}: hash_ids", hashes, accepted)
-    return row
+def _leading_blocks(hashes: Any, seen: set[int | str], where: str) -> int:
+    """The number of leading blocks that occurred before; adds all blocks to those seen."""
+    if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
+        raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
+    leading = next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
+    seen.update(hashes)
+    if len(seen) > MAX_BLOCKS:
+        raise InputError(where, f"{len(seen)} blocks", f"at most {MAX_BLOCKS} blocks in all")
+    return leading
 
 
 def _is_hash(value: object) -> bool:
@@ -179,7 +166,11 @@ def _seconds(value: Any, where: str) -> float:
     return number
 
 
-def _date_s(value: str, where: str) -> float:
+def _milliseconds(value: Any, where: str) -> float:
+    return 1e-3 * _seconds(value, where)
+
+
+def _date(value: Any, where: str) -> float:
     """Seconds of a date such as "2023-11-16 18:15:46.6805900"; dates without a zone are taken as UTC."""
     try:
         moment = datetime.fromisoformat(value.strip())
@@ -196,8 +187,21 @@ def _tokens(value: Any, where: str) -> float:
     return number
 
 
+class _Format(NamedTuple):
+    columns: tuple[str, str, str]  # arrival, context, output
+    to_seconds: Callable[[Any, str], float]  # of an arrival, and where it stands
+
+
+OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
+_FORMATS = {
+    OWN: _Format(("arrival_s", "context_tokens", "output_tokens"), _seconds),
+    AZURE: _Format(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date),
+    MOONCAKE: _Format(("timestamp", "input_length", "output_length"), _milliseconds),
+}
+
+
 def _workload(name: str, kind: str, rows: Array, shown: str) -> Workload:
-    """The requests of rows as in _Row, repaired, with notes on the repairs."""
+    """The requests of rows as in read_trace, repaired, with notes on the repairs."""
     notes = []
     out_of_range = (rows[:, 1] < 0) | (rows[:, 1] > _MAX_ARRIVAL_S)
     if out_of_range.any():

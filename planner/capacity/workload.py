@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,23 +29,11 @@ import numpy.typing as npt
 from kvrsim.errors import InputError
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
-from kvrsim.units import MAX_TOKENS, format_tokens, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
+from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
 
 Lengths = npt.NDArray[np.int64]
 MAX_REQUESTS = 5_000_000  # about 1 GiB with all derived arrays
 ARRIVALS = ("poisson", "bursty", "diurnal")
-_DEFAULTS = {  # keys of a specification
-    "rate": "",
-    "requests": "20000",
-    "duration": "",
-    "cv": "3",
-    "period": "86400s",
-    "peak": "3",
-    "context": "lognormal:1k:1",
-    "output": "200",
-    "cached": "0",
-    "max": "128k",
-}
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}  # of a summary
 _Draw = Callable[[int, "np.random.Generator"], Lengths]
 
@@ -177,30 +166,22 @@ class Workload:
             for power in range(int(octave.min()), int(octave.max()) + 1)
         ]
 
-    def describe(self) -> str:
-        """Summary in one line."""
-        rate = f", {self.rate_per_s:.3g} a second" if self.rate_per_s is not None else ""
-        low, high = (format_tokens(int(length)) for length in (self.context_len.min(), self.context_len.max()))
-        share = self.cached_prefix.sum() / self.context_len.sum()
-        cached = f", {share:.0%} of them cached" if share else ""
-        return f"{len(self)} requests in {self.duration_s:.4g} s{rate}, contexts of {low} to {high} tokens{cached}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Synthetic:
-    """A checked specification of synthetic requests."""
+    """A checked specification of synthetic requests; the other fields are its keys."""
 
     text: str
     arrivals: str  # one of ARRIVALS
-    rate_per_s: float
+    rate: float  # requests per second
     requests: int
     cv: float
-    period_s: float
+    period: float  # seconds
     peak: float  # highest rate over lowest
     context: _Draw
     output: _Draw
-    cached_share: float  # of every context
-    max_context: int  # tokens
+    cached: float  # share of every context
+    max: int  # tokens of the longest context
 
     @classmethod
     def parse(cls, text: str, argument: str = "requests") -> Synthetic:
@@ -211,45 +192,32 @@ class Synthetic:
         given: dict[str, str] = {}
         for pair in pairs:
             key, mark, value = pair.partition("=")
-            if not mark or key not in _DEFAULTS or key in given:
-                raise InputError(argument, pair, f"key=value with commas between, once each: {', '.join(_DEFAULTS)}")
+            if not mark or key not in (*_KEYS, "duration") or key in given:
+                known = ", ".join((*_KEYS, "duration"))
+                raise InputError(argument, pair, f"key=value with commas between, once each: {known}")
             given[key] = value
-        values = _DEFAULTS | given
-        rate = parse_number(values["rate"], f"{argument}: rate", above=0, most=1e6)
-        if "duration" not in given:
-            requests = parse_count(values["requests"], f"{argument}: requests", maximum=MAX_REQUESTS)
-        else:
+        duration = given.pop("duration", None)
+        values = {key: parse(given.get(key, default), f"{argument}: {key}") for key, (default, parse) in _KEYS.items()}
+        if duration is not None:
             if "requests" in given:
-                raise InputError(f"{argument}: duration", values["duration"], "requests or duration, not both")
-            expected = rate * parse_seconds(values["duration"], f"{argument}: duration")
+                raise InputError(f"{argument}: duration", duration, "requests or duration, not both")
+            expected = values["rate"] * parse_seconds(duration, f"{argument}: duration")
             if not 1 <= expected <= MAX_REQUESTS:
-                raise InputError(f"{argument}: duration", values["duration"], f"1 to {MAX_REQUESTS} requests in all")
-            requests = round(expected)
-        return cls(
-            text=text,
-            arrivals=arrivals,
-            rate_per_s=rate,
-            requests=requests,
-            cv=parse_number(values["cv"], f"{argument}: cv", above=0, most=100),
-            period_s=parse_seconds(values["period"], f"{argument}: period"),
-            peak=parse_number(values["peak"], f"{argument}: peak", least=1, most=1e6),
-            context=_lengths(values["context"], f"{argument}: context"),
-            output=_lengths(values["output"], f"{argument}: output"),
-            cached_share=parse_share(values["cached"], f"{argument}: cached", below=1),
-            max_context=parse_tokens(values["max"], f"{argument}: max"),
-        )
+                raise InputError(f"{argument}: duration", duration, f"1 to {MAX_REQUESTS} requests in all")
+            values["requests"] = round(expected)
+        return cls(text=text, arrivals=arrivals, **values)
 
     def scaled(self, factor: float) -> Synthetic:
         """`factor` times as many requests in the same time."""
         requests = round(self.requests * factor)
         if not 1 <= requests <= MAX_REQUESTS:
             raise InputError("rate_scale", f"{factor:g}", f"a factor that makes it 1 to {MAX_REQUESTS} requests")
-        return replace(self, rate_per_s=self.rate_per_s * factor, requests=requests)
+        return replace(self, rate=self.rate * factor, requests=requests)
 
     def draw(self, rng: np.random.Generator) -> Workload:
         """Draw one realisation."""
-        context = np.minimum(self.context(self.requests, rng), self.max_context)
-        cached = np.floor(self.cached_share * context).astype(np.int64)
+        context = np.minimum(self.context(self.requests, rng), self.max)
+        cached = np.floor(self.cached * context).astype(np.int64)
         return Workload(
             name=f"synthetic:{self.text}",
             kind="synthetic",
@@ -262,14 +230,14 @@ class Synthetic:
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
         """Unit-rate arrivals, stretched; diurnal ones by the inverse of the integrated rate."""
         shape = 1.0 / self.cv**2 if self.arrivals == "bursty" else 1.0
-        times = np.cumsum(rng.gamma(shape, 1.0 / shape, size=self.requests)) / self.rate_per_s
+        times = np.cumsum(rng.gamma(shape, 1.0 / shape, size=self.requests)) / self.rate
         if self.arrivals == "diurnal":
             # When the integral of 1 - a cos(2 pi t / period) reaches each number; a from peak = (1 + a) / (1 - a).
             swing = (self.peak - 1) / (self.peak + 1)
             grid = np.linspace(0.0, 1.0, 4097)
             integral = grid - swing * np.sin(2 * math.pi * grid) / (2 * math.pi)
-            cycles, phase = np.divmod(times / self.period_s, 1.0)
-            times = self.period_s * (cycles + np.interp(phase, integral, grid))
+            cycles, phase = np.divmod(times / self.period, 1.0)
+            times = self.period * (cycles + np.interp(phase, integral, grid))
         return np.asarray(times - times[0])
 
 
@@ -329,3 +297,16 @@ def _lengths(text: str, argument: str) -> _Draw:
         return lambda count, rng: np.asarray(rng.choice(values, size=count))
     length = parse_tokens(text, argument)
     return lambda count, rng: np.full(count, length, dtype=np.int64)
+
+
+_KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # of a specification: default, and parser
+    "rate": ("", partial(parse_number, above=0, most=1e6)),
+    "requests": ("20000", partial(parse_count, maximum=MAX_REQUESTS)),
+    "cv": ("3", partial(parse_number, above=0, most=100)),
+    "period": ("86400s", parse_seconds),
+    "peak": ("3", partial(parse_number, least=1, most=1e6)),
+    "context": ("lognormal:1k:1", _lengths),
+    "output": ("200", _lengths),
+    "cached": ("0", partial(parse_share, below=1)),
+    "max": ("128k", parse_tokens),
+}

@@ -16,7 +16,7 @@ from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
-from planner.deploy import Degrees, Launch, degrees_of, deployed_by, launch_of, names_for, only_deployable
+from planner.deploy import Degrees, Launch, degrees_of, engines_with, launch_of, names_for, only_deployable
 from tests.building.flags import options
 from validate.engine_flags import QUESTIONS
 
@@ -107,11 +107,11 @@ def test_degrees(name: str, degrees: Degrees | None) -> None:
 
 def test_what_no_engine_has() -> None:
     dense, _ = make_scenario(ctx="4k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
-    assert {name for name, one in STRATEGIES.items() if deployed_by(one, dense)} == {"single", "tp", "pp", "pp-s"}
+    assert {name for name, one in STRATEGIES.items() if engines_with(one, dense)} == {"single", "tp", "pp", "pp-s"}
     latent, _ = make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="b200-nvlink5")
-    assert [one.split()[0] for one in deployed_by(get_strategy("zigzag"), latent)] == ["vllm", "sglang"]
+    assert list(engines_with(get_strategy("zigzag"), latent)) == ["vllm", "sglang"]
     mixture, _ = make_scenario(ctx="4k", gpus=8, model="qwen3-235b-a22b", cluster="h100-nvlink")
-    assert [one.split()[0] for one in deployed_by(get_strategy("tp2+pp2+cp2"), mixture)] == ["sglang"]
+    assert list(engines_with(get_strategy("tp2+pp2+cp2"), mixture)) == ["sglang"]
     with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s, which no engine .* has; here it has single"):
         launched("vllm", "kvr-s", model="llama-3-8b")
     scenario, _ = make_scenario(ctx="4k", gpus=4)

@@ -13,7 +13,7 @@ from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Table, Text, columns, facts, header, limit_text, narrowing, rests_on_line, show
 from kvrsim.cli.text import headline as emphasised
-from kvrsim.units import format_seconds, format_tokens
+from kvrsim.units import format_seconds
 
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
@@ -70,7 +70,7 @@ def capacity(
         result = plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=progress)
     launch = None
     if deploy.emit is not None and result.answer is not None:
-        launch = launch_of_fleet(scenario, request, result, deploy.emit, model=asked.model)
+        launch = launch_of_fleet(result, deploy.emit, model=asked.model)
     print_answer(output, (launch or result).to_dict, result.rows, lambda: show_capacity(result, launch))
     write_files((html, lambda path: _write_page(result, path)), (plot, result.write_plot))
     if not result.feasible:
@@ -95,7 +95,7 @@ def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
     """The fleet, the requests, the alternatives, and what the answer rests on."""
     if launch is not None:
         show_launch(launch)
-    from planner.capacity.page import details, group_rows, headline, verdict
+    from planner.capacity.page import as_text, details, group_table, headline, verdict
 
     best = plan.first
     nothing_served = best.unserved == best.requests
@@ -103,7 +103,7 @@ def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
     answer.add_row("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan)))
     answer.add_row("target:", headline(plan))
     if not nothing_served:
-        for tokens, groups, strategies, requests in group_rows(best):
+        for tokens, groups, strategies, requests in as_text(group_table(plan)[1]):
             answer.add_row(
                 "groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests"
             )
@@ -124,16 +124,15 @@ def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
 
 
 def _lengths(plan: CapacityPlan) -> Table:
-    """Requests by context."""
-    table = columns("contexts\nfrom")
-    columns("requests\n", "share of\nnew tokens", numbers=True, into=table)
-    columns("\n", into=table)
-    rows = plan.workload["histogram"]
-    most = max(row["requests"] for row in rows)
-    for row in rows:
-        bar = "█" * round(_BAR * row["requests"] / most)
-        share = f"{row['share_of_new_tokens']:.1%}"
-        table.add_row(format_tokens(row["from_tokens"]), str(row["requests"]), share, bar)
+    """Requests by context, with bars."""
+    from planner.capacity.page import as_text, length_table
+
+    titles, rows, _ = length_table(plan)
+    table = columns(*(one.title for one in titles), numbers=True)
+    columns("", into=table)
+    most = max(row["requests"] for row in plan.workload["histogram"])
+    for cells in as_text(rows):
+        table.add_row(*cells, "█" * round(_BAR * int(cells[1]) / most))
     return table
 
 
@@ -141,7 +140,7 @@ def _fleets(plan: CapacityPlan) -> Table:
     """The answer, or the nearest miss, and alternatives."""
     from planner.capacity.page import as_text, fleet_table
 
-    titles, rows = fleet_table(plan)
+    titles, rows, _ = fleet_table(plan)
     table = columns(titles[0].title)
     columns(*(one.title for one in titles[1:]), numbers=True, into=table)
     for number, row in enumerate(as_text(rows[: 1 + _SHOWN])):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.views.figure import encoded
 from kvrsim.views.page import render, unpacked
 from planner.capacity.page import capacity_data, capacity_page
-from planner.capacity.plot import picture, queue_over_time, ttft_by_length, waiting
+from planner.capacity.plot import waiting
 from planner.capacity.result import CapacityPlan, Curves
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
@@ -44,7 +45,7 @@ def test_names_of_others_are_text_and_the_data_come_back(plan: CapacityPlan) -> 
 
 
 def test_the_same_plan_gives_the_same_picture(plan: CapacityPlan) -> None:
-    first, again = (picture(plan, (ttft_by_length, queue_over_time), ".svg") for _ in range(2))
+    first, again = (encoded(plan.plot(), ".svg") for _ in range(2))
     assert first == again
 
 

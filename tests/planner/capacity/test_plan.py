@@ -195,7 +195,7 @@ def test_tables_pictures_and_the_report(capsys: pytest.CaptureFixture[str], tmp_
     code, out, _ = run(capsys, *asked, "--html", "report.html", "--plot", "plot.svg")
     assert code == 0
     assert "answer:" in out
-    assert "contexts  requests" in out
+    assert "contexts from" in out
     page = (tmp_path / "report.html").read_text()
     assert "1.00 s" in page.split("<h1>")[1].split("</h1>")[0]
     assert {one["rate"] for one in unpacked(page)["tried"]} >= {0.5, 1.0, 4.0}
@@ -208,7 +208,7 @@ def test_a_page_that_fails_costs_the_page_alone(
     def fail(*_: object) -> None:
         raise ValueError("no such fleet")
 
-    monkeypatch.setattr("planner.capacity.search.FrontSearch._at_rates", fail)
+    monkeypatch.setattr("planner.capacity.workload.Workload.faster", fail)
     asked = ("--requests", SMALL, "--slo-ttft", "1s", "--strategies", "single", "--html", "r.html", "--json", *FEW)
     code, out, err = run(capsys, *asked)
     assert (code, err.count("\n")) == (74, 1)

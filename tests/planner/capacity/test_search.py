@@ -60,7 +60,7 @@ def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes
     for design in search.uniform():
         size = design[0].type.gpus
         numbers = range(1, 1 + LIMITS.max_gpus // size)
-        first = next((n for n in numbers if simulated.late(design, 0, n) <= simulated.allowed), None)
+        first = next((n for n in numbers if simulated.buckets(design)[0].late(n) <= simulated.allowed), None)
         assert (fits[size].design[0].replicas if size in fits else None) == first
     assert fits or slo_s < 1
     assert all(meets(simulated, fit) for fit in fits.values())
@@ -90,10 +90,11 @@ def test_no_cheaper_split_of_the_same_design(workload: Workload, times: ServiceT
     for sizes in ((1, 2), (2, 4), (1, 1)):
         design: Fleet = (bucket(sizes[0], 1, 2048), bucket(sizes[1], 2049, longest))
         fit = search.fit(design)
+        short, long = simulated.buckets(design)
         feasible = [
             sizes[0] * a + sizes[1] * b
             for a, b in itertools.product(range(1, 9), range(1, 9))
-            if simulated.late(design, 0, a) + simulated.late(design, 1, b) <= simulated.allowed
+            if short.late(a) + long.late(b) <= simulated.allowed
         ]
         assert (fit.cost if fit else None) == (min(feasible) if feasible else None)
 
@@ -120,7 +121,7 @@ def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Worklo
     simulated = simulator([workload, workload], times, 1.0)
     design = (bucket(1, 1, 1500), bucket(1, 1501, 8192))
     late = sum(int((run.ttft_s > 1.0).sum()) for run in simulated.runs(tuple(group.of(4) for group in design)))
-    assert late == sum(simulated.late(design, index, 4) for index in range(2))
+    assert late == sum(one.late(4) for one in simulated.buckets(design))
 
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
@@ -140,7 +141,7 @@ def test_the_answer_is_among_the_fleets_tried(explored: CapacityPlan) -> None:
     assert explored.answer is not None
     index = explored.front.percentiles.index(explored.percentile)
     values = [one.ttft_s[index] for one in at(explored, 1.0).values() if one.num_gpus == explored.answer.num_gpus]
-    assert explored.answer.target.value_s in values
+    assert explored.answer.target_ttft_s in values
 
 
 def test_the_front_is_what_a_plan_without_other_rates_has(explored: CapacityPlan) -> None:
