@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from _report import spread, write
 
+from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.interp import percentile_of
@@ -169,7 +170,7 @@ def answers(folder: Path) -> list[str]:
 
 def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
     """All fits, best first."""
-    request: CapacityRequest = make_request(requests=requests, slo_ttft=slo_s)
+    request: CapacityRequest = make_request(FleetArgs(requests=requests, slo_ttft=slo_s))
     workload = request.source.workload(0)
     times = cached_times(machine, requests)
     finder = FleetSearch(FleetSimulator(request, [workload], times))
@@ -212,7 +213,7 @@ def mixed_against_uniform(folder: Path) -> list[str]:
         for order in ("first-come", "shortest-first"):
             asked = {"requests": path, "slo_ttft": slo_s, "rate_scale": rate_scale, "percentile": percentile}
             found = [
-                plan_capacity(scenario(FLASH), make_request(**asked, order=order, uniform_only=only)).answer  # type: ignore[arg-type]
+                plan_capacity(scenario(FLASH), make_request(FleetArgs(**asked, order=order, uniform_only=only))).answer
                 for only in (True, False)
             ]
             cells += [f"{one.num_gpus}: {one.describe()}" if one else "none" for one in found]

@@ -313,7 +313,7 @@ def capacity(
     from planner.capacity.times import StrategyPolicy
 
     asked, warnings = build_scenario(ScenarioArgs(ctx=1, gpus=1, **scenario))
-    request = make_request(**vars(fleet), gpus_per_node=asked.cluster.gpus_per_node)
+    request = make_request(fleet, asked.cluster.gpus_per_node)
     policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=table_of(table))
     return plan_capacity(asked, request, policy, warnings=warnings, on_progress=on_progress)
 

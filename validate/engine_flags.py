@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
@@ -101,7 +102,7 @@ def launches(engine: str) -> Iterator[Launch]:
 
 def _fleet(engine: str, model: str) -> Launch:
     scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
-    request = make_request(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1)
+    request = make_request(FleetArgs(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1))
     plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
     return launch_of_fleet(plan, engine, model="org/model")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from kvrsim.choices import DECODES, FLEET_OBJECTIVES, ORDERS, Order
+from kvrsim.arguments import FleetArgs
+from kvrsim.choices import Order
 from kvrsim.errors import InputError
-from kvrsim.units import parse_bandwidth, parse_count, parse_number, parse_seconds, parse_tokens
+from kvrsim.units import parse_count, parse_number
 from planner.capacity.decode import Decoding
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Source
@@ -63,81 +64,47 @@ class CapacityRequest:
         return f"{rule}; waiting prompts share steps of up to {self.pack_tokens} new tokens, and longer ones are cut"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityOptions:
-    """The options of `kvrsim capacity` about traffic, target and fleet, as users write them."""
-
-    requests: str
-    slo_ttft: float | str
-    percentile: float | str = 99
-    max_gpus: int | str | None = None
-    group_sizes: str | None = None
-    rate_scale: float | str = 1
-    price_per_gpu_hour: float | str | Mapping[int, float] | None = None
-    objective: str = "gpus"
-    decode: str = "separate"
-    tpot: float | str | None = None
-    kv_transfer_bandwidth: float | str | None = None
-    pack_tokens: int | str | None = None
-    order: str = "first-come"
-    replications: int | str = 5
-    sure: bool = False
-    uniform_only: bool = False
-    seed: int = 0
-
-
-def make_request(*, gpus_per_node: int | None = None, **options: Any) -> CapacityRequest:
-    """Check CapacityOptions and read the requests; raises InputError naming the parameter.
+def make_request(fleet: FleetArgs, gpus_per_node: int | None = None) -> CapacityRequest:
+    """Check the arguments and read the requests; raises InputError naming the parameter.
 
     gpus_per_node: where the cluster has nodes; the sizes of groups go up to two nodes by default.
     """
-    given = CapacityOptions(**options)
-    for value, argument, choices in (
-        (given.decode, "decode", DECODES),
-        (given.objective, "objective", FLEET_OBJECTIVES),
-        (given.order, "order", ORDERS),
-    ):
-        if value not in choices:
-            raise InputError(argument, value, f"one of {', '.join(choices)}")
-    limits = _limits(given, gpus_per_node)
-    target = Target(
-        slo_s=_seconds(given.slo_ttft, "slo_ttft"),
-        percentile=parse_number(given.percentile, "percentile", above=0, most=100),
-    )
-    tpot_s = None if given.tpot is None else _seconds(given.tpot, "tpot")
-    separate = given.decode == "separate"
+    limits = _limits(fleet, gpus_per_node)
+    target = Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile)
+    tpot_s = None if fleet.tpot is None else _positive(fleet.tpot, "tpot")
+    separate, bandwidth = fleet.decode == "separate", fleet.kv_transfer_bandwidth
     if not separate and tpot_s is None:
         raise InputError("tpot", "nothing", "the time per output token, such as 30ms, with `decode` last-gpu")
-    bandwidth = given.kv_transfer_bandwidth
     if bandwidth is not None and not separate:
         raise InputError("kv_transfer_bandwidth", bandwidth, "only with `decode` separate")
-    rate_scale = parse_number(given.rate_scale, "rate_scale", above=0, most=1e6)
+    if fleet.pack_tokens is not None and fleet.pack_tokens > _MOST_PACKED:
+        raise InputError("pack_tokens", fleet.pack_tokens, f"at most {_MOST_PACKED} tokens a step")
     return CapacityRequest(
-        source=Source.of(given.requests, rate_scale=rate_scale),
+        source=Source.of(str(fleet.requests), rate_scale=fleet.rate_scale),
         target=target,
         limits=limits,
-        order=cast("Order", given.order),
+        order=fleet.order,
         decoding=Decoding(seconds_per_token=None if separate else tpot_s),
         tpot_s=tpot_s if separate else None,
-        kv_transfer_bytes_per_s=None if bandwidth is None else _bandwidth(bandwidth),
-        pack_tokens=None if given.pack_tokens is None else _budget(given.pack_tokens),
-        replications=parse_count(str(given.replications), "replications"),
-        seed=given.seed,
-        needs_confidence=given.sure,
-        mixed=not given.uniform_only,
+        kv_transfer_bytes_per_s=None if bandwidth is None else _positive(bandwidth, "kv_transfer_bandwidth"),
+        pack_tokens=fleet.pack_tokens,
+        replications=fleet.replications,
+        seed=fleet.seed,
+        needs_confidence=fleet.sure,
+        mixed=not fleet.uniform_only,
     )
 
 
-def _limits(given: CapacityOptions, gpus_per_node: int | None) -> FleetLimits:
-    sizes = _sizes(given.group_sizes, gpus_per_node)
-    most = DEFAULT_MAX_GPUS if given.max_gpus is None else parse_count(str(given.max_gpus), "max_gpus")
+def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:
+    sizes = _sizes(fleet.group_sizes, gpus_per_node)
+    most = fleet.max_gpus or DEFAULT_MAX_GPUS
     if min(sizes) > most:
         raise InputError("max_gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
     sizes = tuple(size for size in sizes if size <= most)
-    prices = _prices(given.price_per_gpu_hour, sizes)
-    if given.objective == "cost" and not prices:
-        raise InputError("objective", given.objective, "with `price_per_gpu_hour`")
-    return FleetLimits(sizes=sizes, max_gpus=most, prices=prices, by_cost=given.objective == "cost")
+    prices = _prices(fleet.price_per_gpu_hour, sizes)
+    if fleet.objective == "cost" and not prices:
+        raise InputError("objective", fleet.objective, "with `price_per_gpu_hour`")
+    return FleetLimits(sizes=sizes, max_gpus=most, prices=prices, by_cost=fleet.objective == "cost")
 
 
 def _sizes(text: str | None, gpus_per_node: int | None) -> tuple[int, ...]:
@@ -152,7 +119,7 @@ def _sizes(text: str | None, gpus_per_node: int | None) -> tuple[int, ...]:
 def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
     """One price for all groups, or one per group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
     argument = "price_per_gpu_hour"
-    prices: Mapping[int, Any]
+    prices: Mapping[int, Any] = dict.fromkeys(sizes, given)
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -160,27 +127,11 @@ def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, .
     elif isinstance(given, str) and "=" in given:
         pairs = [pair.partition("=") for pair in given.split(",")]
         prices = {parse_count(size.strip(), argument, maximum=_MOST_GPUS_PER_GROUP): price for size, _, price in pairs}
-    else:
-        prices = dict.fromkeys(sizes, given)
     known = {size: parse_number(price, argument, above=0, most=1e6) for size, price in prices.items()}
     if missing := [size for size in sizes if size not in known]:
         raise InputError(argument, given, f"a price for groups of {missing[0]} too, or one price for all")
     return {size: known[size] for size in sizes}
 
 
-def _seconds(value: float | str, argument: str) -> float:
-    if isinstance(value, str):
-        return parse_seconds(value, argument)
-    return parse_number(value, argument, above=0, most=1e9)
-
-
-def _bandwidth(value: float | str) -> float:
-    argument = "kv_transfer_bandwidth"
-    return parse_bandwidth(value, argument) if isinstance(value, str) else parse_number(value, argument, above=0)
-
-
-def _budget(value: int | str) -> int:
-    tokens = parse_tokens(str(value), "pack_tokens")
-    if tokens > _MOST_PACKED:
-        raise InputError("pack_tokens", value, f"at most {_MOST_PACKED} tokens a step")
-    return tokens
+def _positive(value: float, argument: str) -> float:
+    return parse_number(value, argument, above=0, most=1e15)

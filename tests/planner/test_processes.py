@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
@@ -37,7 +38,7 @@ def answers(pool: Pool | None) -> dict[str, str]:
     """What four commands answer, without the seconds that they took."""
     scenario, _ = make_scenario(ctx=1024, gpus=2)
     noise = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=4, seed=1, pool=pool)
-    asked = make_request(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications="1", gpus_per_node=None)
+    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1))
     plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"))
     fleet = plan_capacity(scenario, asked, StrategyPolicy(names=("single", "tsp", "kvr-s")), pool=pool)
     found = {
@@ -69,9 +70,9 @@ def test_no_backend_changes_a_byte(backend: str, package: str) -> None:
 
 
 def test_progress_counts_up_to_all() -> None:
-    told: list[tuple[int, int]] = []
-    found = Backwards().ordered(pow, [(2, 3), (3, 2)], lambda *counts: told.append(counts))
-    assert (found, told) == ([8, 9], [(1, 2), (2, 2)])
+    reports: list[tuple[float, float | None, str]] = []
+    results = Backwards().ordered(pow, [(2, 3), (3, 2)], "powers", lambda *report: reports.append(report))
+    assert (results, reports) == ([8, 9], [(1, 2, "powers"), (2, 2, "powers")])
 
 
 def test_a_backend_that_is_none_is_refused() -> None:

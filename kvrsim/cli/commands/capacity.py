@@ -58,7 +58,7 @@ def capacity(
     from planner.deploy import deploy_engine
 
     scenario, warnings = build_scenario(asked)
-    request = make_request(**vars(fleet), gpus_per_node=scenario.cluster.gpus_per_node)
+    request = make_request(fleet, scenario.cluster.gpus_per_node)
     if deploy.emit is not None:
         check_emit(request)
     policy = StrategyPolicy(
