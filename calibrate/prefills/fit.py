@@ -1,4 +1,4 @@
-"""PrefillFit: an engine fitted to whole prefills, its errors, and the profile that holds it."""
+"""fit_prefills: an engine fitted to whole prefills that a user has timed; check_prefills: how far a profile is off."""
 
 from __future__ import annotations
 
@@ -21,13 +21,292 @@ from kvrsim.engine import PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, loa
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
 
+KERNEL_SCALE = "kernel_scale"
+SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
+MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
+TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
+_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale
+_HOST = {one.name for one in fields(HostRates)} & set(TERMS)
 _SPANNED = 4  # times as many tokens in the longest prompt as in the shortest: enough to tell a token's seconds
 _IDENTIFIED = 0.5**0.5  # of the prior's width: below, the rows say more of a term than the prior does
+_OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
+
+# The partition that a strategy runs with: planner's choice, which this package does not import.
+PartitionOf = Callable[[Scenario, Strategy], Partition]
+Change = Callable[[Scenario], Scenario]
+
+
+class Span(Protocol):
+    """The two ends of a prediction interval, seconds."""
+
+    @property
+    def low_s(self) -> float: ...
+
+    @property
+    def high_s(self) -> float: ...
+
+
+# The 80 % interval of a TTFT: planner's, which this package does not import.
+IntervalOf = Callable[[Scenario, Strategy, Partition, float], Span]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCase:
+    """One measured prefill, ready to be predicted."""
+
+    row: PrefillRow
+    scenario: Scenario  # as the strategy sees it
+    strategy: Strategy
+    partition: Partition
+
+    def ttft_s(self, change: Change | None = None) -> float:
+        """Predicted seconds, of the scenario or of a changed one."""
+        scenario = self.scenario if change is None else change(self.scenario)
+        return float(ttft_s(scenario, self.strategy, np.array([self.partition.chunk_lens], dtype=float))[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCases:
+    """All cases, with notes."""
+
+    cases: tuple[PrefillCase, ...]
+    notes: tuple[str, ...]
+    cluster: Cluster | None  # that all cases are on; None: the profile's own, or a default
+
+
+def make_cases(
+    rows: Sequence[PrefillRow],
+    profile: CalibrationProfile,
+    partition_of: PartitionOf,
+    setting: Mapping[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
+) -> PrefillCases:
+    """The rows as cases of one profile.
+
+    setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
+
+    Rows of another built-in GPU than the profile's are left out; those of a GPU that kvrsim does not know are taken to
+    be of the profile's; each with a note. Raises InputError where no row is left, and naming the file and line of a row
+    that cannot be simulated.
+    """
+    given = {key: value for key, value in (setting or {}).items() if value is not None}
+    cluster = given.pop("cluster", None)
+    if cluster is None:
+        cluster = _cluster_of(profile) if profile.cluster is None else None
+    elif not isinstance(cluster, Cluster):
+        cluster = load_cluster(str(cluster))
+    if cluster is not None:
+        given["cluster"] = cluster
+    cases, notes = [], dict[str, str]()
+    usable, gpu_notes = _of_gpu(rows, profile)
+    for number, row in enumerate(usable, start=1):
+        if on_progress is not None:
+            on_progress(number, len(usable), "preparing rows")
+        try:
+            case, about = _case(row, profile, partition_of, given)
+        except InputError as error:
+            if error.parameter.split(":")[0] not in _OF_A_ROW:
+                raise
+            raise InputError(f"{row.where}: {error.parameter}", error.value, error.accepted) from None
+        cases.append(case)
+        for note in about:
+            notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
+    return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
+
+
+def _case(
+    row: PrefillRow, profile: CalibrationProfile, partition_of: PartitionOf, given: Mapping[str, Any]
+) -> tuple[PrefillCase, tuple[str, ...]]:
+    scenario, notes = make_scenario(
+        ctx=row.context_len or 0,
+        gpus=row.num_gpus,
+        model=row.model or "",
+        profile=profile,
+        batch=row.batch or 1,
+        cached_prefix=row.cached_prefix or 0,
+        dtype=row.dtype,
+        **given,
+    )
+    strategy = get_strategy(row.strategy_name)
+    per_rank = for_strategy(scenario, strategy)
+    partition = partition_of(per_rank, strategy)
+    return PrefillCase(row=row, scenario=per_rank, strategy=strategy, partition=partition), notes
+
+
+def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
+    """The built-in cluster of the profile's GPU, one without a bus if there are both."""
+    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == profile.gpu]
+    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
+
+
+def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
+    """The rows of the profile's GPU, and notes on the others."""
+    usable, others, unknown = [], Counter[str](), dict[str, None]()
+    for row in rows:
+        if row.gpu is None or _is_named(profile.gpu, row.gpu):
+            usable.append(row)
+        elif profile.gpu in (known := _chips(row.gpu)) or not known:
+            unknown[row.gpu] = None
+            usable.append(row)
+        else:
+            others[row.gpu] += 1
+    if not usable:
+        accepted = f"{profile.gpu}, the GPU of profile {profile.name}; other GPUs have profiles of their own"
+        raise InputError(f"{rows[0].where}: gpu", rows[0].gpu, accepted)
+    notes = [
+        f"{count} row{'s' * (count > 1)} of {gpu} left out: profile {profile.name} is of {profile.gpu}"
+        for gpu, count in others.items()
+    ]
+    notes += [f"GPU {gpu} is taken to be {profile.gpu}, the GPU of profile {profile.name}" for gpu in unknown]
+    return usable, notes
+
+
+def _chips(text: str) -> list[str]:
+    """The built-in GPUs that a name may mean; A800 and H800 are A100 and H100 with slower links."""
+    plain = re.sub("[ah]800", lambda found: f"{found[0][0]}100", text.lower())
+    return [gpu for gpu in builtin_gpus() if _is_named(gpu, plain)]
+
+
+def _is_named(gpu: str, text: str) -> bool:
+    """Whether a GPU's name and a text have the same parts, as far as the shorter goes: "A100-SXM-80GB", "H100"."""
+    ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
+    return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
+
+
+# -- without fitting anything
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """Absolute relative errors of some predictions, as fractions."""
+
+    median_ape: float
+    mape: float
+
+    @classmethod
+    def of(cls, predicted_s: Array, measured_s: Array) -> Errors:
+        """Of predicted / measured - 1."""
+        size = np.abs(predicted_s / measured_s - 1)
+        return cls(median_ape=float(np.median(size)), mape=float(np.mean(size)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRow:
+    """One measured prefill and its prediction."""
+
+    case: str  # in words
+    measured_s: float
+    predicted_s: float
+    low_s: float  # of the 80 % prediction interval
+    high_s: float
+
+    @property
+    def rel_error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCheck:
+    """All rows, and their errors together."""
+
+    rows: tuple[CheckedRow, ...]
+
+    @property
+    def errors(self) -> Errors:
+        predicted_s, measured_s = np.array([(row.predicted_s, row.measured_s) for row in self.rows]).T
+        return Errors.of(predicted_s, measured_s)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the measurements that their intervals hold."""
+        return float(np.mean([row.low_s <= row.measured_s <= row.high_s for row in self.rows]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        rows = [fields_to_json(row) | {"rel_error": row.rel_error} for row in self.rows]
+        return {"rows": rows, "n": len(rows), **to_json(self.errors), "coverage": self.coverage}
+
+
+def check_prefills(
+    cases: Sequence[PrefillCase], interval_of: IntervalOf, on_progress: OnProgress | None = None
+) -> PrefillCheck:
+    """Predict each case, with its 80 % interval."""
+    rows = []
+    for number, case in enumerate(cases, start=1):
+        if on_progress is not None:
+            on_progress(number, len(cases), "predicting rows")
+        predicted_s = case.ttft_s()
+        span = interval_of(case.scenario, case.strategy, case.partition, predicted_s)
+        seconds = {"predicted_s": predicted_s, "low_s": span.low_s, "high_s": span.high_s}
+        rows.append(CheckedRow(case=case.row.case, measured_s=case.row.ttft_s, **seconds))
+    return PrefillCheck(rows=tuple(rows))
+
+
+# -- an engine fitted to the cases
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTerms:
+    """An engine whose terms are to be fitted: its values are the priors' medians, its spreads their widths."""
+
+    engine: Engine
+    gpu: str  # of the profile, whose kernels are scaled
+    priors: tuple[Prior, ...]
+
+    @classmethod
+    def of(cls, profile: CalibrationProfile, engine: Engine | None, *, lengths: bool = False) -> EngineTerms:
+        """The terms that have both a value and a spread; InputError where none has.
+
+        engine: the prior; None: PRIOR_ENGINE.
+        lengths: whether the rows span lengths, which may show seconds per token that the prior does not know of.
+        """
+        base = load_engine(PRIOR_ENGINE) if engine is None else engine
+        priors = []
+        for name in TERMS:
+            log_sd = base.spread.get(name, 0.0)
+            median = base.scale_on(profile.gpu) if name == KERNEL_SCALE else getattr(base.host, name, 0.0)
+            if name != MODEL and log_sd > 0 and median > 0:
+                priors.append(Prior(name=name, median=median, log_sd=log_sd))
+        if not priors:
+            raise InputError("engine", base.name, f"an engine with terms that have a spread, such as {PRIOR_ENGINE}")
+        if profile.kernels.clock is not None:
+            share = profile.kernels.clock.sustained_share
+            priors.append(Prior(name=SUSTAINED_SHARE, median=share, log_sd=_CLOCK_LOG_SD))
+        if lengths and base.host.token_s == 0:
+            priors.append(TOKEN_PRIOR)
+        priors.sort(key=lambda prior: (*TERMS, SUSTAINED_SHARE).index(prior.name))
+        return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
+
+    def named(self, values: Array) -> dict[str, float]:
+        """Values by term, in the order of the priors."""
+        return {prior.name: float(value) for prior, value in zip(self.priors, values, strict=True)}
+
+    def engine_with(self, values: Mapping[str, float]) -> Engine:
+        """The engine with these values of its terms."""
+        host = {name: value for name, value in values.items() if name in _HOST}
+        scale = {self.gpu: values[KERNEL_SCALE]} if KERNEL_SCALE in values else self.engine.kernel_scale
+        return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
+
+    def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
+        """The scenario served by an engine, on a device with a clock, with these values."""
+        profile = scenario.profile and with_clock(scenario.profile, values)
+        return replace(scenario, engine=self.engine_with(values), profile=profile)
+
+
+def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
+    """The profile with the clock's share from these values; at most 1."""
+    kernels = profile.kernels
+    if kernels.clock is None or SUSTAINED_SHARE not in values:
+        return profile
+    clock = replace(kernels.clock, sustained_share=min(1.0, values[SUSTAINED_SHARE]))
+    return replace(profile, kernels=replace(kernels, clock=clock))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,33 +331,8 @@ class FittedTerm:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         low, high = self.span
-        return {
-            "name": self.prior.name,
-            "prior": self.prior.median,
-            "prior_log_sd": self.prior.log_sd,
-            "value": self.value,
-            "low": low,
-            "high": high,
-            "identified": self.identified,
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Errors:
-    """Absolute relative errors of some predictions, as fractions."""
-
-    median_ape: float
-    mape: float
-
-    @classmethod
-    def of(cls, predicted_s: Array, measured_s: Array) -> Errors:
-        """predicted / measured - 1, its size."""
-        size = np.abs(predicted_s / measured_s - 1)
-        return cls(median_ape=float(np.median(size)), mape=float(np.mean(size)))
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain JSON values."""
-        return {"median_ape": self.median_ape, "mape": self.mape}
+        prior = {"name": self.prior.name, "prior": self.prior.median, "prior_log_sd": self.prior.log_sd}
+        return {**prior, "value": self.value, "low": low, "high": high, "identified": self.identified}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,21 +372,23 @@ class PrefillFit:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         assert self.engine.fit is not None, "fit_prefills sets it"
-        rows = zip(
-            self.cases, self.measured_s, self.before_s, self.solution.after_s, self.solution.left_out_s,
-            strict=True,
-        )  # fmt: skip
-        names = ("case", "measured_s", "before_s", "after_s", "left_out_s")
+        columns = {
+            "case": self.cases,
+            "measured_s": self.measured_s.tolist(),
+            "before_s": self.before_s.tolist(),
+            "after_s": self.solution.after_s.tolist(),
+            "left_out_s": self.solution.left_out_s.tolist(),
+        }
         return {
             "profile": self.profile.name,
             "n": len(self.cases),
             "terms": [term.to_dict() for term in self.terms],
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-            "left_out": self.left_out.to_dict(),
+            "before": to_json(self.before),
+            "after": to_json(self.after),
+            "left_out": to_json(self.left_out),
             "left_out_log_sd": self.engine.fit.log_sd,
             "left_out_coverage": self.engine.fit.coverage,
-            "rows": [dict(zip(names, (case, *map(float, seconds)), strict=True)) for case, *seconds in rows],
+            "rows": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
         }
 
 
@@ -159,30 +415,63 @@ def fit_prefills(
     terms = EngineTerms.of(profile, prior, lengths=max(sizes) >= _SPANNED * min(sizes))
 
     def predict(values: Array) -> Array:
-        chosen = dict(zip(terms.names, map(float, values), strict=True))
+        chosen = terms.named(values)
         return np.array([case.ttft_s(lambda scenario: terms.scenario_with(scenario, chosen)) for case in cases])
 
     labels = tuple(case.row.case for case in cases)
-    found = solve(predict, measured_s, terms.priors, labels, on_progress)
+    solution = solve(predict, measured_s, terms.priors, labels, on_progress)
+    values = {term: float(f"{value:.4g}") for term, value in terms.named(solution.values).items()}
+    if SUSTAINED_SHARE in values:
+        values[SUSTAINED_SHARE] = min(1.0, values[SUSTAINED_SHARE])
     fitted = tuple(
-        FittedTerm(prior=prior, value=_most(prior.name, float(f"{value:.4g}")), log_sd=float(log_sd))
-        for prior, value, log_sd in zip(terms.priors, found.values, found.log_sd, strict=True)
+        FittedTerm(prior=prior, value=values[prior.name], log_sd=float(log_sd))
+        for prior, log_sd in zip(terms.priors, solution.log_sd, strict=True)
     )
-    values = {term.prior.name: term.value for term in fitted}
-    engine = _engine(terms, fitted, found, measured_s, labels, name=name, source=source)
-    whole = replace(
-        with_clock(profile, values), name=name, engine=engine, residual=None, cluster=profile.cluster or cluster
+    rows = f"{len(labels)} prefill{'s' * (len(labels) > 1)}"
+    spread = {term.prior.name: float(f"{term.log_sd:.3g}") for term in fitted if term.prior.name in TERMS}
+    engine = replace(
+        terms.engine_with(values),
+        name=name,
+        title=f"fitted to {rows}",
+        description=f"{rows} of one's own ({source}), with {terms.engine.name} as the prior.",
+        not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
+        spread=dict(terms.engine.spread) | spread | {MODEL: float(f"{solution.noise_log_sd:.3g}")},
+        fit=_engine_fit(solution, measured_s, source),
+        provenance={
+            "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
+            "prior": terms.engine.name,
+            "rows": source,
+        },
     )
     fit = PrefillFit(
-        profile=whole,
+        profile=replace(
+            with_clock(profile, values), name=name, engine=engine, residual=None, cluster=profile.cluster or cluster
+        ),
         engine=engine,
         terms=fitted,
         cases=labels,
         measured_s=measured_s,
         before_s=np.array([case.ttft_s() for case in cases]),
-        solution=found,
+        solution=solution,
     )
     return fit if interval_of is None else _with_coverage(fit, cases, interval_of)
+
+
+def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit:
+    after, left_out = (Errors.of(seconds, measured_s) for seconds in (solution.after_s, solution.left_out_s))
+    log_sd = left_out_log_sd(solution.left_out_s, measured_s)
+    inside = np.abs(np.log(solution.left_out_s / measured_s)) <= DEVIATES_OF_80_PERCENT * log_sd
+    return EngineFit(
+        source=source,
+        num_rows=len(measured_s),
+        mape=after.mape,
+        median_ape=after.median_ape,
+        left_out_mape=left_out.mape,
+        left_out_median_ape=left_out.median_ape,
+        left_out="row",
+        log_sd=log_sd,
+        coverage=float(np.mean(inside)),
+    )
 
 
 def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: IntervalOf) -> PrefillFit:
@@ -195,55 +484,6 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
         inside.append(span.low_s <= case.row.ttft_s * ttft_s / then_s <= span.high_s)
     engine = replace(fit.engine, fit=replace(fit.engine.fit, coverage=float(np.mean(inside))))
     return replace(fit, engine=engine, profile=replace(fit.profile, engine=engine))
-
-
-def _engine(
-    terms: EngineTerms,
-    fitted: Sequence[FittedTerm],
-    found: Solution,
-    measured_s: Array,
-    labels: Sequence[str],
-    *,
-    name: str,
-    source: str,
-) -> Engine:
-    """The engine as a record of its own."""
-    base = terms.engine
-    values = {term.prior.name: term.value for term in fitted}
-    spread = {term.prior.name: float(f"{term.log_sd:.3g}") for term in fitted if term.prior.name in TERMS}
-    after, left_out = (Errors.of(seconds, measured_s) for seconds in (found.after_s, found.left_out_s))
-    log_sd = left_out_log_sd(found.left_out_s, measured_s)
-    outside = np.abs(np.log(found.left_out_s / measured_s)) > DEVIATES_OF_80_PERCENT * log_sd
-    rows = f"{len(labels)} prefill{'s' * (len(labels) > 1)}"
-    return replace(
-        terms.engine_with(values),
-        name=name,
-        title=f"fitted to {rows}",
-        description=f"{rows} of one's own ({source}), with {base.name} as the prior.",
-        not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
-        spread=dict(base.spread) | spread | {MODEL: float(f"{found.noise_log_sd:.3g}")},
-        fit=EngineFit(
-            source=source,
-            num_rows=len(labels),
-            mape=after.mape,
-            median_ape=after.median_ape,
-            left_out_mape=left_out.mape,
-            left_out_median_ape=left_out.median_ape,
-            left_out="row",
-            log_sd=log_sd,
-            coverage=float(np.mean(~outside)),
-        ),
-        provenance={
-            "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
-            "prior": base.name,
-            "rows": source,
-        },
-    )
-
-
-def _most(name: str, value: float) -> float:
-    """A share is at most 1."""
-    return min(1.0, value) if name == SUSTAINED_SHARE else value
 
 
 def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
@@ -261,323 +501,3 @@ def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
 def source_of(paths: Sequence[str | Path]) -> str:
     """Names of the files, without their folders."""
     return ", ".join(dict.fromkeys(Path(path).name for path in paths))
-
-
-# -- PrefillCase: a measured prefill with the scenario, strategy and partition by which it is predicted.
-
-# The partition that a strategy runs with: planner.partitions.partition_of, which this package does not import.
-Cut = Callable[[Scenario, Strategy], Partition]
-Change = Callable[[Scenario], Scenario]
-
-_OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillCase:
-    """One measured prefill, ready to be predicted."""
-
-    row: PrefillRow
-    scenario: Scenario  # as the strategy sees it (see for_strategy)
-    strategy: Strategy
-    partition: Partition
-
-    def ttft_s(self, change: Change | None = None) -> float:
-        """Predicted seconds, of the scenario or of a changed one."""
-        scenario = self.scenario if change is None else change(self.scenario)
-        return float(ttft_s(scenario, self.strategy, np.array([self.partition.chunk_lens], dtype=float))[0])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillCases:
-    """All cases, and what has to be said of them."""
-
-    cases: tuple[PrefillCase, ...]
-    notes: tuple[str, ...]
-    cluster: Cluster | None  # that all cases are on; None: the profile's own, or a default
-
-    @property
-    def measured_s(self) -> list[float]:
-        """Seconds of each case."""
-        return [case.row.ttft_s for case in self.cases]
-
-
-def make_cases(
-    rows: Sequence[PrefillRow],
-    profile: CalibrationProfile,
-    cut: Cut,
-    setting: Mapping[str, Any] | None = None,
-    on_progress: OnProgress | None = None,
-) -> PrefillCases:
-    """The rows as cases of one profile.
-
-    setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
-
-    Rows of another built-in GPU than the profile's are left out; those of a GPU that kvrsim does not know are taken to
-    be of the profile's; each with a note. Raises InputError where no row is left, and naming the file and line of a row
-    that cannot be simulated.
-    """
-    given = {key: value for key, value in (setting or {}).items() if value is not None}
-    cluster = given.pop("cluster", None)
-    if cluster is None:
-        cluster = _cluster_of(profile) if profile.cluster is None else None
-    elif not isinstance(cluster, Cluster):
-        cluster = load_cluster(str(cluster))
-    if cluster is not None:
-        given["cluster"] = cluster
-    cases, notes = [], dict[str, str]()
-    kept, gpu_notes = _of_gpu(rows, profile)
-    for number, row in enumerate(kept, start=1):
-        if on_progress is not None:
-            on_progress(number, len(kept), "preparing rows")
-        scenario, about = _scenario_of(row, profile, given)
-        for note in about:
-            notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
-        cases.append(_case(row, scenario, cut))
-    return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
-
-
-def _case(row: PrefillRow, scenario: Scenario, cut: Cut) -> PrefillCase:
-    try:
-        strategy = get_strategy(row.strategy_name)
-        placed = for_strategy(scenario, strategy)
-        partition = cut(placed, strategy)
-    except InputError as error:
-        raise _placed(error, row) from None
-    return PrefillCase(row=row, scenario=placed, strategy=strategy, partition=partition)
-
-
-def _scenario_of(
-    row: PrefillRow, profile: CalibrationProfile, given: Mapping[str, Any]
-) -> tuple[Scenario, tuple[str, ...]]:
-    try:
-        return make_scenario(
-            ctx=row.context_len or 0,
-            gpus=row.num_gpus,
-            model=row.model or "",
-            profile=profile,
-            batch=row.batch or 1,
-            cached_prefix=row.cached_prefix or 0,
-            dtype=row.dtype,
-            **given,
-        )
-    except InputError as error:
-        raise _placed(error, row) from None
-
-
-def _placed(error: InputError, row: PrefillRow) -> InputError:
-    """The same error, saying in which row, where it is the row's."""
-    if error.parameter.split(":")[0] not in _OF_A_ROW:
-        return error
-    return InputError(f"{row.where}: {error.parameter}", error.value, error.accepted)
-
-
-def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
-    """The built-in cluster of the profile's GPU, one without a bus if there are both; None: there is none."""
-    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == profile.gpu]
-    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
-
-
-def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
-    """The rows of the profile's GPU, and what to say of the others."""
-    kept, others, unknown = [], Counter[str](), dict[str, None]()
-    for row in rows:
-        if row.gpu is None or _is_named(profile.gpu, row.gpu):
-            kept.append(row)
-        elif profile.gpu in (known := _chips(row.gpu)) or not known:
-            unknown[row.gpu] = None
-            kept.append(row)
-        else:
-            others[row.gpu] += 1
-    if not kept:
-        first = rows[0]
-        accepted = f"{profile.gpu}, the GPU of profile {profile.name}; other GPUs have profiles of their own"
-        raise InputError(f"{first.where}: gpu", first.gpu, accepted)
-    notes = [
-        f"{count} row{'s' * (count > 1)} of {gpu} left out: profile {profile.name} is of {profile.gpu}"
-        for gpu, count in others.items()
-    ]
-    notes += [f"GPU {gpu} is taken to be {profile.gpu}, the GPU of profile {profile.name}" for gpu in unknown]
-    return kept, notes
-
-
-def _chips(text: str) -> list[str]:
-    """The built-in GPUs that a name may mean; A800 and H800 are A100 and H100 with slower links."""
-    plain = re.sub("[ah]800", lambda found: f"{found[0][0]}100", text.lower())
-    return [gpu for gpu in builtin_gpus() if _is_named(gpu, plain)]
-
-
-def _is_named(gpu: str, text: str) -> bool:
-    """Whether a GPU's name and a text have the same parts, as far as the shorter goes: "A100-SXM-80GB", "H100"."""
-    ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
-    return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
-
-
-# -- PrefillCheck: how far a profile and its engine are from measured prefills, without fitting anything.
-
-
-class Span(Protocol):
-    """The two ends of a prediction interval, seconds."""
-
-    @property
-    def low_s(self) -> float: ...
-
-    @property
-    def high_s(self) -> float: ...
-
-
-# The 80 % interval of a TTFT: planner.uncertainty.interval.interval, which this package does not import.
-IntervalOf = Callable[[Scenario, Strategy, Partition, float], Span]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedRow:
-    """One measured prefill beside its prediction."""
-
-    case: str  # in words
-    measured_s: float
-    predicted_s: float
-    low_s: float  # of the 80 % prediction interval
-    high_s: float
-
-    @property
-    def rel_error(self) -> float:
-        """predicted / measured - 1."""
-        return self.predicted_s / self.measured_s - 1
-
-    @property
-    def inside(self) -> bool:
-        """Whether the interval holds the measurement."""
-        return self.low_s <= self.measured_s <= self.high_s
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "case": self.case,
-            "measured_s": self.measured_s,
-            "predicted_s": self.predicted_s,
-            "low_s": self.low_s,
-            "high_s": self.high_s,
-            "rel_error": self.rel_error,
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillCheck:
-    """All rows, and their errors together."""
-
-    rows: tuple[CheckedRow, ...]
-
-    @property
-    def median_ape(self) -> float:
-        """Median of the absolute relative errors, as a fraction."""
-        return float(np.median(np.abs([row.rel_error for row in self.rows])))
-
-    @property
-    def mape(self) -> float:
-        """Mean of the absolute relative errors."""
-        return float(np.mean(np.abs([row.rel_error for row in self.rows])))
-
-    @property
-    def coverage(self) -> float:
-        """Share of the measurements that their intervals hold."""
-        return float(np.mean([row.inside for row in self.rows]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "n": len(self.rows),
-            "median_ape": self.median_ape,
-            "mape": self.mape,
-            "coverage": self.coverage,
-        }
-
-
-def check_prefills(
-    cases: Sequence[PrefillCase], interval_of: IntervalOf, on_progress: OnProgress | None = None
-) -> PrefillCheck:
-    """Predict each case, with its 80 % interval."""
-    rows = []
-    for number, case in enumerate(cases, start=1):
-        if on_progress is not None:
-            on_progress(number, len(cases), "predicting rows")
-        predicted_s = case.ttft_s()
-        span = interval_of(case.scenario, case.strategy, case.partition, predicted_s)
-        rows.append(
-            CheckedRow(
-                case=case.row.case,
-                measured_s=case.row.ttft_s,
-                predicted_s=predicted_s,
-                low_s=span.low_s,
-                high_s=span.high_s,
-            )
-        )
-    return PrefillCheck(rows=tuple(rows))
-
-
-# -- EngineTerms: the terms of an engine, and the clock, that are fitted to whole prefills, and their priors.
-
-KERNEL_SCALE = "kernel_scale"
-SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
-_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale
-_HOST = {one.name for one in fields(HostRates)} & set(TERMS)
-TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
-MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineTerms:
-    """An engine whose terms are to be fitted: its values are the priors' medians, its spreads their widths."""
-
-    engine: Engine
-    gpu: str  # of the profile, whose kernels are scaled
-    priors: tuple[Prior, ...]
-
-    @classmethod
-    def of(cls, profile: CalibrationProfile, engine: Engine | None, *, lengths: bool = False) -> EngineTerms:
-        """The terms that have both a value and a spread; InputError where none has.
-
-        engine: the prior; None: PRIOR_ENGINE.
-        lengths: whether the rows span lengths, which may show seconds a token that the prior does not know of.
-        """
-        base = load_engine(PRIOR_ENGINE) if engine is None else engine
-        priors = []
-        for name in TERMS:
-            log_sd = base.spread.get(name, 0.0)
-            median = base.scale_on(profile.gpu) if name == KERNEL_SCALE else getattr(base.host, name, 0.0)
-            if name != MODEL and log_sd > 0 and median > 0:
-                priors.append(Prior(name=name, median=median, log_sd=log_sd))
-        if not priors:
-            raise InputError("engine", base.name, f"an engine with terms that have a spread, such as {PRIOR_ENGINE}")
-        if profile.kernels.clock is not None:
-            share = profile.kernels.clock.sustained_share
-            priors.append(Prior(name=SUSTAINED_SHARE, median=share, log_sd=_CLOCK_LOG_SD))
-        if lengths and base.host.token_s == 0:
-            priors.append(TOKEN_PRIOR)
-        priors.sort(key=lambda prior: (*TERMS, SUSTAINED_SHARE).index(prior.name))
-        return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the terms, in the order of the priors."""
-        return tuple(prior.name for prior in self.priors)
-
-    def engine_with(self, values: Mapping[str, float]) -> Engine:
-        """The engine with these values of its terms."""
-        host = {name: value for name, value in values.items() if name in _HOST}
-        scale = {self.gpu: values[KERNEL_SCALE]} if KERNEL_SCALE in values else self.engine.kernel_scale
-        return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
-
-    def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
-        """The scenario served by an engine, on a device with a clock, with these values."""
-        profile = scenario.profile and with_clock(scenario.profile, values)
-        return replace(scenario, engine=self.engine_with(values), profile=profile)
-
-
-def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
-    """The profile with the clock's share from these values; at most 1."""
-    kernels = profile.kernels
-    if kernels.clock is None or SUSTAINED_SHARE not in values:
-        return profile
-    clock = replace(kernels.clock, sustained_share=min(1.0, values[SUSTAINED_SHARE]))
-    return replace(profile, kernels=replace(kernels, clock=clock))

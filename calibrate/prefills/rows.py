@@ -102,10 +102,10 @@ class Output:
     notes: list[str] = field(default_factory=list)
     requests: list[tuple[int, float]] = field(default_factory=list)  # prompt tokens and seconds of single requests
 
-    def add(self, row: PrefillRow) -> None:
+    def add(self, where: str, ttft_s: float, **sizes: Any) -> None:
         """One row; what it does not say is taken from the name of the file."""
-        named: dict[str, Any] = {key: value for key, value in in_name(self.path).items() if key in _ROW_SIZES}
-        self.rows.append(replace(row, **{key: value for key, value in named.items() if getattr(row, key) is None}))
+        named = {key: value for key, value in in_name(self.path).items() if key in _ROW_SIZES}
+        self.rows.append(PrefillRow(ttft_s=ttft_s, where=where, **{**named, **sizes}))
 
     def note(self, text: str) -> None:
         """A line for people about this file."""
@@ -123,15 +123,8 @@ def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: s
         groups = [ordered[first : first + size] for first in range(0, len(ordered), size)]
         output.note(f"{len(lengths)} prompt lengths, put into {len(groups)} groups of up to {size} requests")
     for group in groups:
-        output.add(
-            PrefillRow(
-                ttft_s=statistics.median(seconds for _, seconds in group),
-                where=where,
-                context_len=round(statistics.median(length for length, _ in group)),
-                batch=1,
-                likely_model=model,
-            )
-        )
+        length, seconds = (statistics.median(column) for column in zip(*group, strict=True))
+        output.add(where, seconds, context_len=round(length), batch=1, likely_model=model)
 
 
 def in_name(path: Path) -> dict[str, int]:
@@ -209,7 +202,7 @@ def _vllm_latency(data: JsonObject, output: Output) -> None:
     elif output_len != 1:
         accepted = "a run with --output-len 1, whose latency is the time to first token"
         raise data.error("avg_latency", f"{accepted} (the name of the file says {output_len} output tokens)")
-    output.add(PrefillRow(ttft_s=seconds, where=data.where))
+    output.add(data.where, seconds)
 
 
 def _vllm_serve(data: JsonObject, output: Output) -> None:
@@ -227,12 +220,8 @@ def _vllm_serve(data: JsonObject, output: Output) -> None:
         typical_s = data.number(key) * 1e-3
         tokens = data.integer("total_input_tokens", maximum=MAX_TOKENS**2) / data.integer("completed")
         output.note("saved without --save-detailed: all prompts are taken to have the mean length")
-        output.add(
-            PrefillRow(
-                ttft_s=typical_s, where=data.where, context_len=max(1, round(tokens)), batch=1, likely_model=model
-            )
-        )
-    _tell_of_queues(data.fields.get("request_rate"), data.fields.get("max_concurrency"), typical_s, output)
+        output.add(data.where, typical_s, context_len=max(1, round(tokens)), batch=1, likely_model=model)
+    _note_queues(data.fields.get("request_rate"), data.fields.get("max_concurrency"), typical_s, output)
 
 
 def _requests(data: JsonObject) -> list[tuple[int, float]]:
@@ -247,7 +236,7 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
     return pairs
 
 
-def _tell_of_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
+def _note_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
     """A TTFT under load holds waiting, which no term of an engine stands for."""
     if concurrency == 1:
         return
@@ -263,12 +252,10 @@ def _tell_of_queues(rate: object, concurrency: object, typical_s: float, output:
 def _sglang(data: JsonObject, output: Output) -> None:
     """prefill_latency, seconds of one batch inside the process: no server, tokeniser or HTTP is in it."""
     output.add(
-        PrefillRow(
-            ttft_s=data.number("prefill_latency"),
-            where=data.where,
-            context_len=data.integer("input_len"),
-            batch=data.integer("batch_size"),
-        )
+        data.where,
+        data.number("prefill_latency"),
+        context_len=data.integer("input_len"),
+        batch=data.integer("batch_size"),
     )
     text = "times inside the engine: the time of a request that clients see is not in them"
     if f"{output.path.name}: {text}" not in output.notes:
@@ -285,20 +272,12 @@ def _aiperf(data: JsonObject, output: Output) -> None:
     config = data.fields.get("input_config")
     asked = config if isinstance(config, dict) else {}
     names = asked.get("model_names") or _inner(asked, "endpoint").get("model_names")
-    output.add(
-        PrefillRow(
-            ttft_s=seconds,
-            where=data.where,
-            context_len=max(1, round(tokens)),
-            batch=1,
-            likely_model=known_model(_first(names)),
-        )
-    )
+    output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=known_model(_first(names)))
     load = _inner(asked, "loadgen")  # AIPerf's; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
     stimulus = _inner(_inner(asked, "perf_analyzer"), "stimulus")
     rate, concurrency = (load.get(key, stimulus.get(key)) for key in ("request_rate", "concurrency"))
     if rate is not None or concurrency is not None:  # both tools send one request at a time by default
-        _tell_of_queues(rate, concurrency, seconds, output)
+        _note_queues(rate, concurrency, seconds, output)
 
 
 def _aiperf_request(data: JsonObject, output: Output) -> None:
@@ -387,35 +366,26 @@ def _is_json(path: str | Path) -> bool:
 
 
 def _csv_row(row: CsvRow) -> PrefillRow:
-    def text(column: str) -> str | None:
-        return row.text(column) if row.has(column) else None
-
-    def count(column: str) -> int | None:
-        return parse_count(row.text(column), f"{row.where}: {column}") if row.has(column) else None
-
-    def tokens(column: str) -> int | None:
-        return parse_tokens(row.text(column), f"{row.where}: {column}") if row.has(column) else None
-
-    dtype, strategy = text("dtype"), text("strategy")
-    if dtype is not None and dtype not in DTYPES:
+    texts = {name: row.text(name) for name in ("model", "gpu", "strategy", "dtype") if row.has(name)}
+    parsers: dict[str, Callable[[str, str], int]] = {
+        **dict.fromkeys(("num_gpus", "batch"), parse_count),
+        **dict.fromkeys(("context_len", "cached_prefix"), parse_tokens),
+    }
+    sizes = {
+        name: parse(row.text(name), f"{row.where}: {name}")
+        for name, parse in parsers.items()
+        if row.has(name) and not (name == "cached_prefix" and row.values[name] == "0")
+    }
+    if row.values.get("cached_prefix") == "0":
+        sizes["cached_prefix"] = 0
+    if texts.get("dtype", DTYPES[0]) not in DTYPES:
         raise row.error("dtype", ", ".join(DTYPES))
-    if strategy is not None:
-        if is_file(strategy):  # a table of measurements names no code to run
+    if "strategy" in texts:
+        if is_file(texts["strategy"]):  # a table of measurements names no code to run
             raise row.error("strategy", "a strategy's name; one of a file: `strategy`")
-        get_strategy(strategy, f"{row.where}: strategy")
-    uncached = row.values.get("cached_prefix") == "0"
-    return PrefillRow(
-        ttft_s=row.number("ttft_s"),
-        where=row.where,
-        model=text("model"),
-        gpu=text("gpu"),
-        num_gpus=count("num_gpus"),
-        strategy=strategy,
-        context_len=tokens("context_len"),
-        batch=count("batch"),
-        cached_prefix=0 if uncached else tokens("cached_prefix"),
-        dtype=dtype,
-    )
+        get_strategy(texts["strategy"], f"{row.where}: strategy")
+    values: dict[str, Any] = {**texts, **sizes}
+    return PrefillRow(ttft_s=row.number("ttft_s"), where=row.where, **values)
 
 
 def _output(path: str | Path, argument: str) -> Output:

@@ -667,7 +667,7 @@ def show_check(check: PrefillCheck, scenario: Scenario) -> None:
         )
     notes = facts()
     notes.add_row("profile:", f"{scenario.profile_name}, engine {scenario.engine_name}")
-    notes.add_row("absolute error:", f"median {check.median_ape:.1%}, mean {check.mape:.1%}")
+    notes.add_row("absolute error:", f"median {check.errors.median_ape:.1%}, mean {check.errors.mape:.1%}")
     notes.add_row("inside the interval:", f"{check.coverage:.0%} of {len(check.rows)} rows")
     show(narrowing(rows, "80 %"), "", notes)
 

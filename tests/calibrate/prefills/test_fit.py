@@ -147,7 +147,7 @@ def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
 
 def test_the_clock_is_a_term_of_a_profile_that_has_one() -> None:
     clocked = replace(PROFILE, kernels=replace(PROFILE.kernels, clock=Clock(sustained_share=0.9, time_constant_s=0.1)))
-    assert EngineTerms.of(clocked, PRIOR).names[-1] == "sustained_share"
+    assert EngineTerms.of(clocked, PRIOR).priors[-1].name == "sustained_share"
     shares = []
     for value in (0.85, 1.2):
         clock = with_clock(clocked, {"sustained_share": value}).kernels.clock
@@ -155,7 +155,7 @@ def test_the_clock_is_a_term_of_a_profile_that_has_one() -> None:
         shares.append(clock.sustained_share)
     assert shares == [0.85, 1.0]
     steady = replace(PROFILE, kernels=replace(PROFILE.kernels, clock=None))
-    assert "sustained_share" not in EngineTerms.of(steady, PRIOR).names
+    assert "sustained_share" not in {prior.name for prior in EngineTerms.of(steady, PRIOR).priors}
 
 
 def test_an_engine_without_spreads_is_no_prior() -> None:
