@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, Keys, NonNegative, RelativeError, Whole, read, write_json
+from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
 
 PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
@@ -89,22 +88,12 @@ class Engine:
 
 def builtin_engines() -> tuple[str, ...]:
     """Names of the engines that ship with kvrsim."""
-    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+    return tuple(shipped_files(_BUILTIN_FOLDER))
 
 
 def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
     """A built-in name or a file; InputError names `argument`, the file and the key."""
-    name = str(name_or_path)
-    if name in builtin_engines():
-        return read(Engine, JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
-    try:
-        exists = Path(name).is_file()
-    except (OSError, ValueError):
-        exists = False
-    if not exists:
-        known = ", ".join((*builtin_engines(), NO_ENGINE))
-        raise InputError(argument, name, f"a built-in engine ({known}) or a file that exists")
-    return read(Engine, JsonObject.read(Path(name), argument))
+    return read(Engine, named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), NO_ENGINE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,13 +15,23 @@ import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
 from kvrsim.errors import InputError
-from kvrsim.io.schema import Check, JsonObject, Keys, NonNegative, Range, fields_to_json, read
+from kvrsim.io.schema import (
+    Check,
+    JsonObject,
+    Keys,
+    NonNegative,
+    Range,
+    fields_to_json,
+    named_object,
+    read,
+    shipped_files,
+)
 from kvrsim.kernels.links import AllReduceRates, GatherRates
 from kvrsim.program import Array
 from kvrsim.units import MAX_BYTES, format_bandwidth, format_bytes, format_seconds, scale
@@ -268,19 +278,17 @@ def builtin_gpus() -> tuple[str, ...]:
 
 
 def builtin_clusters() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in (_DATA / "clusters").glob("*.json")))
+    return tuple(shipped_files(_DATA / "clusters"))
 
 
 def load_gpu(name_or_path: str | pathlib.Path, argument: str = "gpu") -> GpuSpec:
     """A built-in GPU or a JSON file that describes one."""
-    shipped = _shipped("gpus")
-    return GpuSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+    return GpuSpec.read(named_object(name_or_path, argument, _shipped("gpus")))
 
 
 def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkSpec:
     """A built-in link or a JSON file that describes one."""
-    shipped = _shipped("links")
-    return LinkSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+    return LinkSpec.read(named_object(name_or_path, argument, _shipped("links")))
 
 
 def prefix_link(cluster: Cluster, place: Literal["host", "remote"]) -> LinkSpec:
@@ -300,11 +308,7 @@ def load_cluster(
     argument: str = "cluster",
 ) -> Cluster:
     """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
-    name = str(name_or_path)
-    if name in builtin_clusters():
-        cluster = Cluster.read(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
-    else:
-        cluster = Cluster.read(_user_file(name, argument, builtin_clusters()))
+    cluster = Cluster.read(named_object(name_or_path, argument, shipped_files(_DATA / "clusters")))
     return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
 
 
@@ -312,21 +316,6 @@ def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
     """The shipped objects of a kind, by name."""
     content = JsonObject.read(_DATA / f"{kind}.json", kind)
     return {name: content.child(name) for name in content.fields if not name.startswith("_")}
-
-
-_Names = TypeVar("_Names", dict[str, JsonObject], tuple[str, ...])
-
-
-def _user_file(name_or_path: str | pathlib.Path, argument: str, builtin: _Names) -> JsonObject:
-    """A user's file; what is neither a built-in name nor a file is refused with the names."""
-    path = pathlib.Path(name_or_path)
-    try:
-        is_file = path.exists() and not path.is_dir()
-    except (OSError, ValueError):  # a path that is too long or forbidden
-        is_file = False
-    if not is_file:
-        raise InputError(argument, name_or_path, f"a JSON file, or one of {', '.join(sorted(builtin))}")
-    return JsonObject.read(path, argument)
 
 
 def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObject:

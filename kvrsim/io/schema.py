@@ -240,6 +240,31 @@ class JsonObject:
         return JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{path}.")
 
 
+def shipped_files(folder: Path) -> dict[str, Path]:
+    """The JSON files of a folder by their names without suffix."""
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def named_object(
+    name_or_path: str | Path, argument: str, shipped: Mapping[str, Path] | Mapping[str, JsonObject], *also: str
+) -> JsonObject:
+    """The JSON object that a shipped name or a file means; InputError names `argument` and the names.
+
+    also: names that the caller accepts besides.
+    """
+    name = str(name_or_path)
+    source = shipped.get(name, Path(name))
+    if isinstance(source, JsonObject):
+        return source
+    try:
+        is_file = source.exists() and not source.is_dir()
+    except (OSError, ValueError):  # a path that is too long or forbidden
+        is_file = False
+    if not is_file:
+        raise InputError(argument, name, f"a JSON file, or one of {', '.join((*sorted(shipped), *also))}")
+    return JsonObject.read(source, argument)
+
+
 def read(cls: type[T], data: JsonObject, **given: Any) -> T:
     """An object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvrsim.choices import DTYPES
 from kvrsim.engine import Engine, HostRates
-from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster
 from kvrsim.io.schema import (
     Check,
@@ -26,7 +25,9 @@ from kvrsim.io.schema import (
     RelativeError,
     Whole,
     fields_to_json,
+    named_object,
     read,
+    shipped_files,
     write_json,
 )
 from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, EagerRates, LatentRates
@@ -237,7 +238,7 @@ class CalibrationProfile:
 
 def builtin_profiles() -> tuple[str, ...]:
     """Names of the profiles that ship with kvrsim."""
-    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+    return tuple(shipped_files(_BUILTIN_FOLDER))
 
 
 def profiles_with(kernel: str, gpu: str) -> tuple[str, ...]:
@@ -248,21 +249,7 @@ def profiles_with(kernel: str, gpu: str) -> tuple[str, ...]:
 
 def load_profile(name_or_path: str | Path, argument: str = "profile") -> CalibrationProfile:
     """A built-in name or a file; InputError names `argument`, the file and the key."""
-    name = str(name_or_path)
-    if name in builtin_profiles():
-        return CalibrationProfile.read(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
-    if not _exists(name):
-        known = ", ".join((*builtin_profiles(), "roofline"))
-        raise InputError(argument, name, f"a built-in profile ({known}) or a file that exists")
-    return CalibrationProfile.read(JsonObject.read(Path(name), argument))
-
-
-def _exists(name: str) -> bool:
-    """False too for what cannot be a path."""
-    try:
-        return Path(name).exists()
-    except (OSError, ValueError):
-        return False
+    return CalibrationProfile.read(named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), "roofline"))
 
 
 _STEPS = 60  # of Newton's method, which needs about five
