@@ -10,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +24,6 @@ from kvrsim.io.schema import JsonObject, parse_json
 if sys.platform != "win32":
     import fcntl
 
-_WRITER = "writer"  # key of the lines that say which process goes on from here
 # No link is followed, and a pipe without a reader does not hold up who opens it.
 _FLAGS = os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _T = TypeVar("_T")
@@ -57,7 +55,7 @@ class Journal:
         try:
             content = self._content()
             whole = content[: content.rfind(b"\n") + 1]
-            if not whole and not self._head().startswith(content):
+            if not whole and not _encoded({"format": self.form, "about": self.about}).startswith(content):
                 raise self.foreign()
             lines = self._lines(whole) if whole else []
             found = [self._decoded(decode, line, number) for number, line in lines]
@@ -65,7 +63,6 @@ class Journal:
             if not found:
                 self.append({"format": self.form, "about": self.about})
                 sync_folder(self.path.parent)
-            self.append({_WRITER: {"pid": os.getpid(), "host": socket.gethostname()}})
             self._size_without_results = None if found else os.fstat(self._opened).st_size
         except BaseException:
             self.close()
@@ -150,34 +147,19 @@ class Journal:
         return InputError(self.argument, self.path, accepted)
 
     def _lock(self, handle: int) -> None:
-        """Raises InputError that says who has it. Goes on without a lock where the file system has none."""
+        """Raise InputError where another process has the lock. Go on without one where the file system has none."""
         if sys.platform == "win32":
             return
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            accepted = f"a file that no other {self.work} is writing; {self._writer()} is: wait for it, or name another"
+            accepted = f"a file that no other {self.work} is writing: wait for it, or name another"
             raise InputError(self.argument, self.path, accepted) from None
         except OSError:
             return
 
-    def _writer(self) -> str:
-        """The process that has said last that it goes on with the file."""
-        for text in reversed(self._content().splitlines()):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                writer = parse_json(text)[_WRITER]
-                return f"process {int(writer['pid'])} on {str(writer['host'])[:64]!a}"
-        return "another process"
-
     def _content(self) -> bytes:
-        parts, position = [], 0
-        while part := os.pread(self._opened, 2**20, position):
-            parts.append(part)
-            position += len(part)
-        return b"".join(parts)
-
-    def _head(self) -> bytes:
-        return _encoded({"format": self.form, "about": self.about})
+        return os.pread(self._opened, os.fstat(self._opened).st_size, 0)
 
     def _lines(self, whole: bytes) -> list[tuple[int, dict[str, Any]]]:
         """Number and object of each line that holds results."""
@@ -188,16 +170,13 @@ class Journal:
             raise self.foreign() from None
         if not isinstance(known, dict) or not all(isinstance(line, dict) for line in lines):
             raise self.foreign()
-        results = [(number, line) for number, line in enumerate(lines, start=2) if _WRITER not in line]
-        if results and known != (about := json.loads(_encoded(self.about))):
-            raise self._other_work(known, about)
-        return results
-
-    def _other_work(self, known: dict[str, Any], about: dict[str, Any]) -> InputError:
-        other = [key for key in sorted({*known, *about}) if known.get(key) != about.get(key)]
-        told = ", ".join(_difference(key, known.get(key), about.get(key)) for key in other)
-        advice = "finish that one first, remove the file, or write to another"
-        return InputError(self.argument, self.path, f"a {self.work} of the same {told}; {advice}")
+        about = json.loads(_encoded(self.about))
+        if lines and known != about:
+            keys = [key for key in sorted({*known, *about}) if known.get(key) != about.get(key)]
+            differences = ", ".join(_difference(key, known.get(key), about.get(key)) for key in keys)
+            advice = "finish that one first, remove the file, or write to another"
+            raise InputError(self.argument, self.path, f"a {self.work} of the same {differences}; {advice}")
+        return list(enumerate(lines, start=2))
 
     def _decoded(self, decode: Callable[[JsonObject], _T], line: dict[str, Any], number: int) -> _T:
         try:
