@@ -8,15 +8,13 @@ from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.gather import TSP, ZIGZAG
 from kvrsim.strategies.kv_runahead import KVR_B, KVR_DIRECT, KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.load import from_file, installed, installed_names, is_file
 from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED, with_stages
-from kvrsim.strategies.ring import RING, STRIPED
-from kvrsim.strategies.single import SINGLE
-from kvrsim.strategies.tensor_parallel import TENSOR_PARALLEL, in_groups
-from kvrsim.strategies.tsp import TSP
+from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
+from kvrsim.strategies.single import SINGLE, TENSOR_PARALLEL, in_groups
 from kvrsim.strategies.ulysses import ULYSSES
-from kvrsim.strategies.zigzag import ZIGZAG, ZIGZAG_RING
 
 __all__ = [
     "KVR_S",

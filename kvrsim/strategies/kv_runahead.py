@@ -1,4 +1,4 @@
-"""KV-Runahead: the KV-cache is handed down a chain of ranks.
+"""KV-Runahead: the KV-cache is sent down a chain of ranks, or (kvr-direct) from each rank to all later ones.
 
 KVR-B is not in the paper. Eager kernels and kernels with a mask compute what is masked, too: all of the chunk's square.
 Issued as n calls, each of an equal block of the queries against the keys up to the block's end, attention leaves out
@@ -26,6 +26,24 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     if rank < step.num_ranks - 1:
         yield step.send_kv(rank)
     yield step.attention(rank, prefix)
+    yield step.output_mlp(rank)
+
+
+def direct_layer(step: Step, rank: int) -> Iterator[Op]:
+    """Project the chunk, send its K, V to each later rank, wait for those of each earlier one, attend, MLP.
+
+    As many bytes arrive as down the chain, but none waits for a rank on the way; the first rank sends them
+    all, one message after another. Messages that hold the streams are received first, as their senders wait.
+    """
+    yield step.qkv(rank)
+    if not step.costs.setting.sends_overlap:
+        yield from (step.recv_kv(rank, peer=src) for src in range(rank))
+    for dst in range(rank + 1, step.num_ranks):
+        yield step.send_kv(rank, peer=dst, tokens=step.chunks[rank], in_turn=True)
+    if step.costs.setting.sends_overlap:
+        yield from (step.recv_kv(rank, peer=src) for src in range(rank))
+    yield step.append_kv(rank, prefix=step.starts[rank])
+    yield step.attention(rank, prefix=step.starts[rank])
     yield step.output_mlp(rank)
 
 
@@ -57,29 +75,6 @@ KVR_B = replace(
     near_chain=True,
     refuses=whole_queries,
 )
-
-
-# -- KV-Runahead without forwarding: every rank sends its own K and V to all later ranks.
-
-
-def direct_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk, send its K, V to each later rank, wait for those of each earlier one, attend, MLP.
-
-    As many bytes arrive as down the chain, but none waits for a rank on the way; the first rank sends them
-    all, one message after another. Messages that hold the streams are received first, as their senders wait.
-    """
-    yield step.qkv(rank)
-    if not step.costs.setting.sends_overlap:
-        yield from (step.recv_kv(rank, peer=src) for src in range(rank))
-    for dst in range(rank + 1, step.num_ranks):
-        yield step.send_kv(rank, peer=dst, tokens=step.chunks[rank], in_turn=True)
-    if step.costs.setting.sends_overlap:
-        yield from (step.recv_kv(rank, peer=src) for src in range(rank))
-    yield step.append_kv(rank, prefix=step.starts[rank])
-    yield step.attention(rank, prefix=step.starts[rank])
-    yield step.output_mlp(rank)
-
-
 KVR_DIRECT = Strategy(
     name="kvr-direct",
     title="KV-Runahead, K and V sent to all later ranks",

@@ -1,7 +1,7 @@
 """The operations of one rank in one layer, for each kind of layer and every strategy.
 
-A strategy says what ranks do in a layer of attention. A layer that is an MLP alone needs nobody else. In a layer with a
-state each rank waits for the state of the rank before, and hands its own on when it has computed its chunk.
+A strategy says what several ranks do in a layer of attention. A layer that is an MLP alone needs no other rank. In a
+layer with a state each rank waits for the state of the rank before, and sends its own on after its chunk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Collective, Compute, Load, Op
 from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.single import layer as one_gpu
 
 
 def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
@@ -33,7 +34,8 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     else:
         local = step.costs.setting.prefix.is_local or strategy.pipeline is not None
         load = None if local else prefix_load(strategy, step, rank)
-        ops = strategy.layer(step, rank)
+        layer = one_gpu if step.num_ranks == 1 else strategy.layer
+        ops = layer(step, rank)
         yield from ops if load is None else _inserted(ops, load)
     yield from _experts(step, rank)
     yield from _all_reduces(step, rank)

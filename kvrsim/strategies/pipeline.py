@@ -21,9 +21,9 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.gather import ZIGZAG
 from kvrsim.strategies.layers import layer_ops, prefix_load
 from kvrsim.strategies.single import SINGLE
-from kvrsim.strategies.zigzag import ZIGZAG
 
 
 def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Ring attention: the ranks' K and V go round while each attends to those that it holds."""
+"""Ring attention: the ranks' K and V go round while each attends to those that it holds; plain, striped, zigzag."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvrsim.program import Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.single import layer as alone
+from kvrsim.strategies.gather import all_pieces
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -17,9 +17,6 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
     Blocks after the chunk are masked whole and skipped: the first rank works in one round, the last in all.
     """
-    if step.num_ranks == 1:
-        yield from alone(step, rank)
-        return
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
     yield from pass_kv(step, rank, _blocks_s(step, rank), held(step, rank)[1:] < rank)
@@ -75,9 +72,6 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
 
     Against the stripe of a later rank a query sees one key less: the first has none and is left out.
     """
-    if step.num_ranks == 1:
-        yield from alone(step, rank)
-        return
     chunk = step.chunks[rank]
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
@@ -86,6 +80,30 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     merges_s = np.where(later, step.costs.merging.merge_s(chunk, part=True), step.costs.merging.merge_s(chunk))
     yield from pass_kv(step, rank, half_s + merges_s, np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
+
+
+def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
+    """Project both pieces; attend to the own K, V while they go to the next rank, and so on round the ring; MLP.
+
+    Every round is half a block: all queries against an early piece, or those of the late piece against both.
+    """
+    yield step.qkv(rank)
+    yield step.append_kv(rank, prefix=step.held_prefix)
+    yield from pass_kv(step, rank, _zigzag_blocks_s(step, rank), np.ones(step.num_ranks - 1, dtype=bool))
+    yield step.output_mlp(rank)
+
+
+def _zigzag_blocks_s(step: Step, rank: int) -> Array:
+    """Attention to the other ranks' pieces in turn: early ones follow each other from the last rank, late ones onwards.
+
+    Under a window, the late piece takes as long as if it began where the early one does.
+    """
+    (early, early_start), (late, late_start) = all_pieces(step)
+    costs, others = step.costs, held(step, rank)[1:]
+    ends = early_start[others] + early[others], late_start[others] + late[others]
+    to_early_s = costs.merging.block_s(step.chunks[rank], early_start[rank], early[others], ends[0])
+    of_late_s = costs.merging.block_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
+    return np.where((others > rank)[:, None], to_early_s, of_late_s)
 
 
 RING = Strategy(
@@ -105,6 +123,16 @@ STRIPED = Strategy(
     source="Brandon et al., Striped Attention, 2023 (arXiv:2311.09431)",
     partition_rule="even",
     layer=striped_layer,
+    gathers_kv=False,
+    carries_prefix=True,
+    merges_blocks=True,
+)
+ZIGZAG_RING = Strategy(
+    name="zigzag-ring",
+    title="ring attention, an early and a late piece a rank",
+    source="Zhu, ring-flash-attention, 2024 (github.com/zhuzilin/ring-flash-attention), zigzag_ring_flash_attn",
+    partition_rule="even",
+    layer=zigzag_layer,
     gathers_kv=False,
     carries_prefix=True,
     merges_blocks=True,

@@ -1,8 +1,9 @@
-"""One GPU does it all."""
+"""One GPU, and tensor parallelism: every matrix split over GPUs, which sum their parts twice per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvrsim.program import Op
 from kvrsim.strategies.base import Step, Strategy
@@ -24,3 +25,23 @@ SINGLE = Strategy(
     layer=layer,
     gathers_kv=False,
 )
+TENSOR_PARALLEL = Strategy(
+    name="tp",
+    title="tensor parallelism, all-reduce twice a layer",
+    source="Shoeybi et al., Megatron-LM, 2019 (arXiv:1909.08053)",
+    partition_rule="even",
+    layer=SINGLE.layer,
+    gathers_kv=False,
+    group_size=None,
+)
+
+
+def in_groups(strategy: Strategy, size: int) -> Strategy:
+    """A hybrid: another strategy between groups of so many GPUs, tensor parallelism inside each."""
+    return replace(
+        strategy,
+        name=f"tp{size}+{strategy.name}",
+        title=f"tensor parallelism in groups of {size}; between them {strategy.title}",
+        source=f"{TENSOR_PARALLEL.source}; {strategy.source}",
+        group_size=size,
+    )

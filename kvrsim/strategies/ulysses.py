@@ -11,7 +11,6 @@ from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.single import layer as alone
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -20,9 +19,6 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     What goes to each rank is packed, and what comes is unpacked; K and V are appended as they come.
     """
     ranks = step.num_ranks
-    if ranks == 1:
-        yield from alone(step, rank)
-        return
     heads = step.costs.on_heads(ranks)
     own = heads.layer.mixer
     assert isinstance(own, Attention)

@@ -23,7 +23,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step
-from kvrsim.strategies.zigzag import pieces
+from kvrsim.strategies.gather import pieces
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]

@@ -1,0 +1,83 @@
+"""Strategies that gather the K and V of all chunks on every rank: TSP, and zigzag with an early and a late piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvrsim.program import Array, Compute, Op
+from kvrsim.strategies.base import Step, Strategy
+
+
+def tsp_layer(step: Step, rank: int) -> Iterator[Op]:
+    """Project the chunk, gather all K and V, attend to the whole context (masked), MLP."""
+    yield step.qkv(rank)
+    yield step.all_gather_kv(rank)
+    yield step.assemble_kv(rank)
+    yield step.attention(rank, prefix=others(step, rank))
+    yield step.output_mlp(rank)
+
+
+def others(step: Step, rank: int) -> Array:
+    """What attention over the gathered context sees besides the chunk: all other tokens, masked or not."""
+    return step.costs.mixer.gathered_prefix(step.chunks[rank], step.starts[rank], step.chunks[-1] + step.starts[-1])
+
+
+TSP = Strategy(
+    name="tsp",
+    title="all-gather of K and V, even chunks",
+    source="KV-Runahead, Fig. 4 (its baseline)",
+    partition_rule="even",
+    layer=tsp_layer,
+    passes_state=True,
+    gathers_kv=True,
+    carries_prefix=True,
+)
+
+
+def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
+    """Project both pieces, gather all K and V, attend from each piece to all before its end, MLP.
+
+    Gathered pieces are joined in the order of the context, where such copies are counted.
+    """
+    yield step.qkv(rank)
+    yield step.all_gather_kv(rank)
+    yield step.assemble_kv(rank)
+    mixer = step.costs.layer.mixer
+    if step.costs.packs and mixer is not None:
+        joined_s = step.costs.all_to_all_pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
+        yield Compute(name="join", device_s=joined_s, kind="append")
+    early, late = pieces(step, rank)
+    yield step.attention_to("early attention", *early)
+    yield step.attention_to("late attention", *late)
+    yield step.output_mlp(rank)
+
+
+def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(tokens, start) of a rank's early and late piece."""
+    (early, early_start), (late, late_start) = all_pieces(step)
+    return (early[rank], early_start[rank]), (late[rank], late_start[rank])
+
+
+def all_pieces(step: Step) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(tokens, start) of all ranks' early and late pieces, shape (p, B): the ranks take turns forwards, then backwards.
+
+    Counted from the last rank, so that it has the first piece and the last one.
+    """
+    early = np.floor(step.lengths / 2)
+    late = step.lengths - early
+    first_late = step.cached + early.sum(axis=0)
+    return (early, first_late - np.cumsum(early, axis=0)), (late, first_late + np.cumsum(late, axis=0) - late)
+
+
+ZIGZAG = Strategy(
+    name="zigzag",
+    title="all-gather of K and V, an early and a late piece a rank",
+    source="The Llama 3 Herd of Models, 2024 (arXiv:2407.21783), section 3.3.2; as SGLang and vLLM balance prefills",
+    partition_rule="even",
+    layer=zigzag_layer,
+    gathers_kv=True,
+    carries_prefix=True,
+    keeps_gathered=False,
+)
