@@ -184,7 +184,7 @@ def hooked(
 
 
 # The simulator's name of the time between two marks.
-COMPUTE = {
+_COMPUTE = {
     ("layer", "update"): "qkv",
     ("update", "updated"): "append",
     ("update", "wait"): "append",
@@ -278,6 +278,12 @@ def _payload(strategy: str, *, is_state: bool) -> SpanOp:
     return "all-gather" if strategy in _ASSEMBLED else "KV"
 
 
+def compute_name(first: Mark, second: Mark, *, is_state: bool) -> str | None:
+    """Return the simulator's name of what is computed between two marks of a layer; None: nothing is."""
+    name = _COMPUTE.get((first.name, second.name))
+    return "scan" if name == "append" and is_state else name
+
+
 def _span_name(first: Mark, second: Mark, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
     """Return the simulator's name of the time between two marks; None where it has none."""
     if (first.name, second.name) == ("wait", "received"):
@@ -287,9 +293,7 @@ def _span_name(first: Mark, second: Mark, strategy: str, *, is_state: bool) -> t
     # Gloo writes to the socket before it returns.
     if first.name == "send" and second.name in _AFTER_SEND:
         return f"send to rank {first.peer}", "wait"
-    name = COMPUTE.get((first.name, second.name))
-    if name == "append" and is_state:
-        return "scan", "compute"
+    name = compute_name(first, second, is_state=is_state)
     return "assemble" if name == "append" and strategy in _ASSEMBLED else name, "compute"
 
 

@@ -213,7 +213,7 @@ def measure(
     prefills = [Prefill(forward, transport, plan, memory[plan.batch]) for plan in plans]
     prompts = [prompt_of(forward, plan, seed) for plan in plans]
     batch, one_host = plans[0].batch, is_one_host(transport)
-    load = _SharedLoad(transport, one_host)
+    load = HostLoad()
     ttft_s: list[list[float]] = [[] for _ in plans]
     cores: list[list[float | None]] = [[] for _ in plans]
     drift_s: list[float] = []
@@ -225,14 +225,15 @@ def measure(
         for turn in range(len(plans)):
             number = (turn + repetition) % len(plans)
             transport.report(done, total, "prefills")
-            load.other_cores()
+            load.other_cores(_cpu_s(transport))
             traces: list[RankTrace] = transport.exchange(prefills[number].run(prompts[number]))
-            others = load.other_cores()
+            others = load.other_cores(_cpu_s(transport)) if one_host else None
             if repetition >= warmups:
                 ttft_s[number].append(ttft_of(traces, one_host=one_host))
                 cores[number].append(others)
             done += 1
     transport.report(done, total, "prefills")
+    cores = transport.exchange(cores)[0]  # as rank 0 sees them
     return BenchReport(
         timings=tuple(
             Timing(plan=plan, ttft_s=tuple(times), other_cores=tuple(others))
@@ -265,17 +266,9 @@ def _prefill_alone_s(transport: Transport, forward: Forward, chunk: Chunk, ids: 
     return sum(seconds) / len(seconds)
 
 
-class _SharedLoad:
-    """The load of other processes on this host, as rank 0 sees it; the same on every rank."""
-
-    def __init__(self, transport: Transport, one_host: bool) -> None:
-        self.transport, self.one_host, self.load = transport, one_host, HostLoad()
-
-    def other_cores(self) -> float | None:
-        """Return the cores that others have kept busy since the last call; None where that is unknown."""
-        own_cpu_s = sum(self.transport.exchange(time.process_time()))
-        cores = self.load.other_cores(own_cpu_s) if self.one_host else None
-        return self.transport.exchange(cores)[0]  # type: ignore[no-any-return]
+def _cpu_s(transport: Transport) -> float:
+    """Return the processor time that all ranks have used."""
+    return float(sum(transport.exchange(time.process_time())))
 
 
 def is_one_host(transport: Transport) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.geometry import DTYPES, FAMILIES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.exchange import Exchange
 
 _BLOCK = 2**16  # weights that share a checksum
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight
@@ -89,38 +92,12 @@ def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in text.fields.items() if not key.startswith("_") and key not in unused}
 
 
-class OwnAttention(Protocol):
-    """Attention that replaces the model's, of tokens that need not be consecutive."""
-
-    @property
-    def positions(self) -> Any:
-        """Positions of the tokens, shape [c]."""
-
-    def attend(self, query: Any, scale: float | None) -> Any:
-        """Return the layer's attention, [B, H, c, D], of queries [B, H, c, D]."""
-
-
-class Forward(Protocol):
-    """What a rank computes."""
-
-    geometry: Geometry
-    whole_geometry: Geometry  # of the model of which it may be a part
-    vocab_size: int
-
-    def __call__(
-        self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: OwnAttention | None = None
-    ) -> Any:
-        """Run the tokens [B, c] from `start` on; return the last one's logits [B, vocabulary] if `is_last`.
-
-        own: the positions of the tokens, if they are not those from `start` on, and their attention.
-        """
-
-    def digest(self) -> str:
-        """Return what distinguishes this forward from others, the same on every rank."""
-
-
 class ModelForward:
-    """The forward of a Hugging Face model, unchanged; only the last rank computes logits, of the last token."""
+    """The forward of a Hugging Face model, unchanged; only the last rank computes logits, of the last token.
+
+    Called with the tokens [B, c] from `start` on; returns the last one's logits [B, vocabulary] if `is_last`. own: has
+    the `positions` of the tokens, where they are not those from `start` on, and their attention, `attend`.
+    """
 
     def __init__(self, model: Any, geometry: Geometry | None = None, whole: ModelForward | None = None) -> None:
         """Of a part of a model: geometry, what the part's layers keep; whole: the forward of the whole model."""
@@ -129,9 +106,7 @@ class ModelForward:
         self.vocab_size = int(model.config.vocab_size)
         self._digest = whole.digest() if whole else ""  # computed on demand: it reads all weights
 
-    def __call__(
-        self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: OwnAttention | None = None
-    ) -> Any:
+    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: Exchange | None = None) -> Any:
         if own is None:
             return self._run(self.inputs(ids, start, cache), is_last=is_last)
         inputs = dict(input_ids=ids, position_ids=own.positions.unsqueeze(0), past_key_values=cache, use_cache=True)
@@ -190,9 +165,7 @@ class SleepForward:
         """layer_s(chunk, prefix): seconds of one layer before its K and V are exchanged, and after."""
         self.geometry, self.whole_geometry, self.layer_s = geometry, geometry, layer_s
 
-    def __call__(
-        self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: OwnAttention | None = None
-    ) -> Any:
+    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: Exchange | None = None) -> Any:
         before_s, after_s = self.layer_s(ids.shape[1], cache.visible_len - ids.shape[1])
         for layer in range(self.geometry.num_hidden_layers):
             time.sleep(before_s)
@@ -204,3 +177,6 @@ class SleepForward:
     def digest(self) -> str:
         """Return a constant: all that sleep are alike."""
         return "sleeps"
+
+
+Forward = ModelForward | SleepForward

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, resource_tracker
@@ -144,45 +144,23 @@ class LaunchedRank:
 def _run_as_one_rank(
     function: RankFunction, arguments: tuple[Any, ...], how: Launch, on_progress: OnProgress | None
 ) -> list[Any]:
-    place = TorchrunPlace.of(os.environ)
-    if place.size != how.num_ranks:
-        raise InputError("gpus", how.num_ranks, f"{place.size}, the number of processes that torchrun has started")
-    slot = RankSlot(rank=place.rank, store="env://", report=on_progress or (lambda done, total, what: None))
+    rank, size, local, num_local = map(_torchrun_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if size != how.num_ranks:
+        raise InputError("gpus", how.num_ranks, f"{size}, the number of processes that torchrun has started")
+    slot = RankSlot(rank=rank, store="env://", report=on_progress or (lambda done, total, what: None))
     try:
-        with contextlib.closing(how.open(slot, place.local)) as transport:
-            with how.cores(place.local, place.num_local):
+        with contextlib.closing(how.open(slot, local)) as transport:
+            with how.cores(local, num_local):
                 result = function(transport, *arguments)
             return transport.exchange(result)
     except LinkError as error:
-        raise RankError(faults_of(error, place.rank, None)) from None
+        raise RankError(faults_of(error, rank, None)) from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TorchrunPlace:
-    """This process among torchrun's."""
-
-    rank: int
-    size: int
-    local: int  # rank among those of this host
-    num_local: int
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> TorchrunPlace:
-        """Read torchrun's variables; raise InputError naming one that is missing or wrong."""
-        size = _whole(environment, "WORLD_SIZE", 1, 2**20)
-        rank = _whole(environment, "RANK", 0, size - 1)
-        if size > 1:
-            _whole(environment, "MASTER_PORT", 0, 2**16 - 1)
-            if not environment.get("MASTER_ADDR"):
-                raise InputError("MASTER_ADDR", "nothing", "the host of rank 0, as torchrun sets it")
-        local = _whole(environment, "LOCAL_RANK", 0, size - 1, rank)
-        return cls(rank=rank, size=size, local=local, num_local=_whole(environment, "LOCAL_WORLD_SIZE", 1, size, size))
-
-
-def _whole(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:
-    text = environment.get(name, "nothing" if default is None else str(default))
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise InputError(name, text, f"a whole number from {least} to {most}, as torchrun sets it")
+def _torchrun_variable(name: str) -> int:
+    text = os.environ.get(name, "nothing")
+    if not text.isdecimal():
+        raise InputError(name, text, "a whole number, as torchrun sets it")
     return int(text)
 
 

@@ -428,7 +428,7 @@ def _link_errors(peer: int | None, what: str) -> Iterator[None]:
     """Turn what torch.distributed raises into a LinkError."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a ValueError where a variable of torchrun is missing
         raise LinkError(peer, f"{what}: {meaning(error)}") from None
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from kvrsim.runtime.exchange import attend_to_buffer, exchange_of
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.host import HostLoad
-from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, allocate_chunk, make_buffers
-from kvrsim.runtime.marks import COMPUTE, Clock, Mark, clock_of, hooked
+from kvrsim.runtime.kv_cache import Chunk, Memory, allocate_chunk
+from kvrsim.runtime.marks import Clock, Mark, clock_of, compute_name, hooked
 from kvrsim.runtime.measure import Job, conditions_of, prompt_of
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.transport import Pending, Transport
 
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
@@ -83,61 +83,57 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
     return VirtualReport(timings=timings, conditions=conditions_of(transport, forward) | repetitions)
 
 
-class _VirtualRank(CacheListener):
-    """One rank's view of the K and V of the whole context."""
+class _VirtualTransport(Transport):
+    """No messages: what a rank needs of the others is in the memory that all share."""
 
-    def __init__(self, forward: ModelForward, plan: RunPlan, rank: int, clock: Clock, memory: Memory) -> None:
-        self.geometry, self.clock, self.layer = forward.geometry, clock, 0
-        start, end = plan.partition.boundaries[rank : rank + 2]
-        # TSP's dense attention covers what comes later too, as it does after a real all-gather.
-        dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
-        total = plan.context_len
-        visible = total if dense else end
-        self.chunk = Chunk(start=start, length=end - start, batch=plan.batch, total_len=total, visible_len=visible)
-        self.cache = PrefixCache(make_buffers(forward.geometry, self.chunk, memory), self)
-        self.query_blocks = plan.query_blocks[rank] if plan.query_blocks else ()
-        self.positions = torch.arange(start, end, device=forward.geometry.device)
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.name = rank, size, "virtual"
 
-    def on_update(self, event: UpdateEvent, layer: int) -> None:
-        self.layer = layer
-        self.clock.mark(event, layer)
+    def isend(self, tensor: Any, dst: int) -> Pending:
+        return self
 
-    def attend(self, query: Any, scale: float | None) -> Any:
-        """Attend in query blocks."""
-        buffer: Any = self.cache.buffers[self.layer]
-        return attend_to_buffer(self.geometry, buffer, query, scale, self.query_blocks[self.layer])
+    def irecv(self, tensor: Any, src: int) -> Pending:
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class _VirtualPlan:
     """The ranks of one plan, which share the K and V of the whole context, with each other and with other plans."""
 
     def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, ids: Any, memory: Memory) -> None:
-        exchange_of(plan.strategy).check(plan, forward.geometry)
-        self.forward, self.plan, self.clock, self.ids = forward, plan, clock, ids
+        kind, size = exchange_of(plan.strategy), len(plan.partition.chunk_lens)
+        kind.check(plan, forward.geometry)
+        self.plan, self.clock, self.ids = plan, clock, ids
         self.logits: Any = None
-        count = len(plan.partition.chunk_lens)
-        self.ranks = [_VirtualRank(forward, plan, rank, clock, memory) for rank in range(count)]
+        self.ranks = [kind(forward, _VirtualTransport(rank, size), plan, clock, memory) for rank in range(size)]
+        for rank in self.ranks:
+            assert rank.chunk is not None
+            visible_len = rank.chunk.visible_len or rank.chunk.end
+            rank.chunk = replace(rank.chunk, total_len=plan.context_len, visible_len=visible_len)
+            rank.cache = rank.make_cache(rank.chunk, memory)
 
     def run(self, number: int) -> Parts:
         """Run one rank's part in a prefill; return the seconds of its parts."""
         rank = self.ranks[number]
-        chunk, is_last = rank.chunk, rank.chunk.end == self.plan.context_len
+        rank.reset()
         self.clock.start()
         self.clock.mark("start")
-        ids, own = self.ids[:, chunk.start : chunk.end], rank if rank.query_blocks else None
-        logits = self.forward(ids, chunk.start, rank.cache, is_last=is_last, own=own)
-        if is_last:
+        logits = rank.run(self.ids)
+        if rank.emits_token:
             self.logits = logits
             logits.argmax(-1).tolist()  # the first token, for which a user waits
         self.clock.mark("token")
-        return _parts(self.clock.finish(), is_last=is_last)
+        return _parts(self.clock.finish(), is_last=rank.emits_token)
 
 
 def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
     """Sum the seconds between marks by the simulator's names; only the last rank has a head."""
     parts: dict[tuple[int | None, str], float] = {}
+    states = {mark.layer for mark in marks if mark.name == "scan"}
     for first, second in pairwise(marks):
-        name = COMPUTE.get((first.name, second.name))
+        name = compute_name(first, second, is_state=first.layer in states)
         if name is None or (name == "head" and not is_last):
             continue
         key = (None if name in ("embedding", "head") else first.layer, name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -103,16 +103,6 @@ class MeasuredPartition:
         return to_json({"partition": self.partition, "measured_ttft_s": self.median_s, "samples_s": self.samples_s})  # type: ignore[no-any-return]
 
 
-class Sampler(Protocol):
-    """Measures prefills."""
-
-    def sample(self, stage: int, chunks: Chunks) -> Sample:
-        """Measure one prefill."""
-
-    def conditions(self) -> dict[str, str]:
-        """Return what measured times depend on."""
-
-
 @dataclass(kw_only=True, slots=True)
 class HardwareSearch:
     """The state and the result of a search."""
@@ -133,7 +123,7 @@ class HardwareSearch:
         """The plan's partition in the last stage."""
         return self._final(self._seed)
 
-    def run(self, task: SearchTask, sampler: Sampler) -> None:
+    def run(self, task: SearchTask, sampler: RankSampler) -> None:
         """Search until the finest stride is done or the time is up; then compare the plan's partition with the best."""
         self._center = self._seed = task.seed.chunk_lens
         known = list(task.known)
@@ -148,7 +138,7 @@ class HardwareSearch:
         self.conditions = sampler.conditions()
 
     def _measured(
-        self, task: SearchTask, sampler: Sampler, known: list[Sample], stage: int, candidates: Sequence[Chunks]
+        self, task: SearchTask, sampler: RankSampler, known: list[Sample], stage: int, candidates: Sequence[Chunks]
     ) -> bool:
         """Measure every candidate `repeats` times, round-robin, so that drift affects all equally; False: time is up.
 

@@ -8,34 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.results.timeline import Timeline, write_trace
 from kvrsim.units import format_seconds, format_tokens
+from kvrsim.views import gantt
+from kvrsim.views import page as html
 from kvrsim.views.figure import Head
-from kvrsim.views.gantt import (
-    WIDTH,
-    draw_arrows,
-    draw_lanes,
-    lane_axes,
-    legend_entries,
-    mark_first_token,
-    number_layers,
-)
-from kvrsim.views.page import (
-    Cell,
-    Column,
-    Html,
-    Page,
-    Section,
-    Summary,
-    facts_of,
-    in_words,
-    interval,
-    interval_bar,
-    partition,
-    seconds_cell,
-    span_of,
-    strategy_name,
-    table,
-    tag,
-)
+from kvrsim.views.page import Cell, Column, Html, Page, Section, Summary
 from kvrsim.views.style import variable
 from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
 from planner.confirm.result import Confirmation, MeasuredCandidate
@@ -66,22 +42,22 @@ def figure(confirmation: Confirmation) -> Figure:
     head = Head(
         title=f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}",
         subtitle=" · ".join(setting),
-        width=WIDTH,
-        entries=legend_entries([span for _, timeline in timelines for span in timeline.spans]),
+        width=gantt.WIDTH,
+        entries=gantt.legend_entries([span for _, timeline in timelines for span in timeline.spans]),
     )
     lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANES))
     height = len(timelines) * lanes + (len(timelines) - 1) * _GAP + head.height + 1.0
-    figure = Figure(figsize=(WIDTH, height))
+    figure = Figure(figsize=(gantt.WIDTH, height))
     edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.4) / height, bottom=0.55 / height)
     grid = figure.add_gridspec(len(timelines), 1, hspace=_GAP / lanes, **edges)
     end_s = max(timeline.end_s for _, timeline in timelines)
     for row, (title, timeline) in enumerate(timelines):
         axes = figure.add_subplot(grid[row, 0])
-        draw_lanes(axes, timeline.spans, 0.0, end_s)
-        draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
-        number_layers(axes, timeline.spans, 0.0, end_s)
-        lane_axes(axes, timeline, 0.0, end_s, title=title)
-        mark_first_token(axes, timeline)
+        gantt.draw_lanes(axes, timeline.spans, 0.0, end_s)
+        gantt.draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
+        gantt.number_layers(axes, timeline.spans, 0.0, end_s)
+        gantt.lane_axes(axes, timeline, 0.0, end_s, title=title)
+        gantt.mark_first_token(axes, timeline)
     head.draw(figure)
     return figure
 
@@ -110,7 +86,7 @@ def page(confirmation: Confirmation) -> Page:
     return Page(
         title=f"Prefill of {question.request()} by {question.model}: predicted and measured",
         answer=answer(confirmation),
-        facts=facts_of(question),
+        facts=html.facts_of(question),
         sections=[
             gantt_section(several=True),
             Section(title="Candidates", lead=lead, body=_candidates(confirmation)),
@@ -119,7 +95,7 @@ def page(confirmation: Confirmation) -> Page:
         notes=[
             *_parts("Measured", confirmation.measured),
             *_parts("Modelled", confirmation.modelled),
-            f"Machine: {in_words(confirmation.conditions)}",
+            f"Machine: {html.in_words(confirmation.conditions)}",
             *confirmation.reasons,
             *confirmation.warnings,
         ],
@@ -193,7 +169,7 @@ def _family(one: MeasuredCandidate) -> str:
 
 def _candidates(confirmation: Confirmation) -> Html:
     ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in confirmation.candidates]
-    span = span_of([(min(three), max(three)) for three in ends])
+    span = html.span_of([(min(three), max(three)) for three in ends])
     columns = (
         Column(title="candidate"),
         Column(title="predicted", number=True),
@@ -207,21 +183,21 @@ def _candidates(confirmation: Confirmation) -> Html:
     )
     pairs = zip(confirmation.candidates, confirmation.places(), strict=True)
     rows = [_row(one, places, span) for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s)]
-    return table(columns, rows, caption="Candidates, predicted and measured", ident="candidates")
+    return html.table(columns, rows, caption="Candidates, predicted and measured", ident="candidates")
 
 
 def _row(one: MeasuredCandidate, places: Mapping[str, Any], span: tuple[float, float]) -> list[str | Cell]:
     low_s, high_s = one.prediction.ttft_low_s, one.prediction.ttft_high_s
     colour = variable("strategy", _family(one))
-    bar = interval_bar(low_s, one.predicted_s, high_s, span, colour, measured=one.median_s)
+    bar = html.interval_bar(low_s, one.predicted_s, high_s, span, colour, measured=one.median_s)
     return [
-        Cell(shown=strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy),
-        seconds_cell(one.predicted_s),
-        Cell(shown=tag("span", bar, interval(low_s, high_s), class_="range"), value=high_s),
-        seconds_cell(one.median_s),
-        seconds_cell(one.iqr_s),
+        Cell(shown=html.strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy),
+        html.seconds_cell(one.predicted_s),
+        Cell(shown=html.tag("span", bar, html.interval(low_s, high_s), class_="range"), value=high_s),
+        html.seconds_cell(one.median_s),
+        html.seconds_cell(one.iqr_s),
         Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
         str(places["predicted_rank"]),
         str(places["measured_rank"]),
-        partition(one.partition),
+        html.partition(one.partition),
     ]

@@ -18,7 +18,6 @@ from kvrsim.runtime.geometry import Layout, StateLayout
 from kvrsim.runtime.kv_cache import (
     CacheListener,
     Chunk,
-    KvBuffer,
     KvPairs,
     Memory,
     PrefixCache,
@@ -156,10 +155,12 @@ class Exchange(CacheListener):
         return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, own=own)
 
     def attend(self, query: Any, scale: float | None) -> Any:
-        """Attend in the plan's query blocks."""
+        """Attend to what the chunk sees in the plan's query blocks, at most one per query."""
         assert self.layer is not None
-        buffer = self.buffer(self.layer)
-        return attend_to_buffer(self.geometry, buffer, query, scale, self.plan.query_blocks[self.rank][self.layer])
+        buffer, blocks = self.buffer(self.layer), self.plan.query_blocks[self.rank][self.layer]
+        keys, values = buffer.views(buffer.rows(buffer.first_seen, buffer.chunk.end))
+        window = buffer.layout.sliding_window
+        return in_query_blocks(self.geometry.attention, query, keys, values, scale, window, min(blocks, query.shape[2]))
 
     def finish(self) -> None:
         """Wait until what was sent may be overwritten."""
@@ -270,10 +271,3 @@ class OwnAttentionExchange(Exchange):
     def run(self, input_ids: Any) -> Any:
         assert self.cache is not None
         return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, own=self)
-
-
-def attend_to_buffer(geometry: Geometry, buffer: KvBuffer, query: Any, scale: float | None, blocks: int) -> Any:
-    """Attend to what the chunk sees of a buffer in some query blocks, at most one per query."""
-    keys, values = buffer.views(buffer.rows(buffer.first_seen, buffer.chunk.end))
-    window = buffer.layout.sliding_window
-    return in_query_blocks(geometry.attention, query, keys, values, scale, window, min(blocks, query.shape[2]))

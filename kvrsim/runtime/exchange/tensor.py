@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,16 +34,6 @@ _STYLES = (_COLUMNS, _ROWS, _HEAD, _EMBEDDING, _EXPERT_COLUMNS, _EXPERTS, *_WHOL
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
-class Sums(Protocol):
-    """Collectives with which ranks join their results."""
-
-    def sum_up(self, part: Any, layer: int | None) -> None:
-        """Replace `part`, contiguous, by the sum over ranks; layer: to which it belongs, None: to the embedding."""
-
-    def gather_rows(self, whole: Any, boundaries: list[int]) -> None:
-        """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
     """One rank's share of a model."""
@@ -59,7 +49,7 @@ class Share:
 class ShardForward(ModelForward):
     """The forward over one rank's share of a model; set `sums` before it is called, which all ranks do together."""
 
-    sums: Sums
+    sums: TensorParallel
 
     def __init__(self, whole: ModelForward, share: Share, *, own: bool = False) -> None:
         """own: the share has its own memory, so that the whole model may go.
@@ -249,7 +239,7 @@ class TensorParallel(Exchange):
         return parts
 
     def sum_up(self, part: Any, layer: int | None) -> None:
-        """Sum a tensor over all ranks, in place."""
+        """Replace `part`, contiguous, by the sum over ranks; layer: to which it belongs, None: to the embedding."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)
@@ -263,6 +253,6 @@ class TensorParallel(Exchange):
         self.clock.mark("received", layer)
 
     def gather_rows(self, whole: Any, boundaries: list[int]) -> None:
-        """Gather rows from all ranks."""
+        """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
         if self.transport.size > 1:
             self.transport.ring_all_gather(whole, boundaries)

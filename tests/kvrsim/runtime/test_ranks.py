@@ -18,7 +18,7 @@ from kvrsim.cli.main import ENDED
 from kvrsim.errors import InputError
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.ranks import Launch, TorchrunPlace, launch
+from kvrsim.runtime.ranks import Launch, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -249,26 +249,15 @@ def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
     assert done.stdout.count("agreed") == 2
 
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-TORCHRUN |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-
-
-def test_torchruns_place() -> None:
-    assert TorchrunPlace.of(TORCHRUN) == TorchrunPlace(rank=1, size=4, local=1, num_local=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("RANK", "x"),
-        ("RANK", "4"),
-        ("WORLD_SIZE", "0"),
-        ("MASTER_ADDR", ""),
-        ("MASTER_PORT", None),
-        ("MASTER_PORT", "a"),
-    ],
-)
-def test_what_torchrun_would_not_say_is_named(name: str, value: str | None) -> None:
-    environment = {key: one for key, one in (TORCHRUN | {name: value}).items() if one is not None}
-    with pytest.raises(InputError, match=name):
-        TorchrunPlace.of(environment)
+def test_what_torchrun_would_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(InputError, match="RANK: got 'x'"):
+        launch(workers.rank_of, how=Launch(num_ranks=2))
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match=r"rank 0: no connection to the other ranks: .*MASTER_ADDR"):
+        launch(workers.rank_of, how=Launch(num_ranks=2))
+    with pytest.raises(InputError, match="gpus: got '3'"):
+        launch(workers.rank_of, how=Launch(num_ranks=3))
