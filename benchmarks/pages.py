@@ -19,7 +19,8 @@ from _report import spread, write
 from kvrsim.builder import make_scenario
 from kvrsim.results.timeline import Timeline
 from kvrsim.views.page import Page, write_page
-from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, plan_page, timelines_data
+from kvrsim.views.plan import plan_page
+from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, timelines_data
 from planner.plan import make_plan
 from tests.browser.screenshots import PICTURES, page_of
 from tests.building.browser import NoBrowserError, Opened, start

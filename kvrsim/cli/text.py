@@ -10,14 +10,15 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvrsim.text import printable
 from kvrsim.units import format_bytes, format_seconds, format_tokens
+from kvrsim.views.table import Table, Text, format_interval, format_partition, interval_title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,63 +30,10 @@ if TYPE_CHECKING:
 
 MAX_IN_FULL = 4  # lines with every part
 MAX_IN_SHORT = 12  # ranks with their total only
-INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
-TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
-_CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
-_ROUNDING_S = 1e-12  # less than this is rounding
 _BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style
 _NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
 _WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
 _PROSE = 24  # columns of the screen that a cell of several words has at least
-
-
-class Text(str):
-    """A text with a style of Rich, such as "bold" or "red"."""
-
-    __slots__ = ("style",)
-    style: str
-
-    def __new__(cls, text: str, style: str = "") -> Self:
-        self = super().__new__(cls, text)
-        self.style = style
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table; its title may have two lines."""
-
-    title: str
-    number: bool = False  # aligned to the right
-    wraps: bool = False  # prose, which may take several lines
-
-    @property
-    def label(self) -> str:
-        """The title on one line."""
-        return " ".join(self.title.split())
-
-
-@dataclass(slots=True)
-class Table:
-    """Rows of text under titles."""
-
-    columns: list[Column] = field(default_factory=list)
-    rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)  # cells, and the style of the row
-    optional: tuple[str, ...] = ()  # beginnings of titles that a narrow terminal leaves out, in this order
-
-    def add_column(self, title: str) -> None:
-        """Add a column of prose."""
-        self.columns.append(Column(title, wraps=True))
-
-    def add_row(self, *cells: str, style: str | None = None) -> None:
-        """Add a row: a cell for each column."""
-        self.rows.append((cells, style or ""))
-
-    def without(self, title: str) -> Table:
-        """The same without the columns whose titles begin so."""
-        kept = [place for place, column in enumerate(self.columns) if not column.title.startswith(title)]
-        rows = [(tuple(cells[place] for place in kept), style) for cells, style in self.rows]
-        return replace(self, columns=[self.columns[place] for place in kept], rows=rows)
 
 
 @dataclass(slots=True)
@@ -110,21 +58,9 @@ class Hint:
 Part = str | Table | Facts | Hint
 
 
-def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> Table:
-    """A table with these columns, or one with them added; numbers are aligned to the right."""
-    table = into or Table()
-    table.columns += [Column(title, number=numbers) for title in titles]
-    return table
-
-
 def facts(*, style: str = "bold") -> Facts:
     """An empty list of facts."""
     return Facts(style=style)
-
-
-def narrowing(table: Table, *optional: str) -> Table:
-    """The table, with the columns that a narrow terminal leaves out: beginnings of titles, in this order."""
-    return replace(table, optional=optional)
 
 
 def show(*parts: Part) -> None:
@@ -167,9 +103,9 @@ def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table |
         yield part
     else:
         table = part
-        for title in part.optional:
+        for rank in sorted({column.rank for column in part.columns} - {1}, reverse=True):
             if natural_width(table, prose=_PROSE) > width:
-                table = table.without(title)
+                table = table.without(rank)
         if natural_width(table, prose=_PROSE) > width:
             yield from _stacked(part)
             return
@@ -182,7 +118,7 @@ def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table |
 def _stacked(table: Table) -> Iterator[str | Facts]:
     """Rows one below the other, each cell next to its title: for a screen that is too narrow for the table."""
     first, *others = table.columns
-    for cells, _ in table.rows:
+    for cells in table.texts():
         yield Text(f"{first.label} {cells[0]}".strip(), "bold")
         row = facts(style="")
         for column, cell in zip(others, cells[1:], strict=True):
@@ -195,9 +131,9 @@ def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
     """Columns of the screen below which figures would be cut; prose: the least for cells that may wrap at blanks."""
     from rich.cells import cell_len
 
-    total = gap * (len(table.columns) - 1)
+    rows, total = table.texts(), gap * (len(table.columns) - 1)
     for place, column in enumerate(table.columns):
-        texts = (column.title, *(cells[place] for cells, _ in table.rows))
+        texts = (column.title, *(cells[place] for cells in rows))
         lines = [line for text in texts for line in text.split("\n")]
         longest = max(map(cell_len, lines), default=0)
         words = max((cell_len(word) for line in lines for word in line.split()), default=0)
@@ -225,7 +161,7 @@ def _drawn(part: str | Table | Facts, gap: int) -> Any:
     grid = Grid(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for column in part.columns:
         grid.add_column(column.title, justify="right" if column.number else "left", no_wrap=not column.wraps)
-    for cells, style in part.rows:
+    for cells, style in zip(part.texts(), part.styles, strict=True):
         grid.add_row(*map(styled, cells), style=style or None)
     return grid
 
@@ -269,32 +205,6 @@ def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
     return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
 
 
-def interval_title(coverage: float | None) -> str:
-    """Of a column of prediction intervals; "80 %" where 70 to 90 % of held-out TTFTs were inside.
-
-    coverage: the share that was; None: nobody checked it.
-    """
-    claimed = coverage is not None and _CLAIMED[0] <= coverage <= _CLAIMED[1]
-    return INTERVAL_TITLES[0] if claimed else INTERVAL_TITLES[1]
-
-
-def format_interval(low_s: float, high_s: float) -> str:
-    """Both ends, in the unit of the upper: "612–771 ms", "0.819–1.05 s"."""
-    low, high = format_seconds(low_s), format_seconds(high_s)
-    number, unit = low.split(" ")
-    if not high.endswith(f" {unit}"):
-        number = f"{low_s / high_s * float(high.split(' ')[0]):.3g}"
-    return f"{number}–{high}"
-
-
-def format_partition(chunks: Sequence[int], room: int = 14) -> str:
-    """All chunks where there is room, "8 × 2048" where they are equal, else the first and the last."""
-    if len(chunks) > 1 and len(set(chunks)) == 1:
-        return f"{len(chunks)} × {chunks[0]}"
-    full = ", ".join(map(str, chunks))
-    return full if len(full) <= room else f"{chunks[0]} … {chunks[-1]}"
-
-
 def blocks_text(query_blocks: Sequence[int]) -> str:
     """Calls of attention by rank: "8, 8, 4, 4 calls of attention on ranks 0 to 3"."""
     return f"{', '.join(map(str, query_blocks))} calls of attention on ranks 0 to {len(query_blocks) - 1}"
@@ -311,16 +221,6 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
 def round_up_percent(share: float) -> str:
     """A share in percent with two decimals, never less than it is: it is part of a proof."""
     return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"
-
-
-def format_wait(seconds: float) -> str:
-    """Seconds that are a difference of two times: what rounding leaves of nothing is nothing."""
-    return format_seconds(seconds if seconds > _ROUNDING_S else 0.0)
-
-
-def fits_text(fits: bool) -> Text:
-    """Whether it fits in memory."""
-    return Text("yes") if fits else Text("NO", style="red")
 
 
 def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:

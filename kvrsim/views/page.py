@@ -37,9 +37,10 @@ from kvrsim.io.files import write_atomically
 from kvrsim.results.question import Question
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.text import printable
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.units import format_seconds
 from kvrsim.version import __version__, command_line
 from kvrsim.views.style import rules, variable
+from kvrsim.views.table import Cell, Column
 
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
 _STYLES = {"uPlot.iife.min.js": "uPlot.min.css", "controls.js": "controls.css"}  # that a script needs
@@ -174,24 +175,6 @@ class Html(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """A cell of a table that is sorted by something other than what it shows."""
-
-    shown: str | Html
-    value: float | str | None = None  # to sort by; None: after all others
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    number: bool = False  # aligned to the right; sorted from the smallest
-    hint: str = ""  # what the column means, shown by the pointer
-    rank: int = 1  # 1: on every screen; 2: not on a phone
-
-
 def text(content: str) -> Html:
     """Text as markup: escaped, with control characters spelled out."""
     return content if isinstance(content, Html) else Html(escape(printable(content)))
@@ -234,7 +217,7 @@ def table(
     caption: what it holds, for screen readers. ident: its id. row_names: data-name of each row, for scripts.
     """
     heads = (
-        tag("th", column.title, scope="col", title=column.hint or None, class_=_class(column) or None)
+        tag("th", column.label, scope="col", title=column.hint or None, class_=_class(column) or None)
         for column in columns
     )
     held = list(rows)
@@ -300,28 +283,6 @@ def in_words(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(in_words, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def interval(low_s: float, high_s: float) -> str:
-    """Both ends: "612 ms to 771 ms"."""
-    return f"{format_seconds(low_s)} to {format_seconds(high_s)}"
-
-
-def partition(chunks: Sequence[int]) -> str:
-    """Tokens of each rank: "8 × 2048" where they are equal."""
-    if len(chunks) > 1 and len(set(chunks)) == 1:
-        return f"{len(chunks)} × {chunks[0]}"
-    return ", ".join(map(str, chunks))
-
-
-def seconds_cell(seconds: float | None) -> Cell:
-    """Seconds, sorted by their number."""
-    return Cell(shown="" if seconds is None else format_seconds(seconds), value=seconds)
-
-
-def bytes_cell(size: float) -> Cell:
-    """Bytes, sorted by their number."""
-    return Cell(shown=format_bytes(size), value=size)
 
 
 def strategy_name(name: str, *, colour_of: str | None = None) -> Html:

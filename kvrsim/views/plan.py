@@ -1,16 +1,45 @@
-"""A plan as a figure, as a page, and in a notebook."""
+"""A plan as a table, as a figure, as a page, and in a notebook."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
 from kvrsim.results.results import Plan, StrategyResult
+from kvrsim.text import without
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.figure import Bar, draw_ttfts
 from kvrsim.views.gantt import draw_gantt
-from kvrsim.views.page import Column, Page, Summary, interval, question_line
-from kvrsim.views.timeline import plan_page
+from kvrsim.views.page import (
+    Html,
+    Page,
+    Section,
+    Summary,
+    facts_of,
+    interval_bar,
+    join,
+    question_line,
+    span_of,
+    strategy_name,
+    table,
+    tag,
+)
+from kvrsim.views.style import variable
+from kvrsim.views.table import (
+    TIED,
+    Cell,
+    Column,
+    Table,
+    baseline_title,
+    bytes_cell,
+    fits_text,
+    format_interval,
+    format_partition,
+    interval_title,
+    seconds_cell,
+)
+from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,27 +77,56 @@ def page(plan: Plan) -> Page:
 
 def summary(plan: Plan) -> Summary:
     """Strategies, the fastest that fits first."""
-    over = plan.yardstick or "-"
-    titles = ("strategy", "TTFT", "prediction interval", f"speed-up over {over}", "memory of the fullest GPU", "fits")
     ties = f"The difference to {' and '.join(plan.ties)} is within the error of prediction."
+    table = strategies_table(plan)
     return Summary(
-        answer=f"{answer(plan)} ({interval(plan.best.ttft_low_s, plan.best.ttft_high_s)})",
+        answer=f"{answer(plan)} ({format_interval(plan.best.ttft_low_s, plan.best.ttft_high_s)})",
         question=question_line(plan),
         caption="strategies",
-        columns=[Column(title=title, number=place in (1, 2, 3, 4)) for place, title in enumerate(titles)],
-        rows=[
-            (
-                one.strategy,
-                format_seconds(one.ttft_s),
-                interval(one.ttft_low_s, one.ttft_high_s),
-                "" if one.speedup is None else f"{one.speedup:.2f}",
-                format_bytes(max(rank.total for rank in one.memory)),
-                "yes" if one.fits else "no",
-            )
-            for one in _ranked(plan)
-        ],
+        columns=table.columns,
+        rows=table.rows,
         notes=[*([ties] if plan.ties else []), plan.rests_on, *plan.warnings],
     )
+
+
+def strategies_table(plan: Plan) -> Table:
+    """One row per strategy, best first as the plan has them, the best in bold."""
+    has_interval = any(one.ttft_low_s < one.ttft_high_s for one in plan.strategies)
+    columns = [
+        Column(title="strategy\n"),
+        Column(title="partition\n(tokens)", rank=3, hint="tokens of each rank or piece"),
+        Column(title="TTFT\n", number=True, hint="time to first token"),
+    ]
+    if has_interval:
+        columns.append(Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"))
+    if plan.yardstick is not None:
+        columns.append(
+            Column(
+                title=f"vs {baseline_title(plan.yardstick)}\n", number=True, hint=f"TTFT of {plan.yardstick} over its"
+            )
+        )
+    columns += [
+        Column(title="exposed\ncomm.", number=True, rank=4, hint="TTFT less that over links that cost nothing"),
+        Column(title="longest\nwait", number=True, rank=5, hint="of the rank that waits most"),
+        Column(title="peak\nmemory", number=True, rank=2, hint="of the rank that needs most"),
+        Column(title="fits\n", hint=plan.memory_limit.describe()),
+    ]
+    table = Table(columns=columns)
+    for one in plan.strategies:
+        interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
+        table.add_row(
+            f"{one.strategy} {TIED}" if plan.feasible and one.strategy in plan.ties else one.strategy,
+            format_partition(one.partition),
+            seconds_cell(one.ttft_s),
+            *([interval] if has_interval else []),
+            *([] if one.speedup is None else [Cell(shown=f"{one.speedup:.2f}×", value=one.speedup)]),
+            seconds_cell(one.exposed_comm_s),
+            seconds_cell(max(one.wait_s)),
+            bytes_cell(max(rank.total for rank in one.memory)),
+            fits_text(one.fits),
+            style="bold" if one is plan.best else None,
+        )
+    return table
 
 
 def answer(plan: Plan) -> str:
@@ -97,3 +155,97 @@ def _gain(plan: Plan, one: StrategyResult) -> str:
 
 def _ranked(plan: Plan) -> list[StrategyResult]:
     return sorted(plan.strategies, key=lambda one: (not one.fits, one.ttft_s))
+
+
+# The page
+
+
+def plan_page(plan: Plan) -> Page:
+    """Of a plan that has the timelines of all its strategies."""
+    shown = [
+        Shown(
+            name=one.strategy, title=f"{one.strategy}, TTFT {format_seconds(one.ttft_s)}: {one.title}", timeline=found
+        )
+        for one in plan.strategies
+        if (found := plan.timelines.get(one.strategy)) is not None
+    ]
+    memory = {one.strategy: one.memory for one in plan.strategies}
+    return Page(
+        title=f"Prefill of {plan.question.request()} by {plan.model} on {plan.num_gpus} GPUs",
+        answer=_page_answer(plan),
+        facts=facts_of(plan.question),
+        sections=[
+            gantt_section(several=len(shown) > 1),
+            Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
+            memory_section(plan.memory_limit),
+        ],
+        notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table says what does not fit
+        data=timelines_data(shown) | {"memory": memory_data(memory, plan.memory_limit)},
+        scripts=SCRIPTS,
+        strategies=[one.strategy for one in plan.strategies],
+    )
+
+
+def _page_answer(plan: Plan) -> str:
+    best = plan.best
+    if not plan.feasible:
+        return _shortfall(plan)
+    words = f"{best.strategy} is the fastest: TTFT {format_seconds(best.ttft_s)}"
+    name = " ".join(interval_title(plan.interval_coverage).split())
+    words += f" ({name} {format_interval(best.ttft_low_s, best.ttft_high_s)})"
+    if plan.yardstick is not None and best.speedup is not None and plan.yardstick != best.strategy:
+        words += f", {best.speedup:.2f} times as fast as {plan.yardstick}"
+    if plan.ties:
+        words += f". The difference to {' and '.join(plan.ties)} is within the error of prediction"
+    return f"{words}."
+
+
+def _shortfall(plan: Plan) -> str:
+    """How much is missing, and what would fit."""
+    short = plan.shortfall
+    if short is None:
+        return "No strategy fits in memory."
+    needs, limit = format_bytes(short.peak_bytes), format_bytes(plan.memory_limit.nbytes)
+    words = f"No strategy fits in memory. The nearest, {short.strategy}, needs {needs} of {limit} on a GPU."
+    if short.would_fit:
+        fits = "; ".join(f"{one.strategy} with {one.change}" for one in short.would_fit)
+        words += f" What would fit: {fits}."
+    return words
+
+
+def _bounds(plan: Plan) -> str:
+    bounds = plan.bounds
+    if bounds.lower_bound_s is None:
+        return ""
+    gap = "" if bounds.gap is None else f"; KVR-S is at most {math.ceil(1e4 * bounds.gap - 1e-9) / 100:.2f} % above"
+    return f"No partition of KV-Runahead over these GPUs is faster than {format_seconds(bounds.lower_bound_s)}{gap}."
+
+
+def _strategies(plan: Plan) -> Html:
+    """The table, with the strategies' colours, their whole partitions, and their intervals as bars."""
+    listed = strategies_table(plan)
+    span = span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
+    rows = [
+        [_named(plan, one), ", ".join(map(str, one.partition)), *row[2:]]
+        for one, row in zip(plan.strategies, listed.rows, strict=True)
+    ]
+    for place, column in enumerate(listed.columns):
+        if "interval" in column.title:
+            for one, row in zip(plan.strategies, rows, strict=True):
+                bar = interval_bar(
+                    one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", one.strategy)
+                )
+                text = format_interval(one.ttft_low_s, one.ttft_high_s)
+                row[place] = Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
+    names = [one.strategy for one in plan.strategies]
+    return table(
+        listed.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names
+    )
+
+
+def _named(plan: Plan, one: StrategyResult) -> Cell:
+    mark = " fastest" if one is plan.best and plan.feasible else " tied" if one.strategy in plan.ties else ""
+    if one.approximate is not None:
+        mark += " approximate"
+    named = join([strategy_name(one.strategy), tag("em", mark, class_="mark", title=one.approximate)])
+    return Cell(shown=tag("span", named, title=one.title, class_="named"), value=one.strategy)

@@ -1,4 +1,4 @@
-"""A simulation as a figure, as a page, and in a notebook."""
+"""A simulation as a table, as a figure, as a page, and in a notebook."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 from kvrsim.results.results import SimResult
 from kvrsim.strategies import get_strategy
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.units import format_seconds
 from kvrsim.views.figure import Share, draw_ranks
 from kvrsim.views.gantt import draw_gantt
-from kvrsim.views.page import Column, Page, Summary, interval, question_line
-from kvrsim.views.timeline import simulation_page
+from kvrsim.views.page import Page, Section, Summary, facts_of, question_line, table
+from kvrsim.views.style import variable
+from kvrsim.views.table import Column, Table, bytes_cell, fits_text, format_interval, interval_title, seconds_cell
+from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,25 +37,35 @@ def page(result: SimResult) -> Page:
 
 def summary(result: SimResult) -> Summary:
     """Ranks, in order."""
-    titles = ("rank", "new tokens", "computes", "waits", "sends", "memory")
+    table = ranks_table(result)
     return Summary(
-        answer=f"{answer(result)} ({interval(result.ttft_low_s, result.ttft_high_s)})",
+        answer=f"{answer(result)} ({format_interval(result.ttft_low_s, result.ttft_high_s)})",
         question=question_line(result),
         caption="ranks",
-        columns=[Column(title=title, number=True) for title in titles],
-        rows=[
-            (
-                str(rank.rank),
-                str(rank.chunk_len),
-                format_seconds(rank.compute_s),
-                format_seconds(rank.wait_s),
-                format_bytes(rank.sent_bytes),
-                format_bytes(rank.memory.total),
-            )
-            for rank in result.per_rank
-        ],
+        columns=table.columns,
+        rows=table.rows,
         notes=result.warnings,
     )
+
+
+def ranks_table(result: SimResult) -> Table:
+    """What each rank computes, waits for, sends and holds."""
+    is_gpu = result.timeline is not None and result.timeline.gpus_per_rank > 1
+    ranks = {"tokens": 2, "compute": 3, "wait": 4, "sent": 5}
+    titles = ("GPU" if is_gpu else "rank", "tokens", "compute", "wait", "sent", "peak memory")
+    columns = [Column(title=title, number=True, rank=ranks.get(title, 1)) for title in titles]
+    table = Table(columns=[*columns, Column(title="fits")])
+    for rank in result.per_rank:
+        table.add_row(
+            str(rank.rank),
+            str(rank.chunk_len),
+            seconds_cell(rank.compute_s),
+            seconds_cell(rank.wait_s),
+            bytes_cell(rank.sent_bytes),
+            bytes_cell(rank.memory.total),
+            fits_text(rank.memory.total <= result.memory_limit.nbytes),
+        )
+    return table
 
 
 def answer(result: SimResult) -> str:
@@ -68,3 +80,32 @@ def _title(result: SimResult) -> str:
         return get_strategy(str(result.question.to_dict().get("strategy", result.strategy))).title
     except InputError:
         return ""
+
+
+def simulation_page(result: SimResult, title: str) -> Page:
+    """Of a simulation that has a timeline; title: what its lanes show."""
+    assert result.timeline is not None, "the page shows a timeline"
+    listed = ranks_table(result)
+    shown = [Shown(name=result.strategy, title=title, timeline=result.timeline)]
+    memory = {result.strategy: [rank.memory for rank in result.per_rank]}
+    name = " ".join(interval_title(result.interval_coverage).split())
+    likely = f"{name} {format_interval(result.ttft_low_s, result.ttft_high_s)}"
+    answer = f"{result.strategy}: TTFT {format_seconds(result.ttft_s)} ({likely})."
+    return Page(
+        title=f"Prefill of {result.question.request()} by {result.model} on {result.cluster.num_gpus} GPUs",
+        answer=answer,
+        facts=facts_of(result.question),
+        sections=[
+            gantt_section(several=False),
+            Section(
+                title="Ranks",
+                body=table(listed.columns, listed.rows, caption="Ranks with their times and memory", ident="ranks"),
+            ),
+            memory_section(result.memory_limit),
+        ],
+        notes=result.warnings,
+        data=timelines_data(shown)
+        | {"memory": memory_data(memory, result.memory_limit), "colour": variable("strategy", result.strategy)},
+        scripts=SCRIPTS,
+        strategies=[result.strategy],
+    )

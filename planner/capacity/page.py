@@ -13,21 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
-from kvrsim.views.page import (
-    CHARTS,
-    Cell,
-    Column,
-    Html,
-    Page,
-    Section,
-    Summary,
-    facts_of,
-    items,
-    join,
-    seconds_cell,
-    table,
-    tag,
-)
+from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, items, join, table, tag
+from kvrsim.views.table import Cell, Column, seconds_cell
 from planner.capacity.plot import draw, percentile_by_length, waiting
 from planner.capacity.result import CapacityPlan
 
@@ -112,9 +99,9 @@ def fleet_table(plan: CapacityPlan) -> Table:
         Column(title="p95", number=True, rank=2),
         Column(title="p99", number=True),
         Column(title="max", number=True, rank=2),
-        Column(title="in time", number=True),
+        Column(title="in target", number=True),
         Column(title="utilised", number=True, rank=2, hint="Busy share of all GPU time"),
-        *([Column(title="cost per hour", number=True)] if priced else []),
+        *([Column(title="cost/hour", number=True)] if priced else []),
     ]
     rows: Rows = []
     for fleet in fleets:

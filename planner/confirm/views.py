@@ -11,8 +11,9 @@ from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views import gantt
 from kvrsim.views import page as html
 from kvrsim.views.figure import Head
-from kvrsim.views.page import Cell, Column, Html, Page, Section, Summary
+from kvrsim.views.page import Html, Page, Section, Summary
 from kvrsim.views.style import variable
+from kvrsim.views.table import Cell, Column
 from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
 from planner.confirm.result import Confirmation, MeasuredCandidate
 

@@ -16,22 +16,9 @@ from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bandwidth, format_tokens
 from kvrsim.views.figure import Head, drawing
-from kvrsim.views.page import (
-    CHARTS,
-    Cell,
-    Column,
-    Html,
-    Page,
-    Section,
-    Summary,
-    facts_of,
-    join,
-    seconds_cell,
-    strategy_name,
-    table,
-    tag,
-)
+from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, join, strategy_name, table, tag
 from kvrsim.views.style import DIM, INK, strategy_colour, styled, text_on
+from kvrsim.views.table import Cell, Column, seconds_cell
 from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
 
 if TYPE_CHECKING:

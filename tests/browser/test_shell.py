@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrsim.views.page import CHARTS, Cell, Column, Page, Section, join, table, tag
+from kvrsim.views.page import CHARTS, Page, Section, join, table, tag
+from kvrsim.views.table import Cell, Column
 from tests.building.browser import Opened
 
 pytestmark = pytest.mark.browser

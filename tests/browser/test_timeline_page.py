@@ -8,7 +8,7 @@ import pytest
 
 from kvrsim.builder import make_scenario
 from kvrsim.views.page import Page
-from kvrsim.views.timeline import plan_page
+from kvrsim.views.plan import plan_page
 from planner.plan import make_plan
 from tests.building.browser import PHONE, Opened
 

@@ -33,11 +33,12 @@ from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.options import JSON, output, picture, require_torch, takes, writable
 from kvrsim.cli.output import print_json, resumable, warn
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, columns, facts, format_interval, narrowing, show
+from kvrsim.cli.text import Hint, facts, show
 from kvrsim.errors import InputError
 from kvrsim.text import printable
 from kvrsim.units import format_seconds, parse_bytes, parse_seconds
 from kvrsim.version import __version__
+from kvrsim.views.table import columns, format_interval, narrowing
 
 if TYPE_CHECKING:
     from calibrate.data import Measurement

@@ -11,9 +11,10 @@ from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes, writable
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Table, Text, columns, facts, header, limit_text, narrowing, rests_on_line, show
+from kvrsim.cli.text import facts, header, limit_text, rests_on_line, show
 from kvrsim.cli.text import headline as emphasised
 from kvrsim.units import format_seconds
+from kvrsim.views.table import Table, Text, columns, narrowing
 
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan

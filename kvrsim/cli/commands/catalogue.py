@@ -13,8 +13,9 @@ import typer
 from kvrsim.arguments import argument, option
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
-from kvrsim.cli.text import Text, columns, facts, show, show_tree
+from kvrsim.cli.text import facts, show, show_tree
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+from kvrsim.views.table import Text, columns
 
 if TYPE_CHECKING:
     from kvrsim.engine import Engine

@@ -13,22 +13,11 @@ from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, resumable, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import (
-    Hint,
-    Text,
-    columns,
-    facts,
-    format_interval,
-    format_partition,
-    header,
-    headline,
-    likely,
-    narrowing,
-    show,
-)
+from kvrsim.cli.text import Hint, facts, header, headline, likely, show
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, format_tokens, parse_share
+from kvrsim.views.table import Text, columns, format_interval, format_partition, narrowing
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario

@@ -10,8 +10,9 @@ from kvrsim.arguments import MapArgs, PoolArgs, ScenariosArgs, option
 from kvrsim.cli.options import OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import TIED, Part, Table, Text, columns, facts, header, headline, limit_text, show
+from kvrsim.cli.text import Part, facts, header, headline, limit_text, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
+from kvrsim.views.table import TIED, Table, Text, columns
 
 if TYPE_CHECKING:
     from planner.map.map import BreakEven, StrategyMap, Winner

@@ -13,27 +13,17 @@ from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
-    INTERVAL_TITLES,
-    TIED,
     Facts,
-    Table,
     add_misfits,
     add_notes,
     blocks_text,
-    columns,
     facts,
-    fits_text,
-    format_interval,
-    format_partition,
-    format_wait,
     header,
     headline,
     held_text,
-    interval_title,
     likely,
     limit_text,
     mean_change,
-    narrowing,
     rests_on_line,
     round_up_percent,
     show,
@@ -42,6 +32,11 @@ from kvrsim.cli.text import (
 from kvrsim.errors import InputError
 from kvrsim.text import printable, without
 from kvrsim.units import format_bytes, format_seconds
+from kvrsim.views.table import (
+    TIED,
+    baseline_title,
+    format_partition,
+)
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
@@ -108,13 +103,13 @@ def plan(
         raise typer.Exit(1)
 
 
-# Columns that a narrow terminal does without, the least important first.
-_OPTIONAL = ("longest\nwait", "exposed\ncomm.", *INTERVAL_TITLES, "partition\n(tokens)", "peak\nmemory")
 _MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does not fit is listed
 
 
 def show_plan(plan: Plan, launch: Launch | None = None) -> None:
     """The best strategy, the question, one row per strategy, then bounds, search, memory and notes."""
+    from kvrsim.views.plan import strategies_table
+
     if launch is not None:
         show_launch(launch)
     answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
@@ -136,7 +131,7 @@ def show_plan(plan: Plan, launch: Launch | None = None) -> None:
             add_misfits(table, result.strategy, result.memory, limit.nbytes)
     table.add_row("rests on:", rests_on_line(plan.question, held_text(plan.interval_coverage)))
     add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
-    show(answer, "", *header(plan.question, plan.cluster), "", _strategies(plan), "", table)
+    show(answer, "", *header(plan.question, plan.cluster), "", strategies_table(plan), "", table)
 
 
 def _headline(plan: Plan) -> str:
@@ -150,7 +145,7 @@ def _headline(plan: Plan) -> str:
     text = f"{best.strategy} on {gpus}, TTFT "
     text += likely(best.ttft_low_s, best.ttft_s, best.ttft_high_s, plan.interval_coverage)
     if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
-        text += f", {best.speedup:.2f}× as fast as {_yardstick(plan.yardstick)}"
+        text += f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
     return text
 
 
@@ -174,7 +169,7 @@ def _found(plan: Plan) -> Iterator[tuple[str, str]]:
         gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
         yield "bound:", f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
     if plan.yardstick not in (None, "tsp") and any(one.strategy == "tsp" and not one.fits for one in plan.strategies):
-        yield "speed-up:", f"over {_yardstick(str(plan.yardstick))}, because TSP does not fit"
+        yield "speed-up:", f"over {baseline_title(str(plan.yardstick))}, because TSP does not fit"
 
 
 def _would_fit(short: Shortfall, not_compared: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -188,35 +183,6 @@ def _would_fit(short: Shortfall, not_compared: Sequence[str]) -> Iterator[tuple[
         yield label, "no strategy without a long search, and none on up to 16 times the GPUs"
     if not_compared:
         yield "others:", f"not compared: {_listed(not_compared)} (--strategies all)"
-
-
-def _strategies(plan: Plan) -> Table:
-    """One row per strategy, the best in bold."""
-    has_interval = any(result.ttft_low_s < result.ttft_high_s for result in plan.strategies)
-    speedup = [] if plan.yardstick is None else [f"vs {_yardstick(plan.yardstick)}\n"]
-    table = columns("strategy\n", "partition\n(tokens)")
-    columns("TTFT\n", *[interval_title(plan.interval_coverage)] * has_interval, *speedup, numbers=True, into=table)
-    columns("exposed\ncomm.", "longest\nwait", "peak\nmemory", numbers=True, into=table)
-    columns("fits\n", into=table)
-    for result in plan.strategies:
-        row = _strategy_row(result, has_interval=has_interval, tied=plan.feasible and result.strategy in plan.ties)
-        table.add_row(*row, fits_text(result.fits), style="bold" if result is plan.best else None)
-    return narrowing(table, *_OPTIONAL)
-
-
-def _strategy_row(result: StrategyResult, *, has_interval: bool, tied: bool) -> list[str]:
-    name = f"{result.strategy} {TIED}" if tied else result.strategy
-    row = [name, format_partition(result.partition), format_seconds(result.ttft_s)]
-    if has_interval:
-        row.append(format_interval(result.ttft_low_s, result.ttft_high_s))
-    if result.speedup is not None:
-        row.append(f"{result.speedup:.2f}×")
-    peak_bytes = max(rank.total for rank in result.memory)
-    return [*row, format_wait(result.exposed_comm_s), format_wait(max(result.wait_s)), format_bytes(peak_bytes)]
-
-
-def _yardstick(strategy: str) -> str:
-    return "1 GPU" if strategy == "single" else strategy.upper()
 
 
 def _engines(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -23,9 +23,10 @@ from kvrsim.arguments import (
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, facts, format_interval, headline, show
+from kvrsim.cli.text import Hint, facts, headline, show
 from kvrsim.units import format_seconds
 from kvrsim.version import __version__
+from kvrsim.views.table import format_interval
 
 app = typer.Typer()
 _STRATEGY = "What the GPUs run; best: the fastest that fits, of those that plan compares by default."

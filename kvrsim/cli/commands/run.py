@@ -9,19 +9,10 @@ from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, count, option, 
 from kvrsim.cli.options import JSON, HardwareArgs, TimelineArgs, hardware_of, require_torch, takes
 from kvrsim.cli.output import print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import (
-    Text,
-    columns,
-    facts,
-    format_partition,
-    headline,
-    measured_header,
-    narrowing,
-    show,
-    subtitle,
-)
+from kvrsim.cli.text import facts, headline, measured_header, show, subtitle
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_bytes, format_seconds
+from kvrsim.views.table import Text, columns, format_partition, narrowing
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario

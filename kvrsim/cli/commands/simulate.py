@@ -12,28 +12,23 @@ from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     Facts,
     Part,
-    Table,
     add_misfits,
     add_notes,
     blocks_text,
-    columns,
     facts,
-    fits_text,
-    format_partition,
-    format_wait,
     header,
     headline,
     held_text,
     likely,
     limit_text,
     mean_change,
-    narrowing,
     rests_on_line,
     show,
     stages_text,
 )
 from kvrsim.errors import InputError
 from kvrsim.units import format_bytes, format_seconds
+from kvrsim.views.table import Table, columns, format_partition, narrowing
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution, Estimate
@@ -83,12 +78,12 @@ def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: Pa
 
 _MOST_CAUSES = 4  # of the interval, that are listed
 _WIDE = 0.005  # of TTFT, from which on a cause is listed
-# Columns that a narrow terminal does without, the least important first.
-_OPTIONAL = ("sent", "wait", "compute", "tokens")
 
 
 def show_simulation(result: SimResult, scenario: Scenario) -> None:
     """TTFT, the question, one row per rank, and the rest."""
+    from kvrsim.views.simulation import ranks_table
+
     limit = scenario.memory_limit.nbytes
     answer, table = facts(), facts()
     answer.add_row("TTFT:", headline(_ttft(result, limit)))
@@ -106,21 +101,10 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
     table.add_row("rests on:", rests_on_line(result.question, held_text(result.interval_coverage)))
     add_notes(table, result.warnings)
-    parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", _ranks(result, limit), ""]
+    parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", ranks_table(result), ""]
     if result.breakdown is not None:
         parts += [narrowing(_breakdown(result.breakdown), "basis", "roofline"), ""]
     show(*parts, table)
-
-
-def _ranks(result: SimResult, limit: int) -> Table:
-    """One row per rank."""
-    table = columns("rank", "tokens", "compute", "wait", "sent", "peak memory", numbers=True)
-    columns("fits", into=table)
-    for rank in result.per_rank:
-        times = (format_wait(rank.compute_s), format_wait(rank.wait_s))
-        sizes = (format_bytes(rank.sent_bytes), format_bytes(rank.memory.total))
-        table.add_row(str(rank.rank), str(rank.chunk_len), *times, *sizes, fits_text(rank.memory.total <= limit))
-    return narrowing(table, *_OPTIONAL)
 
 
 def _ttft(result: SimResult, limit: int) -> str:

@@ -14,19 +14,9 @@ from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count,
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, picture, pool_of, takes
 from kvrsim.cli.output import print_answer, print_json, resumable, warn, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import (
-    Facts,
-    Hint,
-    Text,
-    columns,
-    facts,
-    format_partition,
-    headline,
-    narrowing,
-    round_up_percent,
-    show,
-)
+from kvrsim.cli.text import Facts, Hint, facts, headline, round_up_percent, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
+from kvrsim.views.table import Text, columns, format_partition, narrowing
 
 if TYPE_CHECKING:
     from planner.table.table import PartitionTable, TableLookup, TableSetting

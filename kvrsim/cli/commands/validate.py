@@ -12,9 +12,10 @@ from kvrsim.arguments import option
 from kvrsim.cli.options import OutputArgs, takes, writable
 from kvrsim.cli.output import print_answer
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Table, columns, show
+from kvrsim.cli.text import show
 from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
+from kvrsim.views.table import Table, columns
 
 app = typer.Typer()
 

@@ -15,8 +15,9 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.output import NOT_WRITTEN
-from kvrsim.cli.text import format_interval, format_partition, interval_title, over_memory, round_up_percent
+from kvrsim.cli.text import over_memory, round_up_percent
 from kvrsim.memory import RankMemory
+from kvrsim.views.table import format_interval, format_partition, interval_title
 from planner.candidates import QUICK
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,6 +21,7 @@ from kvrsim.cli import main as cli
 from kvrsim.cli import text as layout
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_seconds
+from kvrsim.views.table import columns, narrowing
 
 WIDTHS = (60, 80, 120, 200)
 PIPED = 118
@@ -151,8 +152,8 @@ def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:
     """Titles of columns and labels of lines, but for names of strategies."""
     for part in parts:
         if isinstance(part, layout.Table | layout.Facts):
-            columns = part.columns if isinstance(part, layout.Table) else ()
-            cells = [column.title for column in columns] or [label for label, _ in part.rows]
+            titles = part.columns if isinstance(part, layout.Table) else ()
+            cells = [column.title for column in titles] or [label for label, _ in part.rows]
             for cell in map(str, cells):
                 label = re.sub(
                     r"\(.*\)|, [\d.]+ [GMk]?B/s|\d+ (?=GPUs)|(?<=rank) \d+|:$", "", " ".join(cell.split())
@@ -191,13 +192,13 @@ def table_at(width: int, monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> 
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    table = layout.columns("strategy", "partition")
-    layout.columns("TTFT", "low–high", "vs TSP", "exposed", "wait", "peak of", numbers=True, into=table)
-    layout.columns("fits", into=table)
+    table = columns("strategy", "partition")
+    columns("TTFT", "low–high", "vs TSP", "exposed", "wait", "peak of", numbers=True, into=table)
+    columns("fits", into=table)
     table.add_row(*CELLS)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
-        layout.show(layout.narrowing(table, "wait", "exposed", "low–high", "partition"), "prose " * 40)
+        layout.show(narrowing(table, "wait", "exposed", "low–high", "partition"), "prose " * 40)
     return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
 
 

@@ -13,7 +13,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
-from kvrsim.views.timeline import Shown, legend, plan_page, to_data
+from kvrsim.views.plan import plan_page
+from kvrsim.views.timeline import Shown, legend, to_data
 from planner.candidates import choose_partition, per_rank_scenario
 from planner.plan import make_plan, span_count
 from tests.building import examples

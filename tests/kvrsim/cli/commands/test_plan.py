@@ -13,11 +13,11 @@ import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.text import TIED
 from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
 from kvrsim.strategies import STRATEGIES
+from kvrsim.views.table import TIED
 from planner import candidates
 from planner.candidates import QUICK
 from planner.search.bound import lower_bound_s
