@@ -1,16 +1,25 @@
-"""What a profile has no rates for is said, and only that."""
+"""Notes about what a profile has no rates for, and about quantised models."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.errors import InputError
 from kvrsim.kernels.attention import LatentCost
 from kvrsim.kernels.coverage import coverage_notes, head_dims
-from kvrsim.kernels.profile import load_profile
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, merged, summed
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
+from kvrsim.model.load import config_path
+from kvrsim.scenario import Scenario
+from kvrsim.units import scale
 
 FLASH = load_profile("h100-flash")
 BARE = replace(FLASH, kernels=replace(FLASH.kernels, latent=None, sparse=None, experts=None, recurrence=None))
@@ -58,3 +67,225 @@ def test_a_decoded_token_absorbs_once() -> None:
     keys = np.array([1.0, 64.0, 4096.0, 65536.0])
     one = np.ones_like(keys)
     assert (mixing.decode_s(keys) <= mixing.absorbed_s(one, keys - one) * (1 + 1e-12)).all()
+
+
+CHUNK = np.array([100.0, 2048.0])
+AWQ = {"quant_method": "awq", "bits": 4}
+FP8 = {"quant_method": "fp8"}
+
+
+def quantized(folder: Path, config: dict[str, Any], model: str = "llama-3-8b") -> Path:
+    content = json.loads(config_path(model, "model").read_text()) | {"quantization_config": config}
+    path = folder / "quantized.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def profile_with(name: str = "h100-flash", **factors: float) -> CalibrationProfile:
+    """A shipped profile with products of these types so many times faster than in half precision."""
+    profile = load_profile(name)
+    types = {name: scale(profile.kernels.gemm, 1 / factor) for name, factor in factors.items()}
+    return replace(profile, kernels=replace(profile.kernels, clock=None, gemm_types=types))
+
+
+def made(profile: CalibrationProfile, **asked: Any) -> tuple[Scenario, list[str]]:
+    scenario, notes = kvrsim.make_scenario(
+        ctx="2k", gpus=1, cluster="h100-nvlink", profile=profile, engine="none", **asked
+    )
+    return scenario, [note for note in notes if "quantised" in note or "no rates" in note]
+
+
+def products_s(scenario: Scenario) -> Any:
+    """Seconds of the products of a layer: the element-wise kernels cost nothing."""
+    assert scenario.profile is not None
+    elementwise = scale(scenario.profile.kernels.elementwise, 1e-12)
+    kernels = replace(scenario.profile.kernels, elementwise=elementwise)
+    (costs,) = replace(scenario, profile=replace(scenario.profile, kernels=kernels)).layer_costs()
+    return costs.qkv_s(CHUNK) + costs.output_mlp_s(CHUNK)
+
+
+def test_products_take_their_types_time(tmp_path: Path) -> None:
+    """Attention and the head stay as they are."""
+    profile = profile_with(fp8=2.0)
+    plain, _ = made(profile, model="llama-3-8b")
+    fp8, notes = made(profile, model=quantized(tmp_path, FP8))
+    width = GEMM_TYPES["fp8"]
+    rates = profile.kernels.gemm_types["fp8"]
+    shapes = (Product(4096, 6144), Product(4096, 4096), Product(4096, 28672), Product(14336, 4096))
+    assert products_s(fp8) == pytest.approx(rates.seconds(CHUNK, shapes, width), rel=1e-6)
+    assert products_s(fp8)[1] < 0.62 * products_s(plain)[1]
+    head = fp8.share.lm_head
+    logits = Product(head.in_features, head.out_features, compute=head.compute)
+    assert fp8.cost.head_s(CHUNK, logits) == pytest.approx(plain.cost.head_s(CHUNK, logits))
+    for one, other in zip(fp8.layer_costs(), plain.layer_costs(), strict=True):
+        assert one.mixer.attention_s(CHUNK, CHUNK) == pytest.approx(other.mixer.attention_s(CHUNK, CHUNK))
+        assert one.mixer.cache_bytes(CHUNK) == pytest.approx(other.mixer.cache_bytes(CHUNK))
+    assert notes == [
+        "quantized has quantised weights (fp8, 8 bits): the layers' products in FP8; attention, norms, embedding, head"
+        " and KV cache in fp16"
+    ]
+
+
+def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
+    """Four a layer: before Q, K, V, the output projection, gate and up, and down; none where weights alone are."""
+    kernels, other = [], tmp_path / "other"
+    other.mkdir()
+    for model in ("llama-3-8b", quantized(tmp_path, AWQ), quantized(other, FP8)):
+        (costs,) = made(profile_with(), model=model)[0].layer_costs()
+        kernels.append(costs.kernels)
+    plain, awq, fp8 = kernels
+    assert awq == plain
+    assert (fp8.before - plain.before, fp8.mixer, fp8.after - plain.after) == (1, plain.mixer, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "types", "priced", "told"),
+    [
+        (AWQ, {"fp8": 2.0}, None, "priced as fp16, which leaves out the dequantising: TTFT may be a little short"),
+        (AWQ, {"int4_wo": 0.5}, 0.5, None),
+        (FP8, {}, None, "priced as fp16, which takes longer: TTFT of a long prompt is too long"),
+        (FP8, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
+        (AWQ, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
+        (FP8, {"fp8_block": 1.5}, 1.5, "priced as FP8 with scales by block"),
+        (FP8 | {"weight_block_size": [128, 128]}, {"fp8": 2.0}, 2.0, "priced as FP8"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"fp8": 2.0}, 2.0, "priced as FP8"),
+        ({"quant_algo": "NVFP4"}, {"fp8": 2.0}, None, "before Blackwell"),
+        ({"quant_algo": "NVFP4"}, {"int4_wo": 0.9, "fp8": 2.0}, 0.9, "priced as half precision from 4-bit weights"),
+        ({"quant_algo": "NVFP4"}, {"nvfp4": 3.0}, 3.0, None),
+    ],
+)
+def test_a_type_without_rates_is_priced_as_the_most_similar(
+    config: dict[str, Any], types: dict[str, float], priced: float | None, told: str | None, tmp_path: Path
+) -> None:
+    profile = profile_with(**types)
+    plain, _ = made(profile, model="llama-3-8b")
+    scenario, notes = made(profile, model=quantized(tmp_path, config))
+    seconds = products_s(scenario)[1] / products_s(plain)[1]
+    assert seconds == pytest.approx(1 / (priced or 1), rel=0.2)
+    assert (seconds == 1) == (priced is None)
+    assert len(notes) == (1 if told is None else 2)
+    assert all(told is not None and told in note for note in notes[1:])
+
+
+def test_before_hopper_fp8_is_computed_in_half_precision(tmp_path: Path) -> None:
+    a100 = profile_with("a100-flash")
+    _, notes = kvrsim.make_scenario(ctx="2k", gpus=1, profile=a100, model=quantized(tmp_path, FP8))
+    assert any("as engines compute them on a GPU without such arithmetic" in note for note in notes)
+    int8 = quantized(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    _, notes = kvrsim.make_scenario(ctx="2k", gpus=1, profile=a100, model=int8)
+    assert any("INT8; priced as fp16, which takes longer" in note for note in notes), "which an A100 computes in"
+
+
+def test_part_of_a_layer_may_be_quantised(tmp_path: Path) -> None:
+    """The sum of what each matrix takes at its own rates; a step of either type ends where that type's tile ends."""
+    profile = profile_with(fp8=2.0)
+    plain, _ = made(profile, model="llama-3-8b")
+    whole, _ = made(profile, model=quantized(tmp_path, FP8))
+    part, notes = made(profile, model=quantized(tmp_path, FP8 | {"modules_to_not_convert": ["self_attn"]}))
+    (costs,), (all_fp8,), (none,) = part.layer_costs(), whole.layer_costs(), plain.layer_costs()
+    assert costs.qkv_s(CHUNK) == pytest.approx(none.qkv_s(CHUNK))
+    assert all_fp8.output_mlp_s(CHUNK)[1] < costs.output_mlp_s(CHUNK)[1] < none.output_mlp_s(CHUNK)[1]
+    assert "some of the layers' products (the rest is not quantised) in FP8" in notes[0]
+
+
+def test_costs_with_different_steps_add_up() -> None:
+    """Tiles of 64 and of 256 rows: at the end of every short step both are exact."""
+    tile = Tile(rows=64, cols=128, flops_share=1.0, start_s=0.0)
+    fine = GemmRates(flops_per_s=1e9, bytes_per_s=1e30, launch_s=1e-3, concurrent_tiles=4, tiles=(tile,))
+    coarse = replace(fine, tiles=(replace(tile, rows=256),), launch_s=2e-3)
+    smooth = replace(fine, tiles=())
+    costs = [rates.row_cost((Product(512, 512),), 2) for rates in (fine, coarse, smooth)]
+    rows = 64.0 * np.arange(700)
+    together = summed(costs)
+    assert together.rows_per_step == 64
+    inside = rows <= 512 * 64
+    apart = sum(cost(rows) for cost in costs)
+    np.testing.assert_allclose(together(rows)[inside], apart[inside], rtol=1e-12)
+    np.testing.assert_allclose(together(rows)[~inside], apart[~inside], rtol=0.02)
+    assert summed([smooth.row_cost((Product(8, 8),), 2)] * 2)(rows) == pytest.approx(2 * rows * 128 / 1e9)
+
+
+def test_products_of_two_types_are_not_merged() -> None:
+    one, other = Product(64, 8, compute="fp8"), Product(64, 8)
+    assert merged([one, other, one]) == (Product(64, 16, compute="fp8"), other)
+
+
+def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
+    """The products of the layers; activations, K and V stay in half precision."""
+    profile = profile_with(fp8=2.0)
+    fp8, notes = made(profile, model="llama-3-8b", dtype="fp8")
+    assert fp8.request.dtype_bytes == 2
+    assert products_s(fp8)[1] < 0.62 * products_s(made(profile, model="llama-3-8b")[0])[1]
+    assert notes == [
+        "llama-3-8b has quantised weights (fp8, quantised on loading, 8 bits): the layers' products in FP8; attention,"
+        " norms, embedding, head and KV cache in half precision"
+    ]
+    with pytest.raises(InputError, match=r"dtype: got 'fp8', accepted: what profile h100-flash has: fp16, bf16$"):
+        made(profile_with(int4_wo=1.0, int8_wo=1.0), model="llama-3-8b", dtype="fp8")
+
+
+def test_a_checkpoints_own_format_stays_under_fp8(tmp_path: Path) -> None:
+    scenario, notes = made(profile_with(fp8=2.0), model=quantized(tmp_path, AWQ), dtype="fp8")
+    assert scenario.model.layers[0].mixer.output[0].compute == "int4_wo"
+    assert "(awq, 4 bits)" in notes[0]
+
+
+def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
+    """Twice the peak on an H100; attention has half precision's."""
+    asked: dict[str, Any] = {"ctx": "2k", "gpus": 1, "cluster": "h100-nvlink", "profile": "roofline"}
+    plain, fp8, file = (
+        kvrsim.make_scenario(**asked, **more)[0]
+        for more in (
+            {"model": "llama-3-8b"},
+            {"dtype": "fp8", "model": "llama-3-8b"},
+            {"model": quantized(tmp_path, FP8)},
+        )
+    )
+    product, large = Product(4096, 4096), np.array([1e6])
+    low = product._replace(compute="fp8")
+    for scenario in (fp8, file):
+        assert scenario.cost.row_cost((low,), ())(large) == pytest.approx(
+            plain.cost.row_cost((product,), ())(large) / 2
+        )
+        (costs,), (other,) = scenario.layer_costs(), plain.layer_costs()
+        assert costs.mixer.attention_s(CHUNK, CHUNK) == pytest.approx(other.mixer.attention_s(CHUNK, CHUNK))
+        assert costs.qkv_s(CHUNK)[1] < other.qkv_s(CHUNK)[1]
+    few = np.array([1e-9])
+    four_bits = product._replace(compute="int4_wo")
+    read_s = [plain.cost.row_cost((one,), ())(few).item() for one in (product, four_bits)]
+    assert read_s[1] == pytest.approx(read_s[0] * (0.5 + 2 / 128) / 2)
+
+
+def without_experts(profile: CalibrationProfile) -> CalibrationProfile:
+    return replace(profile, kernels=replace(profile.kernels, experts=None))
+
+
+def test_experts_in_four_bits() -> None:
+    """gpt-oss without rates of experts: their products at the 4-bit rates, projections at half precision's."""
+    counted = [without_experts(profile_with(int4_wo=factor)) for factor in (0.5, 1.0)]
+    slow, fast = (made(profile, model="gpt-oss-20b")[0] for profile in counted)
+    for one, other in zip(slow.layer_costs(), fast.layer_costs(), strict=True):
+        assert one.qkv_s(CHUNK) == pytest.approx(other.qkv_s(CHUNK))
+        assert one.output_mlp_s(CHUNK)[1] > 1.5 * other.output_mlp_s(CHUNK)[1]
+
+
+def test_a_profile_shows_types_without_their_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile_with(fp8=2.0).write(tmp_path / "mine.json")
+    assert cli.main(["profiles", "show", str(tmp_path / "mine.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "fp8" in shown
+    assert len(shown.splitlines()) < 600
+    assert load_profile(tmp_path / "mine.json").kernels.gemm_types["fp8"].measured
+
+
+def test_a_quantised_product_is_measured_where_its_own_type_was() -> None:
+    """A shape with a table in half precision is not thereby known in FP8."""
+    kernels = load_profile("h100-flash").kernels
+    half = {(shape.in_features, shape.out_features) for shape in kernels.gemm.measured}
+    eight = {(shape.in_features, shape.out_features) for shape in kernels.gemm_types["fp8"].measured}
+    assert half, "the shipped profile keeps tables of some shapes"
+    for shape in half | eight:
+        assert kernels.is_measured(Product(*shape)) is (shape in half)
+        assert kernels.is_measured(Product(*shape, compute="fp8")) is (shape in eight)
+    unlike = replace(kernels, gemm_types={"fp8": replace(kernels.gemm_types["fp8"], measured=())})
+    assert not any(unlike.is_measured(Product(*shape, compute="fp8")) for shape in half)

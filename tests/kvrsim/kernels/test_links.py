@@ -1,17 +1,24 @@
-"""All-reduces as measured: through their rows, between and beyond them, over narrower links, in tensor parallelism."""
+"""Collectives: all-reduces through their measured rows, all-gathers by their two protocols."""
 
 from __future__ import annotations
+
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware import load_cluster
-from kvrsim.kernels.links import AllReduceRates, MeasuredAllReduce
+from kvrsim.kernels.links import AllReduceRates, GatherRates, MeasuredAllReduce
 from kvrsim.kernels.tensor_parallel import group_of
 from kvrsim.model.load import load_model
+from kvrsim.program import AllGather, Array, Program
 from kvrsim.units import scale
+from tests.building import any_cluster
 
 
 def table(num_gpus: int, factor: float = 1.0) -> MeasuredAllReduce:
@@ -95,3 +102,30 @@ def test_collectives_are_as_measured_where_single_messages_are_not() -> None:
     assert scenario.cluster.link.all_reduce == scenario.profile.links.all_reduce
     assert scenario.cluster.link.bandwidth_bytes_per_s == load_cluster("b200-nvlink5").link.bandwidth_bytes_per_s
     assert any(note.startswith("links: nominal figures of nvlink5 for single messages") for note in notes)
+
+
+def tokens(*values: float) -> Array:
+    return np.array(values, dtype=float)
+
+
+GATHER = GatherRates(
+    launch_s=100.0, hop_s=10.0, small_bytes_per_s=1.0, large_bytes_per_s=4.0, setup_s=4.0, own_share=0.5
+)
+
+
+def test_short_gathers_take_one_protocol_and_long_ones_another() -> None:
+    """Three pieces of 2 bytes: 2.5 of them cross a link, 5 s; of 40 bytes 100 x 1 s, or (5 + 2)^2 s."""
+    assert GATHER.seconds(tokens(6, 120), 3) == pytest.approx([100 + 20 + 5, 100 + 20 + 49])
+    assert GATHER.step_s(tokens(2, 40), 3) == pytest.approx([10 + 2.5, 10 + 24.5])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_both_executors_gather_in_that_time(ranks: int) -> None:
+    cluster = any_cluster(random.Random(0), ranks, topologies=("switch",))
+    cluster = cluster.with_measured(replace(cluster.link, latency_s=1000.0, gather=GATHER))
+    gather = (AllGather(nbytes=tokens(40)),)
+    none = ((),) * ranks
+    twice = Program(strategy="test", prologue=none, layers=((gather,) * ranks,), layer_kind_index=(0, 0), epilogue=none)
+    want = [2 * GATHER.seconds(tokens(40 * ranks), ranks).item()] * ranks
+    assert run_batch(twice, cluster)[:, 0] == pytest.approx(want)
+    assert EventSimulation(twice, cluster).finish_s == pytest.approx(want)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.cost import CalibratedCost, KernelTraits
+from kvrsim.kernels.layer import mixer_cost
+from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.profile import load_profile
 from kvrsim.kernels.recurrence import (
     RECURRENCES,
@@ -24,7 +26,9 @@ from kvrsim.kernels.recurrence import (
     ScanRates,
 )
 from kvrsim.kernels.roofline import RooflineCost, no_time
-from kvrsim.model.mixers import RECURRENCE_TITLES
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.load import load_model
+from kvrsim.model.mixers import RECURRENCE_TITLES, Recurrence
 
 SCAN = ScanRates(start_s=4e-5, chunk_s=1.5e-6, flops_per_s=2e14, cached_bytes=50e6, bytes_per_s=2e12)
 CONVOLUTION = ConvolutionRates(start_s=4e-6, cached_bytes_per_s=5e12, cached_bytes=30e6, bytes_per_s=2.3e12)
@@ -123,3 +127,42 @@ def test_the_roofline_is_flops_or_bytes() -> None:
     assert flops_bound.call_s(scan) == pytest.approx(1e6 * call().scan_flops / 1e12)
     assert bytes_bound.call_s(scan) == pytest.approx(1e6 * 2 * (16 + 32) * 128 * 2 / 1e12)
     assert bytes_bound.call_s(convolution) == pytest.approx(1e6 * 2 * 8192 * 2 / 1e12)
+
+
+MIXER = Recurrence(
+    kind="gated_delta",
+    projections=(Gemm(name="in_proj", in_features=2048, out_features=12288),),
+    output=(Gemm(name="out_proj", in_features=4096, out_features=2048),),
+    num_key_heads=16,
+    num_value_heads=32,
+    key_head_dim=128,
+    value_head_dim=128,
+    conv_channels=8192,
+    conv_kernel=4,
+)
+H100 = load_profile("h100-flash").kernels
+COST = CalibratedCost(rates=H100, traits=H100.traits("flash", 2, 2))
+SETTING = LayerSetting(model=load_model("llama-3-8b"), cost=COST, hbm_bytes_per_s=3.35e12)
+TOKENS = np.array([512.0, 4096.0])
+
+
+def test_a_scan_does_not_depend_on_how_many_tokens_came_before() -> None:
+    mixing = mixer_cost(MIXER, SETTING)
+    none, many = (mixing.attention_s(TOKENS, np.full(2, prefix)) for prefix in (0.0, 1e6))
+    assert (none == many).all()
+    assert (mixing.local_op_s(TOKENS) > 0).all()
+    assert (np.diff(none) > 0).all()
+
+
+def test_what_is_handed_on_is_a_state_whatever_the_tokens() -> None:
+    mixing = mixer_cost(MIXER, SETTING)
+    state = 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    assert mixing.needed_bytes(TOKENS).tolist() == [2 * state] * 2
+    assert mixing.needed_bytes(np.zeros(1)).tolist() == [0]
+
+
+def test_a_decoded_token_reads_and_writes_the_states() -> None:
+    seconds = mixer_cost(MIXER, SETTING).decode_s(TOKENS)
+    elementwise = COST.rates.elementwise
+    expected = 2 * 2 * MIXER.state_bytes(2) / elementwise.copy + elementwise.start_s
+    assert seconds == pytest.approx([expected] * 2)

@@ -1,9 +1,10 @@
-"""Costs: what attention covers, what a layer moves, and that no profile beats the datasheet."""
+"""Costs of a layer: what attention covers, what is moved and launched, and that no profile beats the datasheet."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
-from kvrsim.engine import HostRates
+from kvrsim.engine import NO_HOST, HostRates
 from kvrsim.errors import InputError
 from kvrsim.kernels.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.kernels.elementwise import (
@@ -25,13 +28,17 @@ from kvrsim.kernels.elementwise import (
     eager_score_bytes,
 )
 from kvrsim.kernels.gemm import GemmRates, Product, Tile
-from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.layer import LayerCosts, mlp_width
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array, Compute
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples
+from tests.building.models import with_layers, with_mixers
+from tests.kvrsim.model.architectures.test_hybrids import HYBRID, K3, NEXT
+from tests.kvrsim.model.architectures.test_latent import M3, V3, V4
+from tests.kvrsim.model.model_configs import load
 
 
 def tokens(*values: float) -> Array:
@@ -385,9 +392,6 @@ def test_a_gpu_refuses_what_it_cannot_compute(scenario: Scenario) -> None:
     assert caught.value.parameter == "dtype"
 
 
-# -- what own measurements tell
-
-
 def test_a_chunk_may_be_written_into_place(scenario: Scenario) -> None:
     """Once read and written, with one start, wherever its prefix is; on top of other copies."""
     free = with_rates(scenario, elementwise=replace(ElementwiseRates.uniform(1.0, fused=False), start_s=0.5))
@@ -475,3 +479,117 @@ def test_fp32_has_four_bytes(scenario: Scenario) -> None:
     )
     with pytest.raises(InputError, match=r"dtype: got 'fp16', accepted: what profile random has: fp32"):
         replace(here, request=Request(context_len=1000))
+
+
+def built_in_costs(model: str, profile: str, host: HostRates | None = None) -> LayerCosts:
+    """Costs of the model's layers on one GPU, with the profile's host or another."""
+    scenario, _ = make_scenario(ctx=1024, gpus=1, model=model, profile=profile)
+    if host is not None:
+        assert scenario.profile is not None
+        scenario = replace(scenario, profile=replace(scenario.profile, host=host))
+    return scenario.layer_costs()[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels"),
+    [
+        ("llama-7b", (17, 8, 15)),  # 6 of a norm, 3 products, 8 of rotary; 7 and the stacked cache; 15
+        ("llama-7b-gqa8", (17, 10, 15)),  # keys and values repeated
+        ("falcon-7b", (22, 9, 7)),  # one norm, one product, 8 and 12 of rotary; one norm for attention and MLP
+        ("falcon-1b", (2, 9, 8)),  # ALiBi instead of rotary
+    ],
+)
+def test_kernels_of_a_layer_in_eager_code(model: str, kernels: tuple[int, int, int]) -> None:
+    assert built_in_costs(model, "a100-eager").kernels == kernels
+
+
+def test_code_that_repeats_cos_and_sin_waits_for_the_device() -> None:
+    """Falcon's with rotary embedding, by the profile of that code alone."""
+    host = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=5.0)
+    chunk = np.array([64.0])
+    for model, profile, waits in (
+        ("falcon-7b", "a100-eager", True),
+        ("falcon-1b", "a100-eager", False),
+        ("llama-7b", "a100-eager", False),
+        ("falcon-7b", "a100-flash", False),
+    ):
+        more_s = built_in_costs(model, profile, host).qkv_s(chunk) - built_in_costs(model, profile, NO_HOST).qkv_s(
+            chunk
+        )
+        assert more_s == pytest.approx([5.0 if waits else 0.0])
+
+
+def test_fitted_bytes_of_the_score_matrix_go_by_the_type_of_the_model() -> None:
+    scenario, _ = make_scenario(ctx=1024, gpus=1, model="falcon-7b", profile="a100-eager")
+    roofline, _ = make_scenario(ctx=1024, gpus=1, model="falcon-7b", profile="roofline")
+    assert scenario.profile is not None
+    eager = scenario.profile.kernels.attention["eager"]
+    assert isinstance(eager, EagerRates)
+    assert scenario.traits.score_bytes == eager.score_bytes
+    assert not roofline.traits.score_bytes
+
+
+def test_engines_launch_fewer_kernels() -> None:
+    """One kernel a norm, one product for Q, K and V, one for all experts."""
+    assert built_in_costs("llama-7b", "a100-flash").kernels == (3, 1, 7)
+    assert built_in_costs("mixtral-8x7b", "a100-flash").kernels.after == 8
+
+
+def test_shares_of_a_layer_add_up() -> None:
+    costs = built_in_costs("llama-7b", "a100-eager", HostRates(layer_s=0.003, gather_piece_s=1e-4))
+    assert costs.host_qkv_s + costs.host_attention_s + costs.host_output_mlp_s == pytest.approx(0.003)
+    assert costs.host_all_gather_s(4) == pytest.approx(4e-4)
+
+
+@pytest.mark.parametrize("model", ["llama-7b", "falcon-1b"])
+def test_host_time_grows_with_kernels(model: str) -> None:
+    costs = built_in_costs(model, "a100-eager", HostRates(layer_s=0.0, gather_piece_s=0.0, kernel_s=2.0))
+    found = (costs.host_qkv_s, costs.host_attention_s, costs.host_output_mlp_s)
+    assert found == tuple(2.0 * kernels for kernels in costs.kernels)
+
+
+def layer_s(model: ModelSpec, tokens: int) -> float:
+    scenario, _ = kvrsim.make_scenario(ctx=tokens, gpus=1, model=model, profile="h100-flash", cluster="h100-nvlink")
+    chunk, none = np.array([float(tokens)]), np.zeros(1)
+    costs = scenario.layer_costs()[-1]
+    seconds = costs.qkv_s(chunk) + costs.mixer.append_s(chunk, none) + costs.mixer.attention_s(chunk, none)
+    return float((seconds + costs.output_mlp_s(chunk)).item())
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_norms_of_queries_and_keys(tokens: int) -> None:
+    """Of Qwen3 8B some percent of a layer."""
+    model = kvrsim.load_model("qwen3-8b")
+    assert 1.01 < layer_s(model, tokens) / layer_s(with_mixers(model, qk_norm=False), tokens) < 1.04
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_norms_of_gemma_2(tokens: int, config: Any) -> None:
+    """Of a layer as wide as Gemma 2 9B's, two norms more than Llama's are some percent."""
+    shape = {"hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 14336}
+    model = config(model_type="gemma2", **shape)
+    assert {(layer.norms_before_mixer, layer.norms_after_mixer) for layer in model.layers} == {(1, 3)}
+    assert 1.01 < layer_s(model, tokens) / layer_s(with_layers(model, norms_after_mixer=1), tokens) < 1.05
+
+
+@pytest.mark.parametrize(
+    ("config", "routed", "shared"),
+    [
+        ({**V3, "n_shared_experts": 3}, 24, 3 * 24),
+        (V4, 24, 24),
+        (M3, 24, 40),
+        (NEXT, 24, 40),
+        ({**HYBRID, "hybrid_override_pattern": "ME"}, 24, 40),
+        ({**HYBRID, "hybrid_override_pattern": "ME", "moe_latent_size": 20}, 24, 40),
+        (K3, 24, 2 * 24),
+    ],
+    ids=["deepseek_v3", "deepseek_v4", "minimax_m3", "qwen3_next", "nemotron_h", "nemotron_h latent", "kimi_k3"],
+)
+def test_widths(tmp_path: Path, config: dict[str, Any], routed: int, shared: int) -> None:
+    layer = load(tmp_path, config).layers[-1]
+    assert (mlp_width(layer.mlp), mlp_width(layer.shared_mlp)) == (routed, shared)
+
+
+def test_no_shared_expert_has_no_width(tmp_path: Path) -> None:
+    layer = load(tmp_path, V3).layers[0]
+    assert (mlp_width(layer.mlp), mlp_width(layer.shared_mlp)) == (96, 0)

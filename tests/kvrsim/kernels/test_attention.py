@@ -1,0 +1,445 @@
+"""Attention by hand: steps over keys, rectangles and halves, latent attention, merging of blocks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.compile import build_program
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import EventSimulation
+from kvrsim.io.schema import JsonObject
+from kvrsim.io.schema import read as read_schema
+from kvrsim.kernels.attention import (
+    AttentionCall,
+    AttentionRates,
+    BlockedRates,
+    EagerRates,
+    FlashRates,
+    LatentRates,
+    MeasuredSizes,
+)
+from kvrsim.kernels.cost import CalibratedCost
+from kvrsim.kernels.elementwise import PYTORCH_SHARE, merge, upcast
+from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.profile import builtin_profiles, load_profile
+from kvrsim.model.load import load_model
+from kvrsim.model.mixers import Attention
+from kvrsim.program import Array, RingPass, beside_message_s
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import get_strategy
+from tests.building import Draws, any_partition, any_scenario, draws, examples
+
+
+def tokens(*values: float) -> Array:
+    return np.array(values, dtype=float)
+
+
+STEPS = FlashRates(  # a second a step, nothing else
+    tile_rows=64,
+    key_block=64,
+    concurrent_tiles=1,
+    num_sms=1,
+    causal=True,
+    packs_heads=False,
+    splits_keys=False,
+    flops_per_s=1e30,
+    launch_s=0.0,
+    tile_s=0.0,
+    block_s=1.0,
+    alone_share=1.0,
+    barrier_share=0.0,
+    append_bytes_per_s=1e30,
+)
+
+
+def flash_s(
+    rates: FlashRates,
+    chunk: float,
+    prefix: float,
+    heads: int = 1,
+    kv_heads: int = 1,
+    batch: int = 1,
+    head_dim: int = 128,
+) -> float:
+    call = AttentionCall(
+        chunk=tokens(chunk),
+        prefix=tokens(prefix),
+        causal=tokens(chunk * (prefix + chunk / 2)),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        score_bytes=28.0,
+    )
+    return float(rates.seconds(call, batch, 2).item())
+
+
+def test_tiles_step_over_the_keys_that_they_see() -> None:
+    """Two tiles of 64 queries: 1 + 2 steps from the start, 2 + 3 after a block, 2 + 2 where nothing is skipped."""
+    assert flash_s(STEPS, 128, 0) == pytest.approx(3)
+    assert flash_s(STEPS, 128, 64) == pytest.approx(5)
+    assert flash_s(STEPS, 65, 0) == pytest.approx(3)
+    assert flash_s(replace(STEPS, causal=False), 128, 0) == pytest.approx(4)
+    assert flash_s(STEPS, 128, 0, heads=4, kv_heads=2, batch=3) == pytest.approx(3 * 4 * 3)
+
+
+def test_few_tiles_run_side_by_side() -> None:
+    """The longest tile alone, where each has a multiprocessor; faster where it has one for itself."""
+    wide = replace(STEPS, concurrent_tiles=16, num_sms=8, alone_share=0.5)
+    assert flash_s(wide, 256, 0) == pytest.approx(2)
+    assert flash_s(wide, 256, 0, heads=2, kv_heads=2) == pytest.approx(2)
+    assert flash_s(wide, 256, 0, heads=3, kv_heads=3) == pytest.approx(4)
+
+
+def test_a_wave_may_wait_for_its_longest_tile() -> None:
+    """Three tiles of four steps on two slots: six if slots are always busy, eight in two waves."""
+    rates = replace(STEPS, concurrent_tiles=2, num_sms=2, causal=False)
+    for share, want in ((0.0, 6), (0.5, 7), (1.0, 8)):
+        rates = replace(rates, barrier_share=share)
+        assert flash_s(rates, 64, 192, heads=3, kv_heads=3) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(("head_dim", "steps"), [(32, 0.75), (64, 0.75), (96, 0.75), (128, 1.0), (256, 2.0)])
+def test_narrow_heads_wait_for_softmax(head_dim: int, steps: float) -> None:
+    rates = replace(STEPS, softmax_s=0.75)
+    assert flash_s(rates, 64, 0, head_dim=head_dim) == pytest.approx(steps)
+    assert flash_s(STEPS, 64, 0, head_dim=head_dim) == pytest.approx(head_dim / 128)
+
+
+def test_packed_heads_share_a_tile() -> None:
+    """Eight query heads of one KV head: a tile has eight queries of each."""
+    packed = replace(STEPS, packs_heads=True)
+    assert flash_s(packed, 8, 56, heads=8) == pytest.approx(1)
+    assert flash_s(STEPS, 8, 56, heads=8) == pytest.approx(8)
+
+
+def test_split_keys_keep_idle_slots_busy() -> None:
+    """A tile of 64 steps over eight slots, and the joining; not where tiles fill the slots."""
+    split = replace(STEPS, concurrent_tiles=8, num_sms=8, splits_keys=True, split_s=0.25)
+    assert flash_s(split, 1, 64 * 64 - 1) == pytest.approx(8.25)
+    assert flash_s(replace(split, split_share=0.5), 1, 64 * 64 - 1) == pytest.approx(16.25)
+    assert flash_s(split, 1, 64 * 64 - 1, heads=8, kv_heads=8) == pytest.approx(64)
+
+
+def test_what_else_a_flash_call_takes() -> None:
+    """Launch, a start a tile, K and V of the chunk in the cache, and queries whatever their keys."""
+    assert flash_s(replace(STEPS, launch_s=7.0), 64, 0) == pytest.approx(8)
+    assert flash_s(replace(STEPS, tile_s=3.0), 128, 0) == pytest.approx(3 + 6)
+    assert flash_s(replace(STEPS, query_s=0.5), 64, 0, heads=2) == pytest.approx(2 + 64)
+    assert flash_s(replace(STEPS, append_bytes_per_s=128.0), 64, 0, heads=2, kv_heads=1) == pytest.approx(
+        2 + 64 * 8 / 2
+    )
+    assert flash_s(replace(STEPS, diagonal_cost=2.0), 128, 0) == pytest.approx(3 + 2 * 2 / 2)
+    assert flash_s(replace(STEPS, flops_per_s=1.0), 128, 0) == pytest.approx(4 * 128 * 128 * 64)
+
+
+def test_eager_covers_the_rectangle() -> None:
+    call = AttentionCall(
+        chunk=tokens(3),
+        prefix=tokens(7),
+        causal=tokens(3 * 8.5),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        score_bytes=28.0,
+    )
+    rates = EagerRates(flops_per_s=4.0, bytes_per_s=2.0, start_s=9.0)
+    for batch, element_bytes in ((1, 2), (5, 1)):
+        want = 9 + batch * 2 * 30 * (16 + 28 * element_bytes / 2 / 2)
+        assert rates.seconds(call, batch, element_bytes) == pytest.approx([want])
+        assert rates.least_seconds(call, batch, element_bytes) == pytest.approx([want])
+
+
+BLOCKED = BlockedRates(  # a second an element of a head of 16, nothing else
+    causal_flops_per_s=64.0,
+    rectangle_flops_per_s=64.0,
+    start_s=0.0,
+    query_s=0.0,
+    key_block=1,
+    skips_masked=False,
+)
+
+
+def blocked_s(rates: BlockedRates, chunk: float, prefix: float, heads: int = 1, batch: int = 1) -> float:
+    call = AttentionCall(
+        chunk=tokens(chunk),
+        prefix=tokens(prefix),
+        causal=tokens(chunk * (prefix + chunk / 2)),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=16,
+        score_bytes=28.0,
+    )
+    return float(rates.seconds(call, batch, 4).item())
+
+
+def test_a_mask_costs_the_whole_rectangle() -> None:
+    """A causal half without a prefix; behind one 6 x 16 with the mask, 6 x 10 and the half where that is skipped."""
+    assert blocked_s(BLOCKED, 6, 0) == pytest.approx(18)
+    assert blocked_s(BLOCKED, 6, 10) == pytest.approx(96)
+    merged = replace(BLOCKED, skips_masked=True)
+    assert blocked_s(merged, 6, 0) == pytest.approx(18)
+    assert blocked_s(merged, 6, 10) == pytest.approx(18 + 60)
+    assert blocked_s(merged, 6, 10, heads=3, batch=2) == pytest.approx(6 * 78)
+
+
+def test_halves_and_rectangles_have_their_own_rates() -> None:
+    for causal, rectangle, half, rest in ((32.0, 128.0, 2, 0.5), (256.0, 64.0, 0.25, 1)):
+        merged = replace(
+            BLOCKED, causal_flops_per_s=causal, rectangle_flops_per_s=rectangle, skips_masked=True, join_s=7.0
+        )
+        assert blocked_s(merged, 6, 0) == pytest.approx(18 * half)
+        assert blocked_s(merged, 6, 10) == pytest.approx(18 * half + 60 * rest + 6 * 7)
+    dear = replace(BLOCKED, causal_flops_per_s=32.0, rectangle_flops_per_s=128.0)
+    assert blocked_s(dear, 6, 10) == pytest.approx(2 * 96)  # a mask makes nothing cheaper
+
+
+def test_blocks_that_the_diagonal_cuts_are_whole() -> None:
+    """Of blocks of four keys, three more an element of the diagonal, on average one and a half."""
+    whole = replace(BLOCKED, key_block=4)
+    assert blocked_s(whole, 8, 0) == pytest.approx(32 + 12)
+    assert blocked_s(whole, 2, 0) == pytest.approx(4)
+    assert blocked_s(whole, 8, 5) == pytest.approx(8 * 13)
+    assert blocked_s(replace(whole, skips_masked=True), 8, 5) == pytest.approx(44 + 40)
+
+
+def test_what_else_a_blocked_call_takes() -> None:
+    """A start, queries, and a factor by their number; between sizes on a log scale."""
+    sizes = MeasuredSizes(sizes=(4.0, 16.0), factors=(4.0, 1.0))
+    for chunk, factor in ((1, 4), (4, 4), (8, 2), (16, 1), (64, 1)):
+        half = chunk * chunk / 2
+        assert blocked_s(replace(BLOCKED, measured=sizes), chunk, 0) == pytest.approx(factor * half)
+    late = replace(BLOCKED, start_s=5.0, query_s=0.5, measured=sizes)
+    assert blocked_s(late, 16, 0, heads=2) == pytest.approx(5 + 16 + 256)
+
+
+def test_factors_fall_no_faster_than_sizes_rise() -> None:
+    def read(sizes: list[float], factors: list[float]) -> MeasuredSizes:
+        return read_schema(MeasuredSizes, JsonObject(fields={"sizes": sizes, "factors": factors}, where="test"))
+
+    assert read([1.0, 4.0], [4.0, 1.0]).factor(tokens(0, 2, 9)) == pytest.approx([4, 2, 1])
+    assert read([1.0, 4.0, 9.0], [4.0, 1.0, 2.0]).least_factor(tokens(0.5, 1, 2, 4, 6, 99)) == pytest.approx(
+        [1, 1, 1, 1, 2 ** (np.log(1.5) / np.log(9 / 4)), 2]
+    )
+    for sizes, factors in (([1.0, 4.0], [4.0, 0.9]), ([4.0, 1.0], [1.0, 1.0]), ([1.0], [1.0, 2.0]), ([], [])):
+        with pytest.raises(InputError, match=r"test: (sizes|factors)"):
+            read(sizes, factors)
+
+
+def test_scores_that_leave_the_cache_take_longer() -> None:
+    rates = EagerRates(
+        flops_per_s=64.0, bytes_per_s=1e30, start_s=9.0, measured=MeasuredSizes(sizes=(60.0, 240.0), factors=(1.0, 4.0))
+    )
+    call = AttentionCall(
+        chunk=tokens(3, 6, 60),
+        prefix=tokens(7, 14, 0),
+        causal=tokens(1, 1, 1),
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        score_bytes=28.0,
+    )
+    assert rates.seconds(call, 1, 4) == pytest.approx([9 + 60, 9 + 240 * 4, 9 + 7200 * 4])
+
+
+def test_a_flash_section_may_be_of_either_kind() -> None:
+    for rates in (STEPS, replace(BLOCKED, skips_masked=True, measured=MeasuredSizes(sizes=(2.0,), factors=(1.5,)))):
+        fields = {"flash": json.loads(json.dumps(asdict(rates)))}
+        assert JsonObject(fields=fields, where="test").get("flash", AttentionRates) == rates
+
+
+CHUNK = np.array([1.0, 128.0, 4096.0])
+EXPANDED = AttentionCall(
+    chunk=CHUNK,
+    prefix=0 * CHUNK,
+    causal=CHUNK * CHUNK / 2,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    head_dim=192,
+    v_head_dim=128,
+    score_bytes=28.0,
+    latent=True,
+)
+ABSORBED = replace(EXPANDED, num_key_value_heads=1, head_dim=576, v_head_dim=512)
+H200 = load_profile("h200-flash").kernels
+
+
+def rates() -> LatentRates:
+    assert H200.latent is not None
+    return H200.latent
+
+
+def test_each_form_has_its_rates() -> None:
+    found = rates()
+    assert found.absorbed is not None
+    for call, form in ((EXPANDED, found.expanded), (ABSORBED, found.absorbed)):
+        assert found.of(call) is form
+        assert (found.seconds(call, 1, 2) == form.seconds(call, 1, 2)).all()
+        assert (found.least_seconds(call, 1, 2) == form.least_seconds(call, 1, 2)).all()
+    assert replace(found, absorbed=None).of(ABSORBED) is found.expanded
+    assert found.describe().count("TFLOP/s") == 2
+
+
+def test_a_latent_call_takes_them_and_no_other_does() -> None:
+    cost = CalibratedCost(rates=H200, traits=H200.traits("flash", 1, 2))
+    assert cost.call_s(EXPANDED) == pytest.approx(rates().seconds(EXPANDED, 1, 2))
+    plain = replace(EXPANDED, latent=False)
+    flash = H200.attention["flash"].seconds(plain, 1, 2)
+    assert cost.call_s(plain) == pytest.approx(flash)
+    assert not np.allclose(cost.call_s(EXPANDED), flash, rtol=0.01)
+    unmeasured = replace(cost, rates=replace(H200, latent=None))
+    assert unmeasured.call_s(EXPANDED) == pytest.approx(flash)
+    least = replace(cost, traits=replace(cost.traits, lower_bound=True))
+    assert least.call_s(EXPANDED) == pytest.approx(rates().least_seconds(EXPANDED, 1, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in builtin_profiles() if name.endswith("-flash")])
+def test_shipped_profiles_price_it_below_the_peak(name: str) -> None:
+    """A long prefill: between 40 % and all of the datasheet's FLOPs of what is not masked."""
+    profile = load_profile(name)
+    latent = profile.kernels.latent
+    assert latent is not None
+    assert profile.operations["latent"].num_rows > 100
+    call = replace(EXPANDED, chunk=np.array([16384.0]), prefix=np.zeros(1), causal=np.array([16384.0**2 / 2]))
+    flops = 2 * 16 * (192 + 128) * 16384**2 / 2
+    reached = flops / latent.seconds(call, 1, 2) / latent.expanded.flops_per_s
+    assert 0.4 < reached < 1.0
+
+
+RINGS = ("ring", "striped", "zigzag-ring")
+
+
+def test_bytes_by_hand() -> None:
+    """Kernel by kernel for one token of 32 heads of 128: elements of the output, and a log-sum-exp a head."""
+    mixer = load_model("llama-3-8b").main_mixer
+    assert isinstance(mixer, Attention)
+    output, heads = 32 * 128, 32
+    separate = [6, 4 + 4 + 4, 4 + 4, 4 + 4 + 4]
+    of_heads = [4 + 4 + 4, 4 + 4, 4 + 4 + 4, 4 + 4, 4 + 4 + 4]
+    whole = merge(mixer, fused=False, part=False)
+    assert whole.nbytes == output * sum(separate) + heads * sum(of_heads)
+    assert whole.kernels == len(separate) + len(of_heads)
+    part = merge(mixer, fused=False, part=True)
+    assert (part.nbytes - whole.nbytes, part.kernels - whole.kernels) == (8 * (output + heads), 2)
+    fused = merge(mixer, fused=True, part=False)
+    assert fused == merge(mixer, fused=True, part=True)
+    assert (fused.nbytes, fused.kernels) == (output * (4 + 2 + 4) + heads * (4 + 4 + 4), 1)
+    assert (upcast(mixer).nbytes, upcast(mixer).kernels) == (output * (2 + 4), 1)
+
+
+@given(
+    work=st.floats(0, 1e3),
+    flight=st.floats(0, 1e3),
+    longer=st.floats(0, 1e3),
+    share=st.floats(0, 0.9),
+    more=st.floats(0, 0.9),
+)
+@examples(100)
+def test_work_beside_a_message(work: float, flight: float, longer: float, share: float, more: float) -> None:
+    """At 1 - share of its rate while the message is in flight, at its own after that."""
+    took_s = float(beside_message_s(np.array(work), np.array(flight), share))
+    slow_s = min(took_s, flight)
+    assert slow_s * (1 - share) + (took_s - slow_s) == pytest.approx(work, rel=1e-9, abs=1e-9)
+    assert beside_message_s(np.array(work), np.array(flight + longer), share) >= took_s * (1 - 1e-12)
+    assert beside_message_s(np.array(work), np.array(flight), max(share, more)) >= took_s * (1 - 1e-12)
+    assert beside_message_s(np.array(work), np.array(flight), 0.0) == work
+
+
+@examples(10)
+@given(rng=draws(), rate=st.floats(1e6, 1e13))
+def test_a_measured_merge_moves_two_results_and_writes_one(rng: Draws, rate: float) -> None:
+    scenario, cut = measured(rng)
+    assert scenario.profile is not None
+    kernels = scenario.profile.kernels
+    elementwise = replace(kernels.elementwise, merge_bytes_per_s=rate)
+    own = replace(scenario, profile=replace(scenario.profile, kernels=replace(kernels, elementwise=elementwise)))
+    for costs in own.layer_costs():
+        mixer = costs.layer.mixer
+        if not isinstance(mixer, Attention) or mixer.is_sparse:
+            continue
+        heads, width = mixer.num_attention_heads, 3 * own.request.dtype_bytes
+        nbytes = own.request.batch * cut[0] * heads * width * (mixer.v_head_dim + 1)
+        seconds = float(costs.merging.merge_s(np.array([float(cut[0])]))[0])
+        assert seconds == pytest.approx(own.cost.scale * nbytes / rate)  # type: ignore[attr-defined]
+
+
+def measured(rng: Draws) -> tuple[Scenario, tuple[int, ...]]:
+    scenario = any_scenario(rng, num_gpus=(2, 6), roofline=False)
+    return scenario, any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+
+
+def finish_s(scenario: Scenario, name: str, cut: tuple[int, ...]) -> float:
+    program = build_program(scenario, get_strategy(name), [np.array([float(chunk)]) for chunk in cut])
+    return float(run_batch(program, scenario.cluster).max())
+
+
+def with_merges(scenario: Scenario, *, fused: bool, sms: int) -> Scenario:
+    assert scenario.profile is not None
+    profile = scenario.profile
+    kernels = replace(profile.kernels, elementwise=replace(profile.kernels.elementwise, fused_merge=fused))
+    return replace(scenario, profile=replace(profile, kernels=kernels, links=replace(profile.links, message_sms=sms)))
+
+
+@pytest.mark.parametrize("name", RINGS)
+@given(rng=draws(), sms=st.integers(0, 64))
+@examples(25)
+def test_separate_kernels_and_held_multiprocessors_only_add(name: str, rng: Draws, sms: int) -> None:
+    scenario, cut = measured(rng)
+    least_s = finish_s(with_merges(scenario, fused=True, sms=0), name, cut)
+    separate_s = finish_s(with_merges(scenario, fused=False, sms=0), name, cut)
+    all_s = finish_s(with_merges(scenario, fused=False, sms=sms), name, cut)
+    assert least_s <= separate_s * (1 + 1e-12)
+    assert separate_s <= all_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("sends", ["overlap", "rendezvous"])
+@given(rng=draws(), sms=st.integers(1, 200))
+@examples(15)
+def test_executors_agree_where_messages_hold_multiprocessors(name: str, sends: str, rng: Draws, sms: int) -> None:
+    scenario = with_merges(any_scenario(rng, num_gpus=(2, 6), roofline=False, sends=sends), fused=False, sms=sms)
+    cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus).chunk_lens
+    program = build_program(scenario, get_strategy(name), [np.array([float(chunk)]) for chunk in cut])
+    (ring,) = {op.message_share for ranks in program.layers for ops in ranks for op in ops if isinstance(op, RingPass)}
+    assert ring == min(0.9, sms / scenario.cluster.gpu.num_sms)
+    event = EventSimulation(program, scenario.cluster, record=False).finish_s
+    assert run_batch(program, scenario.cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
+    assert scenario.without_communication().message_share == 0.0
+
+
+@given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
+@examples(25)
+def test_separate_kernels_are_pytorchs(rng: Draws, tokens: int, part: bool) -> None:
+    """Whatever rates an engine's own kernels have; one fused kernel is the engine's."""
+    scenario = any_scenario(rng, roofline=False)
+    chunk = np.array([float(tokens)])
+    separate, fused = (with_merges(scenario, fused=fused, sms=0).layer_costs()[0] for fused in (False, True))
+    for costs in (separate, fused):
+        width = costs.setting.batch * costs.setting.element_bytes / 2
+        step = merge(costs.layer.mixer, fused=costs.cost.traits.fused_merge, part=part)
+        own_s = costs.cost.traffic_s(chunk, (step,))
+        least_s = tokens * step.nbytes * width / (PYTORCH_SHARE * scenario.cluster.gpu.hbm_bytes_per_s)
+        took_s = costs.merging.merge_s(chunk, part=part)
+        assert took_s >= own_s
+        assert took_s == own_s if costs is fused else took_s >= least_s
+        assert costs.merging.upcast_s(chunk) < took_s
+
+
+@given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
+@examples(25)
+def test_sequences_of_a_batch_are_merged_together(rng: Draws, tokens: int, part: bool) -> None:
+    """As many times the bytes, in the same kernels."""
+    costs = any_scenario(rng, roofline=False).layer_costs()[0]
+    both = []
+    for batch in (1, 3):
+        cost = replace(costs.cost, traits=replace(costs.cost.traits, batch=batch))
+        both.append(LayerCosts(replace(costs.setting, cost=cost), costs.layer))
+    one_s, three_s = (own.merging.merge_s(np.array([float(tokens)]), part=part) for own in both)
+    start_s = both[0].merging.merge_s(np.zeros(1), part=part)
+    assert three_s - start_s == pytest.approx(3 * (one_s - start_s))
