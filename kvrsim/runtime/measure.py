@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class Prefill:
         geometry = self.forward.whole_geometry
         layout = f"{geometry.title}; {geometry.dtype}"
         facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": layout}
-        facts |= {"TSP": f"{self.plan.tsp_keys} {self.plan.gather}", "number of ranks": str(self.transport.size)}
+        facts |= {"collectives": self.plan.gather, "number of ranks": str(self.transport.size)}
         return facts | {"model": self.forward.digest(), "attention": geometry.attention}
 
     @contextmanager
@@ -460,16 +460,9 @@ class Job:
 
     def facts(self) -> dict[str, str]:
         """Return what determines how many messages each rank sends and expects: it must be the same on all of them."""
-        return {
-            "repeats": str(self.repeats),
-            "warm-ups": str(self.warmups),
-            "check of the logits": "on" if self.check_logits else "off",
-            "tokens to generate": str(self.generate),
-            "tokens for the clock drift": str(self.drift_tokens),
-            "partitions": "; ".join(plan.label for plan in self.plans),
-            "link": str(self.link),
-            "seed": str(self.model.seed),
-        }
+        facts = {one.name: str(getattr(self, one.name)) for one in fields(self) if one.name not in ("model", "plans")}
+        plans = "; ".join(plan.label for plan in self.plans)
+        return facts | {"partitions": plans, "seed": str(self.model.seed)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

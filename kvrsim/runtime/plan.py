@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
@@ -35,10 +35,8 @@ class RunPlan:
     strategy: str  # one of the values of RUN_STRATEGIES
     partition: Partition
     batch: int = 1  # prompts of equal length
-    tsp_keys: Literal["dense", "truncated"] = "dense"  # whether a chunk is also scored against later tokens
     gather: Gather = "ring"  # an all-gather: between neighbours, or the backend's own
     stage_layers: tuple[int, ...] | None = None  # of each pipeline stage; None: as even as possible
-    receives_ahead: int | None = 1  # layers by which KVR posts receives early; None: all at the start
     query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one each
 
     def __post_init__(self) -> None:
@@ -46,8 +44,6 @@ class RunPlan:
             raise InputError("partition", self.chunks, "one chunk for one GPU")
         if self.batch < 1:
             raise InputError("batch", self.batch, "at least 1 prompt")
-        if self.receives_ahead is not None and self.receives_ahead < 1:
-            raise InputError("receives_ahead", self.receives_ahead, "at least 1 layer: messages move once posted")
 
     @property
     def context_len(self) -> int:
@@ -67,7 +63,7 @@ class RunPlan:
     @property
     def label(self) -> str:
         """The plan as text, such as "kvr 28,42,26"."""
-        gather = {"tsp": f" {self.tsp_keys}, {self.gather}", "zigzag": f" {self.gather}"}.get(self.strategy, "")
+        gather = f" {self.gather}" if self.strategy in ("tsp", "zigzag") else ""
         stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
         blocks = f" in {','.join(str(max(one)) for one in self.query_blocks)} blocks" if self.query_blocks else ""
         return f"{self.name}{gather} {self.chunks}{stages}{blocks}"

@@ -110,8 +110,7 @@ class _VirtualPlan:
         self.ranks = [kind(forward, _VirtualTransport(rank, size), plan, clock, memory) for rank in range(size)]
         for rank in self.ranks:
             assert rank.chunk is not None
-            visible_len = rank.chunk.visible_len or rank.chunk.end
-            rank.chunk = replace(rank.chunk, total_len=plan.context_len, visible_len=visible_len)
+            rank.chunk = replace(rank.chunk, total_len=plan.context_len, visible_len=rank.chunk.end)
             rank.cache = rank.make_cache(rank.chunk, memory)
 
     def run(self, number: int) -> Parts:

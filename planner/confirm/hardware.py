@@ -173,7 +173,6 @@ class Hardware:
             query_blocks=blocks or (),
             partition=candidate.partition,
             batch=scenario.request.batch,
-            tsp_keys="truncated" if scenario.kernel == "flash" else "dense",
             gather=self.gather(scenario, strategy.name),
             stage_layers=layers_of(candidate.per_rank, strategy),
         )

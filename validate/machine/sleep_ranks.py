@@ -64,8 +64,8 @@ class Sleepers:
         shrinking = shrinking_partition(self.context_len, self.num_ranks)
         return {
             "tsp": RunPlan(strategy="tsp", partition=even),
-            "kvr, even": RunPlan(strategy="kvr", partition=even, receives_ahead=None),
-            "kvr, shrinking": RunPlan(strategy="kvr", partition=shrinking, receives_ahead=None),
+            "kvr, even": RunPlan(strategy="kvr", partition=even),
+            "kvr, shrinking": RunPlan(strategy="kvr", partition=shrinking),
         }
 
     def program(self, plan: RunPlan) -> Program:

@@ -20,34 +20,29 @@ class Single(Exchange):
 
 
 class Chain(Exchange):
-    """Receives are posted ahead: a message moves once its receive is posted."""
+    """The receives of a layer are posted before the layer before it attends: a message moves once they are."""
 
     def run(self, input_ids: Any) -> Any:
-        """Post the first layers' receives, then run the chunk."""
-        for layer in self.geometry.linked_layers[: self._ahead]:
-            self.post(layer)
+        """Post the first layer's receives, then run the chunk."""
+        self.post(self.geometry.linked_layers[0])
         return super().run(input_ids)
 
     def before_attention(self, layer: int) -> None:
-        """Wait for the prefix, send it on with the chunk (a state: after the scan), post a later layer's receives."""
+        """Wait for the prefix, send it on with the chunk (a state: after the scan), post the next layer's receives."""
         self.receive(layer)
         if isinstance(self.buffer(layer), KvBuffer):
             self.forward_kv(layer)
-        self.post_ahead(layer)
+        self.post_after(layer)
 
     def after_scan(self, layer: int) -> None:
         self.forward_state(layer)
 
-    def post_ahead(self, layer: int) -> None:
-        """Post the receives of the layer that is `receives_ahead` layers later."""
-        linked = self.geometry.linked_layers
-        ahead = linked.index(layer) + self._ahead
-        if ahead < len(linked):
-            self.post(linked[ahead])
-
-    @property
-    def _ahead(self) -> int:
-        return self.plan.receives_ahead or len(self.geometry.linked_layers)
+    def post_after(self, layer: int) -> None:
+        """Post the receives of the next layer that has any."""
+        for later in self.geometry.linked_layers:
+            if later > layer:
+                self.post(later)
+                return
 
 
 class DirectChain(Chain):
@@ -82,4 +77,4 @@ class DirectChain(Chain):
         if isinstance(self.buffer(layer), KvBuffer):
             self.forward_kv(layer)
         self.receive(layer)
-        self.post_ahead(layer)
+        self.post_after(layer)

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvrsim.errors import InputError
 from kvrsim.runtime.attention import lower_right
 from kvrsim.runtime.exchange import Exchange, OwnAttentionExchange
-from kvrsim.runtime.kv_cache import Chunk, KvBuffer
+from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.geometry import Geometry
     from kvrsim.runtime.plan import RunPlan
 
 
@@ -24,20 +22,18 @@ class Gathered(Exchange):
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
-        """Return the rank's chunk, with memory for all tokens, of which attention sees all or those up to its end."""
+        """Return the rank's chunk, with memory for all tokens."""
         chunk = super().chunk_of(plan, rank, size)
         assert chunk is not None
-        # To a single query transformers passes no mask, so that it would see the tokens after it.
-        dense = plan.tsp_keys == "dense" and chunk.length > 1
-        total = plan.context_len
-        return replace(chunk, total_len=total, visible_len=total if dense else chunk.end)
+        return replace(chunk, total_len=plan.context_len)
 
-    @classmethod
-    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
-        """Raise InputError where the model cannot run the plan, or the kernel leaves out what dense TSP computes."""
-        super().check(plan, geometry)
-        if plan.tsp_keys == "dense" and geometry.attention == "flash":
-            raise InputError("attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes")
+    def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
+        """Show attention all tokens, of which masks hide the later ones; flash kernels see those up to the chunk's end.
+
+        To a single query transformers passes no mask: it must not see the tokens after it.
+        """
+        dense = self.geometry.attention != "flash" and chunk.length > 1
+        return super().make_cache(replace(chunk, visible_len=chunk.total_len if dense else chunk.end), memory)
 
     def before_attention(self, layer: int) -> None:
         """Gather K and V; wait for a state."""

@@ -68,13 +68,12 @@ def plans_of(size: int, geometry: Geometry) -> list[RunPlan]:
         plans += [run_plan(name, *even, batch=2), run_plan(name, *uneven)]
         plans += [run_plan(name, *even, gather="collective")] if name in ("tsp", "zigzag") else []
     plans += [
-        run_plan("kvr", *uneven[::-1], receives_ahead=None),
-        run_plan("kvr", *uneven, batch=2, receives_ahead=2),
+        run_plan("kvr", *uneven[::-1]),
+        run_plan("kvr", *uneven, batch=2),
         run_plan("kvr", *uneven, query_blocks=blocks),
         run_plan("kvr", *even, batch=2, query_blocks=((64,) * layers,) * size),
-        run_plan("kvr_direct", *uneven, batch=2, receives_ahead=None),
-        run_plan("tsp", *uneven, batch=2, tsp_keys="truncated"),
-        run_plan("tsp", *even, tsp_keys="truncated", gather="collective"),
+        run_plan("kvr_direct", *uneven, batch=2),
+        run_plan("tsp", *uneven, batch=2),
         run_plan("tp", CONTEXT_LEN, batch=2),
         run_plan("tp", CONTEXT_LEN, gather="collective"),
         run_plan("pp", 9, 7, 1, 6, batch=2),

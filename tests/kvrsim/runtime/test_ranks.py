@@ -195,7 +195,7 @@ def test_a_mistake_in_the_code_is_named_with_its_place() -> None:
     [
         ({"weights": 2}, "model is "),
         ({"repeats": 3}, "repeats is 3, but 2 on rank 0"),
-        ({"check_logits": True}, "check of the logits is on, but off on rank 0"),
+        ({"check_logits": True}, "check_logits is True, but False on rank 0"),
         ({"plans": (workers.kvr(12, 11),)}, "partitions is kvr 12,11, but kvr 11,12 on rank 0"),
     ],
 )

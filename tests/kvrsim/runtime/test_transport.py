@@ -148,7 +148,7 @@ def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> 
     for num_ranks in (4, 8):
         even = Partition.even(CONTEXT_LEN, num_ranks)
         uneven = Partition(chunk_lens=(even.chunk_lens[0] * 2 - 8, *even.chunk_lens[1:-1], 8))
-        plans = [RunPlan(strategy="kvr", partition=one, receives_ahead=None) for one in (even, uneven)]
+        plans = [RunPlan(strategy="kvr", partition=one) for one in (even, uneven)]
         plans.append(RunPlan(strategy="tsp", partition=even))
         link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=LATENCY_S)
         report = launch(workers.sleeping, plans, link, how=Launch(num_ranks=num_ranks))[-1]
@@ -168,7 +168,7 @@ def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> 
 
 @pytest.mark.slow
 def test_side_traffic_slows_real_ranks_down() -> None:
-    plan = workers.kvr(256, 256, receives_ahead=None)
+    plan = workers.kvr(256, 256)
     link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S)
     traffic = MessageTraffic(pairs=((0, 1),), share=0.8, message_bytes=2e6)
     alone, shared = (

@@ -23,17 +23,16 @@ class Alone(Transport):
     rank, size, name = 0, 1, "none"
 
 
-def plans_of(kernel: str, batch: int, *, special: bool) -> tuple[RunPlan, ...]:
+def plans_of(batch: int, *, special: bool) -> tuple[RunPlan, ...]:
     def plan(strategy: Any, *chunks: int, **settings: Any) -> RunPlan:
         return RunPlan(strategy=strategy, partition=Partition(chunk_lens=chunks), batch=batch, **settings)
 
-    keys = "truncated" if kernel == "flash" else "dense"
     return (
         plan("single", CONTEXT_LEN),
         plan("kvr", 12, 11),
         plan("kvr", 9, 7, 1, 6),
-        plan("tsp", 12, 11, tsp_keys=keys),
-        plan("tsp", 11, 1, 11, tsp_keys=keys),
+        plan("tsp", 12, 11),
+        plan("tsp", 11, 1, 11),
         *([] if special else [plan("kvr", 9, 14, query_blocks=((2, 3, 1), (3, 64, 2)))]),
     )
 
@@ -42,7 +41,7 @@ def virtual(name: str, kernel: str, batch: int = 1) -> VirtualReport:
     model = ModelChoice(config=(CONFIGS | KINDS)[name], dtype="fp32", attention=kernel, init_std=0.2, seed=1)  # type: ignore[arg-type]
     job = Job(
         model=model,
-        plans=plans_of(kernel, batch, special=name in ("falcon-alibi", "gpt_oss", "deepseek_v3")),
+        plans=plans_of(batch, special=name in ("falcon-alibi", "gpt_oss", "deepseek_v3")),
         repeats=2,
         warmups=1,
     )
