@@ -144,6 +144,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer["points"]) == 4 * 2 * 2 * 6
 
 
+@pytest.mark.slow
 def test_text_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "map.svg"
     assert cli.main([*ARGUMENTS, "--plot", str(picture)]) == 0

@@ -47,10 +47,10 @@ def test_between_knots_it_is_near_the_simulator(
 
 
 def test_the_interval_is_the_simulators(predictor: TtftPredictor) -> None:
-    told = kvrsim.simulate(strategy="tp", **ASKED | {"ctx": 3000, "cached_prefix": 1000, "batch": 1})
+    estimate = kvrsim.simulate(strategy="tp", **ASKED | {"ctx": 3000, "cached_prefix": 1000, "batch": 1})
     found = predictor.predict(ctx=3000, cached_prefix=1000)
-    assert found.ttft_low_s == pytest.approx(told.ttft_low_s, rel=0.05)
-    assert found.ttft_high_s == pytest.approx(told.ttft_high_s, rel=0.05)
+    assert found.ttft_low_s == pytest.approx(estimate.ttft_low_s, rel=0.05)
+    assert found.ttft_high_s == pytest.approx(estimate.ttft_high_s, rel=0.05)
 
 
 def test_the_file_and_the_reader_say_the_same(predictor: TtftPredictor, tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_the_file_and_the_reader_say_the_same(predictor: TtftPredictor, tmp_path
     assert again.to_dict() == predictor.to_dict()
     assert plain["question"]["model"] == "llama-3-8b"
     for ctx, cached_prefix, batch in PREFILLS:
-        told = again.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch).to_dict()
+        estimate = again.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch).to_dict()
         read = READER(plain, ctx, cached_prefix, batch)
-        assert read.pop("strategy") == told.pop("strategy")
-        assert read == pytest.approx(told)
+        assert read.pop("strategy") == estimate.pop("strategy")
+        assert read == pytest.approx(estimate)
     with pytest.raises(ValueError, match="context 9000"):
         READER(plain, 9000)
 
@@ -90,6 +90,7 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
         predictor.predict(**asked)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_told() -> None:
     """tp alone fits where a GPU cannot hold all weights; and many long prompts do not fit at all."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
@@ -99,19 +100,20 @@ def test_what_does_not_fit_is_not_told() -> None:
     assert 0 < most[3][0] < most[2][0] <= most[0][0] == 65536
     with pytest.raises(InputError, match="more do not fit"):
         found.predict(ctx=most[3][0] + 1, batch=8)
-    sure = kvrsim.simulate(strategy="tp", ctx=most[3][0], batch=8, **near)
+    within = kvrsim.simulate(strategy="tp", ctx=most[3][0], batch=8, **near)
     over = kvrsim.simulate(strategy="tp", ctx=int(1.01 * most[3][0]) + 2, batch=8, **near)
-    assert (sure.fits, over.fits) == (True, False)
+    assert (within.fits, over.fits) == (True, False)
 
 
+@pytest.mark.slow
 def test_best_is_the_fastest_of_its_strategies() -> None:
     found = kvrsim.build_predictor(**ASKED | {"ctx": "4k", "batch": 1, "gpus": 2})
     names = [one.strategy for one in found.strategies]
     assert len(names) > 1
     for ctx in (64, 1000, 4096):
-        told = found.predict(ctx=ctx)
+        estimate = found.predict(ctx=ctx)
         best_s = min(simulated_s(ctx, 0, 1, strategy=name, gpus=2) for name in names)
-        assert told.ttft_s == pytest.approx(best_s, rel=0.03)
+        assert estimate.ttft_s == pytest.approx(best_s, rel=0.03)
 
 
 def test_mistakes() -> None:

@@ -50,7 +50,7 @@ def never_beaten(rng: Draws, scenario: Scenario) -> None:
 
 
 @given(rng=draws())
-@examples(60)
+@examples(40)
 def test_no_pipeline_is_faster(rng: Draws) -> None:
     """On random machines, models with layers of unlike kinds, engines and cached prefixes."""
     if rng.random() < 0.5:
