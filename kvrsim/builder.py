@@ -20,8 +20,8 @@ from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import load_model
 from kvrsim.model.spec import ModelSpec
+from kvrsim.notes import note
 from kvrsim.scenario import ROOFLINE, Request, Scenario
-from kvrsim.text import Note
 from kvrsim.units import (
     counts_of,
     counts_up_to,
@@ -134,8 +134,8 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
         "bus": "a longer bus",
         "chain": "a longer chain",
     }
-    kind = "GPU" if cluster.num_gpus == 1 else "GPUs"
-    return (f"{cluster.name} has {cluster.num_gpus} {kind}; {gpus} are simulated on {longer[cluster.topology]}",)
+    has = f"{cluster.num_gpus} GPU{'s' * (cluster.num_gpus != 1)}"
+    return (note("size", cluster=cluster.name, has=has, gpus=gpus, longer=longer[cluster.topology]),)
 
 
 def _profile_of(profile: str | CalibrationProfile | None, cluster: Cluster | None) -> CalibrationProfile | None:
@@ -188,13 +188,13 @@ def _linked(
             as_measured = scale(as_measured, narrower, only_rates=True)
         machine = machine.with_measured(as_measured)
         if not _timed(profile, "send_recv") and machine.num_gpus > 1:
-            link_notes = (f"links: nominal figures of {datasheet} for single messages; collectives as measured",)
+            link_notes = (note("links, messages", link=datasheet),)
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
-        return machine, ("links as given, not as measured: their bandwidth is taken to be reached in full",)
+        return machine, (note("links, given"),)
     if profile is not None and measured is None and machine.num_gpus > 1:
         of = profile.links.link if _has_measured(profile, profile.links.link) else "none"
-        return machine, (f"links: nominal figures of {datasheet}; {profile.name} measured {of}",)
+        return machine, (note("links, nominal", link=datasheet, profile=profile.name, measured=of),)
     return machine, link_notes
 
 
@@ -213,7 +213,7 @@ def notes_on(scenario: Scenario) -> tuple[str, ...]:
     """What a reader of the prediction has to know about its model and range."""
     notes = _model_notes(scenario)
     if scenario.profile is None:
-        notes.append("roofline: the datasheet's limits, not a measurement; expect real TTFTs 1.3 to 3 times longer")
+        notes.append(note("roofline"))
     else:
         notes.extend(_range_notes(scenario, scenario.profile))
     return tuple(notes)
@@ -221,11 +221,10 @@ def notes_on(scenario: Scenario) -> tuple[str, ...]:
 
 def _model_notes(scenario: Scenario) -> list[str]:
     model, request = scenario.model, scenario.request
-    trained, notes = model.max_position_embeddings, []
+    trained, notes = model.max_position_embeddings, list[str]()
     if trained is not None and request.context_len > trained:
-        what = f"the max_position_embeddings of {model.name} ({trained})"
-        notes.append(f"{request.context_len} tokens exceed {what}; simulated anyway")
-    notes.extend(f"{model.name}: {sentence}" for sentence in model.approximations)
+        notes.append(note("max position", tokens=request.context_len, model=model.name, trained=trained))
+    notes.extend(note("model", model=model.name, approximation=sentence) for sentence in model.approximations)
     notes.extend(precision_notes(model, request.dtype, scenario.profile, scenario.cluster.gpu))
     notes.extend(expert_notes(model, scenario.profile, scenario.expert_placement))
     notes.extend(placement_notes(scenario.prefix_placement, scenario.cluster, request.cached_prefix))
@@ -243,21 +242,17 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     spans = [(what, value, span) for what, (value, span) in ranges.items()]
     spans += [("head_dim", width, valid.head_dim) for width in head_dims(model, profile.kernels)]
     notes: list[str] = [
-        Note(
-            f"extrapolated: {what} {value} is outside {low} to {high}, which profile {profile.name} was measured on",
-            f"{what}-range",
-        )
+        note(f"{what}-range", what=what, value=value, low=low, high=high, profile=profile.name)
         for what, value, (low, high) in spans
         if not low <= value <= high
     ]
     notes.extend(coverage_notes(model, profile, scenario.request.dtype_bytes))
     if profile.gpu != scenario.cluster.gpu.name:
-        notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {scenario.cluster.gpu.name}")
+        notes.append(note("GPU", profile=profile.name, measured=profile.gpu, gpu=scenario.cluster.gpu.name))
     if scenario.request.batch > 1:
-        notes.append("batch above 1 was not measured")
+        notes.append(note("batch"))
     engine = scenario.engine
     if engine is not None and not engine.knows(profile.gpu):
-        known = ", ".join(engine.kernel_scale)
-        scale = f"{engine.scale_on(profile.gpu):.2f} times the profile's"
-        notes.append(f"engine {engine.name} was measured on {known}; its kernels on {profile.gpu} are taken as {scale}")
+        known, scale = ", ".join(engine.kernel_scale), engine.scale_on(profile.gpu)
+        notes.append(note("engine", engine=engine.name, known=known, gpu=profile.gpu, scale=scale))
     return notes

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from kvrsim.text import Note
+from collections.abc import Iterable
+
+_RANGE = "extrapolated: {what} {value} is outside {low} to {high}, which profile {profile} was measured on"
 
 NOTES = {
+    # a scenario
+    "size": "{cluster} has {has}; {gpus} are simulated on {longer}",
+    "links, messages": "links: nominal figures of {link} for single messages; collectives as measured",
+    "links, given": "links as given, not as measured: their bandwidth is taken to be reached in full",
+    "links, nominal": "links: nominal figures of {link}; {profile} measured {measured}",
+    "roofline": "roofline: the datasheet's limits, not a measurement; expect real TTFTs 1.3 to 3 times longer",
+    "max position": ("{tokens} tokens exceed the max_position_embeddings of {model} ({trained}); simulated anyway"),
+    "model": "{model}: {approximation}",
+    **{f"{what}-range": _RANGE for what in ("context", "GPUs", "hidden_size", "head_dim")},
+    "GPU": "profile {profile} was measured on {measured}, not on {gpu}",
+    "batch": "batch above 1 was not measured",
+    "engine": (
+        "engine {engine} was measured on {known}; its kernels on {gpu} are taken as {scale:.2f} times the profile's"
+    ),
+    # a plan
     "prefix access": "cached prefix: {ways}",
     "prefix access, chosen": "cached prefix, the faster way of each by even chunks: {ways}",
     "not compared": "not compared: {names}: takes {accepted}",
@@ -21,8 +38,32 @@ NOTES = {
     "fewer GPUs": "{fewer} {how} {num_gpus} with KVR-S: {fewer_s:.3g} s against {ttft_s:.3g} s",
     "memory": "{strategy} does not fit: rank {ranks} over {limit} (worst {worst})",
     "timelines": "no timeline of {strategies}: all timelines together have at most {most:,} operations",
+    # tables and maps
     "table setting": "{strategy}: the table was made for another setting: {differences}",
+    "map, tokens": "not on the map: {tokens} tokens on {num_gpus} GPUs, which would leave some without a token",
+    "map, refused": "{strategy} is not on the map for {num_gpus} GPUs: it takes {accepted}",
+    "map, approximate": "{strategy} is approximate, so it is never the best: {reason}",
 }
+
+
+class Note(str):
+    """A line of text next to an answer, with a code by which programs know it; in JSON it is the text."""
+
+    __slots__ = ("code",)
+    code: str
+
+    def __new__(cls, text: str, code: str) -> Note:
+        note = super().__new__(cls, text)
+        note.code = code
+        return note
+
+    def __reduce__(self) -> tuple[type[Note], tuple[str, str]]:
+        return Note, (str(self), self.code)
+
+
+def without(notes: Iterable[str], code: str) -> list[str]:
+    """The notes but for those of a code."""
+    return [note for note in notes if not (isinstance(note, Note) and note.code == code)]
 
 
 def note(code: str, **values: object) -> Note:

@@ -1,4 +1,4 @@
-"""Notes with a code, and text that others wrote, made safe for a terminal or a Markdown page."""
+"""Text that others wrote, made safe for a terminal or a Markdown page."""
 
 from __future__ import annotations
 
@@ -8,26 +8,6 @@ from collections.abc import Iterable, Sequence
 # C0 and C1 control characters but for tab and newline, DEL, and what turns the direction of writing.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _MARKDOWN = re.compile(r"([\\`*\[\]|])")
-
-
-class Note(str):
-    """A line for people beside an answer, with a code by which programs know it; written as JSON it is the text."""
-
-    __slots__ = ("code",)
-    code: str
-
-    def __new__(cls, text: str, code: str) -> Note:
-        note = super().__new__(cls, text)
-        note.code = code
-        return note
-
-    def __reduce__(self) -> tuple[type[Note], tuple[str, str]]:
-        return Note, (str(self), self.code)
-
-
-def without(notes: Iterable[str], code: str) -> list[str]:
-    """The notes but for those of a code."""
-    return [note for note in notes if not (isinstance(note, Note) and note.code == code)]
 
 
 def printable(text: str) -> str:

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
+from kvrsim.notes import without
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, label_of
-from kvrsim.text import without
 from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fleet
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest

@@ -12,6 +12,7 @@ from kvrsim.arguments import OnProgress
 from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.notes import note
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
@@ -294,7 +295,7 @@ def _at_place(
     """The points of a place, the strategies compared in it by name, and why others are not."""
     points: list[MapPoint] = []
     compared: dict[str, Strategy] = {}
-    refused = []
+    refused = list[str]()
     for strategy in _chosen(place, strategies):
         compared[strategy.name] = strategy
         try:
@@ -303,20 +304,19 @@ def _at_place(
             if error.parameter != "strategies":
                 raise
             refused.append(
-                f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
+                note("map, refused", strategy=strategy.name, num_gpus=place.cluster.num_gpus, accepted=error.accepted)
             )
     return points, compared, refused
 
 
 def _left_out(place: Scenario) -> str:
-    tokens, num_gpus = place.request.new_tokens, place.cluster.num_gpus
-    return f"not on the map: {tokens} tokens on {num_gpus} GPUs, which would leave some without a token"
+    return note("map, tokens", tokens=place.request.new_tokens, num_gpus=place.cluster.num_gpus)
 
 
 def _approximate_notes(compared: Iterable[Strategy]) -> list[str]:
     """Which strategies compute something else than the model's own prefill, so that none of them wins."""
     return [
-        f"{one.name} is approximate, so it is never the best: {one.approximate}"
+        note("map, approximate", strategy=one.name, reason=one.approximate)
         for one in compared
         if one.approximate is not None
     ]

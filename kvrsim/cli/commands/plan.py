@@ -30,7 +30,8 @@ from kvrsim.cli.text import (
     stages_text,
 )
 from kvrsim.errors import InputError
-from kvrsim.text import printable, without
+from kvrsim.notes import without
+from kvrsim.text import printable
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import (
     TIED,
