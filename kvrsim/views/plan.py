@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
+from kvrsim.notes import without
 from kvrsim.results.results import Plan, StrategyResult
-from kvrsim.text import without
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.figure import Bar, draw_ttfts
 from kvrsim.views.gantt import draw_gantt
