@@ -32,9 +32,6 @@ DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 
-Objective = Literal["mean", "p50", "p95", "p99"]  # of TTFT under noise
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
-
 PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" is processes of this machine
 POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 

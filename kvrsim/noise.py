@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.choices import OBJECTIVES
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, SlowGpu, SlowLink, UnevenCluster
 from kvrsim.io.schema import JsonObject, Range, Share, fields_to_json, read
 from kvrsim.program import Array
 from kvrsim.units import parse_seconds
-
-# -- Noise: what disturbs a prefill, as the user describes it: side traffic, jitter, slow GPUs and slow links.
 
 DWELL_S = 0.01
 MOST_SLOWER = 1000.0  # times; beyond it, a link or GPU is broken rather than slow
@@ -87,14 +83,6 @@ class Noise:
             raise InputError("noise", what, "share=0, jitter or slow-gpu on a bus, which has no link of a pair")
         return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
 
-    def on_ranks(self, num_gpus: int) -> Noise:
-        """What is left of it on the first so many GPUs."""
-        return replace(
-            self,
-            slow_gpus=tuple(gpu for gpu in self.slow_gpus if gpu.rank < num_gpus),
-            slow_links=tuple(link for link in self.slow_links if link.second < num_gpus),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as read_noise takes them."""
         traffic = self.side_traffic
@@ -127,37 +115,16 @@ class Noise:
             yield f"link {link.first}-{link.second} {link.factor:g} times slower"
 
 
-def joined(parts: list[Noise], text: str) -> Noise:
-    """Several noises at once; raises InputError where two describe the same thing."""
-    traffic = [part.side_traffic for part in parts if part.side_traffic is not None]
-    jitters = [part for part in parts if part.compute_jitter or part.message_jitter]
-    gpus = list(itertools.chain.from_iterable(part.slow_gpus for part in parts))
-    links = list(itertools.chain.from_iterable(part.slow_links for part in parts))
-    places = [gpu.rank for gpu in gpus], [(link.first, link.second) for link in links]
-    if len(traffic) > 1 or len(jitters) > 1 or any(len(set(place)) < len(place) for place in places):
-        raise InputError("noise", text, "each kind of noise once, and each GPU and link once")
-    return Noise(
-        side_traffic=traffic[0] if traffic else None,
-        compute_jitter=jitters[0].compute_jitter if jitters else 0.0,
-        message_jitter=jitters[0].message_jitter if jitters else 0.0,
-        slow_gpus=tuple(gpus),
-        slow_links=tuple(links),
-        name=text,
-    )
-
-
-# -- NoiseDraw: the random part of a noise, drawn for one or many runs, as far as the runs go.
-#
-# Each run (a sample) has generators of its own, by kind of noise and by place: so the same sample of the same
-# seed meets every partition and every strategy (common random numbers), alone or among others, and the draw
-# does not depend on how far it is asked for.
-
 _BLOCK = 512  # slots or factors drawn at a time
 _TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # the generators of a sample
 
 
 class NoiseDraw:
-    """Durations under noise; arrays end with an axis of one entry a sample."""
+    """The random part of a noise, drawn for one or many runs; arrays end with an axis of samples.
+
+    Each run (a sample) has generators of its own, by kind of noise and by place. So the same sample of the same seed
+    meets every partition and every strategy (common random numbers), alone or among others, however far it is drawn.
+    """
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
         """`samples`: numbers of the runs; others of the same seed are independent of them."""
@@ -298,144 +265,80 @@ class Warp:
         return np.asarray(np.maximum(ended - self.slots.phase_s, start_s + work_s))
 
 
-# -- From `--noise SPEC` to a Noise: terms joined by +, a shipped name, or a JSON file.
+# The text of --noise is turned into the same plain values as a JSON file holds; one reader checks both.
 
 ACCEPTED = (
     "terms joined by +: side-traffic:duty=0.5,share=0.67,slowdown=0.03,dwell=10ms, jitter:0.05 or"
     " jitter:compute=0.05,messages=0.1, slow-gpu:3x1.2, slow-link:2-3x4, paper; or a JSON file"
 )
 _SHIPPED = Path(__file__).parent / "data" / "noise.json"
-_SLOW_GPU = re.compile(r"([0-9]{1,6})x([0-9.]{1,12})", re.ASCII)
-_SLOW_LINK = re.compile(r"([0-9]{1,6})-([0-9]{1,6})x([0-9.]{1,12})", re.ASCII)
-_MOST_JITTER = 2.0
-_LIMITS = {"duty": (0.0, 1.0), "share": (0.0, MOST_SHARE), "slowdown": (0.0, MOST_SLOWER)}
+_NUMBER = r"([0-9.]{1,12})"
+_SLOW_GPU = re.compile(rf"([0-9]{{1,6}})x{_NUMBER}", re.ASCII)
+_SLOW_LINK = re.compile(rf"([0-9]{{1,6}})-([0-9]{{1,6}})x{_NUMBER}", re.ASCII)
+Spread = Annotated[float, Range(least=0.0, most=2.0)]
+Factor = Annotated[float, Range(least=1.0, most=MOST_SLOWER)]
+Rank = Annotated[int, Range(least=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _JitterTerm:
+    compute: Spread = 0.0
+    messages: Spread = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SlowGpuTerm:
+    gpu: Rank
+    factor: Factor = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SlowLinkTerm:
+    gpus: tuple[Rank, Rank]
+    factor: Factor = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NoiseFile:
+    """A noise as JSON has it."""
+
+    side_traffic: SideTraffic | None = None
+    jitter: _JitterTerm = _JitterTerm()
+    slow_gpus: tuple[_SlowGpuTerm, ...] = ()
+    slow_links: tuple[_SlowLinkTerm, ...] = ()
+
+
+def read_noise(data: JsonObject, *, name: str = "") -> Noise:
+    """A noise from plain values, as Noise.to_dict writes them; InputError for values that are not accepted."""
+    content = read(_NoiseFile, data)
+    gpus = tuple(SlowGpu(rank=one.gpu, factor=one.factor) for one in content.slow_gpus)
+    pairs = [(sorted(one.gpus), one.factor) for one in content.slow_links]
+    links = tuple(SlowLink(first=first, second=second, factor=factor) for (first, second), factor in pairs)
+    if len({gpu.rank for gpu in gpus}) < len(gpus) or len({(one.first, one.second) for one in links}) < len(links):
+        raise InputError("noise", name, "each GPU and link once")
+    if any(link.first == link.second for link in links):
+        raise InputError("noise", name, "links between two GPUs, such as [2, 3]")
+    return Noise(
+        side_traffic=content.side_traffic,
+        compute_jitter=content.jitter.compute,
+        message_jitter=content.jitter.messages,
+        slow_gpus=gpus,
+        slow_links=links,
+        name=name,
+    )
 
 
 def parse_noise(text: str) -> Noise:
     """A noise from a text such as that of --noise; InputError says in one line what is accepted."""
     if text.endswith(".json"):
         return read_noise(JsonObject.read(Path(text), "noise"), name=text)
-    return joined([_term(part.strip(), text) for part in text.split("+")], text)
-
-
-def shipped_noise() -> tuple[str, ...]:
-    """Names of the noises that ship."""
-    return tuple(name for name in JsonObject.read(_SHIPPED, "noise").fields if not name.startswith("_"))
-
-
-def _term(part: str, text: str) -> Noise:
-    kind, colon, settings = part.partition(":")
-    if not colon and kind in shipped_noise():
-        return read_noise(JsonObject.read(_SHIPPED, "noise").child(kind), name=kind)
-    items = [item.strip() for item in settings.split(",")] if settings.strip() else []
-    if kind == "side-traffic":
-        return Noise(side_traffic=_side_traffic(items, text))
-    if kind == "jitter" and items:
-        return _jitter(items, text)
-    if kind == "slow-gpu" and items:
-        return Noise(slow_gpus=tuple(_slow_gpu(item, text) for item in items))
-    if kind == "slow-link" and items:
-        return Noise(slow_links=tuple(_slow_link(item, text) for item in items))
-    raise _error(text)
-
-
-def _side_traffic(items: list[str], text: str) -> SideTraffic:
-    values: dict[str, float] = {}
-    for item in items:
-        key, _, value = item.partition("=")
-        if key in values or key not in (*_LIMITS, "dwell"):
-            raise _error(text)
-        values[key] = _dwell(value) if key == "dwell" else _within(value, *_LIMITS[key], text)
-    dwell_s = values.pop("dwell", DWELL_S)
-    return SideTraffic(**values, dwell_s=dwell_s)
-
-
-def _jitter(items: list[str], text: str) -> Noise:
-    if len(items) == 1 and "=" not in items[0]:
-        both = _within(items[0], 0.0, _MOST_JITTER, text)
-        return Noise(compute_jitter=both, message_jitter=both)
-    values = {key: value for key, _, value in (item.partition("=") for item in items)}
-    if len(values) < len(items) or not set(values) <= {"compute", "messages"}:
-        raise _error(text)
-    found = {key: _within(value, 0.0, _MOST_JITTER, text) for key, value in values.items()}
-    return Noise(compute_jitter=found.get("compute", 0.0), message_jitter=found.get("messages", 0.0))
-
-
-def _slow_gpu(item: str, text: str) -> SlowGpu:
-    match = _SLOW_GPU.fullmatch(item)
-    if match is None:
-        raise _error(text)
-    return SlowGpu(rank=int(match[1]), factor=_within(match[2], 1.0, MOST_SLOWER, text))
-
-
-def _slow_link(item: str, text: str) -> SlowLink:
-    match = _SLOW_LINK.fullmatch(item)
-    if match is None or match[1] == match[2]:
-        raise _error(text)
-    first, second = sorted((int(match[1]), int(match[2])))
-    return SlowLink(first=first, second=second, factor=_within(match[3], 1.0, MOST_SLOWER, text))
-
-
-def _dwell(value: str) -> float:
-    seconds = parse_seconds(value, "noise dwell")
-    if not LEAST_DWELL_S <= seconds <= MOST_DWELL_S:
-        raise InputError("noise dwell", value, f"a time from {LEAST_DWELL_S * 1e6:g}us to {MOST_DWELL_S:g}s")
-    return seconds
-
-
-def _within(value: str, low: float, high: float, text: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        raise _error(text) from None
-    if not low <= number <= high:
-        raise InputError("noise", value, f"here a number from {low:g} to {high:g}; in all: {ACCEPTED}")
-    return number
-
-
-def _error(text: str) -> InputError:
-    return InputError("noise", text, ACCEPTED)
-
-
-def read_noise(data: JsonObject, *, name: str = "") -> Noise:
-    """Check the keys of a noise, as Noise.to_dict writes them."""
-    data.only(("side_traffic", "jitter", "slow_gpus", "slow_links"))
-    jitter = data.child("jitter") if data.has("jitter") else None
-    if jitter is not None:
-        jitter.only(("compute", "messages"))
-    parts = [
-        Noise(
-            side_traffic=read(SideTraffic, data.child("side_traffic")) if data.has("side_traffic") else None,
-            compute_jitter=_number(jitter, "compute", 0.0, _MOST_JITTER) if jitter else 0.0,
-            message_jitter=_number(jitter, "messages", 0.0, _MOST_JITTER) if jitter else 0.0,
-            slow_gpus=tuple(_read_slow_gpu(one) for one in data.children("slow_gpus")),
-            slow_links=tuple(_read_slow_link(one) for one in data.children("slow_links")),
-        )
-    ]
-    return joined(parts, name)
-
-
-def _read_slow_gpu(data: JsonObject) -> SlowGpu:
-    data.only(("gpu", "factor"))
-    return SlowGpu(rank=data.integer("gpu", minimum=0), factor=_number(data, "factor", 1.0, MOST_SLOWER))
-
-
-def _read_slow_link(data: JsonObject) -> SlowLink:
-    data.only(("gpus", "factor"))
-    ends = data.sequence("gpus")
-    whole = [end for end in ends if isinstance(end, int) and not isinstance(end, bool) and end >= 0]
-    if len(ends) != 2 or len(set(whole)) != 2:
-        raise data.error("gpus", "the numbers of two GPUs, such as [2, 3]")
-    return SlowLink(first=min(whole), second=max(whole), factor=_number(data, "factor", 1.0, MOST_SLOWER))
-
-
-def _number(data: JsonObject, key: str, low: float, high: float) -> float:
-    if not data.has(key):
-        return low
-    number = data.number(key, allow_zero=True)
-    if not low <= number <= high:
-        raise data.error(key, f"a number from {low:g} to {high:g}")
-    return number
+    content: dict[str, Any] = {}
+    for part in text.split("+"):
+        values = _term(part.strip(), text)
+        if content.keys() & values.keys():
+            raise InputError("noise", text, "each kind of noise once")
+        content |= values
+    return read_noise(JsonObject(fields=content, where="noise"), name=text)
 
 
 def noise_of(value: str | Noise | None) -> Noise | None:
@@ -443,9 +346,59 @@ def noise_of(value: str | Noise | None) -> Noise | None:
     return parse_noise(value) if isinstance(value, str) else value
 
 
-# -- Distribution: TTFTs of many runs under noise, summed up with what is not known of the summary.
+def shipped_noise() -> tuple[str, ...]:
+    """Names of the noises that ship."""
+    return tuple(name for name in JsonObject.read(_SHIPPED, "noise").fields if not name.startswith("_"))
+
+
+def _term(part: str, text: str) -> dict[str, Any]:
+    """The plain values of one term."""
+    kind, colon, settings = part.partition(":")
+    if not colon and kind in shipped_noise():
+        return dict(JsonObject.read(_SHIPPED, "noise").child(kind).fields)
+    items = [item.strip() for item in settings.split(",")] if settings.strip() else []
+    try:
+        match kind, items:
+            case "side-traffic", _:
+                return {"side_traffic": _settings(items, ("duty", "share", "slowdown", "dwell"))}
+            case "jitter", [str(both)] if "=" not in both:
+                return {"jitter": {"compute": float(both), "messages": float(both)}}
+            case "jitter", [_, *_]:
+                return {"jitter": _settings(items, ("compute", "messages"))}
+            case "slow-gpu", [_, *_]:
+                gpus = [_groups(_SLOW_GPU, item) for item in items]
+                return {"slow_gpus": [{"gpu": int(gpu), "factor": float(factor)} for gpu, factor in gpus]}
+            case "slow-link", [_, *_]:
+                links = [_groups(_SLOW_LINK, item) for item in items]
+                return {"slow_links": [{"gpus": [int(a), int(b)], "factor": float(factor)} for a, b, factor in links]}
+    except ValueError:
+        pass
+    raise InputError("noise", text, ACCEPTED)
+
+
+def _settings(items: list[str], names: tuple[str, ...]) -> dict[str, float]:
+    """Names and their values, each name once; ValueError for anything else."""
+    values: dict[str, float] = {}
+    for name, _, value in (item.partition("=") for item in items):
+        if name not in names or name in values:
+            raise ValueError
+        if name == "dwell":
+            name, seconds = "dwell_s", parse_seconds(value, "noise dwell")
+        else:
+            seconds = float(value)
+        values[name] = seconds
+    return values
+
+
+def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
+    match = pattern.fullmatch(item)
+    if match is None:
+        raise ValueError
+    return match.groups()
+
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_ESTIMATES = ("mean", *_SHARES)
 _NORMAL = 1.959964  # standard deviations either side that hold 95 % of a normal distribution
 
 
@@ -485,33 +438,14 @@ class Distribution:
             **percentiles,
         )
 
-    def objective_s(self, name: str) -> float:
-        """The figure of that name."""
-        estimate: Estimate = getattr(self, check_objective(name))
-        return estimate.value_s
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         content: dict[str, Any] = {"samples": self.num_samples, "seed": self.seed, "quiet_ttft_s": self.quiet_s}
-        for name in OBJECTIVES:
+        for name in _ESTIMATES:
             estimate: Estimate = getattr(self, name)
             content[f"{name}_s"] = estimate.value_s
             content[f"{name}_low_s"], content[f"{name}_high_s"] = estimate.low_s, estimate.high_s
         return content | {"worst_s": self.worst_s, "mean_increase": self.mean.value_s / self.quiet_s - 1}
-
-
-def check_objective(name: str) -> str:
-    """The name, if it is one of OBJECTIVES; else InputError."""
-    if name not in OBJECTIVES:
-        raise InputError("objective", name, ", ".join(OBJECTIVES))
-    return name
-
-
-def objective_of(ttft_s: np.typing.NDArray[np.float64], name: str) -> np.typing.NDArray[np.float64]:
-    """The figure of that name of each row of samples; shape (..., samples) -> (...)."""
-    if name == "mean":
-        return np.asarray(ttft_s.mean(axis=-1))
-    return np.asarray(np.quantile(ttft_s, _SHARES[check_objective(name)], axis=-1))
 
 
 def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
