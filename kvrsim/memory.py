@@ -9,23 +9,22 @@ weighted difference and the new value in fp32, and the block's in half precision
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvrsim.compile import build_program, columns
 from kvrsim.io.schema import fields_to_json
-from kvrsim.kernels.roofline import no_time
+from kvrsim.kernels.cost import no_time
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.program import Compute, Load, Program, RingPass, bytes_in_flight
+from kvrsim.program import Array, Compute, Load, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages
 
-EAGER_SCORE_PEAK_BYTES = 10  # an element of the score matrix at two bytes an element, as counted above
-MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # an element of the output, as counted above
+EAGER_SCORE_PEAK_BYTES = 10  # per element of the score matrix of two-byte elements, as counted above
+MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # per element of the output, as counted above
 RUNTIME_BYTES = 1_000_000_000  # CUDA context, cuBLAS workspace and NCCL buffers of one process
 
 
@@ -69,15 +68,13 @@ def memory_of(
             others = _stage_memory(scenario, partition, layers, context, is_last=False) if context > 1 else last
             ranks += [*[others] * (context - 1), last]
     else:
-        chunks = columns(partition.chunk_lens)
-        counted = (
-            no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
-        )  # times choose the calls of attention
-        program = program or build_program(scenario, strategy, chunks, counted)
-        flights = [bytes_in_flight(kind) for kind in program.layers]
-        weights = scenario.share.weight_bytes(scenario.request.dtype_bytes)
+        if program is None:  # without times, unless they choose the calls of attention
+            cost = no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
+            program = build_program(scenario, strategy, columns(partition.chunk_lens), cost)
+        in_flight = np.array([bytes_in_flight(kind) for kind in program.layers])
         ranks = [
-            _rank_memory(scenario, strategy, partition, program, flights, rank, weights) for rank in range(len(chunks))
+            _rank_memory(scenario, strategy, partition, program, rank, in_flight[:, rank])
+            for rank in range(len(partition.chunk_lens))
         ]
     return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
 
@@ -89,49 +86,41 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
 
 
 def _rank_memory(
-    scenario: Scenario,
-    strategy: Strategy,
-    partition: Partition,
-    program: Program,
-    flights: Sequence[Sequence[float]],
-    rank: int,
-    weights: int,
+    scenario: Scenario, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
 ) -> RankMemory:
-    """`flights`: bytes in flight in a layer of each kind, a rank."""
+    """`in_flight`: bytes in flight on the rank in a layer of each kind."""
     model, request = scenario.share, scenario.request
     width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
-    way = scenario.prefix_access_plan
+    access = scenario.prefix_access_plan
     kept, gathered = [], []
-    for kind, layer, in_flight in zip(program.layers, model.layer_kinds, flights, strict=True):
+    for ops, layer, in_flight_bytes in zip(
+        [kind[rank] for kind in program.layers], model.layer_kinds, in_flight, strict=True
+    ):
         whole = batch * _cache_bytes(model, layer, request.context_len, width)
-        shared = way.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
+        shares = access.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
         prefix = batch * _cache_bytes(model, layer, request.cached_prefix, width)
-        others = prefix * (1.0 - way.share) if shared else 0.0
+        others = prefix * (1.0 - access.share) if shares else 0.0
         own = batch * _cache_bytes(model, layer, request.cached_prefix + chunk, width) - others
-        said = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
+        cached = [float(op.kv_bytes[0]) for op in ops if isinstance(op, Compute) and op.kv_bytes is not None]
         # What it loads for this layer alone is in flight.
-        dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
-        held = max(said, default=whole) - dropped
-        gathers = strategy.gathers_kv and way.access == "pass-kv"
-        kept.append(held - others * gathers if strategy.keeps_gathered else min(held, own))
-        gathered.append(in_flight[rank] + held - kept[-1])
+        dropped = sum(op.nbytes.item() for op in ops if isinstance(op, Load) and not op.ahead)
+        peak = max(cached, default=whole) - dropped
+        gathers = strategy.gathers_kv and access.access == "pass-kv"
+        kept.append(peak - others * gathers if strategy.keeps_gathered else min(peak, own))
+        gathered.append(in_flight_bytes + peak - kept[-1])
+    is_spread, is_last = scenario.expert_placement.num_gpus > 1, rank == len(partition.chunk_lens) - 1
+    token_bytes = max(
+        _activation_elements(model, spread=is_spread) * width,
+        _merging_bytes(model, program, rank, width, fused=scenario.traits.fused_merge),
+    )
+    whole_scores = batch * _score_heads(model) * chunk * request.context_len
     return RankMemory(
-        weights=weights,
+        weights=model.weight_bytes(width),
         kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
         gathered=round(max(gathered)),
-        activations=max(
-            batch
-            * chunk
-            * max(
-                _activation_elements(model, spread=scenario.expert_placement.num_gpus > 1) * width,
-                _merging_bytes(model, program, rank, width, fused=scenario.traits.fused_merge),
-            ),
-            _expert_bytes(scenario, chunk),
-        ),
-        scores=_score_bytes(program, rank, width, whole=batch * _score_heads(model) * chunk * request.context_len)
-        if scenario.kernel == "eager"
-        else 0,
-        logits=batch * _logits_bytes(scenario, chunk, width) if rank == len(partition.chunk_lens) - 1 else 0,
+        activations=max(batch * chunk * token_bytes, _expert_bytes(scenario, chunk)),
+        scores=_score_bytes(program, rank, width, whole=whole_scores) if scenario.kernel == "eager" else 0,
+        logits=batch * _logits_bytes(scenario, chunk, width) if is_last else 0,
         runtime=RUNTIME_BYTES,
     )
 

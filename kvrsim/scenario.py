@@ -17,13 +17,12 @@ from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
 from kvrsim.kernels.attention import ATTENTION_KERNELS
-from kvrsim.kernels.cost import CalibratedCost, CostModel, KernelTraits
+from kvrsim.kernels.cost import CalibratedCost, CostModel, KernelTraits, RooflineCost
 from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixAccessPlan, PrefixPlacement, plan_prefix_access
 from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
-from kvrsim.kernels.roofline import RooflineCost
 from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec

@@ -88,7 +88,7 @@ class Runner:
         finish_s, holds = chain.finish_s(chunks, last_only=last_only)
         holds = holds | (finish_s[-1] > enough_s)
         if not holds.all():
-            from kvrsim.kernels.sensitivity import WeightedCost  # seldom
+            from kvrsim.kernels.cost import WeightedCost  # seldom
 
             cost = chain.costs.cost
             rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # which has weights for all rows

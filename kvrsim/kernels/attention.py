@@ -15,14 +15,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.interp import log_interp
 from kvrsim.io.schema import NonNegative, PositiveShare, Range, Share
-from kvrsim.kernels.cost import Part
+from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
 from kvrsim.kernels.elementwise import (
     PYTORCH_SHARE,
     Traffic,
@@ -37,10 +37,6 @@ from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.program import Array
 from kvrsim.units import format_seconds
-
-if TYPE_CHECKING:
-    from kvrsim.kernels.cost import CalibratedCost
-    from kvrsim.kernels.roofline import RooflineCost
 
 ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 ATTENTION = Part("attention")

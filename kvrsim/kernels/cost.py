@@ -1,5 +1,7 @@
-"""CostModel: seconds of device time for one operation; CalibratedCost: by the measured rates of a profile.
+"""CostModel: seconds of device time for one operation, in three ways.
 
+CalibratedCost takes the measured rates of a profile, RooflineCost the limits of a datasheet (Williams et al., 2009).
+WeightedCost multiplies the parts of another cost model by weights, so that one run shows what each part is worth.
 Each kind of operation is a call, such as AttentionCall, that says how it is priced by a profile (`measured_s`) and by
 a datasheet (`roofline_s`). All arguments may be arrays over a batch of partitions; all results have their shape.
 """
@@ -8,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from kvrsim.errors import InputError
+from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, Traffic
-from kvrsim.kernels.gemm import Product, RowCost, of_each, summed
+from kvrsim.kernels.gemm import GEMM_TYPES, ElementBytes, Product, RowCost, of_each, summed
 from kvrsim.program import Array
 
 if TYPE_CHECKING:
     from kvrsim.kernels.profile import KernelRates
-    from kvrsim.kernels.roofline import RooflineCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,3 +146,117 @@ class CalibratedCost:
         bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
         token_s = bytes_s * self.traits.batch * self.traits.element_bytes / 2
         return self.scale * token_s, self.scale * rates.start_s * sum(step.kernels for step in steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RooflineCost:
+    """No kernel is faster than its FLOPs or its bytes allow."""
+
+    traits: KernelTraits
+    bytes_per_s: float  # of device memory
+    flops_per_s: float  # of the request's dtype; under fp8 of half precision, which attention is computed in
+    low_flops_per_s: float  # of products with quantised inputs, where the GPU has such arithmetic
+
+    @classmethod
+    def of(cls, gpu: GpuSpec, traits: KernelTraits, dtype: str) -> RooflineCost:
+        """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic.
+
+        Products with quantised inputs, INT8 and NVFP4 too, have the peak of FP8: datasheets are read for no other.
+        """
+        peaks = dict(gpu.peak_flops)
+        if dtype not in peaks:
+            raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(peaks)}")
+        half = peaks.get("bf16", peaks.get("fp16", peaks[dtype])) if dtype == "fp8" else peaks[dtype]
+        low = peaks.get("fp8", half)
+        return cls(traits=traits, bytes_per_s=gpu.hbm_bytes_per_s, flops_per_s=half, low_flops_per_s=low)
+
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
+        """Of each product, the longer of FLOPs at peak and one reading of the weights; and bytes."""
+
+        def seconds(tokens: Array) -> Array:
+            total_s = np.asarray(self.traffic_s(tokens, steps))
+            for product in products:
+                total_s += self.head_s(tokens, product)
+            return total_s
+
+        return seconds
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        weights = product.in_features * product.out_features * product.num_matrices
+        width, flops_per_s = self.limits_of(product.compute)
+        seconds = np.asarray(tokens * (self.traits.batch * product.flops_per_row / flops_per_s))
+        return np.maximum(seconds, weights * width.weight / self.bytes_per_s, out=seconds)
+
+    def limits_of(self, compute: str | None) -> tuple[ElementBytes, float]:
+        """Bytes of each operand of a type of product, and its FLOP/s."""
+        width = of_each(self.traits.element_bytes if compute is None else GEMM_TYPES[compute])
+        return width, self.low_flops_per_s if width.quantised else self.flops_per_s
+
+    def call_s(self, call: Call) -> Array:
+        return call.roofline_s(self)
+
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        """Bytes at the datasheet's memory bandwidth."""
+        nbytes = self.traits.batch * self.traits.element_bytes / 2 * sum(step.nbytes for step in steps)
+        return tokens * (nbytes / self.bytes_per_s)
+
+    def mask_s(self, mask_elements: Array) -> Array:
+        return np.zeros_like(mask_elements)
+
+
+def no_time(traits: KernelTraits) -> RooflineCost:
+    """A cost model without limits: nothing takes any time, for what a program has besides seconds, such as memory."""
+    return RooflineCost(traits=traits, bytes_per_s=inf, flops_per_s=inf, low_flops_per_s=inf)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightedCost:
+    """A cost model whose parts are multiplied by weights of shape (B,).
+
+    A column that has 1.05 for attention and 1 for the rest shows how TTFT changes when attention is 5 % slower; a
+    column of zeros but for attention has attention's seconds alone.
+    """
+
+    cost: CostModel
+    weights: Mapping[Part, Array]
+
+    @property
+    def traits(self) -> KernelTraits:
+        return self.cost.traits
+
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
+        """Products and element-wise kernels, each with its weight."""
+        parts = [(self.weights[Part("gemm", product)], self.cost.row_cost((product,), ())) for product in products]
+        if steps:
+            parts.append((self.weights[ELEMENTWISE], self.cost.row_cost((), steps)))
+
+        def seconds(tokens: Array) -> Array:
+            return sum((weight * part(tokens) for weight, part in parts), np.zeros(1))
+
+        return seconds
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        return self.weights[Part("gemm", product)] * self.cost.head_s(tokens, product)
+
+    def call_s(self, call: Call) -> Array:
+        return self.weights[call.part] * self.cost.call_s(call)
+
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        return self.weights[ELEMENTWISE] * self.cost.traffic_s(tokens, steps)
+
+    def mask_s(self, mask_elements: Array) -> Array:
+        return self.weights[ELEMENTWISE] * self.cost.mask_s(mask_elements)
+
+
+class _Listing(dict[Part, Array]):
+    """Weights of 1, one for each part that is read."""
+
+    def __missing__(self, part: Part) -> Array:
+        self[part] = np.ones(1)
+        return self[part]
+
+
+def listing(cost: CostModel) -> tuple[WeightedCost, Mapping[Part, Array]]:
+    """A cost model that lists the parts that it prices, and that list, which grows as it is used."""
+    parts = _Listing()
+    return WeightedCost(cost=cost, weights=parts), parts

@@ -20,22 +20,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative
-from kvrsim.kernels.cost import CostModel, Part
+from kvrsim.kernels.cost import CalibratedCost, CostModel, Part, RooflineCost
 from kvrsim.kernels.elementwise import Traffic, activation
 from kvrsim.kernels.gemm import GEMM_TYPES, Product, Width, alike, launches, of_each
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
-
-if TYPE_CHECKING:
-    from kvrsim.kernels.cost import CalibratedCost
-    from kvrsim.kernels.roofline import RooflineCost
 
 EXPERTS = Part("experts")
 # Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError
-from kvrsim.kernels.cost import Part
+from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.mixer import MixerCost
 from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
-
-if TYPE_CHECKING:
-    from kvrsim.kernels.cost import CalibratedCost
-    from kvrsim.kernels.roofline import RooflineCost
 
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them

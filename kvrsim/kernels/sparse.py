@@ -11,23 +11,18 @@ Each step is a kernel whose time grows with its queries, once they fill the devi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.kernels.attention import absorbing
-from kvrsim.kernels.cost import Part
+from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
 from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.program import Array
 from kvrsim.units import format_seconds
-
-if TYPE_CHECKING:
-    from kvrsim.kernels.cost import CalibratedCost
-    from kvrsim.kernels.roofline import RooflineCost
 
 SparseMixer = Attention | LatentAttention | CompressedAttention
 _SCORE_BYTES = 4.0  # of a score, fp32

@@ -9,10 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.kernels.cost import CostModel, Part
+from kvrsim.kernels.cost import CostModel, Part, RooflineCost, WeightedCost, listing
 from kvrsim.kernels.profile import OperationFit
-from kvrsim.kernels.roofline import RooflineCost
-from kvrsim.kernels.sensitivity import WeightedCost, listing
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.program import Array, Compute, Program, work_s
 from kvrsim.results.timeline import Basis, Breakdown, BreakdownRow, Span, Timeline

@@ -20,10 +20,9 @@ import numpy as np
 from kvrsim.compile import build_program, columns
 from kvrsim.engine import Engine
 from kvrsim.executors.run import Runner
-from kvrsim.kernels.cost import CostModel, Part
+from kvrsim.kernels.cost import CostModel, Part, WeightedCost, listing
 from kvrsim.kernels.coverage import head_dims
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
-from kvrsim.kernels.sensitivity import WeightedCost, listing
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy

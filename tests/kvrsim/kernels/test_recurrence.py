@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
-from kvrsim.kernels.cost import CalibratedCost, KernelTraits
+from kvrsim.kernels.cost import CalibratedCost, KernelTraits, RooflineCost, no_time
 from kvrsim.kernels.layer import mixer_cost
 from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.profile import load_profile
@@ -25,7 +25,6 @@ from kvrsim.kernels.recurrence import (
     ScanCall,
     ScanRates,
 )
-from kvrsim.kernels.roofline import RooflineCost, no_time
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import RECURRENCE_TITLES, Recurrence

@@ -11,9 +11,8 @@ import pytest
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.io.schema import JsonObject, read
-from kvrsim.kernels.cost import CalibratedCost
+from kvrsim.kernels.cost import CalibratedCost, RooflineCost, no_time
 from kvrsim.kernels.profile import builtin_profiles, load_profile
-from kvrsim.kernels.roofline import RooflineCost, no_time
 from kvrsim.kernels.sparse import (
     AttendRates,
     ScoreRates,

@@ -13,8 +13,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines
 from kvrsim.executors.run import run_partition
+from kvrsim.kernels.cost import Part
 from kvrsim.kernels.profile import load_profile
-from kvrsim.kernels.sensitivity import Part
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, is_indistinguishable, measured_coverage

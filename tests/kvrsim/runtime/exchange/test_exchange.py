@@ -12,7 +12,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
-from kvrsim.kernels.roofline import no_time
+from kvrsim.kernels.cost import no_time
 from kvrsim.memory import memory_of
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
