@@ -82,30 +82,18 @@ _BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashPreset:
-    """Structure of a kind of flash kernel (from its source) and start values; the constants in `fitted` are fitted."""
+    """A kind of flash kernel: its structure (from its source), start values, and which constants are fitted."""
 
-    tile_rows: int
-    key_block: int
+    structure: Mapping[str, Any]  # of FlashRates
     tiles_per_sm: int  # that a multiprocessor runs at once
-    causal: bool
-    packs_heads: bool
-    splits_keys: bool
     start: Mapping[str, float]
     fitted: tuple[str, ...]
 
     def rates(self, gpu: GpuSpec, constants: Constants) -> FlashRates:
         """Rates with these constants instead of the start values."""
-        return FlashRates(
-            tile_rows=self.tile_rows,
-            key_block=self.key_block,
-            concurrent_tiles=gpu.num_sms * self.tiles_per_sm,
-            num_sms=gpu.num_sms,
-            causal=self.causal,
-            packs_heads=self.packs_heads,
-            splits_keys=self.splits_keys,
-            flops_per_s=peak_flops(gpu),
-            **{**self.start, **constants},
-        )
+        slots = gpu.num_sms * self.tiles_per_sm
+        values: dict[str, Any] = {**self.structure, **self.start, **constants}
+        return FlashRates(concurrent_tiles=slots, num_sms=gpu.num_sms, flops_per_s=peak_flops(gpu), **values)
 
     def parameters(self, gpu: GpuSpec) -> tuple[Parameter, ...]:
         """The parameters of a fit."""
@@ -118,18 +106,12 @@ class FlashPreset:
 
 
 _FA2 = FlashPreset(
-    tile_rows=64,
-    key_block=128,
+    structure={"tile_rows": 64, "key_block": 128, "causal": True, "packs_heads": False, "splits_keys": False},
     tiles_per_sm=2,
-    causal=True,
-    packs_heads=False,
-    splits_keys=False,
-    start=MappingProxyType(
-        {
-            **{"launch_s": 5e-6, "tile_s": 4e-6, "block_s": 4.8e-6, "alone_share": 0.75, "barrier_share": 1.0},
-            "append_bytes_per_s": 8e11,
-        }
-    ),
+    start={
+        **{"launch_s": 5e-6, "tile_s": 4e-6, "block_s": 4.8e-6, "alone_share": 0.75, "barrier_share": 1.0},
+        "append_bytes_per_s": 8e11,
+    },
     fitted=("launch_s", "tile_s", "block_s", "alone_share", "append_bytes_per_s"),
 )
 
@@ -137,22 +119,18 @@ PRESETS: Mapping[str, FlashPreset] = MappingProxyType(
     {
         # FlashAttention-2 on Ampere; FlashInfer's prefill, which packs the query heads of a KV head.
         "fa2": _FA2,
-        "flashinfer": replace(_FA2, tile_rows=128, key_block=64, packs_heads=True),
+        "flashinfer": replace(
+            _FA2, structure={**_FA2.structure, "tile_rows": 128, "key_block": 64, "packs_heads": True}
+        ),
         # FlashAttention over a paged cache as sarathi called it: all blocks of the rectangle, keys split.
         "paged": FlashPreset(
-            tile_rows=64,
-            key_block=128,
+            structure={"tile_rows": 64, "key_block": 128, "causal": False, "packs_heads": False, "splits_keys": True},
             tiles_per_sm=2,
-            causal=False,
-            packs_heads=False,
-            splits_keys=True,
-            start=MappingProxyType(
-                {
-                    **{"launch_s": 5e-6, "tile_s": 0.0, "block_s": 5e-6, "alone_share": 1.0, "barrier_share": 0.3},
-                    **{"append_bytes_per_s": 2.5e11, "query_s": 2e-9, "split_s": 1e-5, "split_share": 0.85},
-                    "diagonal_cost": 1.25,
-                }
-            ),
+            start={
+                **{"launch_s": 5e-6, "tile_s": 0.0, "block_s": 5e-6, "alone_share": 1.0, "barrier_share": 0.3},
+                **{"append_bytes_per_s": 2.5e11, "query_s": 2e-9, "split_s": 1e-5, "split_share": 0.85},
+                "diagonal_cost": 1.25,
+            },
             fitted=(
                 *("launch_s", "block_s", "barrier_share", "split_s"),
                 *("query_s", "diagonal_cost", "append_bytes_per_s"),
@@ -160,18 +138,12 @@ PRESETS: Mapping[str, FlashPreset] = MappingProxyType(
         ),
         # FlashAttention-3 on Hopper: one tile per multiprocessor, keys split.
         "fa3": FlashPreset(
-            tile_rows=128,
-            key_block=64,
+            structure={"tile_rows": 128, "key_block": 64, "causal": True, "packs_heads": False, "splits_keys": True},
             tiles_per_sm=1,
-            causal=True,
-            packs_heads=False,
-            splits_keys=True,
-            start=MappingProxyType(
-                {
-                    **{"launch_s": 7e-6, "tile_s": 4e-6, "block_s": 8e-7, "alone_share": 1.0, "barrier_share": 0.3},
-                    **{"append_bytes_per_s": 1e12, "split_s": 5e-6, "split_share": 0.55},
-                }
-            ),
+            start={
+                **{"launch_s": 7e-6, "tile_s": 4e-6, "block_s": 8e-7, "alone_share": 1.0, "barrier_share": 0.3},
+                **{"append_bytes_per_s": 1e12, "split_s": 5e-6, "split_share": 0.55},
+            },
             fitted=(
                 *("launch_s", "tile_s", "block_s", "barrier_share"),
                 *("append_bytes_per_s", "split_s", "split_share"),
@@ -360,7 +332,7 @@ def _best_flash(
     return replace(best, checks=tuple(checks))
 
 
-def _flash_form(gpu: GpuSpec, name: str, data: AttentionRows) -> AttentionFit[FlashRates]:
+def _flash_form(gpu: GpuSpec, name: str, data: AttentionRows) -> Any:
     return _form(name, data, PRESETS[name].parameters(gpu), lambda values: PRESETS[name].rates(gpu, values))
 
 
@@ -378,14 +350,8 @@ def _form(name: str, data: AttentionRows, parameters: Sequence[Parameter], make:
 
 def _check_held_out(rates: FlashRates, held_out: HeldOut, head_dim: int) -> list[Comparison]:
     """Another lab's calls by these constants and their kernel's tiles."""
-    preset = PRESETS[held_out.kernel]
-    other = replace(
-        rates,
-        tile_rows=preset.tile_rows,
-        key_block=preset.key_block,
-        packs_heads=preset.packs_heads,
-        causal=preset.causal,
-    )
+    tiles = {name: value for name, value in PRESETS[held_out.kernel].structure.items() if name != "splits_keys"}
+    other = replace(rates, **tiles)
     data = AttentionRows.of(usable_attention(held_out.rows, head_dim))
     whole = data.compare(f"not fitted, {held_out.kernel} of another source", other)
     return _by_prefix(whole, data) or [whole]
@@ -525,7 +491,7 @@ def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[Latent
     Kernels skip what is masked: calls without a prefix do not tell the cost of masked blocks. Single queries are not
     fitted: they are decoded by kernels of their own.
     """
-    causal = [name for name, preset in PRESETS.items() if preset.causal]
+    causal = [name for name, preset in PRESETS.items() if preset.structure["causal"]]
     found: dict[LatentForm, Fitted[FlashRates]] = {}
     for form, source in sources.items():
         rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1]

@@ -106,11 +106,9 @@ def fit_keys(keys: str, entries: str, gpu: GpuSpec, *, least_heads: int) -> Fitt
         lambda rates, one: rates.seconds(one.chunk, one.keys, one.heads, one.width),
     )
     kernels = (score, select, attend)
-    owns: list[Comparison] = [fit.own for fit in (scores, selection, attention)]
-    held_out: list[Comparison] = [
-        fit.left_out("contexts", kernel.contexts.tolist())
-        for fit, kernel in zip((scores, selection, attention), kernels, strict=True)
-    ]
+    fits: tuple[Fit[Any], ...] = (scores, selection, attention)
+    owns = [fit.own for fit in fits]
+    held_out = [fit.left_out("contexts", kernel.contexts.tolist()) for fit, kernel in zip(fits, kernels, strict=True)]
     by_context = [
         check
         for one, kernel in zip(held_out, kernels, strict=True)

@@ -288,7 +288,7 @@ class _Rows:
         if median_s > _LEAST_S:
             fence_s = _FENCE * (high - low)  # Tukey's fences: outliers are clipped to them
             mean_s = float(np.mean(np.clip(seconds, low - fence_s, high + fence_s)))
-            times = {"median_s": median_s, "mean_s": mean_s, "spread_s": high - low}
+            times: dict[str, Any] = {"median_s": median_s, "mean_s": mean_s, "spread_s": high - low}
             self.found.append(Measurement(operation=operation, **times, **{**self.common, **fields}))
 
 

@@ -106,12 +106,6 @@ def test_messages_of_vidur(tmp_path: Path) -> None:
     assert (across.median_s, across.spread_s) == (2.4e-5, 2e-6)
 
 
-def test_a_measurement_csv_is_a_source(tmp_path: Path) -> None:
-    rows = read_source(write(tmp_path / "t.csv", VIDUR_ATTENTION))
-    write_measurements(tmp_path / "m.csv", rows)
-    assert read_source(str(tmp_path / "m.csv")) == rows
-
-
 def test_filters_keep_what_contains_their_text(tmp_path: Path) -> None:
     about = dict(operation="gemm", dtype="fp16", tokens=1, in_features=2, out_features=3, median_s=1.0)
     named = (("A100-80GB", "paged", "somebody"), ("H100", "paged", "somebody"), ("A100-80GB", "fa3", "llama"))
@@ -172,13 +166,3 @@ def test_unknown_sources_list_what_is_known(tmp_path: Path) -> None:
     assert all(layout.name in message for layout in LAYOUTS)
     message = refusal(write(tmp_path / "u.csv", {"operation": "gemm", "seconds": 2}))
     assert "nearest is kvrsim measurements, which has median_s too" in message
-
-
-def test_sources_with_nothing_of_use_are_refused(tmp_path: Path) -> None:
-    reduces = write(tmp_path / "r.csv", {"time_stats.all_reduce.median": 1, "size": 2})
-    assert "a source with rows of gemm" in refusal(reduces)
-    assert "a source with rows of gemm" in refusal(write(tmp_path / "d.csv", VIDUR_ATTENTION | {"is_prefill": False}))
-    empty = tmp_path / "empty.csv"
-    empty.touch()
-    for source in (str(empty), str(tmp_path), str(tmp_path / "missing.csv"), "", "nul\0"):
-        assert "a CSV file" in refusal(source)

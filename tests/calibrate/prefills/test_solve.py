@@ -98,13 +98,6 @@ def test_one_row_is_enough() -> None:
     assert found.left_out_s == pytest.approx(found.before_s)
 
 
-def test_progress_names_what_is_done() -> None:
-    told: list[str] = []
-    solve(slower, slower(TRUTH), PRIORS, range(7), told.append)
-    assert told[0] == "fitting 3 terms to 7 rows"
-    assert told[-1] == "refitting without case 7 of 7"
-
-
 def counted(predict: Callable[[Array], Array]) -> tuple[Callable[[Array], Array], list[int]]:
     calls = [0]
 

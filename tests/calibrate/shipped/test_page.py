@@ -13,7 +13,6 @@ import typer.main
 
 from calibrate.data import read_measurements
 from calibrate.shipped.page import PAGE, page
-from kvrsim.builder import DEFAULT_PROFILES
 from kvrsim.cli.main import app
 from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 
@@ -41,21 +40,6 @@ def test_the_page_is_that_of_the_profiles() -> None:
     assert page(profiles()) == TEXT, "python -m calibrate.shipped.page rewrites it"
 
 
-def test_every_profile_has_its_errors() -> None:
-    for profile in profiles():
-        section = TEXT.split(f"\n## {profile.name}\n")[1].split("\n## ")[0]
-        assert profile.not_covered in section
-        rows = [fit for fit in profile.operations.values() if fit.num_rows]
-        assert len(rows) >= 3
-        for fit in rows:
-            assert f"| {fit.num_rows} | {fit.mape:.1%} | {fit.cross_validated_mape:.1%} |" in section
-
-
-def test_defaults_are_named() -> None:
-    about = TEXT.split("\n## ")[0]
-    assert all(f"`{name}` for " in about for name in DEFAULT_PROFILES)
-
-
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
 def test_a_command_is_one_that_kvrsim_takes(words: list[str]) -> None:
     """Its options are parsed; nothing is run, since a fit takes a minute."""
@@ -65,10 +49,6 @@ def test_a_command_is_one_that_kvrsim_takes(words: list[str]) -> None:
         context = command.make_context(words[0], [], parent=context)
         command, words = command.commands[words[0]], words[1:]
     command.make_context(command.name, words, parent=context)
-
-
-def test_there_are_commands() -> None:
-    assert [words[:2] for words in commands()].count(["calibrate", "import"]) == 2
 
 
 def test_the_measurements_shown_are_read(tmp_path: Path) -> None:

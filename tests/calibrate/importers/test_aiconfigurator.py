@@ -11,7 +11,14 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.importers import read_source
-from calibrate.importers.aiconfigurator import version_key, with_loop
+from calibrate.importers.aiconfigurator import (
+    read_kernel,
+    read_latent,
+    read_module,
+    read_recurrence,
+    version_key,
+    with_loop,
+)
 from kvrsim.errors import InputError
 
 
@@ -180,10 +187,6 @@ def test_each_head_dim_takes_one_kernel(package: Package, kernels: tuple[str, ..
     assert chosen == {128: kernels[0], 512: kernels[-1]}
 
 
-def test_a_filter_works_on_aiconfigurator_too(package: Package) -> None:
-    assert [row.operation for row in package.read(f"{SOURCE}?kernel=nccl")] == ["all_gather", "all_reduce"]
-
-
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
@@ -218,11 +221,6 @@ def test_a_bad_value_in_a_parquet_table_is_named(package: Package, changed: dict
     assert complaint in message
 
 
-def test_a_text_in_a_parquet_number_is_named(package: Package) -> None:
-    package.write("gemm/vllm/1.0", GEMM | {"latency": "0.1"}, GEMM | {"latency": "quick"})
-    assert "latency, row 1: got 'quick', accepted: ms above 0" in package.refusal()
-
-
 def test_a_parquet_table_without_a_column_or_that_is_none(package: Package) -> None:
     path = package.write("gemm/vllm/1.0", {name: value for name, value in GEMM.items() if name != "latency"})
     assert "accepted: latency among them" in package.refusal()
@@ -233,16 +231,6 @@ def test_a_parquet_table_without_a_column_or_that_is_none(package: Package) -> N
 def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install aiconfigurator-core" in refusal(SOURCE)
-
-
-def test_the_installed_package_is_found_and_not_imported(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    (package.root / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    monkeypatch.syspath_prepend(str(package.root.parent))
-    assert len(read_source(SOURCE)) == 6
-
-
-def test_an_empty_folder_has_no_tables(tmp_path: Path) -> None:
-    assert "no tables here" in refusal(SOURCE, aiconfigurator_root=tmp_path)
 
 
 def test_decoding_is_read_where_the_kernels_of_a_prefill_do_it(package: Package) -> None:
@@ -282,3 +270,133 @@ def test_how_often_tensorrt_llm_repeats_a_product_depends_on_the_cache() -> None
     assert repeats(16384, "fp8") == 6
     assert repeats(8192, "nvfp4") == 24
     assert repeats(1024, system="unknown") is None
+
+
+# -- Tables of latent attention are read as calls of heads of the mean width.
+
+ROW: dict[str, Any] = {
+    **{"device": "NVIDIA T1", "kernel_source": "default", "mla_dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+    **{"batch_size": 1, "isl": 512, "step": 0, "num_heads": 16, "latency": 0.1},
+}
+SOURCE_LATENT = "aiconfigurator:t1/trtllm/1.0"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An unpacked package with one table."""
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / "aiconfigurator_core/systems/data/t1/mla/trtllm/1.0"
+    folder.mkdir(parents=True)
+    rows = [ROW, ROW | {"latency": 0.3}, ROW | {"kv_cache_dtype": "fp8"}, ROW | {"isl": 1024, "latency": 0.4}]
+    pandas.DataFrame(rows).to_parquet(folder / "context_mla_perf.parquet")
+    return tmp_path / "aiconfigurator_core"
+
+
+def test_expanded_heads_have_keys_of_their_own(root: Path) -> None:
+    first, second = read_latent(SOURCE_LATENT, "expanded", root=root)
+    assert (first.chunk, first.num_attention_heads, first.num_key_value_heads) == (512, 16, 16)
+    assert first.head_dim == (192 + 128) / 2
+    assert first.median_s == pytest.approx(2e-4), "the median of both rows of that shape"
+    assert (second.chunk, second.median_s) == (1024, pytest.approx(4e-4))
+
+
+def test_absorbed_heads_share_the_latents(root: Path) -> None:
+    rows = read_latent(SOURCE_LATENT, "absorbed", root=root)
+    assert {(row.num_attention_heads, row.num_key_value_heads, row.head_dim) for row in rows} == {(16, 1, 544)}
+
+
+# -- Tables of linear attention read as scans and convolutions of a prefill.
+
+ROW_RECURRENCE: dict[str, Any] = {
+    **{"device": "NVIDIA T1", "phase": "context", "kernel_source": "chunk_gated_delta_rule", "batch_size": 2},
+    **{"seq_len": 512, "num_k_heads": 4, "head_k_dim": 128, "num_v_heads": 8, "head_v_dim": 64, "d_conv": 4},
+    **{"latency": 0.5},
+}
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    root = folder / "aiconfigurator_core"
+    path = root / "systems/data/t1_sxm/linear_attention/sglang/1.0/gdn_perf.parquet"
+    path.parent.mkdir(parents=True)
+    pandas.DataFrame(list(rows)).to_parquet(path)
+    return root
+
+
+def test_scans_and_convolutions_of_a_prefill(tmp_path: Path) -> None:
+    convolution = ROW_RECURRENCE | {"kernel_source": "causal_conv1d_fn", "latency": 0.1}
+    decoding = ROW_RECURRENCE | {"phase": "generation", "kernel_source": "fused_recurrent_gated_delta_rule"}
+    root = write(tmp_path, ROW_RECURRENCE, ROW_RECURRENCE | {"latency": 0.7}, convolution, decoding)
+    rows = read_recurrence("aiconfigurator:t1_sxm/sglang", "gated_delta", root=root)
+    assert rows.is_scan.tolist() == [True, False]
+    assert rows.seconds == pytest.approx([6e-4, 1e-4])  # the median of two rows of one shape
+    call, batch, element_bytes = rows.arguments
+    assert (batch.tolist(), element_bytes) == ([2, 2], 2)
+    assert call.tokens.tolist() == [512, 512]
+    assert call.conv_channels == pytest.approx(2 * 4 * 128 + 8 * 64)
+    assert rows.source == "aiconfigurator-core t1_sxm/linear_attention/sglang/1.0"
+    assert len(rows.take(rows.is_scan).seconds) == 1
+
+
+# -- Tables of sparse attention are read as what their kernels were given.
+
+ROW_SPARSE: dict[str, Any] = {
+    **{"device": "NVIDIA T1", "kernel_source": "k", "batch_size": 1, "isl": 4096, "step": 8192, "num_heads": 64},
+    **{"latency": 2.0},
+}
+SOURCE_SPARSE = "aiconfigurator:t1/sglang/1.0"
+
+
+def write_of_sparse(folder: Path, name: str, *rows: dict[str, Any], table: str = "sparse_attention") -> Path:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    path = folder / f"aiconfigurator_core/systems/data/t1/{table}/sglang/1.0/{name}_perf.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(list(rows)).to_parquet(path)
+    return folder / "aiconfigurator_core"
+
+
+def test_scores_are_of_the_keys_that_queries_see(tmp_path: Path) -> None:
+    root = write_of_sparse(
+        tmp_path, "glm5_mqa_logits_module", ROW_SPARSE, ROW_SPARSE | {"batch_size": 2}, ROW_SPARSE | {"latency": 4.0}
+    )
+    rows = read_kernel(SOURCE_SPARSE, "glm5_mqa_logits_module", root=root)
+    assert rows.keys.tolist() == [8192 + 2048]
+    assert (rows.heads.tolist(), rows.width, rows.compress_ratio) == ([32], 128, 1)
+    assert rows.seconds == pytest.approx([3e-3]), "the median of both calls of one sequence"
+    assert "t1/sparse_attention/sglang/1.0" in rows.source
+    write_of_sparse(tmp_path, "dsv4_paged_mqa_logits_module", ROW_SPARSE)
+    entries = read_kernel(SOURCE_SPARSE, "dsv4_paged_mqa_logits_module", root=root)
+    assert (entries.keys.tolist(), entries.heads.tolist(), entries.compress_ratio) == ([2560], [64], 4)
+
+
+def test_the_choice_has_clear_winners_and_more_keys_than_it_takes(tmp_path: Path) -> None:
+    root = write_of_sparse(
+        tmp_path,
+        "glm5_topk_module",
+        *(ROW_SPARSE | {"score_mode": mode, "latency": 1.0} for mode in ("flat", "top_last")),
+        ROW_SPARSE | {"isl": 1024, "step": 0, "score_mode": "top_last", "latency": 0.0},
+    )
+    rows = read_kernel(SOURCE_SPARSE, "glm5_topk_module", root=root)
+    assert (rows.keys.tolist(), set(rows.texts["score_mode"])) == ([12288], {"top_last"})
+
+
+def test_attention_takes_as_many_keys_for_each_query(tmp_path: Path) -> None:
+    root = write_of_sparse(tmp_path, "glm5_dsa_attn_module", ROW_SPARSE, ROW_SPARSE | {"isl": 512, "step": 0})
+    rows = read_kernel(SOURCE_SPARSE, "glm5_dsa_attn_module", root=root)
+    assert (rows.chunk.tolist(), rows.keys.tolist(), rows.width) == ([4096], [2048], 1088)
+    write_of_sparse(tmp_path, "dsv4_hca_attn_module", ROW_SPARSE)
+    entries = read_kernel(SOURCE_SPARSE, "dsv4_hca_attn_module", root=root)
+    assert (entries.keys.tolist(), entries.width) == ([128 + 96], 1024)
+
+
+def test_modules_keep_what_tells_them_apart(tmp_path: Path) -> None:
+    about = {"op_name": "msa_context_module", "model": "m", "kv_cache_dtype": "fp8", "gemm_type": "bfloat16"}
+    root = write_of_sparse(
+        tmp_path, "msa_context_module", ROW_SPARSE | about, ROW_SPARSE | about | {"model": "n"}, table="msa"
+    )
+    rows = read_module(SOURCE_SPARSE, "msa_context_module", root=root)
+    assert rows.texts["model"].tolist() == ["m", "n"]
+    assert rows.take(rows.text("model") == "n").seconds == pytest.approx([2e-3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import pytest
 from calibrate.data import Measurement, Provenance
 from calibrate.fit.attention import AttentionRows, fit_blocked, fit_eager
 from calibrate.fit.elementwise import fit_prepare
-from calibrate.fit.fit import dtypes_of, element_bytes_of, has_waves
-from calibrate.fit.gemm import GemmRows, fit_gemm, head_bytes_per_s, with_tables
+from calibrate.fit.fit import has_waves
+from calibrate.fit.gemm import fit_gemm, head_bytes_per_s
 from calibrate.fit.profile import FitChoices, Label, fit_profile
 from calibrate.fit.report import LAYERS, layer_costs
 from calibrate.measure.device import gpu_of, link_of
@@ -22,10 +21,10 @@ from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates, FlashRates, MeasuredSizes
+from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates, MeasuredSizes
 from kvrsim.kernels.elementwise import after_mixer, before_mixer
 from kvrsim.kernels.gemm import Product
-from kvrsim.kernels.profile import CalibrationProfile, load_profile
+from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.model.architectures import read_config
 
 CONFIG = {
@@ -160,13 +159,6 @@ def fitted() -> Any:
 # -- element types
 
 
-def test_a_fit_looks_at_one_size_of_element() -> None:
-    mixed = [row("gemm", 1.0, tokens=64, in_features=8, out_features=8, dtype=dtype) for dtype in ("fp32", "bf16")]
-    assert dtypes_of(mixed) == ("fp16", "bf16")
-    assert element_bytes_of(mixed) == 2
-    assert (dtypes_of(mixed[:1]), element_bytes_of(mixed[:1])) == (("fp32",), 4)
-
-
 def test_half_precision_goes_before_fp32(fitted: Any) -> None:
     halves = [replace(one, dtype="bf16", median_s=one.median_s / 2) for one in other_rows() + calls(SDPA, "sdpa")]
     told = ORIGIN | {"gpu": GPU | {"peak_flops": {"fp32": 100e9, "bf16": 300e9}}}
@@ -213,23 +205,6 @@ def test_eager_scores_that_leave_the_cache_come_back() -> None:
     assert plain.own.errors().mape < 0.002
 
 
-def test_what_this_cpu_took_is_followed() -> None:
-    """Milliseconds of eager attention, fp32, 8 heads of 64, one thread: page faults from 4 million scores on."""
-    taken = {
-        **{(128, 0): 1.0, (256, 0): 4.7, (512, 0): 15, (1024, 0): 126, (2048, 0): 398, (4096, 0): 2470},
-        **{(512, 512): 20.9, (1024, 1024): 140, (512, 1536): 68, (512, 3584): 166, (2048, 2048): 880},
-        **{(128, 4000): 24.0, (64, 0): 0.4},
-    }
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    rows = [
-        row("attention", ms / 1e3, kernel="eager", chunk=chunk, prefix=prefix, **heads)
-        for (chunk, prefix), ms in taken.items()
-    ]
-    found = fit_eager(rows, cpu(), head_dim=64)
-    assert found.rates.measured is not None
-    assert found.own.errors().median_ape < 0.1
-
-
 def test_products_of_a_cpu_hardly_step() -> None:
     found = fit_gemm(gemm_rows(), cpu(), keep_shapes={(512, 512), (512, 1376), (1376, 512), (512, 256)})
     assert not has_waves(cpu())
@@ -242,22 +217,6 @@ def test_products_of_a_cpu_hardly_step() -> None:
         true = np.array([gemm_s(one, *shape) for one in tokens])
         np.testing.assert_allclose(predicted, true, rtol=0.03)
         assert (np.diff(predicted) / predicted[1:] < 0.25).all()
-
-
-def test_tables_interpolate_between_powers_of_two() -> None:
-    tokens = np.array([64.0, 128, 256, 512, 1024, 2048, 4096])
-    form = fit_gemm(gemm_rows(), cpu()).rates
-    rows = GemmRows(
-        tokens=tokens,
-        in_features=np.full_like(tokens, 512.0),
-        out_features=np.full_like(tokens, 512.0),
-        seconds=np.array([gemm_s(one, 512, 512) for one in tokens]),
-        element_bytes=4,
-    )
-    rates = with_tables(form, rows, {(512, 512)})
-    between = np.array([96.0, 192, 384, 768, 1536, 3072])
-    true = np.array([gemm_s(one, 512, 512) for one in between])
-    np.testing.assert_allclose(rates.seconds(between, (Product(512, 512),), 4), true, rtol=0.03)
 
 
 def test_logits_stream_their_weights() -> None:
@@ -304,15 +263,6 @@ def test_element_wise_rates_and_copies_come_back(fitted: Any) -> None:
     assert profile.host.layer_s == 0
 
 
-def test_the_profile_says_where_it_comes_from(fitted: Any, tmp_path: Path) -> None:
-    profile: CalibrationProfile = fitted[0]
-    assert profile.provenance["versions"] == "torch 2.13.0, python 3.11.7"
-    assert profile.provenance["measured: command"] == ORIGIN["command"]
-    assert "small" in profile.description
-    profile.write(tmp_path / "mine.json")
-    assert load_profile(tmp_path / "mine.json") == profile
-
-
 def test_a_plan_is_for_the_machine_that_was_measured(fitted: Any) -> None:
     profile: CalibrationProfile = fitted[0]
     assert profile.cluster is not None
@@ -330,18 +280,6 @@ def test_a_plan_is_for_the_machine_that_was_measured(fitted: Any) -> None:
     assert any("was measured on a-cpu, not on a100-80gb" in note for note in said)
 
 
-def test_one_device_has_a_cluster_of_its_own() -> None:
-    messages = [row("host_message", 1e-3, dtype=None), row("layer_alone", 1e-3, chunk=64, prefix=0)]
-    messages.append(row("layer_pending", 2e-3, chunk=64, prefix=0))
-    profile, _ = fit([*other_rows(), *calls(SDPA, "sdpa"), *messages], ORIGIN, {"link": LINK})
-    assert profile.cluster is not None
-    assert (profile.links.pending_share, profile.host.message_s) == (0.0, 0.0), "a CPU's messages hold no SMs"
-    assert (profile.cluster.num_gpus, profile.cluster.topology) == (1, "switch")
-    _, notes = make_scenario(ctx=1024, gpus=2, model=MODEL, profile=profile)
-    assert any("nominal figures of measured" in note for note in notes)
-    assert any("GPUs 2 is outside 1 to 1" in note for note in notes)
-
-
 def test_others_rows_have_no_cluster(fitted: Any) -> None:
     rows = [replace(one, dtype="fp16") for one in [*other_rows(), *calls(EAGER, "eager")]]
     profile, report = fit_profile(
@@ -355,14 +293,6 @@ def test_others_rows_have_no_cluster(fitted: Any) -> None:
     assert profile.kernels.elementwise.fused
     assert not profile.kernels.whole_attention
     assert profile.valid.dtypes == ("fp16", "bf16")
-
-
-def test_flash_of_a_gpu_has_tiles() -> None:
-    mine = [*gemm_rows(), *calls(MERGED, "flash")]
-    rows = [replace(one, dtype="fp16", median_s=one.median_s / 1e2) for one in mine]
-    gpu = load_gpu("a100-80gb")
-    profile, _ = fit_profile(rows, Label(name="theirs"), gpu=gpu, link=link_of(gpu, None))
-    assert isinstance(profile.kernels.attention["flash"], FlashRates)
 
 
 # -- whole layers
@@ -409,20 +339,7 @@ def test_a_campaign_may_spread_further(share: float, refused: bool) -> None:
         assert fit(rows)[0].attention_kernels == ("sdpa",)
 
 
-def test_one_kernel_of_each_kind() -> None:
-    rows = [*other_rows(), *calls(MERGED, "flash"), *calls(MERGED, "another")]
-    with pytest.raises(InputError, match="rows of one kernel"):
-        fit(rows)
-
-
 # -- origins
-
-
-def test_the_first_origin_that_says_it_counts() -> None:
-    merged = Provenance.of([ORIGIN, LINKS | {"threads": 7}])
-    assert merged.provenance()["measured: threads"] == "1"
-    assert merged.link is not None
-    assert Provenance.of([]).provenance() == {}
 
 
 @pytest.mark.parametrize(
@@ -438,8 +355,3 @@ def test_the_first_origin_that_says_it_counts() -> None:
 def test_a_bad_origin_is_named(key: str, value: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         fit([*other_rows(), *calls(SDPA, "sdpa")], ORIGIN | LINKS | {key: value})
-
-
-def test_a_machine_without_a_link_asks_for_one() -> None:
-    with pytest.raises(InputError, match="link: got 'nothing for a-cpu'"):
-        fit([*other_rows(), *calls(SDPA, "sdpa")], ORIGIN)

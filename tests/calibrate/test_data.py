@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +99,6 @@ def test_an_origin_comes_back(origin: dict[str, Any], tmp_path_factory: pytest.T
     write_measurements(path, rows, origin=origin)
     assert read_origin(path) == origin
     assert read_measurements(path) == rows
-
-
-def test_an_origin_stands_before_the_header(tmp_path: Path) -> None:
-    assert read_origin(write(tmp_path / "none.csv", ATTENTION, before="# by hand\n")) is None
-    path = write(tmp_path / "late.csv", ATTENTION)
-    path.write_text(path.read_text() + '# origin {"a": 1}\n')
-    assert read_origin(path) is None
-    assert read_origin(write(tmp_path / "m.csv", ATTENTION, before='# by hand\n\n# origin {"a": 1}\n')) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -241,17 +232,3 @@ def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.Temp
     path.write_bytes(content)
     with pytest.raises(InputError):
         read_measurements(path)
-
-
-@pytest.mark.parametrize("name", ["", "missing.csv", "missing/m.csv", "x" * 5000, "nul\0byte"])
-def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str) -> None:
-    assert "a CSV file that can be read (" in refusal(tmp_path / name)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
-    rows = [Measurement(**ATTENTION | {"chunk": chunk}) for chunk in range(1, 100_001)]
-    start = time.perf_counter()
-    write_measurements(tmp_path / "m.csv", rows)
-    assert read_measurements(tmp_path / "m.csv") == rows
-    assert time.perf_counter() - start < 30

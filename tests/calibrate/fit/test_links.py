@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -99,21 +98,6 @@ def test_all_reduces_of_this_machine_are_those_of_one_kernel(ring: float, faster
         assert float(fitted.rates.seconds(np.array(float(nbytes)), 4)) == pytest.approx(
             seconds_of(point), rel=2 * NOISE
         )
-
-
-def test_all_gathers_of_different_sizes_are_not_compared() -> None:
-    rows = timed(made(LOOPBACK), 0)
-    apart = [replace(row, bytes=row.bytes + 8) if row.kernel == "gloo" and row.bytes else row for row in rows]
-    few = [row for row in apart if row.operation != "all_gather" or row.kernel == "gloo" or (row.bytes or 0) > 2**18]
-    fitted = fit_all_gather(few, measured_link(rows, "mine"))
-    assert fitted.source.endswith("(gloo, measured more often than gloo_p2p_ring)")
-
-
-def test_one_kernel_needs_no_words() -> None:
-    rows = [row for row in timed(made(LOOPBACK), 0) if row.kernel == "gloo"]
-    fitted = fit_all_gather(rows, measured_link(rows, "mine"))
-    assert fitted.source == "kvrsim calibrate links"
-    assert fitted.operation.gather == "collective"
 
 
 def _count(rows: Sequence[Measurement], kernel: str) -> int:

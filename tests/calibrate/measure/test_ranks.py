@@ -7,16 +7,33 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import kvrsim
+from calibrate.data import Measurement
+from calibrate.fit.elementwise import fit_host, fit_pending_share
+from calibrate.measure.compute import compute_rows
+from calibrate.measure.forward import ComputeSetup
 from calibrate.measure.links import LinkBench
-from calibrate.measure.ranks import LinkRank
+from calibrate.measure.ranks import LinkRank, PendingRanks
+from kvrsim.compile import build_program, for_strategy
+from kvrsim.executors.batch import run_batch
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import load_profile
+from kvrsim.model.architectures import read_config
+from kvrsim.program import Compute, Program
 from kvrsim.runtime.ranks import Command, RankSlot
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import STRATEGIES
+from tests.building import examples
 
 SMALL = 2**16
 SYNCHRONISE_S = 0.003
@@ -194,6 +211,95 @@ def test_what_arrives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         Threads(2, gpus=2, hosts=["a", "a"])
 
 
-def test_too_few_gpus_are_said() -> None:
-    with pytest.raises(RuntimeError, match="4 ranks need as many GPUs, found 3"):
-        Threads(4, gpus=3, hosts=["a"] * 4)
+# -- A layer beside a receive that waits: measured on two ranks, fitted, and used where a rank receives.
+
+
+def row(operation: str, seconds: float, **fields: Any) -> Measurement:
+    common: dict[str, Any] = {"kernel": "sdpa", "device": "x", "source": "test", "dtype": "fp16"}
+    return Measurement(operation=operation, median_s=seconds, **(common | fields))
+
+
+def test_the_share_is_what_the_layer_loses_of_its_rate() -> None:
+    rows = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 4e-3, chunk=512, prefix=0)]
+    assert fit_pending_share(rows) == pytest.approx(0.25)
+    assert fit_pending_share([]) == 0.0
+    assert fit_pending_share([row("layer_pending", 4e-3, chunk=64, prefix=0), rows[0]]) == 0.0, "of another shape"
+    faster = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 2.9e-3, chunk=512, prefix=0)]
+    assert fit_pending_share(faster) == 0.0, "waiting makes nothing faster"
+
+
+def test_a_message_takes_the_host_as_long_as_was_measured() -> None:
+    layers = [row("host_layer", 1e-3, dtype=None)]
+    rates, operation = fit_host(layers, [], [row("host_message", 4e-5, dtype=None)])
+    assert (rates.message_s, rates.gather_piece_s) == (pytest.approx(4e-5), pytest.approx(8e-5))
+    assert operation.num_rows == 2
+    gathers = [row("host_collective", 6e-5, dtype=None, ranks=2)]
+    assert fit_host(layers, gathers, [])[0].gather_piece_s == pytest.approx(6e-5)
+
+
+def scenario_of(gpus: int, share: float = 0.0, message_s: float = 0.0) -> Scenario:
+    shipped = load_profile("a100-eager")
+    links = replace(shipped.links, pending_share=share, sends="overlap")
+    profile = replace(shipped, links=links, host=replace(shipped.host, message_s=message_s))
+    return kvrsim.make_scenario(ctx="8k", gpus=gpus, profile=profile, cluster="a100-nvlink")[0]
+
+
+def even(scenario: Scenario, strategy: str) -> Program:
+    chunks = Partition.even(scenario.request.new_tokens, scenario.num_gpus).chunk_lens
+    return build_program(scenario, STRATEGIES[strategy], [np.array([float(chunk)]) for chunk in chunks])
+
+
+def layer_s(program: Program, rank: int) -> float:
+    return sum(float(op.device_s[0]) for op in program.layers[0][rank] if isinstance(op, Compute))
+
+
+@pytest.mark.parametrize("strategy", ["kvr-e", "kvr-direct"])
+def test_ranks_that_receive_compute_slower_and_the_first_one_does_not(strategy: str) -> None:
+    plain, slowed = (even(scenario_of(4, share), strategy) for share in (0.0, 0.25))
+    assert layer_s(slowed, 0) == layer_s(plain, 0)
+    for rank in (1, 2, 3):
+        assert layer_s(slowed, rank) == pytest.approx(layer_s(plain, rank) / 0.75)
+
+
+def simulated_s(scenario: Scenario, strategy: str) -> float:
+    one = for_strategy(scenario, STRATEGIES[strategy])
+    return float(run_batch(even(one, strategy), one.cluster)[-1, 0])
+
+
+@given(st.floats(0.0, 0.6), st.floats(0.0, 1e-4))
+@examples(25)
+def test_a_chain_is_slower_by_at_most_what_its_ranks_lose(share: float, message_s: float) -> None:
+    plain, slowed = scenario_of(4), scenario_of(4, share, message_s)
+    before_s, after_s = simulated_s(plain, "kvr-e"), simulated_s(slowed, "kvr-e")
+    calls = 4 * 2 * plain.model.num_hidden_layers * message_s
+    assert before_s * (1 - 1e-12) <= after_s <= before_s / (1 - share) + calls + 1e-12
+
+
+def test_the_bound_of_a_chain_holds_with_the_term() -> None:
+    slowed = kvrsim.plan(ctx="8k", gpus=4, profile=scenario_of(4, 0.2, 3e-5).profile, cluster="a100-nvlink")
+    searched = next(row for row in slowed.strategies if row.strategy == "kvr-s")
+    assert slowed.bounds.lower_bound_s <= searched.ttft_s
+
+
+def test_two_ranks_time_a_layer_alone_and_beside_a_receive_that_waits() -> None:
+    """On a CPU, over gloo; the receive is answered only after the layer."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"num_hidden_layers": 3, "vocab_size": 128, "intermediate_size": 96}
+    model = read_config(JsonObject(fields=config, where="test"), "tiny")
+    setup = ComputeSetup(
+        model=model, config=config, device="cpu", dtype="fp32", kernels=("sdpa",), max_context=256, threads=1
+    )
+    ranks = PendingRanks(setup)
+    try:
+        samples = [ranks.sample("sdpa 64+0") for _ in range(2)]
+        assert len(ranks.pids) == 2
+    finally:
+        ranks.close()
+    assert all(set(sample) == {"layer_alone", "layer_pending"} for sample in samples)
+    assert all(seconds > 0 for sample in samples for seconds in sample.values())
+    rows = compute_rows({"pending sdpa 64+0": samples}, model, dtype="fp32", device="x")
+    assert [(row.operation, row.chunk, row.prefix) for row in rows] == [
+        ("layer_alone", 64, 0),
+        ("layer_pending", 64, 0),
+    ]
+    assert 0.0 <= fit_pending_share(rows) <= 0.9

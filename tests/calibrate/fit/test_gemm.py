@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from calibrate.data import Measurement
 from calibrate.fit.gemm import at_burst, fit_clock
 from calibrate.fit.profile import systematic_log_sd
+from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
+from kvrsim.kernels.gemm import GEMM_TYPES, Product
 from kvrsim.kernels.profile import Clock
+from tests.calibrate.fit.test_profile import FLASH, GEMM, H100, fit, gemm_rows, timed
 
 GPU = load_gpu("h100")
 CLOCK = Clock(sustained_share=0.85, time_constant_s=0.1)
@@ -58,14 +63,6 @@ def test_a_clock_comes_back(noise: float) -> None:
     assert found.describe().startswith("8")
 
 
-def test_tables_of_other_loops_have_a_rate_of_their_own() -> None:
-    slower = rows(CLOCK, warmups=3, repeats=6, source="b")
-    found = fit_clock([*rows(CLOCK), *slower], GPU)
-    assert found is not None
-    assert found.clock.sustained_share == pytest.approx(0.85, rel=0.002)
-    assert found.num_rows == 2 * len(SHAPES)
-
-
 def test_no_clock_where_nothing_falls_or_nothing_is_known_of_loops() -> None:
     assert fit_clock(rows(None, noise=0.1), GPU) is None
     unknown = [
@@ -99,3 +96,32 @@ def test_the_systematic_error_is_how_far_other_tables_are() -> None:
     assert systematic_log_sd("gemm", own, [*near, *half]) == pytest.approx(np.log(1.1) / np.sqrt(2))
     assert systematic_log_sd("gemm", own, near[:5]) is None
     assert systematic_log_sd("send_recv", own, near) is None
+
+
+# -- Quantised products have rates of their own; products too fast for random data are refused; decoding is compared.
+
+
+def test_products_that_no_random_data_reach_are_refused() -> None:
+    """At 280 of 312 TFLOP/s and with starts it is 88 %; a tenth faster is too fast."""
+    faster = [replace(one, median_s=one.median_s / 1.1) for one in gemm_rows()]
+    fit([*gemm_rows(), *timed(FLASH)])
+    with pytest.raises(InputError, match=r"9\d% of the datasheet of a100-80gb', accepted: products of random data"):
+        fit([*faster, *timed(FLASH)])
+
+
+def test_quantised_products_have_rates_of_their_own() -> None:
+    """FP8 at twice the rate, with the pass that quantises; types with few rows, or that the GPU lacks, have none."""
+    width, double = GEMM_TYPES["fp8"], replace(GEMM, flops_per_s=560e12, concurrent_tiles=132)
+
+    def eighth(one: Measurement) -> Measurement:
+        tokens, product = float(one.tokens or 0), Product(one.in_features or 0, one.out_features or 0)
+        return replace(one, dtype="fp8", median_s=float(double.form_s(np.array(tokens), product, width)))
+
+    eighths = list(map(eighth, gemm_rows() * 2))
+    rows = [*gemm_rows(), *timed(FLASH), *eighths, *(replace(one, dtype="nvfp4") for one in eighths[:100])]
+    rates = fit(rows, gpu=H100)[0].kernels.gemm_types
+    assert set(rates) == {"fp8"}
+    product, tokens = Product(4096, 8192), np.array([1024.0, 4096.0])
+    want = double.form_s(tokens, product, width)
+    assert rates["fp8"].seconds(tokens, (product,), width) == pytest.approx(want, rel=0.05)
+    assert fit(rows)[0].kernels.gemm_types == {}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import random
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate.measure.links import LinkBench, counts_to, link_points, patterns, sizes_to
-from kvrsim.errors import InputError, KvrsimError
+from calibrate.data import Measurement
+from calibrate.measure.links import (
+    Flow,
+    LinkBench,
+    counts_to,
+    find_layout,
+    link_points,
+    measured_link,
+    patterns,
+    sizes_to,
+)
+from kvrsim.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[3]
 SMALL = 2**16
 
 
@@ -90,12 +96,6 @@ def test_what_cannot_be_timed_is_refused(settings: dict[str, Any], message: str)
         LinkBench(**({"num_ranks": 2, "device_name": "made"} | settings))
 
 
-def test_points_of_other_benches_are_refused() -> None:
-    bench = LinkBench(num_ranks=2, device_name="made", max_bytes=SMALL)
-    with pytest.raises(InputError, match="a point of 2 ranks over gloo"):
-        bench.sample("send:0>7:1024")
-
-
 # Real processes.
 
 
@@ -142,93 +142,104 @@ def test_gloo_is_timed() -> None:
     assert all(bench.expected_s(point) > 0 for point in samples)
 
 
-def test_a_rank_that_dies_is_named() -> None:
-    bench = gloo()
-    try:
-        os.kill(bench.pids()[1], signal.SIGKILL)
-        with pytest.raises(KvrsimError, match="rank 1: killed by SIGKILL"):
-            bench.sample("send:0>1:1024")
-        with pytest.raises(KvrsimError, match="the ranks have ended"):
-            bench.sample("send:0>1:1024")
-    finally:
-        bench.close()
+# -- The links that join the ranks are recognised by the times of messages.
+
+MAX_BYTES = 2**24
+SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_in_time() -> None:
-    bench = gloo(timeout_s=4.0)
-    try:
-        first, second = bench.pids()
-        os.kill(second, signal.SIGSTOP)
-        started_s = time.monotonic()
-        with pytest.raises(KvrsimError, match=r"rank 1: no answer.*; it is stopped"):
-            bench.sample("send:0>1:1024")
-        assert time.monotonic() - started_s < 4.0 + 5.0  # and what it takes to end it
-        assert gone(first)
-        assert gone(second)
-    finally:
-        bench.close()
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Machines whose messages are timed without a machine."""
+
+    num_ranks: int
+    latency_s: float = 1e-5
+    rate: float = 1e10  # bytes/s of a link
+    bus: bool = False  # one rate for all
+    half_duplex: bool = False
+    node: int | None = None  # ranks
+    network: float = 1e9  # bytes/s between nodes, of one message
+    shared_network: bool = True  # whether a node's messages share it
+
+    def seconds(self, flow: Flow, flows: tuple[Flow, ...], nbytes: int) -> float:
+        """Of one of several messages that begin together."""
+        rate = self.rate
+        if self.apart(flow):
+            crossing = [other for other in flows if self.apart(other)]
+            rate = self.network / (len(crossing) if self.shared_network else 1)
+        elif self.bus:
+            rate /= len(flows)
+        elif self.half_duplex and flow[::-1] in flows:
+            rate /= 2
+        return self.latency_s + nbytes / rate
+
+    def apart(self, flow: Flow) -> bool:
+        return self.node is not None and flow[0] // self.node != flow[1] // self.node
+
+    def rows(self, seed: int = 0, noise: float = 0.0) -> list[Measurement]:
+        """As the bench makes them, each up to `noise` off."""
+        dice = random.Random(seed)
+        rows = []
+        for point in link_points(self.num_ranks, "nccl", MAX_BYTES):
+            if point.flows and point.kind != "issue":
+                seconds = {
+                    f"{src}>{dst}": self.seconds((src, dst), point.flows, point.nbytes)
+                    * (1 + dice.uniform(-noise, noise))
+                    for src, dst in point.flows
+                }
+                rows += point.rows([seconds], backend="nccl", device="made", hosts=["here"] * self.num_ranks)
+        return rows
 
 
-BENCH = """
-import signal, time
-from calibrate.measure.links import LinkBench
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-if __name__ == "__main__":
-    bench = LinkBench(num_ranks=2, device_name="CPU", max_bytes=2**16)
-    try:
-        print(bench.pool._folder, *bench.pids(), flush=True)
-        while True:
-            bench.sample("send:0>1:1024")
-    except KeyboardInterrupt:
-        bench.close()
-        print("closed", flush=True)
-"""
+@given(seed=SEEDS, num_ranks=st.integers(4, 8), rate=st.floats(1e8, 1e12))
+def test_a_switch_is_recognised(seed: int, num_ranks: int, rate: float) -> None:
+    layout = find_layout(World(num_ranks=num_ranks, rate=rate).rows(seed, noise=0.1))
+    assert (layout.topology, layout.gpus_per_node, layout.full_duplex) == ("switch", None, True)
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A bench in a process of its own, which is the first of its group, as a command in a terminal is."""
-    pytest.importorskip("torch")
-    script = tmp_path / "bench.py"
-    script.write_text(BENCH, "utf-8")
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
+@given(seed=SEEDS, num_ranks=st.integers(2, 8), rate=st.floats(1e8, 1e11))
+def test_a_bus_is_recognised(seed: int, num_ranks: int, rate: float) -> None:
+    layout = find_layout(World(num_ranks=num_ranks, rate=rate, bus=True).rows(seed, noise=0.1))
+    assert (layout.topology, layout.gpus_per_node, layout.full_duplex) == ("bus", None, False)
 
 
-def started(process: subprocess.Popen[str]) -> tuple[Path, list[int]]:
-    assert process.stdout is not None
-    folder, *pids = process.stdout.readline().split()
-    time.sleep(0.2)
-    return Path(folder), [int(pid) for pid in pids]
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from([(2, 4), (2, 6), (2, 8), (3, 6), (4, 8)]),
+    slower=st.floats(2.5, 50.0),
+    shared=st.booleans(),
+)
+def test_nodes_are_recognised(seed: int, shape: tuple[int, int], slower: float, shared: bool) -> None:
+    node, num_ranks = shape
+    world = World(num_ranks=num_ranks, node=node, network=1e10 / slower, shared_network=shared, latency_s=1e-6)
+    layout = find_layout(world.rows(seed, noise=0.1))
+    assert (layout.topology, layout.gpus_per_node) == ("nodes", node)
+    assert layout.link.bandwidth_bytes_per_s == pytest.approx(world.rate, rel=0.15)
+    assert layout.network is not None
+    share = world.network / (num_ranks // 2 if shared else 1)  # messages between ranks half of all apart
+    assert layout.network.bandwidth_bytes_per_s == pytest.approx(share, rel=0.35)
 
 
-def test_ranks_end_with_a_parent_that_is_killed(running: subprocess.Popen[str]) -> None:
-    folder, pids = started(running)
-    running.kill()
-    assert all(gone(pid) for pid in pids)
-    assert not folder.exists()
+@given(seed=SEEDS)
+def test_two_ranks_tell_their_directions(seed: int) -> None:
+    apart = find_layout(World(num_ranks=2).rows(seed, noise=0.1))
+    assert (apart.topology, apart.full_duplex) == ("switch", True)
+    assert "fewer than four ranks" in apart.why
 
 
-@pytest.mark.slow
-def test_an_interrupt_ends_all_of_them_in_peace(running: subprocess.Popen[str]) -> None:
-    folder, pids = started(running)
-    os.killpg(running.pid, signal.SIGINT)
-    said, complained = running.communicate(timeout=20)
-    assert (said, complained, running.returncode) == ("closed\n", "", 0)
-    assert all(gone(pid) for pid in pids)
-    assert not folder.exists()
+@given(seed=SEEDS, rate=st.floats(1e8, 1e11), latency=st.floats(1e-6, 1e-4))
+def test_a_link_is_as_fast_as_its_best_message(seed: int, rate: float, latency: float) -> None:
+    rows = World(num_ranks=3, rate=rate, latency_s=latency).rows(seed)
+    link = measured_link(rows, "mine")
+    assert link.bandwidth_bytes_per_s == pytest.approx(MAX_BYTES / (latency + MAX_BYTES / rate), rel=1e-3)
+    assert link.latency_s == pytest.approx(latency + 1024 / rate, rel=1e-3)
+    assert (link.name, link.source) == ("mine", "kvrsim calibrate links")
+
+
+def test_nothing_to_go_by_is_refused() -> None:
+    rows = World(num_ranks=2).rows()
+    together = [row for row in rows if row.messages > 1]
+    with pytest.raises(InputError, match="links: got '0 such rows'"):
+        find_layout([], argument="--links")
+    with pytest.raises(InputError, match="one message at a time"):
+        measured_link(together, "mine")

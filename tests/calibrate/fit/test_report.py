@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.fit.report import DiffRow, compare_profiles, dtypes_of
+from calibrate.fit.report import DiffRow, compare_profiles
 from kvrsim.cli.main import main
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import load_model
@@ -84,13 +84,6 @@ def test_a_difference_counts_from_the_errors_on() -> None:
     assert DiffRow(operation="x", a_s=0.0, b_s=1.0, log_sd=9.0).ratio is None
 
 
-def test_dtypes_in_common_or_each_its_own() -> None:
-    profile = load_profile("a100-flash")
-    other = replace(profile, valid=replace(profile.valid, dtypes=("fp32",)))
-    assert dtypes_of(profile, profile) == ("fp16", "fp16")
-    assert dtypes_of(profile, other) == ("fp16", "fp32")
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_profile("a100-flash").write(tmp_path / "mine.json")
     assert main(["profiles", "diff", "a100-flash", "h100-flash"]) == 0
@@ -101,19 +94,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert (told["a"], told["model"], told["dtypes"]) == ("a100-flash", "llama-3-8b", ["fp16", "fp16"])
     assert not any(one["differs"] for one in told["operations"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["a100-flash", "nothing"], "B: got 'nothing'"),
-        (["nothing", "a100-flash"], "A: got 'nothing'"),
-        (["a100-flash", "h100-flash", "--model", "nothing"], "--model: got 'nothing'"),
-        (["a100-flash"], "B: got nothing"),
-    ],
-)
-def test_mistakes_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profiles", "diff", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"kvrsim: error: {named}")

@@ -1,4 +1,4 @@
-"""Small outputs of engines' benchmarks: the keys identify the tool, and the times to first token are read."""
+"""Rows of measured prefills: CSV files, what files leave to the options, and mistakes in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,69 @@ import pytest
 
 from calibrate.prefills.rows import MOST_LENGTHS, PrefillDefaults, PrefillRow, in_name, known_model, read_prefills
 from kvrsim.errors import InputError
+
+FULL = """\
+# measured on a Sunday
+model,gpu,num_gpus,strategy,context_len,batch,cached_prefix,dtype,ttft_s
+llama-2-7b,A100-SXM-80GB,1,single,2k,1,0,fp16,0.131
+llama-2-70b,a100-80gb,8,tp8+kvr-e,16384,2,1024,bf16,3.5
+"""
+
+
+def written(folder: Path, text: str, name: str = "rows.csv") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_column_is_read(tmp_path: Path) -> None:
+    found = read_prefills([written(tmp_path, FULL)], PrefillDefaults())
+    first, second = found.rows
+    assert (first.model, first.gpu, first.num_gpus, first.strategy) == ("llama-2-7b", "A100-SXM-80GB", 1, "single")
+    assert (first.context_len, first.batch, first.cached_prefix, first.dtype) == (2048, 1, 0, "fp16")
+    assert first.ttft_s == 0.131
+    assert second.case == "llama-2-70b 16384 tp8+kvr-e on 8 GPUs, batch 2, 1024 cached"
+    assert found.notes == ()
+
+
+def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path, "context_len,num_gpus,ttft_s\n1024,,0.1\n,4,0.2\n")
+    defaults = PrefillDefaults(model="llama-2-7b", num_gpus=2, context_len=512, batch=3, dtype="bf16")
+    one, other = read_prefills([path], defaults).rows
+    assert (one.model, one.num_gpus, one.context_len, one.batch) == ("llama-2-7b", 2, 1024, 3)
+    assert (other.num_gpus, other.context_len, other.dtype, other.cached_prefix) == (4, 512, "bf16", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model,context_len\nllama-2-7b,1k\n", "header: got 'model, context_len', accepted: a column ttft_s"),
+        ("ttft_s\n", "accepted: files with one measured prefill or more"),
+        ("ttft_s,context_len,model\n0,1k,llama-2-7b\n", "line 2: ttft_s: got '0', accepted: a finite number above 0"),
+        ("ttft_s,context_len,model\nnan,1k,llama-2-7b\n", "line 2: ttft_s: got 'nan'"),
+        ("ttft_s,context_len,model\n0.1,long,llama-2-7b\n", "line 2: context_len: got 'long'"),
+        ("ttft_s,context_len,model,num_gpus\n0.1,1k,llama-2-7b,0\n", "line 2: num_gpus: got '0'"),
+        ("ttft_s,context_len,model,dtype\n0.1,1k,llama-2-7b,int3\n", "line 2: dtype: got 'int3', accepted: fp16"),
+        ("ttft_s,context_len,model,strategy\n0.1,1k,llama-2-7b,best\n", "line 2: strategy: got 'best'"),
+        ("ttft_s,context_len\n0.1,1k\n", "line 2: model: got 'nothing', accepted: a value, or one for all rows"),
+        ("ttft_s,model\n0.1,llama-2-7b\n", "line 2: context_len: got 'nothing'"),
+    ],
+)
+def test_mistakes_name_line_and_column(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_prefills([written(tmp_path, text)], PrefillDefaults())
+    assert message in str(caught.value)
+
+
+def test_a_table_of_measurements_runs_no_code(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text("raise SystemExit('run')\n", encoding="utf-8")
+    path = written(tmp_path, f"ttft_s,context_len,model,strategy\n0.1,1k,llama-2-7b,{code}:MINE\n")
+    with pytest.raises(InputError, match="line 2: strategy"):
+        read_prefills([path], PrefillDefaults())
+
+
+# -- Small outputs of engines' benchmarks: the keys identify the tool, and the times to first token are read.
 
 DEFAULTS = PrefillDefaults(model="llama-2-7b", num_gpus=1)
 LATENCY = {
@@ -84,14 +147,6 @@ def test_vllm_bench_latency(tmp_path: Path) -> None:
     assert notes == ""
 
 
-def test_vllm_bench_latency_leaves_its_sizes_to_the_options(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    path.write_text(json.dumps(LATENCY, indent=4), encoding="utf-8")
-    found = read_prefills([path], PrefillDefaults(model="llama-2-7b", context_len=4096, batch=2))
-    assert (found.rows[0].context_len, found.rows[0].batch) == (4096, 2)
-    assert "--output-len 1" in found.notes[0]
-
-
 def test_a_latency_of_many_output_tokens_is_no_ttft(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"avg_latency.*128 output tokens"):
         read(tmp_path, LATENCY, name="latency_in2048_out128.json")
@@ -104,34 +159,10 @@ def test_vllm_bench_serve_detailed(tmp_path: Path) -> None:
     assert notes == ""
 
 
-def test_the_model_of_the_options_wins_over_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    path.write_text(json.dumps(SERVE | DETAILS), encoding="utf-8")
-    assert {row.model for row in read_prefills([path], DEFAULTS).rows} == {"llama-2-7b"}
-    found = read_prefills([path], PrefillDefaults())
-    assert {row.model for row in found.rows} == {"llama-3-8b"}
-    assert "taken to be llama-3-8b" in found.notes[0]
-
-
 def test_vllm_bench_serve_alone_has_a_mean_length(tmp_path: Path) -> None:
     rows, notes = read(tmp_path, SERVE)
     assert [(row.context_len, row.ttft_s) for row in rows] == [(1536, pytest.approx(0.061))]
     assert "--save-detailed" in notes
-
-
-@pytest.mark.parametrize(
-    ("load", "queues"),
-    [
-        ({"request_rate": "inf", "max_concurrency": None}, True),
-        ({"request_rate": 10.0, "max_concurrency": None}, True),
-        ({"request_rate": 10.0, "max_concurrency": 8}, True),
-        ({"request_rate": 0.5, "max_concurrency": None}, False),
-        ({"request_rate": "inf", "max_concurrency": 1}, False),
-    ],
-)
-def test_a_busy_server_is_told_of(tmp_path: Path, load: dict[str, Any], queues: bool) -> None:
-    _, notes = read(tmp_path, SERVE | DETAILS | load)
-    assert ("queues" in notes) is queues
 
 
 def test_many_lengths_are_grouped(tmp_path: Path) -> None:
@@ -141,11 +172,6 @@ def test_many_lengths_are_grouped(tmp_path: Path) -> None:
     assert len(rows) <= MOST_LENGTHS
     assert all(row.ttft_s == pytest.approx((row.context_len or 0) * 1e-4, rel=0.01) for row in rows)
     assert "200 prompt lengths" in notes
-
-
-def test_results_appended_to_one_file(tmp_path: Path) -> None:
-    rows, _ = read(tmp_path, SERVE, SERVE | {"median_ttft_ms": 70.0})
-    assert [row.ttft_s for row in rows] == [pytest.approx(0.061), pytest.approx(0.070)]
 
 
 def test_sglang_bench_one_batch(tmp_path: Path) -> None:
@@ -159,19 +185,6 @@ def test_aiperf_aggregate(tmp_path: Path) -> None:
     assert [(row.context_len, row.likely_model, row.batch) for row in rows] == [(550, "qwen3-8b", 1)]
     assert rows[0].ttft_s == pytest.approx(0.120)
     assert notes == ""
-
-
-def test_genai_perf_names_models_and_load_elsewhere(tmp_path: Path) -> None:
-    config = {"model_names": ["llama-2-7b"], "perf_analyzer": {"stimulus": {"concurrency": 16}}}
-    rows, notes = read(tmp_path, AIPERF | {"input_config": config}, name="profile_export_genai_perf.json")
-    assert rows[0].likely_model == "llama-2-7b"
-    assert "queues" in notes
-
-
-def test_aiperf_of_unlike_prompts(tmp_path: Path) -> None:
-    length = {"unit": "tokens", "avg": 550.0, "std": 200.0}
-    _, notes = read(tmp_path, AIPERF | {"input_sequence_length": length})
-    assert "unlike lengths" in notes
 
 
 def test_aiperf_request_by_request(tmp_path: Path) -> None:
@@ -201,14 +214,6 @@ def test_mistakes_name_file_and_key(tmp_path: Path, content: dict[str, Any], mes
         read(tmp_path, content, name="in2048_out1.json")
     assert "in2048_out1.json" in str(caught.value)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("text", "message"), [("[1, 2]", "a JSON object"), ("{", "valid JSON"), ("{}\n{", "line 2")])
-def test_what_is_no_json(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "out.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=message):
-        read_prefills([path], DEFAULTS)
 
 
 def test_the_name_of_a_file_says_the_run() -> None:

@@ -11,7 +11,6 @@ import pytest
 from calibrate.fit.recurrence import fit_recurrence
 from calibrate.importers.aiconfigurator import RecurrenceRows
 from kvrsim.hardware import load_gpu
-from kvrsim.kernels.profile import load_profile
 from kvrsim.kernels.recurrence import ConvolutionRates, KindRates, ScanRates
 
 RATES = KindRates(
@@ -61,15 +60,3 @@ def test_what_other_tables_say_is_an_error_that_all_sizes_share() -> None:
     assert fitted.operation.systematic_log_sd == pytest.approx(np.log(2.0), rel=1e-3)
     assert fitted.rates.alike_log_sd < 0.02  # both kinds were made by the same rates
     assert any(line.label.startswith("kda, the fitted table against a test") for line in fitted.lines())
-
-
-@pytest.mark.parametrize("name", ["h100-flash", "h200-flash", "b200-flash", "l40s-flash"])
-def test_shipped_rates_stay_below_the_datasheets(name: str) -> None:
-    profile = load_profile(name)
-    rates, gpu = profile.kernels.recurrence, load_gpu(profile.gpu)
-    assert rates is not None
-    assert set(rates.kinds) == {"gated_delta", "kda"}
-    for kind in rates.kinds.values():
-        assert max(kind.scan.bytes_per_s, kind.convolution.bytes_per_s) <= gpu.hbm_bytes_per_s
-        assert kind.scan.flops_per_s <= max(dict(gpu.peak_flops).values())
-    assert profile.operations["recurrence"].cross_validated_mape < 0.1

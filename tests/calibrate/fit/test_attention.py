@@ -1,0 +1,153 @@
+"""Narrow heads wait for softmax: the constant comes back from their calls, and shipped profiles have it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from calibrate.data import Measurement
+from calibrate.fit import attention as latent
+from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, AttentionRows, fit_flash, fit_latent
+from calibrate.fit.profile import FitChoices, UsableRows
+from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.attention import AttentionCall, FlashRates
+from kvrsim.kernels.profile import load_profile
+
+H100 = load_gpu("h100")
+TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].start["block_s"])
+
+
+def timed(head_dim: int, rates: FlashRates = TRUE) -> list[Measurement]:
+    """Calls with these rates' times."""
+    rows = [
+        Measurement(
+            operation="attention",
+            median_s=1.0,
+            kernel="fa3",
+            device="H100",
+            dtype="bf16",
+            source="made up",
+            chunk=chunk,
+            prefix=0,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4,
+            head_dim=head_dim,
+        )
+        for chunk in (128, 256, 512, 1024, 2048, 4096, 8192)
+        for heads in (4, 8, 16, 32)
+    ]
+    seconds = AttentionRows.of(rows).predicted_s(rates)
+    return [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
+
+
+def test_the_constant_comes_back() -> None:
+    found = fit_flash(timed(128), H100, kernel="fa3", narrow=timed(NARROW_HEAD_DIM))
+    assert found.rates.softmax_s == pytest.approx(TRUE.softmax_s, rel=0.03)
+    assert found.seen["head_dim"] == (NARROW_HEAD_DIM, 128)
+    check = next(line for line in found.lines() if "heads of 64" in line.label)
+    assert check.mape < 0.02
+
+
+@pytest.mark.parametrize("narrow", [(), timed(NARROW_HEAD_DIM)[:5]])
+def test_few_narrow_calls_are_left_out(narrow: Any) -> None:
+    rows = [*products(), *timed(128), *narrow]
+    assert UsableRows.of(rows, FitChoices(attention_kernel="fa3"), "rows").narrow == []
+    rows += timed(NARROW_HEAD_DIM)
+    assert len(UsableRows.of(rows, FitChoices(attention_kernel="fa3"), "rows").narrow) >= 28
+
+
+def products() -> list[Measurement]:
+    """Enough to fit."""
+    return [
+        Measurement(
+            operation="gemm",
+            median_s=1e-5 * tokens * width / 2**20,
+            kernel="cublas",
+            device="H100",
+            dtype="bf16",
+            source="made up",
+            tokens=tokens,
+            in_features=width,
+            out_features=4096,
+        )
+        for tokens in (64, 128, 256, 512, 1024, 2048)
+        for width in (1024, 2048, 4096, 8192)
+    ]
+
+
+@pytest.mark.parametrize("name", ["h100-flash", "b200-flash", "b300-flash"])
+def test_shipped_profiles_have_it(name: str) -> None:
+    """More than half of a step with heads of 128, so that heads of 64 gain little."""
+    rates = load_profile(name).kernels.attention["flash"]
+    assert isinstance(rates, FlashRates)
+    assert 0.5 < rates.softmax_s / rates.block_s < 1.0
+
+
+# -- The fit of latent attention finds the rates that made the rows, in both forms.
+
+GPU = load_gpu("h200")
+SHARED: dict[LatentForm, int] = {"expanded": 0, "absorbed": 1}
+
+
+def truth(form: LatentForm) -> Any:
+    preset = PRESETS["fa3" if form == "absorbed" else "fa2"]
+    return preset.rates(GPU, {"launch_s": 8e-6, "tile_s": 2e-6})
+
+
+def write(folder: Path, form: LatentForm, framework: str) -> None:
+    """A table whose times are those of the truth; with single queries that take ten times as long."""
+    import pandas
+
+    rows = []
+    for heads in (1, 4, 16, 64, 128):
+        for chunk in (1, 64, 256, 1024, 2048, 4096, 8192, 16384):
+            tokens = np.array([float(chunk)])
+            keys, values = WIDTHS[form]
+            call = AttentionCall(
+                chunk=tokens,
+                prefix=0 * tokens,
+                causal=tokens * tokens / 2,
+                num_attention_heads=heads,
+                num_key_value_heads=SHARED[form] or heads,
+                head_dim=keys,
+                v_head_dim=values,
+                score_bytes=28.0,
+            )
+            seconds = truth(form).seconds(call, 1, 2).item() * (10 if chunk == 1 else 1)
+            about = {"device": "d", "kernel_source": "k", "mla_dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
+            rows.append(
+                about | {"batch_size": 1, "isl": chunk, "step": 0, "num_heads": heads, "latency": seconds * 1e3}
+            )
+    path = folder / f"aiconfigurator_core/systems/data/t1/mla/{framework}/1.0/context_mla_perf.parquet"
+    path.parent.mkdir(parents=True)
+    pandas.DataFrame(rows).to_parquet(path)
+
+
+def test_rates_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    sources: dict[LatentForm, str] = {
+        "expanded": "aiconfigurator:t1/trtllm/1.0",
+        "absorbed": "aiconfigurator:t1/sglang/1.0",
+    }
+    write(tmp_path, "expanded", "trtllm")
+    write(tmp_path, "absorbed", "sglang")
+    read = latent.read_latent
+    monkeypatch.setattr(
+        latent, "read_latent", lambda text, form, argument: read(text, form, argument, tmp_path / "aiconfigurator_core")
+    )
+    fitted = fit_latent(sources, GPU)
+    assert fitted.own.errors().mape < 0.01
+    assert fitted.cross_validated.errors().mape < 0.01
+    assert fitted.seen["chunk"][0] > 1, "single queries are not fitted"
+    assert fitted.rates.expanded.block_s == pytest.approx(truth("expanded").block_s, rel=0.02)
+    assert fitted.rates.absorbed is not None
+    assert fitted.rates.absorbed.block_s == pytest.approx(truth("absorbed").block_s, rel=0.02)
+    labels = [line.label for line in fitted.lines()]
+    assert any(label.startswith("absorbed") for label in labels)
+    assert fitted.source.count("t1/mla") == 2

@@ -1,0 +1,374 @@
+"""Fits: known rates come back from their own times, nothing beats the datasheet, and rubbish is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from calibrate.data import ELEMENTWISE, Measurement
+from calibrate.fit.attention import PRESETS, AttentionRows, fit_eager, fit_flash
+from calibrate.fit.elementwise import fit_elementwise
+from calibrate.fit.gemm import GemmRows, fit_gemm, with_tables
+from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
+from calibrate.fit.profile import DEFAULT_HOST, FitChoices, Label, fit_profile
+from calibrate.measure.device import gpu_of, link_of
+from kvrsim.errors import InputError
+from kvrsim.hardware import load_gpu, load_link
+from kvrsim.kernels.attention import AttentionRates, EagerRates
+from kvrsim.kernels.gemm import GemmRates, Product, Tile
+from kvrsim.kernels.links import GatherRates
+from kvrsim.kernels.profile import load_profile
+
+A100, NVLINK3 = load_gpu("a100-80gb"), load_link("nvlink3")
+H100 = load_gpu("h100")
+DEVICE = "NVIDIA A100-SXM4-80GB"
+
+GEMM = GemmRates(
+    flops_per_s=280e12,
+    bytes_per_s=1.4e12,
+    launch_s=4e-6,
+    concurrent_tiles=108,
+    tiles=(
+        Tile(rows=256, cols=128, flops_share=1.0, start_s=6e-6),
+        Tile(rows=128, cols=64, flops_share=0.95, start_s=3e-6),
+        Tile(rows=64, cols=64, flops_share=0.85, start_s=1e-6),
+    ),
+)
+GATHER = GatherRates(
+    launch_s=8e-6, hop_s=1e-6, small_bytes_per_s=60e9, large_bytes_per_s=230e9, setup_s=5e-6, own_share=0.44
+)
+SEND = SendRates(bandwidth_bytes_per_s=220e9, latency_s=14e-6, short_bytes_per_s=350e9)
+WIDTHS = (1024, 2048, 4096, 8192)
+
+
+def row(operation: str, seconds: float, **fields: Any) -> Measurement:
+    defaults: dict[str, Any] = {"kernel": "some", "device": DEVICE, "dtype": "fp16", "source": "made up"}
+    return Measurement(operation=operation, median_s=float(seconds), **(defaults | fields))
+
+
+def gemm_rows() -> list[Measurement]:
+    counts = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+    shapes = [(fan_in, fan_out) for fan_in in WIDTHS for fan_out in WIDTHS]
+    return [
+        row(
+            "gemm",
+            float(GEMM.form_s(np.array(float(tokens)), Product(fan_in, fan_out), 2)),
+            tokens=tokens,
+            in_features=fan_in,
+            out_features=fan_out,
+        )
+        for fan_in, fan_out in shapes
+        for tokens in counts
+    ]
+
+
+FEW = gemm_rows()[::5]
+
+
+def timed(rates: AttentionRates, kernel: str = "flash", **fields: Any) -> list[Measurement]:
+    """Calls with these rates' times."""
+    rows = [
+        row(
+            "attention",
+            1.0,
+            kernel=kernel,
+            chunk=chunk,
+            prefix=prefix,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4,
+            head_dim=128,
+            **fields,
+        )
+        for chunk in (64, 128, 256, 512, 1024, 2048, 4096)
+        for prefix in (0, 1024, 4096)
+        for heads in (4, 8, 16, 32)
+    ]
+    seconds = AttentionRows.of(rows).predicted_s(rates)
+    return [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
+
+
+FLASH = PRESETS["fa2"].rates(A100, {"launch_s": 8e-6, "tile_s": 3e-6, "block_s": 5.5e-6, "alone_share": 0.6})
+EAGER = EagerRates(flops_per_s=200e12, bytes_per_s=1.5e12, start_s=3e-5)
+
+
+def elementwise_rows() -> list[Measurement]:
+    rates = dict(zip(ELEMENTWISE, (7e11, 9e11, 1e12, 1.8e12, 3e11), strict=True))
+    return [
+        row(kind, 2e-6 + tokens * 16384 / rate, tokens=tokens, bytes=tokens * 16384)
+        for kind, rate in rates.items()
+        for tokens in (128, 512, 1024, 4096, 16384)
+    ]
+
+
+def link_rows() -> list[Measurement]:
+    sizes = [2**power for power in range(14, 30)]
+    sends = [
+        row("send_recv", seconds, bytes=size, ranks=2, nodes=1)
+        for size, seconds in zip(sizes, SEND.seconds(np.array(sizes, dtype=float)), strict=True)
+    ]
+    gathers = [
+        row("all_gather", float(GATHER.seconds(np.array(float(size)), ranks)), bytes=size, ranks=ranks, nodes=1)
+        for size in sizes
+        for ranks in (2, 4, 8)
+    ]
+    return [*sends, *gathers]
+
+
+def all_rows() -> list[Measurement]:
+    return [*gemm_rows(), *timed(FLASH), *elementwise_rows(), *link_rows()]
+
+
+def fit(rows: list[Measurement], *, gpu: Any = A100, **choices: Any) -> Any:
+    return fit_profile(rows, Label(name="made"), gpu=gpu, link=NVLINK3, choices=FitChoices(**choices))
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Any:
+    return fit(all_rows(), attention_kernel="fa2")
+
+
+# -- known rates come back
+
+
+def test_gemm_form_comes_back() -> None:
+    found = fit_gemm(gemm_rows(), A100)
+    assert found.own.errors().mape < 0.01
+    assert found.cross_validated.errors().mape < 0.02
+    assert found.rates.flops_per_s == pytest.approx(GEMM.flops_per_s, rel=0.03)
+    assert found.rates.measured == ()
+
+
+def test_measured_shapes_come_back_where_the_form_cannot_follow() -> None:
+    odd = [
+        replace(one, median_s=one.median_s * (1.3 if (one.tokens or 0) > 512 else 0.9))
+        if (one.in_features, one.out_features) == (4096, 4096)
+        else one
+        for one in gemm_rows()
+    ]
+    found = fit_gemm(odd, A100, keep_shapes={(4096, 4096), (1, 1)})
+    assert [(shape.in_features, shape.out_features) for shape in found.rates.measured] == [(4096, 4096)]
+    mine = GemmRows.of([one for one in odd if (one.in_features, one.out_features) == (4096, 4096)])
+    np.testing.assert_allclose(mine.predicted_s(found.rates), mine.seconds, rtol=0.02)
+    assert found.interpolated is not None
+    assert found.operation.interpolated_log_sd is not None
+
+
+def test_tables_stay_short_and_near() -> None:
+    tokens = np.arange(64.0, 20000.0, 64.0)
+    seconds = GEMM.form_s(tokens, Product(4096, 4096), 2) * np.exp(0.1 * np.sin(np.log(tokens) * 4))
+    rows = GemmRows(
+        tokens=tokens,
+        in_features=np.full_like(tokens, 4096.0),
+        out_features=np.full_like(tokens, 4096.0),
+        seconds=seconds,
+    )
+    rates = with_tables(GEMM, rows, {(4096, 4096)})
+    (table,) = rates.measured
+    assert len(table.rows) <= 40
+    np.testing.assert_allclose(rates.product_s(tokens, Product(4096, 4096), 2), seconds, rtol=0.02)
+
+
+@pytest.mark.parametrize(("kernel", "gpu"), [("fa2", A100), ("flashinfer", A100), ("paged", A100), ("fa3", H100)])
+def test_flash_comes_back(kernel: str, gpu: Any) -> None:
+    preset = PRESETS[kernel]
+    true = preset.rates(gpu, {"block_s": 1.2 * preset.start["block_s"], "launch_s": 9e-6})
+    found = fit_flash(timed(true), gpu, kernel=kernel)
+    assert found.own.errors().mape < 0.005
+    assert found.rates.block_s == pytest.approx(true.block_s, rel=0.02)
+    assert found.rates.num_sms == gpu.num_sms
+
+
+def test_the_nearest_kernel_is_found() -> None:
+    found = fit_flash(timed(PRESETS["flashinfer"].rates(A100, {"tile_s": 8e-6})), A100)
+    assert (found.rates.tile_rows, found.rates.packs_heads) == (128, True)
+
+
+def test_eager_comes_back() -> None:
+    found = fit_eager(timed(EAGER), A100)
+    assert found.own.errors().mape < 0.002
+    assert found.rates.start_s == pytest.approx(EAGER.start_s, rel=0.05)
+    # FLOPs and the score matrix's bytes are in proportion at one head_dim: only their sum is known.
+    once = 4 * 128 / EAGER.flops_per_s + 28 / EAGER.bytes_per_s
+    assert 4 * 128 / found.rates.flops_per_s + 28 / found.rates.bytes_per_s == pytest.approx(once, rel=0.01)
+
+
+def test_elementwise_comes_back() -> None:
+    rates = fit_elementwise(elementwise_rows(), A100, fused=True).rates
+    assert rates.start_s == pytest.approx(2e-6, rel=0.01)
+    assert (rates.norm, rates.residual) == (pytest.approx(7e11, rel=0.01), pytest.approx(1.8e12, rel=0.01))
+    assert rates.copy == rates.residual
+    assert rates.fused
+
+
+def test_links_come_back() -> None:
+    send = fit_send_recv(link_rows(), NVLINK3)
+    assert send.own.errors().mape < 0.005
+    assert send.rates.bandwidth_bytes_per_s == pytest.approx(SEND.bandwidth_bytes_per_s, rel=0.01)
+    gather = fit_all_gather(link_rows(), NVLINK3)
+    assert gather.cross_validated.errors().mape < 0.02
+    assert gather.rates.large_bytes_per_s == pytest.approx(GATHER.large_bytes_per_s, rel=0.02)
+
+
+def test_noise_is_averaged_out() -> None:
+    noise = np.random.default_rng(3).normal(0.0, 0.05, 1000)
+    rows = [replace(one, median_s=one.median_s * float(np.exp(e))) for one, e in zip(timed(FLASH), noise, strict=False)]
+    found = fit_flash(rows, A100, kernel="fa2")
+    assert found.rates.block_s == pytest.approx(FLASH.block_s, rel=0.03)
+    assert 0.03 < found.operation.log_sd < 0.08
+
+
+# -- laws of what was fitted
+
+
+def test_fitted_rates_obey_the_datasheet() -> None:
+    faster = [replace(one, median_s=one.median_s / 20) for one in all_rows()]
+    gemm = fit_gemm(faster, A100).rates
+    assert gemm.flops_per_s <= dict(A100.peak_flops)["fp16"]
+    assert gemm.bytes_per_s <= A100.hbm_bytes_per_s
+    assert fit_send_recv(faster, NVLINK3).rates.bandwidth_bytes_per_s <= NVLINK3.bandwidth_bytes_per_s
+    assert fit_all_gather(faster, NVLINK3).rates.large_bytes_per_s <= NVLINK3.bandwidth_bytes_per_s
+    rates = fit_elementwise(faster, A100, fused=True).rates
+    assert max(rates.norm, rates.residual, rates.embedding) <= A100.hbm_bytes_per_s
+    assert rates.start_s >= 0
+
+
+def test_fitted_times_rise_with_size(fitted: Any) -> None:
+    profile, _ = fitted
+    kernels = profile.kernels
+    rows = np.arange(1.0, 40000.0, 7.0)
+    for shape in ((4096, 4096), (4096, 12288), (8192, 1024)):
+        seconds = kernels.gemm.seconds(rows, (Product(*shape),), 2)
+        assert (np.diff(seconds) >= 0).all()
+        assert (seconds >= rows * Product(*shape).flops_per_row / dict(A100.peak_flops)["fp16"]).all()
+    chunks = np.arange(1.0, 9000.0, 13.0)
+    for chunk, prefix in ((chunks, np.zeros_like(chunks)), (np.full_like(chunks, 777.0), chunks)):
+        ones = {"num_attention_heads": 32.0, "num_key_value_heads": 8.0, "head_dim": 128.0, "batch": 1.0}
+        calls = AttentionRows(
+            chunk=chunk, prefix=prefix, expected_s=chunk, **{key: np.full_like(chunk, one) for key, one in ones.items()}
+        )
+        assert (np.diff(calls.predicted_s(kernels.attention["flash"])) >= 0).all()
+
+
+# -- the profile
+
+
+def test_profile_comes_back_from_its_file(fitted: Any, tmp_path: Path) -> None:
+    profile, _ = fitted
+    profile.write(tmp_path / "made.json")
+    assert load_profile(tmp_path / "made.json") == profile
+
+
+def test_profile_says_what_it_has_seen(fitted: Any) -> None:
+    profile, _ = fitted
+    assert profile.valid.context_len == (64, 8192)
+    assert profile.valid.num_gpus == (1, 8)
+    assert profile.valid.hidden_size == (1024, 8192)
+    assert profile.operations["attention"].seen["prefix"] == (1024, 4096)
+    assert profile.operations["gemm"].num_rows == len(gemm_rows())
+    assert profile.operations["host"].num_rows == 0
+    assert profile.host == DEFAULT_HOST
+
+
+def test_same_rows_same_profile() -> None:
+    rows = FEW + timed(FLASH)
+    assert fit(rows, attention_kernel="fa2")[0] == fit(rows, attention_kernel="fa2")[0]
+
+
+def test_what_messages_take_of_host_and_device_is_in_the_profile_and_its_report() -> None:
+    host = [row("host_layer", 1e-3, dtype=None), row("host_message", 4e-5, dtype=None)]
+    host += [row("host_prepare", 2e-3, dtype=None)]
+    beside = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 4e-3, chunk=512, prefix=0)]
+    profile, report = fit(FEW + timed(EAGER, "eager") + host + beside)
+    assert profile.links.pending_share == pytest.approx(0.25)
+    assert (profile.host.message_s, profile.host.prepare_s) == (pytest.approx(4e-5), pytest.approx(2e-3))
+    assert profile.host.gather_piece_s == pytest.approx(8e-5), "a send and a receive of the runtime's ring"
+    page = report.to_markdown()
+    assert "25.0% of the compute rate" in page
+    assert "a message" in page
+
+
+def test_report_has_all_operations(fitted: Any, tmp_path: Path) -> None:
+    profile, report = fitted
+    page = report.to_markdown("made.png")
+    for title in ("Matrix products", "Attention", "Element-wise kernels", "Messages", "All-gather", "Host"):
+        assert f"## {title}" in page
+    assert "](made.png)" in page
+    assert set(report.to_dict()["operations"]) == set(profile.operations)
+    report.plot(tmp_path / "made.png")
+    assert (tmp_path / "made.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match=r"plot: got .* accepted: a file name that ends in \.png"):
+        report.plot(tmp_path / "made.txt")
+
+
+# -- what is refused
+
+
+def noisy(rows: list[Measurement]) -> list[Measurement]:
+    random = np.random.default_rng(0)
+    return [replace(one, median_s=float(10 ** random.uniform(-6, -1))) for one in rows]
+
+
+REFUSED: dict[str, tuple[Callable[[], list[Measurement]], str]] = {
+    "no gemm": (lambda: timed(FLASH), "0 gemm rows"),
+    "no attention": (lambda: FEW, "0 attention rows"),
+    "few": (lambda: gemm_rows()[:19] + timed(FLASH), "19 gemm rows"),
+    "one size": (lambda: gemm_rows()[::12] * 2 + timed(FLASH), "of 1 sizes"),
+    "few messages": (lambda: FEW + timed(FLASH) + link_rows()[:3], "3 send_recv rows"),
+    "spread": (
+        lambda: [replace(one, spread_s=one.median_s / 5) for one in gemm_rows()] + timed(FLASH),
+        "gemm rows with a median spread of 20%",
+    ),
+    "devices": (
+        lambda: gemm_rows() + [replace(one, device="other") for one in gemm_rows()] + timed(FLASH),
+        "rows of one device",
+    ),
+    "kernels": (lambda: FEW + timed(FLASH) + timed(FLASH, "fast"), "rows of one kernel"),
+    "noise": (lambda: noisy(FEW) + timed(FLASH), "on which the best fit has an error of"),
+    "fp32": (lambda: [replace(one, dtype="fp32") for one in gemm_rows()] + timed(FLASH), "0 gemm rows"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rubbish_is_refused(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(InputError, match=message) as caught:
+        fit(make(), attention_kernel="fa2")
+    assert caught.value.parameter == "compute"
+
+
+# -- helpers
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu"), [(DEVICE, "a100-80gb"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")]
+)
+def test_gpu_by_its_device(device: str, gpu: str) -> None:
+    rows = [replace(one, device=device) for one in gemm_rows()[:2]]
+    assert gpu_of(rows, None).name == gpu
+    assert gpu_of(rows, "l40s").name == "l40s"
+
+
+def test_link_of_a_gpu() -> None:
+    assert link_of(A100, None).name == "nvlink3"
+    assert link_of(A100, "nvlink4").name == "nvlink4"
+    assert link_of(load_gpu("l40s"), None).name == "pcie4-x16"
+    with pytest.raises(InputError, match="link"):
+        link_of(replace(A100, name="another"), None)
+
+
+def test_all_gathers_that_follow_no_ring_are_left_to_the_datasheet() -> None:
+    factors = {2: 5.0, 4: 30.0}
+    odd = [
+        replace(one, median_s=one.median_s * factors.get(one.ranks or 0, 1.0)) if one.operation == "all_gather" else one
+        for one in all_rows()
+    ]
+    profile, report = fit(odd)
+    assert profile.links.gather is None
+    assert profile.operations["all_gather"].num_rows == 0
+    assert "the form has an error of" in profile.not_covered
+    assert any("far from the form" in note for note in report.notes)
