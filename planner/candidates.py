@@ -274,7 +274,7 @@ def _checked(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class ComparedStrategies:
     """The strategies that a plan compares."""
 
     strategies: tuple[Strategy, ...]
@@ -285,7 +285,7 @@ class Comparison:
 
 def strategies_to_compare(
     scenario: Scenario, names: Sequence[str | Strategy] | None, *, noisy: bool = False
-) -> Comparison:
+) -> ComparedStrategies:
     """The strategies of these names; "all" stands for every one that runs here, None for the quick ones.
 
     Raises InputError for an empty list, or where two have one name.
@@ -295,10 +295,10 @@ def strategies_to_compare(
     if not names:
         raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
     if "all" not in names:
-        return Comparison(strategies=distinct(names), ranked=False)
+        return ComparedStrategies(strategies=distinct(names), ranked=False)
     allowed, notes = all_for(scenario)
     named = [one for one in names if one != "all"]
-    return Comparison(strategies=distinct((*allowed, *named)), ranked=True, notes=notes)
+    return ComparedStrategies(strategies=distinct((*allowed, *named)), ranked=True, notes=notes)
 
 
 def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
@@ -311,15 +311,15 @@ def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
     return tuple(by_name.values())
 
 
-def _quick(scenario: Scenario, *, noisy: bool) -> Comparison:
+def _quick(scenario: Scenario, *, noisy: bool) -> ComparedStrategies:
     cluster = scenario.cluster
     if cluster.num_gpus == 1:
-        return Comparison(strategies=distinct(ON_ONE_GPU), ranked=True)
+        return ComparedStrategies(strategies=distinct(ON_ONE_GPU), ranked=True)
     quick = UNDER_NOISE if noisy else QUICK
     slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
     strategies, notes = _allowed(scenario, [name for name in quick if name not in slow])
     later = slow if noisy else (*slow, "kvr-b", "kvr-direct", "pp", "pp-s", *hybrids(scenario))
-    return Comparison(strategies=strategies, ranked=True, notes=notes, not_compared=later)
+    return ComparedStrategies(strategies=strategies, ranked=True, notes=notes, not_compared=later)
 
 
 def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:

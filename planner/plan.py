@@ -25,7 +25,7 @@ from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
 from planner.candidates import (
     Candidate,
-    Comparison,
+    ComparedStrategies,
     Search,
     prefix_access_notes,
     strategies_to_compare,
@@ -69,33 +69,33 @@ def make_plan(
     seed: for the record of the question; a disturbance has its own.
     """
     search = search or Search()
-    comparison = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
+    compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
     if disturbance is not None:
         scenario = disturbance.fixed(scenario)
-    contest = Contest.of(scenario, comparison, search, disturbance)
-    best, bounds = contest.ranked[0], contest.bounds()
-    spans, untimed = contest.timelines(timelines)
+    ranking = Ranking.of(scenario, compared, search, disturbance)
+    best, bounds = ranking.ranked[0], ranking.bounds()
+    spans, untimed = ranking.timelines(timelines)
     return Plan(
         question=_question(scenario, strategies, search, disturbance, seed),
-        best=contest.result(best),
-        ties=contest.ties(),
-        strategies=tuple(map(contest.result, contest.ranked if comparison.ranked else contest.candidates)),
-        yardstick=contest.baseline.strategy.name if contest.baseline else None,
-        not_compared=comparison.not_compared,
+        best=ranking.result(best),
+        ties=ranking.ties(),
+        strategies=tuple(map(ranking.result, ranking.ranked if compared.ranked else ranking.candidates)),
+        yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
+        not_compared=compared.not_compared,
         bounds=bounds,
-        search=contest.search_report(),
+        search=ranking.search_report(),
         rests_on=provenance(scenario),
-        warnings=(*warnings, *comparison.notes, *contest.notes(search), *untimed),
+        warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
         timeline=spans.get(best.strategy.name),
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
-        shortfall=_shortfall(contest),
+        shortfall=_shortfall(ranking),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class Ranking:
     """The candidates of a plan, in the order asked for, and what follows from comparing them."""
 
     scenario: Scenario
@@ -106,18 +106,18 @@ class Contest:
     def of(
         cls,
         scenario: Scenario,
-        comparison: Comparison,
+        compared: ComparedStrategies,
         search: Search,
         disturbance: Disturbance | None,
-    ) -> Contest:
+    ) -> Ranking:
         """Search the partition of every strategy; one that is near KVR's chain starts from the chain's partition."""
-        for strategy in comparison.strategies:  # fail early: before the first search
+        for strategy in compared.strategies:  # fail early: before the first search
             if disturbance is not None:
                 disturbance.check(strategy)
             if strategy.partition_rule == "table":
                 search.candidate(scenario, strategy)
         by_name: dict[str, Candidate] = {}
-        for number, strategy in enumerate(comparison.strategies, start=1):
+        for number, strategy in enumerate(compared.strategies, start=1):
             if search.on_progress is not None:
                 search.on_progress(number - 1, None, f"{strategy.name} ({number} of {len(comparison.strategies)})")
             chain = by_name.get(chain_like(strategy).name)
@@ -363,12 +363,12 @@ def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
     return NoiseReport(noise=disturbance.noise, num_samples=disturbance.num_samples, seed=disturbance.seed)
 
 
-def _shortfall(contest: Contest) -> Shortfall | None:
-    if contest.ranked[0].fits:
+def _shortfall(ranking: Ranking) -> Shortfall | None:
+    if ranking.ranked[0].fits:
         return None
     from planner.shortfall import shortfall_of  # only where nothing fits
 
-    return shortfall_of(contest.scenario, contest.candidates)
+    return shortfall_of(ranking.scenario, ranking.candidates)
 
 
 def _pipeline_bound(one: Candidate) -> PipelineBound | None:

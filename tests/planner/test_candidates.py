@@ -25,8 +25,8 @@ def scenario_of(**options: object) -> Scenario:
 @examples(20)
 def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(1, 4))
-    comparison = strategies_to_compare(scenario, None)
-    one = Search(method="analytical").candidate(scenario, rng.choice(comparison.strategies))
+    compared = strategies_to_compare(scenario, None)
+    one = Search(method="analytical").candidate(scenario, rng.choice(compared.strategies))
     event = run_partition(one.per_rank, one.strategy, one.partition, executor="event")
     assert event.finish_s == pytest.approx(one.finish_s, rel=1e-9)
     assert one.timeline.end_s == pytest.approx(max(one.finish_s), rel=1e-9)
