@@ -73,13 +73,15 @@ def make_plan(
     if disturbance is not None:
         scenario = disturbance.fixed(scenario)
     ranking = Ranking.of(scenario, compared, search, disturbance)
-    best, bounds = ranking.ranked[0], ranking.bounds()
+    results = [ranking.result(one) for one in (ranking.ranked if compared.ranked else ranking.candidates)]
+    best = next(one for one in results if one.strategy == ranking.best.strategy.name)
+    bounds = ranking.bounds()
     spans, untimed = ranking.timelines(timelines)
     return Plan(
         question=_question(scenario, strategies, search, disturbance, seed),
-        best=ranking.result(best),
+        best=best,
         ties=ranking.ties(),
-        strategies=tuple(map(ranking.result, ranking.ranked if compared.ranked else ranking.candidates)),
+        strategies=tuple(results),
         yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
         not_compared=compared.not_compared,
         bounds=bounds,
@@ -87,7 +89,7 @@ def make_plan(
         rests_on=provenance(scenario),
         warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
-        timeline=spans.get(best.strategy.name),
+        timeline=spans.get(best.strategy),
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
@@ -119,7 +121,7 @@ class Ranking:
         by_name: dict[str, Candidate] = {}
         for number, strategy in enumerate(compared.strategies, start=1):
             if search.on_progress is not None:
-                search.on_progress(number - 1, None, f"{strategy.name} ({number} of {len(comparison.strategies)})")
+                search.on_progress(number - 1, None, f"{strategy.name} ({number} of {len(compared.strategies)})")
             chain = by_name.get(chain_like(strategy).name)
             warm_start = None if chain is None or chain.search is None else chain.partition
             by_name[strategy.name] = search.candidate(scenario, strategy, warm_start)
@@ -135,6 +137,11 @@ class Ranking:
                 key=lambda one: (not one.fits, one.strategy.approximate is not None, self._ranking_s(one)),
             )
         )
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest exact candidate that fits; if none fits, the fastest."""
+        return self.ranked[0]
 
     def _ranking_s(self, one: Candidate) -> float:
         return self.noisy[one.strategy.name].mean.value_s if self.noisy else one.ttft_s
@@ -218,7 +225,7 @@ class Ranking:
             ttft_no_comm_s=min(balanced_s, kvr.ttft_without_communication_s),
             lower_bound_s=lower_s,
             gap=kvr.ttft_s / lower_s - 1 if self._compares_kvr and lower_s is not None else None,
-            best=_chain_bound(self.ranked[0], lower_s),
+            best=_chain_bound(self.best, lower_s),
         )
 
     def search_report(self) -> SearchReport:
@@ -274,7 +281,7 @@ class Ranking:
         return [text for strategy in lookups for text in search.table.notes_for(self.scenario, strategy)]
 
     def _approximate_notes(self) -> list[str]:
-        best, notes = self.ranked[0], list[str]()
+        best, notes = self.best, list[str]()
         for one in self.candidates:
             if (reason := one.strategy.approximate) is not None:
                 code = "approximate, faster" if one.ttft_s < best.ttft_s else "approximate"
@@ -364,7 +371,7 @@ def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
 
 
 def _shortfall(ranking: Ranking) -> Shortfall | None:
-    if ranking.ranked[0].fits:
+    if ranking.best.fits:
         return None
     from planner.shortfall import shortfall_of  # only where nothing fits
 
