@@ -21,7 +21,7 @@ from planner.candidates import Candidate, Search, strategies_to_compare
 from planner.confirm.candidates import Feasible, MemoryBudget, further_candidates, strategies_here
 from planner.confirm.hardware import Hardware, Mode, Reporter, is_busy, other_device_note
 from planner.confirm.result import ClockDrift, Confirmation, MeasuredCandidate, Targets
-from planner.plan import Contest
+from planner.plan import Ranking
 
 if TYPE_CHECKING:
     from kvrsim.runtime.measure import Job, JobReport
@@ -77,10 +77,10 @@ def confirm(
     scenario = hardware.runnable(scenario)
     mode, mode_notes = _mode(scenario, hardware, virtual)
     names, name_notes = strategies_here(scenario, strategies, mode, hardware)
-    contest = Contest.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
-    candidates = {one.strategy.name: one for one in contest.candidates}
+    ranking = Ranking.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
+    candidates = {one.strategy.name: one for one in ranking.candidates}
     if KVR_S.name in candidates:
-        candidates |= further_candidates(candidates[KVR_S.name], contest.candidates, top - 1)
+        candidates |= further_candidates(candidates[KVR_S.name], ranking.candidates, top - 1)
     feasible = Feasible.of(candidates, MemoryBudget.of(scenario, hardware, mode))
     candidates = feasible.candidates
     notes = (*warnings, *mode_notes, *name_notes, *feasible.notes, *hardware.notes())
@@ -102,8 +102,8 @@ def confirm(
         _measured(name, one, samples, idle, drift)
         for (name, one), samples in zip(candidates.items(), measurement.samples, strict=True)
     ]
-    best = next(one for one in contest.ranked if one.strategy.name in candidates)
-    if best is not contest.ranked[0]:  # the plan's choice is not measured
+    best = next(one for one in ranking.ranked if one.strategy.name in candidates)
+    if best is not ranking.ranked[0]:  # the plan's choice is not measured
         chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
     else:
         chosen = list(candidates).index(best.strategy.name)
