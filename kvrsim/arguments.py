@@ -44,11 +44,6 @@ STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
 REQUIRED: Any = MISSING  # the default of an argument that must be given
-SECTIONS = (  # of help, in this order
-    *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
-    "Output",
-)
-
 _Result = TypeVar("_Result")
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
 OnProgress = Callable[[float, float | None, str], object]  # what is done, the total (None: unknown), and of what
@@ -263,7 +258,7 @@ class Option:
 
     metavar: str  # how its value looks on the command line; empty: a flag
     help: str  # one sentence or two, in which other arguments are named as options
-    section: str  # of help, one of SECTIONS
+    section: str  # of help, one of kvrsim.choices.SECTIONS
     check: Check
     spelling: tuple[str, ...] = ()  # on the command line, where it is not --NAME
     positional: bool = False  # an argument of a command, without a name

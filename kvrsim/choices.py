@@ -45,3 +45,8 @@ Order = Literal["first-come", "shortest-first"]  # of a queue
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp")  # that a map compares by default
+
+SECTIONS = (  # of the options in help, in this order
+    *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
+    "Output",
+)

@@ -150,7 +150,7 @@ def write_options(command: Any, ctx: Any, formatter: Any) -> None:
 
 def sections_of(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Parameters with their help: arguments, then options, of which many come in sections."""
-    from kvrsim.arguments import SECTIONS
+    from kvrsim.choices import SECTIONS
 
     params = [param for param in command.get_params(ctx) if param.get_help_record(ctx)]
     options = [param for param in params if param.param_type_name == "option"]

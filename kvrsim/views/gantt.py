@@ -279,22 +279,25 @@ def _boxes(axes: Axes, boxes: list[Box], **style: Any) -> None:
 def _draw_pixels(
     axes: Axes, spans: Iterable[Span], start_s: float, end_s: float, pixels: int, *, alternates: bool
 ) -> None:
-    """Each pixel has the mean colour of what it covers; long waits are hatched."""
-    stream: dict[int, dict[str, list[Span]]] = {}
-    links: dict[int, dict[str, list[Span]]] = {}
+    """Each pixel has the mean colour of what it covers; long waits are hatched, and messages take at least a pixel."""
+    pixel_s = (end_s - start_s) / pixels
+    lanes: dict[tuple[int, bool], dict[str, list[tuple[float, float]]]] = {}
     waits: list[Box] = []
     for span in spans:
-        of = links if span.kind == "transfer" else stream
-        of.setdefault(span.rank, {}).setdefault(_colour(span, alternates=alternates), []).append(span)
-        if operation_of(span.kind, span.op) is WAITING and span.duration_s > _HATCHED * (end_s - start_s) / pixels:
+        moves = span.kind == "transfer"
+        until_s = max(span.end_s, span.start_s + pixel_s) if moves else span.end_s
+        lane = lanes.setdefault((span.rank, moves), {})
+        lane.setdefault(_colour(span, alternates=alternates), []).append((span.start_s, until_s))
+        if operation_of(span.kind, span.op) is WAITING and span.duration_s > _HATCHED * pixel_s:
             waits.append((span.start_s, span.end_s, span.rank + _BAR[0], span.rank + _BAR[1]))
-    for rank, by_colour in stream.items():
-        shares = {colour: covered_shares(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
-        draw_row(axes, mean_colours(shares, GROUND.light), (start_s, end_s, rank + _BAR[0], rank + _BAR[1]))
-    for rank, by_colour in links.items() if len(stream) <= _LINK_ROWS else ():
-        counts = {colour: touched(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
-        covered = covered_shares([span for some in by_colour.values() for span in some], start_s, end_s, pixels)
-        draw_row(axes, any_colour(counts, covered), (start_s, end_s, rank + _LINK_BAR[0], rank + _LINK_BAR[1]))
+    for (rank, moves), by_colour in lanes.items():
+        if moves and len(lanes) > 2 * _LINK_ROWS:
+            continue
+        shares = {colour: covered_shares(times, start_s, end_s, pixels) for colour, times in by_colour.items()}
+        top, bottom = _LINK_BAR if moves else _BAR
+        extent = (start_s, max(end_s, start_s + 1e-12), rank + bottom, rank + top)
+        colours = mean_colours(shares, GROUND.light)
+        axes.imshow(colours[None], extent=extent, aspect="auto", interpolation="nearest", zorder=2)
     if waits:
         _boxes(axes, waits, **HATCHED, linewidths=0)
 
@@ -358,59 +361,24 @@ def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[st
     return found
 
 
-# -- Lanes as rows of pixels, for bars that are thinner: each pixel has the mean of the colours that it covers.
-
-_CROWDED = 0.5  # share of the bins that have a message, above which bins are shaded
-_FAINTEST = 0.12
+# Lanes as rows of pixels, for bars that are thinner
 
 
-def covered_shares(spans: Sequence[Span], start_s: float, end_s: float, bins: int) -> Array:
-    """How much of each of `bins` equal time bins some spans cover, shape (bins,); at most 1 where they overlap."""
+def covered_shares(times_s: Sequence[tuple[float, float]], start_s: float, end_s: float, bins: int) -> Array:
+    """How much of each of `bins` equal time bins some intervals cover, shape (bins,); at most 1 where they overlap."""
     edges = np.linspace(start_s, max(end_s, start_s + 1e-12), bins + 1)
-    covered_s = _since([span.start_s for span in spans], edges) - _since([span.end_s for span in spans], edges)
-    shares: Array = np.diff(covered_s) / np.diff(edges)
+    begin_s, until_s = zip(*times_s, strict=True)
+    shares: Array = np.diff(_since(begin_s, edges) - _since(until_s, edges)) / np.diff(edges)
     return shares.clip(0.0, 1.0)
-
-
-def touched(spans: Iterable[Span], start_s: float, end_s: float, bins: int) -> Array:
-    """How many spans touch each of `bins` equal time bins, shape (bins,); they may overlap."""
-    length_s = max(end_s - start_s, 1e-12)
-    times = np.array([(span.start_s, span.end_s) for span in spans]).reshape(-1, 2)
-    places = np.floor((times - start_s) / length_s * bins).astype(np.intp)
-    inside = (places[:, 1] >= 0) & (places[:, 0] < bins)
-    first, last = places[inside].clip(0, bins - 1).T
-    changes = np.zeros(bins + 1)
-    np.add.at(changes, first, 1.0)
-    np.add.at(changes, last + 1, -1.0)
-    return np.asarray(np.cumsum(changes)[:-1])
 
 
 def mean_colours(shares: Mapping[str, Array], ground: str) -> Array:
     """RGB of each bin, 0 to 1, shape (bins, 3): the colours by their shares, and the ground where nothing is."""
-    left: Array = 1.0 - np.sum(list(shares.values()), axis=0)
-    mixed: Array = left[:, None] * _rgb(ground)
+    total: Array = np.sum(list(shares.values()), axis=0)
+    mixed: Array = (1.0 - total).clip(0.0)[:, None] * _rgb(ground)
     for colour, share in shares.items():
-        mixed = mixed + share[:, None] * _rgb(colour)
+        mixed = mixed + (share / total.clip(1.0))[:, None] * _rgb(colour)
     return mixed.clip(0.0, 1.0)
-
-
-def any_colour(counts: Mapping[str, Array], shares: Array) -> Array:
-    """RGBA of each bin, shape (bins, 4): the colour with the most spans there; transparent where there are none.
-
-    A bin with a span is opaque, so that it is seen; or, where most bins have one, as opaque as its share is covered.
-    """
-    stacked = np.stack(list(counts.values()))
-    colours = np.array([_rgb(colour) for colour in counts])[stacked.argmax(axis=0)]
-    seen = stacked.max(axis=0) > 0
-    opacity = np.where(seen, np.maximum(shares, _FAINTEST) if seen.mean() > _CROWDED else 1.0, 0.0)
-    return np.concatenate([colours, opacity[:, None]], axis=1)
-
-
-def draw_row(axes: Axes, colours: Array, box: tuple[float, float, float, float], *, zorder: int = 2) -> None:
-    """Draw bins beside each other; box: start_s, end_s, top and bottom of the row."""
-    start_s, end_s, top, bottom = box
-    extent = (start_s, max(end_s, start_s + 1e-12), bottom, top)
-    axes.imshow(colours[None], extent=extent, aspect="auto", interpolation="nearest", zorder=zorder)
 
 
 def _since(moments_s: Sequence[float], edges_s: Array) -> Array:

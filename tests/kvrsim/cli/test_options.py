@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from kvrsim.arguments import SECTIONS
+from kvrsim.choices import SECTIONS
 from kvrsim.cli import main as cli
 from tests.building.snapshot import assert_recorded
 from tests.test_docs import parse

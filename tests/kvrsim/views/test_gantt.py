@@ -16,14 +16,12 @@ from kvrsim.strategies import STRATEGIES
 from kvrsim.views import gantt
 from kvrsim.views.gantt import (
     MAX_DETAILED_RANKS,
-    any_colour,
     covered_shares,
     is_pipeline,
     is_solid,
     legend_entries,
     mean_colours,
     number_layers,
-    touched,
     write_gantt,
 )
 from kvrsim.views.style import OPERATIONS, operation_of
@@ -122,25 +120,18 @@ def test_a_layer_is_numbered_once() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
-    """However thin the bars are: the pixels of two colours hold their time, and every message has a pixel."""
+    """However thin the bars are, the pixels of two colours hold their time."""
     rng = np.random.default_rng(seed)
-    times = np.sort(rng.random(4 * rng.integers(1, 40)))
-    spans = [
-        Span(rank=0, kind="compute", op="attention", name="x", layer=0, start_s=float(start_s), end_s=float(end_s))
-        for start_s, end_s in zip(times[::2], times[1::2], strict=True)
-    ]
-    bins, end_s = int(rng.integers(1, 300)), spans[-1].end_s
-    by_colour = {"#ff0000": spans[::2], "#0000ff": spans[1::2]}
+    moments = np.sort(rng.random(4 * rng.integers(1, 40)))
+    times = list(zip(moments[::2], moments[1::2], strict=True))
+    bins, end_s = int(rng.integers(1, 300)), times[-1][1]
+    by_colour = {"#ff0000": times[::2], "#0000ff": times[1::2]}
     shares = {colour: covered_shares(some, 0.0, end_s, bins) for colour, some in by_colour.items()}
     pixels = mean_colours(shares, "#000000")
     assert pixels.shape == (bins, 3)
-    for channel, some in ((0, spans[::2]), (2, spans[1::2])):
-        covered_s = sum(span.duration_s for span in some)
+    for channel, some in ((0, times[::2]), (2, times[1::2])):
+        covered_s = sum(until_s - begin_s for begin_s, until_s in some)
         assert pixels[:, channel].sum() * end_s / bins == pytest.approx(covered_s, rel=1e-9, abs=1e-9)
-    seen = any_colour({"#ff0000": touched(spans, 0.0, end_s, bins)}, sum(shares.values(), np.zeros(bins)))
-    for span in spans:
-        first, last = (int(min(bins - 1, moment_s / end_s * bins)) for moment_s in (span.start_s, span.end_s))
-        assert (seen[first : last + 1, 3] > 0.1).all()
 
 
 def test_slow_links_and_a_bus(tmp_path: Path) -> None:
