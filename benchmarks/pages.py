@@ -20,7 +20,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.results.timeline import Timeline
 from kvrsim.views.page import Page, write_page
 from kvrsim.views.plan import plan_page
-from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, timelines_data
+from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, timelines_data
 from planner.plan import make_plan
 from tests.browser.screenshots import PICTURES, page_of
 from tests.building.browser import NoBrowserError, Opened, start
@@ -70,7 +70,7 @@ def repeated(timeline: Timeline) -> Timeline:
 
 def timeline_page(timeline: Timeline) -> Page:
     """It alone."""
-    shown = [Shown(name=timeline.strategy, title=f"{len(timeline.spans)} spans", timeline=timeline)]
+    shown = [LabelledTimeline(name=timeline.strategy, title=f"{len(timeline.spans)} spans", timeline=timeline)]
     return Page(title="Spans", sections=[gantt_section(several=False)], data=timelines_data(shown), scripts=SCRIPTS)
 
 

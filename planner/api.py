@@ -47,7 +47,7 @@ _jobs = count(4096)
 
 @takes(ScenarioArgs, PlanArgs, NoiseArgs, timeline=flag, on_progress=function)
 def plan(
-    asked: ScenarioArgs,
+    args: ScenarioArgs,
     compared: PlanArgs,
     noise: NoiseArgs,
     *,
@@ -85,7 +85,7 @@ def plan(
     from planner.candidates import Search
     from planner.plan import make_plan
 
-    scenario, warnings = build_scenario(asked)
+    scenario, warnings = build_scenario(args)
     return make_plan(
         scenario,
         strategies=compared.strategies,
@@ -100,7 +100,7 @@ def plan(
 
 
 @takes(ScenarioArgs, SimulateArgs, NoiseArgs, timeline=flag)
-def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timeline: bool = False) -> SimResult:
+def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timeline: bool = False) -> SimResult:
     """Simulate one strategy's prefill.
 
     The strategy may be a Strategy object. Under noise, `noisy` of the result is the distribution of TTFT.
@@ -129,7 +129,7 @@ def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timeli
     from planner.candidates import Search
     from planner.simulate import run_simulation
 
-    scenario, warnings = build_scenario(asked)
+    scenario, warnings = build_scenario(args)
     record: Any = [*["timeline"] * timeline, *["breakdown"] * run.breakdown]
     return run_simulation(
         scenario,
@@ -145,7 +145,7 @@ def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timeli
 
 @takes(ScenariosArgs, strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
 def build_table(
-    asked: ScenariosArgs,
+    args: ScenariosArgs,
     *,
     strategy: str | Strategy = "kvr-s",
     jobs: int = 1,
@@ -181,7 +181,7 @@ def build_table(
     from planner.processes import Pool
     from planner.table.build import make_table
 
-    base, _, lengths, counts = build_scenarios(asked)
+    base, _, lengths, counts = build_scenarios(args)
     with Pool(jobs=jobs) as pool:
         return make_table(base, counts, lengths, strategy=strategy, pool=pool, on_progress=on_progress)
 
@@ -222,13 +222,13 @@ def build_predictor(
     from planner.predictor.build import make_predictor
     from planner.processes import Pool
 
-    asked, _ = build_scenario(ScenarioArgs(**{"ctx": "128k"} | scenario))
+    args, _ = build_scenario(ScenarioArgs(**{"ctx": "128k"} | scenario))
     with Pool(jobs=jobs) as pool:
-        return make_predictor(asked, strategy=strategy, pool=pool, on_progress=on_progress)
+        return make_predictor(args, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
 @takes(ScenariosArgs, MapArgs, on_progress=function)
-def map_strategies(asked: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None) -> StrategyMap:
+def map_strategies(args: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None) -> StrategyMap:
     """Find which strategy on how many GPUs is the fastest, and from which context on each is faster than one GPU.
 
     One GPU is always compared.
@@ -256,7 +256,7 @@ def map_strategies(asked: ScenariosArgs, compared: MapArgs, *, on_progress: OnPr
     """
     from planner.map.map import make_map
 
-    base, warnings, lengths, counts = build_scenarios(asked)
+    base, warnings, lengths, counts = build_scenarios(args)
     return make_map(
         base,
         lengths=lengths,
@@ -312,15 +312,15 @@ def capacity(
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
 
-    asked, warnings = build_scenario(ScenarioArgs(ctx=1, gpus=1, **scenario))
-    request = make_request(fleet, asked.cluster.gpus_per_node)
+    args, warnings = build_scenario(ScenarioArgs(ctx=1, gpus=1, **scenario))
+    request = make_request(fleet, args.cluster.gpus_per_node)
     policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=table_of(table))
-    return plan_capacity(asked, request, policy, warnings=warnings, on_progress=on_progress)
+    return plan_capacity(args, request, policy, warnings=warnings, on_progress=on_progress)
 
 
 @takes(MeasuredArgs, strategies=strategies, top=count(2**20), virtual=flag)
 def confirm(
-    asked: MeasuredArgs,
+    args: MeasuredArgs,
     *,
     strategies: Sequence[str] | None = None,
     top: int = 3,
@@ -365,9 +365,9 @@ def confirm(
     from planner.confirm.confirm import confirm as run
     from planner.confirm.hardware import Hardware
 
-    scenario, warnings = build_scenario(asked)
-    emulated = asked.link_bandwidth is not None or asked.link_latency is not None
-    about: dict[str, Any] = {"config": str(asked.model), "emulated": emulated} | (hardware or {})
+    scenario, warnings = build_scenario(args)
+    emulated = args.link_bandwidth is not None or args.link_latency is not None
+    about: dict[str, Any] = {"config": str(args.model), "emulated": emulated} | (hardware or {})
     return run(scenario, Hardware(**about), strategies=strategies, top=top, virtual=virtual, warnings=warnings)
 
 

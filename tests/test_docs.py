@@ -31,7 +31,7 @@ BLOCK = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class LabelledTimeline:
     """A command of a page."""
 
     arguments: tuple[str, ...]  # after `kvrsim`
@@ -39,7 +39,7 @@ class Shown:
     output: tuple[str, ...]  # lines shown below it; "..." stands for lines that are left out
 
 
-def commands(page: Path) -> list[Shown]:
+def commands(page: Path) -> list[LabelledTimeline]:
     """The `kvrsim` commands of a page's blocks, in order."""
     found = []
     for block in BLOCK.finditer(page.read_text("utf-8")):
@@ -55,14 +55,14 @@ def commands(page: Path) -> list[Shown]:
                 if "kvrsim" in words:
                     arguments = tuple(words[words.index("kvrsim") + 1 :])
                     runs = block["reason"] is None and words[0] == "kvrsim" and "results" not in page.parts
-                    found.append(Shown(arguments=arguments, runs=runs, output=tuple(output)))
+                    found.append(LabelledTimeline(arguments=arguments, runs=runs, output=tuple(output)))
     return found
 
 
-def first_shown() -> dict[str, list[Shown]]:
+def first_shown() -> dict[str, list[LabelledTimeline]]:
     """Commands by page; one that an earlier page shows as well is left to that page, unless files come of it."""
     seen: set[tuple[str, ...]] = set()
-    found: dict[str, list[Shown]] = {}
+    found: dict[str, list[LabelledTimeline]] = {}
     for name, page in zip(NAMES, PAGES, strict=True):
         found[name] = []
         for one in commands(page):

@@ -258,29 +258,29 @@ def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
     return Pool(jobs=args.jobs or default, backend=args.backend, dask_address=args.dask_address)
 
 
-def hardware_of(args: HardwareArgs, asked: MeasuredArgs, scenario: Scenario) -> Hardware:
+def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) -> Hardware:
     """How ranks run, with what torch finds on this machine; links are emulated where the user gives them."""
     require_torch()
     from kvrsim.runtime.host import chosen_device
     from planner.confirm.hardware import Hardware
 
-    emulated = asked.link_bandwidth is not None or asked.link_latency is not None
-    device = chosen_device(args.device)
-    if args.backend == "nccl" and (device == "cpu" or emulated):
-        raise InputError("backend", args.backend, "gloo, on a CPU and over emulated links")
+    emulated = args.link_bandwidth is not None or args.link_latency is not None
+    device = chosen_device(hardware.device)
+    if hardware.backend == "nccl" and (device == "cpu" or emulated):
+        raise InputError("backend", hardware.backend, "gloo, on a CPU and over emulated links")
     measured = None if scenario.profile is None else scenario.profile.cluster
     threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # as when it was measured
     return Hardware(
-        config=asked.model,
+        config=args.model,
         device=device,
-        backend=args.backend,
-        threads=args.threads or threads,
-        repeats=args.repeats,
-        warmups=args.warmups,
-        seed=args.seed,
+        backend=hardware.backend,
+        threads=hardware.threads or threads,
+        repeats=hardware.repeats,
+        warmups=hardware.warmups,
+        seed=hardware.seed,
         emulated=emulated,
-        traffic_share=args.side_traffic,
-        timeout_s=args.timeout,
+        traffic_share=hardware.side_traffic,
+        timeout_s=hardware.timeout,
     )
 
 

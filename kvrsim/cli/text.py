@@ -214,8 +214,8 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; stages of 8 × 4 layers"."""
     runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
     shown = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
-    held = format_partition(layers, room=4 * len(layers))
-    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {shown} tokens; stages of {held} layers"
+    stages = format_partition(layers, room=4 * len(layers))
+    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {shown} tokens; stages of {stages} layers"
 
 
 def round_up_percent(share: float) -> str:
@@ -268,10 +268,10 @@ def rests_on_line(question: Question, *more: str) -> str:
     return f"{'; '.join((f'profile {question.profile}{engine}', *more))} ({details})"
 
 
-def held_text(coverage: float | None) -> str:
+def coverage_text(coverage: float | None) -> str:
     """How far 80 % intervals were right; coverage: as of interval_title."""
-    held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of held-out TTFTs"
-    return f"intervals made to hold 80 % {held}"
+    share = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of held-out TTFTs"
+    return f"intervals made to hold 80 % {share}"
 
 
 def limit_text(limit: MemoryLimit) -> str:
@@ -298,45 +298,47 @@ def over_memory(memory: Sequence[RankMemory], limit_bytes: int) -> Iterator[str]
     """
     groups = _groups(memory, limit_bytes)
     if len(groups) <= MAX_IN_FULL:
-        for ranks, held in groups:
-            yield _in_full(ranks, held, limit_bytes)
+        for ranks, rank_memory in groups:
+            yield _in_full(ranks, rank_memory, limit_bytes)
         return
     worst = max(groups, key=lambda group: group[1].total)
     yield _in_full(worst[0], worst[1], limit_bytes)
     others = [group for group in groups if group is not worst]
-    shown = ", ".join(f"{_name(ranks)} {format_bytes(held.total)}" for ranks, held in others[:MAX_IN_SHORT])
+    shown = ", ".join(
+        f"{_name(ranks)} {format_bytes(rank_memory.total)}" for ranks, rank_memory in others[:MAX_IN_SHORT]
+    )
     left = sum(len(ranks) for ranks, _ in others[MAX_IN_SHORT:])
     yield f"also {shown}" + (f", and {left} more" if left else "")
 
 
 def _groups(memory: Sequence[RankMemory], limit_bytes: int) -> list[tuple[list[int], RankMemory]]:
     """Neighbouring ranks over the limit that hold the same."""
-    over = [rank for rank, held in enumerate(memory) if held.total > limit_bytes]
+    over = [rank for rank, rank_memory in enumerate(memory) if rank_memory.total > limit_bytes]
     grouped = groupby(over, key=lambda rank: _parts(memory[rank]))
     ranks = [list(group) for _, group in grouped]
     return [(group, memory[group[0]]) for group in ranks]
 
 
-def _in_full(ranks: list[int], held: RankMemory, limit_bytes: int) -> str:
+def _in_full(ranks: list[int], rank_memory: RankMemory, limit_bytes: int) -> str:
     verb = "needs" if len(ranks) == 1 else "need"
-    need = f"{_name(ranks)} {verb} {format_bytes(held.total)} of {format_bytes(limit_bytes)}"
-    return f"{need}: {', '.join(_parts(held))}"
+    need = f"{_name(ranks)} {verb} {format_bytes(rank_memory.total)} of {format_bytes(limit_bytes)}"
+    return f"{need}: {', '.join(_parts(rank_memory))}"
 
 
 def _name(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
-def _parts(held: RankMemory) -> list[str]:
+def _parts(rank_memory: RankMemory) -> list[str]:
     """What is alive at the peak; of scores, activations and logits only the largest is."""
-    moments = {"scores": held.scores, "activations": held.activations, "logits": held.logits}
+    moments = {"scores": rank_memory.scores, "activations": rank_memory.activations, "logits": rank_memory.logits}
     largest = max(moments, key=lambda name: moments[name])
     parts = {
-        "weights": held.weights,
-        "KV cache": held.kv_cache,
-        "KV in flight": held.gathered,
+        "weights": rank_memory.weights,
+        "KV cache": rank_memory.kv_cache,
+        "KV in flight": rank_memory.gathered,
         largest: moments[largest],
-        "runtime": held.runtime,
+        "runtime": rank_memory.runtime,
     }
     ranked = sorted(parts.items(), key=lambda part: -part[1])
     return [f"{name} {format_bytes(size)}" for name, size in ranked if size]

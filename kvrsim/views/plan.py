@@ -39,7 +39,7 @@ from kvrsim.views.table import (
     interval_title,
     seconds_cell,
 )
-from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
+from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,7 +163,7 @@ def _ranked(plan: Plan) -> list[StrategyResult]:
 def plan_page(plan: Plan) -> Page:
     """Of a plan that has the timelines of all its strategies."""
     shown = [
-        Shown(
+        LabelledTimeline(
             name=one.strategy, title=f"{one.strategy}, TTFT {format_seconds(one.ttft_s)}: {one.title}", timeline=found
         )
         for one in plan.strategies

@@ -13,7 +13,7 @@ from kvrsim.views.gantt import draw_gantt
 from kvrsim.views.page import Page, Section, Summary, facts_of, question_line, table
 from kvrsim.views.style import variable
 from kvrsim.views.table import Column, Table, bytes_cell, fits_text, format_interval, interval_title, seconds_cell
-from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
+from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ def simulation_page(result: SimResult, title: str) -> Page:
     """Of a simulation that has a timeline; title: what its lanes show."""
     assert result.timeline is not None, "the page shows a timeline"
     listed = ranks_table(result)
-    shown = [Shown(name=result.strategy, title=title, timeline=result.timeline)]
+    shown = [LabelledTimeline(name=result.strategy, title=title, timeline=result.timeline)]
     memory = {result.strategy: [rank.memory for rank in result.per_rank]}
     name = " ".join(interval_title(result.interval_coverage).split())
     likely = f"{name} {format_interval(result.ttft_low_s, result.ttft_high_s)}"

@@ -30,7 +30,7 @@ _MOST_TICKS = 2**32  # of a timeline, so that a long one is not written with nee
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class LabelledTimeline:
     """A timeline that a page shows."""
 
     name: str  # by which a reader chooses it
@@ -52,12 +52,12 @@ def gantt_section(*, several: bool) -> Section:
     )
 
 
-def timelines_data(shown: Sequence[Shown]) -> dict[str, Any]:
+def timelines_data(shown: Sequence[LabelledTimeline]) -> dict[str, Any]:
     """What SCRIPTS draw: the timelines, of which a reader sees two, and their legend."""
     return {"timelines": [to_data(one) for one in shown], "legend": legend(one.timeline for one in shown)}
 
 
-def to_data(shown: Shown) -> dict[str, Any]:
+def to_data(shown: LabelledTimeline) -> dict[str, Any]:
     """Plain JSON values, as assets/spans.js reads them."""
     timeline = shown.timeline
     tick_s = max(_FINEST_S, timeline.end_s / _MOST_TICKS)

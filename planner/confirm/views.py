@@ -13,8 +13,8 @@ from kvrsim.views import page as html
 from kvrsim.views.figure import Head
 from kvrsim.views.page import Html, Page, Section, Summary
 from kvrsim.views.style import variable
-from kvrsim.views.table import Cell, Column
-from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
+from kvrsim.views.table import Cell, Column, format_interval, format_partition, seconds_cell
+from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 from planner.confirm.result import Confirmation, MeasuredCandidate
 
 if TYPE_CHECKING:
@@ -143,14 +143,16 @@ def _choice_first(confirmation: Confirmation) -> list[MeasuredCandidate]:
     return sorted(confirmation.candidates, key=lambda one: one is not confirmation.choice)
 
 
-def _timelines(confirmation: Confirmation, ordered: list[MeasuredCandidate]) -> Iterator[Shown]:
+def _timelines(confirmation: Confirmation, ordered: list[MeasuredCandidate]) -> Iterator[LabelledTimeline]:
     origin = _origin(confirmation)
     for one in ordered:
         title = f"{one.strategy}, predicted: TTFT {format_seconds(one.predicted_s)}"
-        yield Shown(name=f"{one.strategy}, predicted", title=title, timeline=one.predicted, memory=one.strategy)
+        yield LabelledTimeline(
+            name=f"{one.strategy}, predicted", title=title, timeline=one.predicted, memory=one.strategy
+        )
         if one.measured is not None:
             median = f"median of {len(one.samples_s)} TTFTs {format_seconds(one.median_s)}"
-            yield Shown(
+            yield LabelledTimeline(
                 name=f"{one.strategy}, measured",
                 title=f"{one.strategy}, {origin}: {median}",
                 timeline=one.measured,
@@ -193,12 +195,12 @@ def _row(one: MeasuredCandidate, places: Mapping[str, Any], span: tuple[float, f
     bar = html.interval_bar(low_s, one.predicted_s, high_s, span, colour, measured=one.median_s)
     return [
         Cell(shown=html.strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy),
-        html.seconds_cell(one.predicted_s),
-        Cell(shown=html.tag("span", bar, html.interval(low_s, high_s), class_="range"), value=high_s),
-        html.seconds_cell(one.median_s),
-        html.seconds_cell(one.iqr_s),
+        seconds_cell(one.predicted_s),
+        Cell(shown=html.tag("span", bar, format_interval(low_s, high_s), class_="range"), value=high_s),
+        seconds_cell(one.median_s),
+        seconds_cell(one.iqr_s),
         Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
         str(places["predicted_rank"]),
         str(places["measured_rank"]),
-        html.partition(one.partition),
+        format_partition(one.partition, room=10**6),
     ]

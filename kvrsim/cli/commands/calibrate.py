@@ -389,35 +389,35 @@ def write_fit(
     link = link_of(spec, wanted.link, origins)
     choices = FitChoices(attention_kernel=wanted.attention_kernel, fused=wanted.attention_kernel != "eager")
     with Progress(f"fitting {len(rows)} rows"):
-        profile, found = fit_profile(
+        profile, report = fit_profile(
             rows, label, gpu=spec, link=link, choices=choices, argument=argument, origins=origins
         )
     profile.write(wanted.output)
     if wanted.report is not None:
-        found.write(wanted.report, picture=wanted.plot)
+        report.write(wanted.report, picture=wanted.plot)
     if wanted.plot is not None:
-        found.plot(wanted.plot)
+        report.plot(wanted.plot)
     if not wanted.json:
-        _show(found, wanted)
-    return found.to_dict()
+        _show(report, wanted)
+    return report.to_dict()
 
 
-def _show(found: FitReport, wanted: FitArgs) -> None:
+def _show(report: FitReport, wanted: FitArgs) -> None:
     """One row per operation, then notes."""
     from calibrate.fit.report import TITLES
 
     table = columns("operation")
     columns("rows", "error", "held-out", numbers=True, into=table)
-    for kind, fit in found.profile.operations.items():
+    for kind, fit in report.profile.operations.items():
         errors = (f"{fit.mape:.1%}", f"{fit.cross_validated_mape:.1%}") if fit.num_rows else ("", "")
         table.add_row(TITLES[kind], str(fit.num_rows), *errors)
     notes = facts()
-    sources = sorted({fit.source for fit in found.profile.operations.values() if fit.num_rows})
+    sources = sorted({fit.source for fit in report.profile.operations.values() if fit.num_rows})
     for index, source in enumerate(sources):
         notes.add_row("" if index else "from:", source)
-    for index, note in enumerate((*found.layers_note, *found.notes)):
+    for index, note in enumerate((*report.layers_note, *report.notes)):
         notes.add_row("" if index else "notes:", note)
-    notes.add_row("written:", f"{wanted.output}, profile {found.profile.name} of {found.profile.gpu}")
+    notes.add_row("written:", f"{wanted.output}, profile {report.profile.name} of {report.profile.gpu}")
     for path in (wanted.report, wanted.plot):
         if path is not None:
             notes.add_row("", path)
@@ -523,7 +523,7 @@ class PrefillArgs(ScenarioArgs):
 
 @takes(PrefillArgs)
 def prefills(
-    asked: PrefillArgs,
+    args: PrefillArgs,
     *,
     files: Any = argument(
         "ROWS.csv|OUTPUT.json...",
@@ -559,23 +559,23 @@ def prefills(
         raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
     if strategy is not None:
         get_strategy(strategy)
-    if asked.profile == "roofline":
-        raise InputError("profile", asked.profile, "a calibration profile, which has measured kernels")
-    profile = load_profile(asked.profile)
+    if args.profile == "roofline":
+        raise InputError("profile", args.profile, "a calibration profile, which has measured kernels")
+    profile = load_profile(args.profile)
     defaults = PrefillDefaults(
-        model=asked.model,
-        num_gpus=asked.gpus or 1,
+        model=args.model,
+        num_gpus=args.gpus or 1,
         strategy=strategy,
-        context_len=asked.ctx,
-        batch=asked.batch,
-        cached_prefix=asked.cached_prefix,
-        dtype=asked.dtype,
+        context_len=args.ctx,
+        batch=args.batch,
+        cached_prefix=args.cached_prefix,
+        dtype=args.dtype,
     )
-    found = read_prefills(files, defaults, _PREFILLS)
-    setting = {one.name: getattr(asked, one.name) for one in fields(asked) if one.name not in _OF_ROWS}
+    rows = read_prefills(files, defaults, _PREFILLS)
+    setting = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_ROWS}
     with Progress() as progress:
-        cases = make_cases(found.rows, profile, partition_of, setting, progress)
-        notes = [*found.notes, *cases.notes]
+        cases = make_cases(rows.rows, profile, partition_of, setting, progress)
+        notes = [*rows.notes, *cases.notes]
         for note in notes:
             warn(f"note: {note}")
         scenario = cases.cases[0].scenario
@@ -632,12 +632,12 @@ def show_fit(fit: PrefillFit, output: str) -> None:
         )
     errors = columns("absolute error")
     columns("median", "mean", numbers=True, into=errors)
-    for title, found in (("before", fit.before), ("after", fit.after), ("left out", fit.left_out)):
-        errors.add_row(title, *_shares(found))
+    for title, error in (("before", fit.before), ("after", fit.after), ("left out", fit.left_out)):
+        errors.add_row(title, *_shares(error))
     rows = columns("row")
     columns("measured", "before", "after", "left out", "error left out", numbers=True, into=rows)
-    found_s = zip(fit.measured_s, fit.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
-    for case, seconds in zip(fit.cases, found_s, strict=True):
+    times_s = zip(fit.measured_s, fit.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
+    for case, seconds in zip(fit.cases, times_s, strict=True):
         rows.add_row(case, *map(format_seconds, seconds), f"{seconds[3] / seconds[0] - 1:+.1%}")
     notes = facts()
     if not all(term.identified for term in fit.terms):

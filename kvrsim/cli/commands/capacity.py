@@ -31,7 +31,7 @@ _PLOT = "Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
 
 @takes(ScenarioArgs, FleetArgs, PoolArgs, DeployArgs, OutputArgs, fixed=_OF_REQUESTS)
 def capacity(
-    asked: ScenarioArgs,
+    args: ScenarioArgs,
     fleet: FleetArgs,
     workers: PoolArgs,
     deploy: DeployArgs,
@@ -58,7 +58,7 @@ def capacity(
     from planner.capacity.times import StrategyPolicy
     from planner.deploy import deploy_engine
 
-    scenario, warnings = build_scenario(asked)
+    scenario, warnings = build_scenario(args)
     request = make_request(fleet, scenario.cluster.gpus_per_node)
     if deploy.emit is not None:
         check_emit(request)
@@ -71,7 +71,7 @@ def capacity(
         result = plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=progress)
     launch = None
     if deploy.emit is not None and result.answer is not None:
-        launch = launch_of_fleet(result, deploy.emit, model=asked.model)
+        launch = launch_of_fleet(result, deploy.emit, model=args.model)
     print_answer(output, (launch or result).to_dict, result.rows, lambda: show_capacity(result, launch))
     write_files((html, lambda path: _write_page(result, path)), (plot, result.write_plot))
     if not result.feasible:
@@ -119,9 +119,9 @@ def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
     table.add_row("rests on:", rests_on_line(plan.question))
     for note in plan.warnings:
         table.add_row(Text("note:", style="yellow"), note)
-    asked = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
+    args = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
     fleets = () if nothing_served else (narrowing(_fleets(plan), "utilised", "max", "p50", "p95"), "")
-    show(answer, "", *asked, "", *fleets, _lengths(plan), "", table)
+    show(answer, "", *args, "", *fleets, _lengths(plan), "", table)
 
 
 def _lengths(plan: CapacityPlan) -> Table:

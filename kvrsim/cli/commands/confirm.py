@@ -39,7 +39,7 @@ _share = quantity(parse_share)
 
 @takes(MeasuredArgs, HardwareArgs, PageArgs, OutputArgs, fixed=FIXED)
 def confirm(
-    asked: MeasuredArgs,
+    args: MeasuredArgs,
     hardware: HardwareArgs,
     files: PageArgs,
     answer: OutputArgs,
@@ -66,12 +66,12 @@ def confirm(
     answer.check(search=search)
     if output is not None and not search:
         raise InputError("output", output, "nothing without --search, which writes a partition table")
-    if asked.profile is None:
+    if args.profile is None:
         raise InputError("profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
     from kvrsim.builder import build_scenario
 
-    scenario, warnings = build_scenario(asked)
-    machine = hardware_of(hardware, asked, scenario)
+    scenario, warnings = build_scenario(args)
+    machine = hardware_of(hardware, args, scenario)
     if search:
         excluded = {"strategies": strategies, "virtual": virtual, "trace": files.trace, "plot": files.plot}
         for name, value in excluded.items():
@@ -90,7 +90,7 @@ def confirm(
 
     try:
         with Progress(_STARTING, is_timed=True) as progress:
-            found = measure(
+            result = measure(
                 scenario,
                 machine,
                 strategies=strategies,
@@ -105,9 +105,9 @@ def confirm(
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
     if is_first_rank():
-        print_answer(answer, found.to_dict, "candidates", lambda: show_confirmation(found))
-        write_files((files.trace, lambda path: write_traces(found, path)), (files.plot, found.write_plot))
-    if not found.ok:
+        print_answer(answer, result.to_dict, "candidates", lambda: show_confirmation(result))
+        write_files((files.trace, lambda path: write_traces(result, path)), (files.plot, result.write_plot))
+    if not result.ok:
         raise typer.Exit(NOT_MET)
 
 
@@ -119,19 +119,19 @@ def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path,
     journal = output.with_name(output.name + SUFFIX)
     with resumable(journal), Progress(_STARTING, is_timed=True) as progress:
         reporter = Reporter(note=warn_once, progress=progress)
-        found = search_here(scenario, machine, minutes=minutes, output=output, reporter=reporter)
+        result = search_here(scenario, machine, minutes=minutes, output=output, reporter=reporter)
     if not is_first_rank():
         return
     if json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        show_search(found)
+        show_search(result)
 
 
 _SHOWN_WRONG = 3  # pairs that were measured in another order than predicted
 
 
-def show_confirmation(found: Confirmation) -> None:
+def show_confirmation(result: Confirmation) -> None:
     """One row per candidate, the one predicted to be the fastest first; then orders, regret and errors."""
     rows = columns("strategy\n", "partition\n(tokens)")
     columns(
@@ -140,7 +140,7 @@ def show_confirmation(found: Confirmation) -> None:
         numbers=True,
         into=rows,
     )
-    pairs = zip(found.candidates, found.places(), strict=True)
+    pairs = zip(result.candidates, result.places(), strict=True)
     for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s):
         rows.add_row(
             one.strategy,
@@ -152,45 +152,45 @@ def show_confirmation(found: Confirmation) -> None:
             f"{one.rel_error:+.1%}",
             str(places["predicted_rank"]),
             str(places["measured_rank"]),
-            style="bold" if one is found.choice else None,
+            style="bold" if one is result.choice else None,
         )
     answer, table = facts(), facts()
-    answer.add_row("measured:", headline(_measured(found)))
-    answer.add_row("regret:", _regret(found))
-    answer.add_row("order:", _order(found))
-    answer.add_row("error:", f"{found.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
-    for reason in found.reasons:
+    answer.add_row("measured:", headline(_measured(result)))
+    answer.add_row("regret:", _regret(result))
+    answer.add_row("order:", _order(result))
+    answer.add_row("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
+    for reason in result.reasons:
         answer.add_row(Text("NOT MET:", style="red"), reason)
-    if found.drift is not None and found.median_error_after_drift is not None:
-        tokens, error = format_tokens(found.drift.num_tokens), found.median_error_after_drift
-        fast = f"{found.drift.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
+    if result.drift is not None and result.median_error_after_drift is not None:
+        tokens, error = format_tokens(result.drift.num_tokens), result.median_error_after_drift
+        fast = f"{result.drift.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
         table.add_row("clock drift:", f"{fast}; corrected for that, the error is {error:.1%}")
-    if found.max_logit_error is not None:
-        table.add_row("logits:", f"differ from one process's by at most {found.max_logit_error:.2g}")
-    table.add_row("TSP:", found.tsp)
-    table.add_row("measured:", "; ".join(found.measured))
-    if found.modelled:
-        table.add_row("modelled:", "; ".join(found.modelled))
-    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
-    for warning in found.warnings:
+    if result.max_logit_error is not None:
+        table.add_row("logits:", f"differ from one process's by at most {result.max_logit_error:.2g}")
+    table.add_row("TSP:", result.tsp)
+    table.add_row("measured:", "; ".join(result.measured))
+    if result.modelled:
+        table.add_row("modelled:", "; ".join(result.modelled))
+    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
+    for warning in result.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
     narrower = narrowing(rows, "spread", "predicted\nplace", "measured\nplace", "prediction", "partition")
-    show(answer, "", *header(found.question, found.cluster), "", narrower, "", table)
+    show(answer, "", *header(result.question, result.cluster), "", narrower, "", table)
 
 
-def _measured(found: Confirmation) -> str:
+def _measured(result: Confirmation) -> str:
     """The plan's choice: what was measured and predicted, and whether it meets the targets."""
-    choice, gpus = found.choice, f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
+    choice, gpus = result.choice, f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.iqr_s)})"
     said = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
     predicted = f"predicted {said}, {choice.rel_error:+.1%}"
-    met = "all targets met" if found.ok else f"{len(found.reasons)} target{'s' * (len(found.reasons) != 1)} NOT met"
+    met = "all targets met" if result.ok else f"{len(result.reasons)} target{'s' * (len(result.reasons) != 1)} NOT met"
     return f"{choice.strategy} on {gpus}, TTFT {measured}; {predicted}; {met}"
 
 
-def _order(found: Confirmation) -> str:
+def _order(result: Confirmation) -> str:
     """How many pairs are ordered by measurement, and how many of them by prediction as well."""
-    orders = found.orders
+    orders = result.orders
     if orders.num_pairs and not orders.significant:
         return f"none of {orders.num_pairs} pairs differ by more than their spreads"
     wrong = "; ".join(f"{fast} is faster than {slow}" for fast, slow in orders.wrong[:_SHOWN_WRONG])
@@ -199,30 +199,30 @@ def _order(found: Confirmation) -> str:
     return f"{text}; not predicted: {wrong}{more}" if wrong else text
 
 
-def _regret(found: Confirmation) -> str:
+def _regret(result: Confirmation) -> str:
     """How much slower the plan's choice was than the fastest candidate, both by name."""
-    choice, best = found.choice.strategy, found.best.strategy
-    if found.choice is found.best:
+    choice, best = result.choice.strategy, result.best.strategy
+    if result.choice is result.best:
         return f"none: the plan's choice, {choice}, was the fastest"
-    significant = "significant" if found.regret_beyond_spread else "not significant"
-    amount = f"{found.regret:.1%} ± {found.regret_spread:.1%}"
+    significant = "significant" if result.regret_beyond_spread else "not significant"
+    amount = f"{result.regret:.1%} ± {result.regret_spread:.1%}"
     return f"{amount}: the plan's choice, {choice}, was slower than {best}, the fastest ({significant})"
 
 
-def show_search(found: SearchedPartition) -> None:
+def show_search(result: SearchedPartition) -> None:
     """The fastest measured partition, and the cost of the search."""
-    table, best, seed = facts(), found.best, found.seed
+    table, best, seed = facts(), result.best, result.seed
     table.add_row(
         "best:", headline(f"{', '.join(map(str, best.partition))}, TTFT {format_seconds(best.median_s)} measured")
     )
-    table.add_row("gain:", f"{found.gain:.1%} over the plan's partition")
+    table.add_row("gain:", f"{result.gain:.1%} over the plan's partition")
     table.add_row("plan:", f"{', '.join(map(str, seed.partition))}, {format_seconds(seed.median_s)} measured")
     table.add_row(
-        "search:", f"{found.num_partitions} partitions, {len(found.search.samples)} prefills, {found.search.ended}"
+        "search:", f"{result.num_partitions} partitions, {len(result.search.samples)} prefills, {result.search.ended}"
     )
-    table.add_row("written:", found.output)
-    table_file = shlex.quote(found.output)
+    table.add_row("written:", result.output)
+    table_file = shlex.quote(result.output)
     look_up = Hint(
-        f"kvrsim table lookup {table_file} --gpus {found.question.num_gpus} --ctx {found.question.context_len}"
+        f"kvrsim table lookup {table_file} --gpus {result.question.num_gpus} --ctx {result.question.context_len}"
     )
-    show(table, "", *header(found.question, found.question.cluster), look_up)
+    show(table, "", *header(result.question, result.question.cluster), look_up)

@@ -22,7 +22,7 @@ _PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg,
 
 @takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs)
 def strategy_map(
-    asked: ScenariosArgs,
+    args: ScenariosArgs,
     compared: MapArgs,
     workers: PoolArgs,
     output: OutputArgs,
@@ -40,9 +40,9 @@ def strategy_map(
     from kvrsim.builder import build_scenarios
     from planner.map.map import make_map
 
-    scenario, notes, lengths, counts = build_scenarios(asked)
+    scenario, notes, lengths, counts = build_scenarios(args)
     with pool_of(workers) as pool, Progress() as progress:
-        found = make_map(
+        result = make_map(
             scenario,
             lengths=lengths,
             gpu_counts=counts,
@@ -52,34 +52,34 @@ def strategy_map(
             pool=pool,
             on_progress=progress,
         )
-    print_answer(output, found.to_dict, "points", lambda: show_map(found))
-    write_files((plot, found.write_plot))
+    print_answer(output, result.to_dict, "points", lambda: show_map(result))
+    write_files((plot, result.write_plot))
 
 
 ALONE = "single"
 
 
-def show_map(found: StrategyMap) -> None:
+def show_map(result: StrategyMap) -> None:
     """The best by context for each bandwidth; then the fastest strategies and the break-even contexts."""
-    answer, winners, best, even = facts(), list(found.winners()), list(found.best()), list(found.break_evens())
-    for bandwidth in found.bandwidths:
+    answer, winners, best, even = facts(), list(result.winners()), list(result.best()), list(result.break_evens())
+    for bandwidth in result.bandwidths:
         here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
         answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline("; ".join(_best_by_context(here))))
-    parts: list[Part] = [answer, "", *header(found.question, found.cluster, f"Fastest strategy for {found.model}")]
-    for bandwidth in found.bandwidths:
+    parts: list[Part] = [answer, "", *header(result.question, result.cluster, f"Fastest strategy for {result.model}")]
+    for bandwidth in result.bandwidths:
         parts += ["", Text(f"links of {format_bandwidth(bandwidth)}", style="bold")]
         parts.append(
-            _winners(found, bandwidth, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best)
+            _winners(result, bandwidth, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best)
         )
         here_even = [one for one in even if one.link_bandwidth_bytes_per_s == bandwidth]
         if here_even:
-            parts += ["", _break_evens(found, here_even)]
+            parts += ["", _break_evens(result, here_even)]
     notes = facts()
     if any(winner.ties and winner.pays for winner in winners):
         what = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
         notes.add_row("ties:", what)
-    notes.add_row("memory:", limit_text(found.memory_limit))
-    for note in (*_always_alone(found, best), *_too_long_alone(found), *found.warnings):
+    notes.add_row("memory:", limit_text(result.memory_limit))
+    for note in (*_always_alone(result, best), *_too_long_alone(result), *result.warnings):
         notes.add_row(Text("note:", style="yellow"), note)
     show(*parts, "", notes)
 
@@ -97,14 +97,14 @@ def _best_by_context(best: list[Winner]) -> Iterator[str]:
         yield f"{on} {span}" + ("" if first.fits and last.fits else " (does not fit)")
 
 
-def _winners(found: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
+def _winners(result: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
     """A row per context, a column per number of GPUs: the fastest strategy, its TTFT, its speedup over one GPU."""
     table = columns("context")
-    several = [count for count in found.gpu_counts if count > 1]
+    several = [count for count in result.gpu_counts if count > 1]
     columns("best", *(f"{count} GPUs" for count in several), into=table)
-    for context_len in found.lengths:
+    for context_len in result.lengths:
         here = [one for one in winners if one.context_len == context_len]
-        planned = [count for count in found.gpu_counts if found.at(context_len, bandwidth, count)]
+        planned = [count for count in result.gpu_counts if result.at(context_len, bandwidth, count)]
         cells = dict(zip(planned, map(_cell, here), strict=True))
         if not here:
             continue
@@ -125,40 +125,40 @@ def _cell(winner: Winner) -> str:
     return what if winner.fits else f"{what} (does not fit)"
 
 
-def _break_evens(found: StrategyMap, even: list[BreakEven]) -> Table:
+def _break_evens(result: StrategyMap, even: list[BreakEven]) -> Table:
     """The context from which each strategy is faster than another."""
     table = columns("faster from context")
-    columns(*(f"{count} GPUs" for count in found.gpu_counts if count > 1), into=table)
+    columns(*(f"{count} GPUs" for count in result.gpu_counts if count > 1), into=table)
     for name, over in dict.fromkeys((one.strategy, one.over) for one in even):
         cells = []
-        for count in found.gpu_counts:
+        for count in result.gpu_counts:
             here = [one for one in even if (one.num_gpus, one.strategy, one.over) == (count, name, over)]
             if count > 1:
-                cells.append(_length(found, here[0]) if here else "")
+                cells.append(_length(result, here[0]) if here else "")
         table.add_row(f"{name} than {over}", *cells)
     return table
 
 
-def _length(found: StrategyMap, even: BreakEven) -> str:
+def _length(result: StrategyMap, even: BreakEven) -> str:
     if even.context_len is None:
-        return f"beyond {format_tokens(found.lengths[-1])}"
+        return f"beyond {format_tokens(result.lengths[-1])}"
     if even.known == "interpolated":
         return f"{even.context_len} tokens"
     return f"at most {format_tokens(even.context_len)}"
 
 
-def _too_long_alone(found: StrategyMap) -> Iterator[str]:
+def _too_long_alone(result: StrategyMap) -> Iterator[str]:
     """From which context on one GPU has too little memory."""
-    lengths = [point.context_len for point in found.points if point.strategy == ALONE and not point.fits]
+    lengths = [point.context_len for point in result.points if point.strategy == ALONE and not point.fits]
     if lengths:
         shortest = format_tokens(min(lengths))
         yield f"from {shortest} on, one GPU has too little memory; there the fastest strategy that fits wins"
 
 
-def _always_alone(found: StrategyMap, best: list[Winner]) -> Iterator[str]:
+def _always_alone(result: StrategyMap, best: list[Winner]) -> Iterator[str]:
     """Where more GPUs never help."""
-    for bandwidth in found.bandwidths:
+    for bandwidth in result.bandwidths:
         here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
-        if found.gpu_counts[-1] > 1 and not any(one.pays for one in here):
+        if result.gpu_counts[-1] > 1 and not any(one.pays for one in here):
             links = f"links of {format_bandwidth(bandwidth)}"
             yield f"with {links}, more than one GPU is not faster at any of these contexts"

@@ -17,10 +17,10 @@ from kvrsim.cli.text import (
     add_misfits,
     add_notes,
     blocks_text,
+    coverage_text,
     facts,
     header,
     headline,
-    held_text,
     likely,
     limit_text,
     mean_change,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @takes(ScenarioArgs, PlanArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, OutputArgs)
 def plan(
-    asked: ScenarioArgs,
+    args: ScenarioArgs,
     compared: PlanArgs,
     noise: NoiseArgs,
     workers: PoolArgs,
@@ -72,7 +72,7 @@ def plan(
 
     disturbance = disturbance_of(noise)
     search = Search(method=compared.method, stride=compared.stride, table=table_of(compared.table))
-    scenario, warnings = build_scenario(asked)
+    scenario, warnings = build_scenario(args)
     names = compared.strategies
     if within := deploy.only_deployable or (deploy.emit if names is None else None):
         from planner.deploy import only_deployable
@@ -93,7 +93,7 @@ def plan(
         from planner.deploy import launch_of
 
         best = result.best
-        launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=asked.model, layers=best.layers)
+        launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers)
     print_answer(output, (launch or result).to_dict, "strategies", lambda: show_plan(result, launch))
     if timeline := result.timeline:
         write_files(
@@ -115,7 +115,7 @@ def show_plan(plan: Plan, launch: Launch | None = None) -> None:
         show_launch(launch)
     answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
     answer.add_row("best:", headline(_headline(plan)))
-    for label, line in (*_found(plan), *_engines(plan)):
+    for label, line in (*_best_facts(plan), *_engines(plan)):
         answer.add_row(label, line)
     for label, line in (*_pipelines(plan), *_kvr(plan)):
         table.add_row(label, line)
@@ -130,7 +130,7 @@ def show_plan(plan: Plan, launch: Launch | None = None) -> None:
         nearest = plan.shortfall is not None and plan.shortfall.strategy == result.strategy
         if nearest or (plan.feasible and len(plan.strategies) <= _MOST_EXPLAINED):
             add_misfits(table, result.strategy, result.memory, limit.nbytes)
-    table.add_row("rests on:", rests_on_line(plan.question, held_text(plan.interval_coverage)))
+    table.add_row("rests on:", rests_on_line(plan.question, coverage_text(plan.interval_coverage)))
     add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
     show(answer, "", *header(plan.question, plan.cluster), "", strategies_table(plan), "", table)
 
@@ -150,7 +150,7 @@ def _headline(plan: Plan) -> str:
     return text
 
 
-def _found(plan: Plan) -> Iterator[tuple[str, str]]:
+def _best_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """About the best strategy: its partition, ties and bound; where nothing fits, what would."""
     best = plan.best
     if plan.shortfall is not None:

@@ -43,7 +43,7 @@ class PredictorArgs(ScenarioArgs):
 @app.command("build")
 @takes(PredictorArgs, BuildArgs, fixed={"cached_prefix": 0, "prefix_placement": "all"})
 def build(
-    asked: PredictorArgs,
+    args: PredictorArgs,
     workers: PoolArgs,
     *,
     output: Any = output("FILE", "Write the predictor, as JSON."),
@@ -63,7 +63,7 @@ def build(
 
     if strategy != BEST:
         get_strategy(strategy)
-    scenario, notes = build_scenario(asked)
+    scenario, notes = build_scenario(args)
     with pool_of(workers, every_core=True) as pool, Progress() as progress:
         predictor = make_predictor(scenario, strategy=strategy, pool=pool, on_progress=progress)
     predictor.write(output)
@@ -109,11 +109,11 @@ def lookup(
     """
     from planner.predictor.predictor import load_predictor
 
-    found = load_predictor(file, "PREDICTOR").predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
+    estimate = load_predictor(file, "PREDICTOR").predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
     if json:
-        print_json(found.to_dict())
+        print_json(estimate.to_dict())
         return
-    table, interval = facts(), format_interval(found.ttft_low_s, found.ttft_high_s)
-    time = f"{found.strategy}, {format_seconds(found.ttft_s)} (prediction interval {interval})"
+    table, interval = facts(), format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
+    time = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
     table.add_row("TTFT:", headline(time))
     show(table)

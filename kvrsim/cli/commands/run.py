@@ -29,7 +29,7 @@ FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance"
 
 @takes(MeasuredArgs, HardwareArgs, TimelineArgs, fixed=FIXED)
 def run(
-    asked: MeasuredArgs,
+    args: MeasuredArgs,
     hardware: HardwareArgs,
     files: TimelineArgs,
     *,
@@ -52,10 +52,10 @@ def run(
     from planner.confirm.hardware import Reporter
     from planner.confirm.run import run_here
 
-    scenario, warnings = _scenario(asked, hardware.device)
-    machine = hardware_of(hardware, asked, scenario)
+    scenario, warnings = _scenario(args, hardware.device)
+    machine = hardware_of(hardware, args, scenario)
     with Progress("planning and starting ranks", is_timed=True) as progress:
-        found = run_here(
+        result = run_here(
             scenario,
             machine,
             strategy=strategy,
@@ -68,73 +68,75 @@ def run(
     if not is_first_rank():
         return
     if json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        show_run(found)
-    about = {"cluster": f"{found.num_gpus} ranks, {found.conditions['device']}", "profile": None}  # it is measured
+        show_run(result)
+    about = {"cluster": f"{result.num_gpus} ranks, {result.conditions['device']}", "profile": None}  # it is measured
     write_files(
-        (files.trace, lambda path: found.timeline.write_chrome_trace(path, found.question, **about)),
-        (files.plot, lambda path: _draw(found, path)),
+        (files.trace, lambda path: result.timeline.write_chrome_trace(path, result.question, **about)),
+        (files.plot, lambda path: _draw(result, path)),
     )
 
 
-def _scenario(asked: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...]]:
+def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...]]:
     """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
     from kvrsim.builder import build_scenario
 
-    if asked.profile is not None:
-        return build_scenario(asked)
+    if args.profile is not None:
+        return build_scenario(args)
     from kvrsim.runtime.host import chosen_device
 
-    dtype = asked.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
-    return build_scenario(replace(asked, profile="roofline", dtype=dtype, attention=asked.attention or "sdpa"))[0], ()
+    dtype = args.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
+    return build_scenario(replace(args, profile="roofline", dtype=dtype, attention=args.attention or "sdpa"))[0], ()
 
 
-def _draw(found: RunResult, path: str) -> None:
+def _draw(result: RunResult, path: str) -> None:
     from kvrsim.views.gantt import write_gantt
 
-    question = found.question
-    device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
+    question = result.question
+    device = f"measured on {result.num_gpus} ranks, {result.conditions['device']}"
     line = subtitle(
         question.model,
         question.context_len,
         (device, f"{question.attention} attention", question.dtype, "shown: one more prefill"),
     )
     write_gantt(
-        found.timeline,
+        result.timeline,
         path,
-        title=f"{found.strategy}: first token after {format_seconds(found.ttft_s)}, measured",
+        title=f"{result.strategy}: first token after {format_seconds(result.ttft_s)}, measured",
         subtitle=line,
     )
 
 
-def show_run(found: RunResult) -> None:
+def show_run(result: RunResult) -> None:
     """One row per rank, then TTFT and its spread."""
     rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
-    values = found.to_dict()["per_rank"]
-    chunks = found.partition if found.chunk_per_rank else (found.question.context_len,) * len(values)
+    values = result.to_dict()["per_rank"]
+    chunks = result.partition if result.chunk_per_rank else (result.question.context_len,) * len(values)
     tokens = [*[0] * (len(values) - len(chunks)), *chunks]
     for row, chunk in zip(values, tokens, strict=True):
         times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
         rows.add_row(str(row["rank"]), str(chunk), *times, format_bytes(row["sent_bytes"]))
-    answer, table, count = facts(), facts(), len(found.samples_s)
-    gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
-    measured = f"{format_seconds(found.ttft_s)} measured, median of {count}; spread {format_seconds(found.iqr_s)} (IQR)"
-    answer.add_row("TTFT:", headline(f"{found.strategy} on {gpus}, {measured}"))
-    if found.predicted_s is not None:
-        error = found.predicted_s / found.ttft_s - 1
-        answer.add_row("predicted:", f"{format_seconds(found.predicted_s)} ({error:+.1%})")
-    if found.chunk_per_rank and len(found.partition) > 1:
-        answer.add_row("partition:", f"{format_partition(found.partition, room=10**6)} tokens")
-    if (difference := found.difference) is not None:
+    answer, table, count = facts(), facts(), len(result.samples_s)
+    gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
+    measured = (
+        f"{format_seconds(result.ttft_s)} measured, median of {count}; spread {format_seconds(result.iqr_s)} (IQR)"
+    )
+    answer.add_row("TTFT:", headline(f"{result.strategy} on {gpus}, {measured}"))
+    if result.predicted_s is not None:
+        error = result.predicted_s / result.ttft_s - 1
+        answer.add_row("predicted:", f"{format_seconds(result.predicted_s)} ({error:+.1%})")
+    if result.chunk_per_rank and len(result.partition) > 1:
+        answer.add_row("partition:", f"{format_partition(result.partition, room=10**6)} tokens")
+    if (difference := result.difference) is not None:
         shown = (
             f"{difference.logits:.2g} of {difference.logits_scale:.2g}; KV cache by at most {difference.kv_cache:.2g}"
         )
         table.add_row("logits:", f"differ from one process's by at most {shown}")
-    for row in found.generated:
+    for row in result.generated:
         table.add_row("tokens:", " ".join(map(str, row)))
-    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
-    for warning in found.warnings:
+    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
+    for warning in result.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    asked = measured_header(found.question, found.conditions)
-    show(answer, "", *asked, "", narrowing(rows, "sent", "tokens"), "", table)
+    args = measured_header(result.question, result.conditions)
+    show(answer, "", *args, "", narrowing(rows, "sent", "tokens"), "", table)

@@ -15,10 +15,10 @@ from kvrsim.cli.text import (
     add_misfits,
     add_notes,
     blocks_text,
+    coverage_text,
     facts,
     header,
     headline,
-    held_text,
     likely,
     limit_text,
     mean_change,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @takes(ScenarioArgs, SimulateArgs, NoiseArgs, PageArgs, OutputArgs)
-def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: PageArgs, output: OutputArgs) -> None:
+def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: PageArgs, output: OutputArgs) -> None:
     """Simulate one strategy's prefill, rank by rank.
 
     Prints what each rank computes, waits for, sends and holds.
@@ -55,7 +55,7 @@ def simulate(asked: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: Pa
 
     disturbance = disturbance_of(noise)
     search = Search(partition=run.partition, table=table_of(run.table))
-    scenario, warnings = build_scenario(asked)
+    scenario, warnings = build_scenario(args)
     record: Any = [*["timeline"] * files.is_given, *["breakdown"] * run.breakdown]
     with Progress() as progress:
         result = run_simulation(
@@ -99,7 +99,7 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     table.add_row("executor:", result.executor)
     table.add_row("memory:", limit_text(scenario.memory_limit))
     add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
-    table.add_row("rests on:", rests_on_line(result.question, held_text(result.interval_coverage)))
+    table.add_row("rests on:", rests_on_line(result.question, coverage_text(result.interval_coverage)))
     add_notes(table, result.warnings)
     parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", ranks_table(result), ""]
     if result.breakdown is not None:

@@ -30,7 +30,7 @@ _MULTIPLE = "All chunks but the last are multiples of N tokens. Default: any len
 @app.command("build")
 @takes(ScenariosArgs, BuildArgs)
 def build(
-    asked: ScenariosArgs,
+    args: ScenariosArgs,
     workers: PoolArgs,
     *,
     output: Any = output("FILE", "Write the table, as JSON."),
@@ -51,7 +51,7 @@ def build(
     from planner.table.table import TableSetting
 
     chosen, path = searched(strategy), Path(output)
-    scenario, notes, lengths, counts = build_scenarios(asked)
+    scenario, notes, lengths, counts = build_scenarios(args)
     setting = TableSetting.of(scenario, chosen.name)
     journal = path.with_name(path.name + SUFFIX)
     with (
@@ -94,13 +94,13 @@ def lookup(
     from kvrsim.io.schema import to_json
     from planner.table.table import load_table, look_up
 
-    found = look_up(load_table(file, "TABLE"), gpus, ctx, multiple=multiple)
+    result = look_up(load_table(file, "TABLE"), gpus, ctx, multiple=multiple)
     if not json:
-        show_lookup(found)
+        show_lookup(result)
         return
-    for warning in found.warnings:
+    for warning in result.warnings:
         warn(f"warning: {warning}")
-    print_json(to_json(found))
+    print_json(to_json(result))
 
 
 @app.command("show")
@@ -124,18 +124,18 @@ def show_(
     write_files((plot, lambda path: write_shares(table, path)))
 
 
-def show_lookup(found: TableLookup) -> None:
+def show_lookup(result: TableLookup) -> None:
     """The partition and where it is from."""
     table = facts()
-    table.add_row("partition:", headline(", ".join(map(str, found.partition))))
-    table.add_row("shares:", " ".join(f"{share:.3f}" for share in found.fractions))
-    between = " and ".join(map(format_tokens, found.between))
-    told = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
-    table.add_row("from:", told.get(found.source, f"extrapolated from the shares of {between}"))
-    for warning in found.warnings:
+    table.add_row("partition:", headline(", ".join(map(str, result.partition))))
+    table.add_row("shares:", " ".join(f"{share:.3f}" for share in result.fractions))
+    between = " and ".join(map(format_tokens, result.between))
+    sources = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
+    table.add_row("from:", sources.get(result.source, f"extrapolated from the shares of {between}"))
+    for warning in result.warnings:
         table.add_row(Text("warning:", style="yellow"), warning)
-    gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
-    table.add_row("question:", f"{format_tokens(found.context_len)} tokens on {gpus}")
+    gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
+    table.add_row("question:", f"{format_tokens(result.context_len)} tokens on {gpus}")
     show(table)
 
 
@@ -162,33 +162,33 @@ def show_table(table: PartitionTable) -> None:
             "gap:", "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
         )
     notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
-    asked = Text(" · ".join((table.setting.model, *_setting(table.setting))), style="dim")
-    show(summary_of(table), "", asked, "", narrowing(rows, "vs even", "gap", "partition"), "", notes)
+    args = Text(" · ".join((table.setting.model, *_setting(table.setting))), style="dim")
+    show(summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes)
 
 
 def show_built(table: PartitionTable, output: str) -> None:
     """What a new table has and gains, and where it is."""
-    found, last = summary_of(table), table.entries[-1]
-    found.add_row("written:", output)
-    show(found, Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}"))
+    summary, last = summary_of(table), table.entries[-1]
+    summary.add_row("written:", output)
+    show(summary, Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}"))
 
 
 def summary_of(table: PartitionTable) -> Facts:
     """What the table has and gains, in three lines."""
-    entries, found = table.entries, facts()
+    entries, summary = table.entries, facts()
     lengths, counts = [one.context_len for one in entries], sorted({one.num_gpus for one in entries})
     contexts = _span([format_tokens(min(lengths)), format_tokens(max(lengths))])
     count, gpus = f"{len(entries)} partition{'s' * (len(entries) != 1)}", ", ".join(map(str, counts))
-    found.add_row("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs"))
+    summary.add_row("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs"))
     over = {
         "TSP": sorted(one.speedup_over_tsp for one in entries),
         "even chunks": sorted(one.speedup_over_even for one in entries),
     }
     speed = (f"{_span([f'{all_of[0]:.2f}', f'{all_of[-1]:.2f}'])}× as fast as {name}" for name, all_of in over.items())
-    found.add_row("speed-up:", ", ".join(speed))
+    summary.add_row("speed-up:", ", ".join(speed))
     unfit = sum(not one.fits for one in entries)
-    found.add_row("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit")
-    return found
+    summary.add_row("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit")
+    return summary
 
 
 def _span(ends: Sequence[str]) -> str:
@@ -198,13 +198,13 @@ def _span(ends: Sequence[str]) -> str:
 def _setting(setting: TableSetting) -> tuple[str, ...]:
     bandwidth, latency = format_bandwidth(setting.link_bandwidth_bytes_per_s), format_seconds(setting.link_latency_s)
     link = f"{setting.cluster}: {setting.gpu}, {setting.topology} ({setting.link}, {bandwidth}, {latency})"
-    told = [
+    parts = [
         f"strategy {setting.strategy}",
         link,
         f"{setting.attention} attention",
         f"profile {setting.profile}",
         setting.dtype,
     ]
-    told += [f"batch {setting.batch}"] * (setting.batch > 1)
-    told += [f"{format_tokens(setting.cached_prefix)} tokens cached"] * (setting.cached_prefix > 0)
-    return tuple(told)
+    parts += [f"batch {setting.batch}"] * (setting.batch > 1)
+    parts += [f"{format_tokens(setting.cached_prefix)} tokens cached"] * (setting.cached_prefix > 0)
+    return tuple(parts)

@@ -14,7 +14,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.plan import plan_page
-from kvrsim.views.timeline import Shown, legend, to_data
+from kvrsim.views.timeline import LabelledTimeline, legend, to_data
 from planner.candidates import choose_partition, per_rank_scenario
 from planner.plan import make_plan, span_count
 from tests.building import examples
@@ -56,7 +56,7 @@ def read_back(data: dict[str, Any]) -> list[tuple[Any, ...]]:
 @given(spans=st.lists(SPANS, max_size=40))
 def test_spans_come_back_to_within_a_tick(spans: list[Span]) -> None:
     timeline = Timeline(strategy="tsp", num_ranks=4, spans=tuple(spans))
-    data = to_data(Shown(name="tsp", title="tsp", timeline=timeline))
+    data = to_data(LabelledTimeline(name="tsp", title="tsp", timeline=timeline))
     tick_s = data["tick_s"]
     assert tick_s <= max(1e-9, timeline.end_s / 2**31)
     kept = sorted(read_back(data), key=lambda row: row[-2])
@@ -95,7 +95,7 @@ def test_a_plans_page_has_every_strategy_with_the_basis_of_each_span() -> None:
 def test_colours_of_a_legend_are_those_that_are_drawn() -> None:
     run = kvrsim.simulate(strategy="kvr-s", gpus=2, ctx="1k", timeline=True)
     assert run.timeline is not None
-    data = to_data(Shown(name="kvr-s", title="", timeline=run.timeline))
+    data = to_data(LabelledTimeline(name="kvr-s", title="", timeline=run.timeline))
     assert {variable for _, variable in legend([run.timeline])} == {kind["colour"] for kind in data["kinds"]}
 
 
