@@ -241,8 +241,10 @@ class _Dispatcher:
         self.pool, self.service, self.packing = pool, service, packing
         self.position, self.at_position = positions.tolist(), np.argsort(positions).tolist()
         self.queue: list[int] = []  # positions of waiting requests
-        self.begin_s, self.end_s = np.full(len(positions), np.inf), np.full(len(positions), np.inf)
-        self.group, self.busy_s = np.zeros(len(positions), dtype=np.int64), 0.0
+        columns = (service.ttft_s, service.busy_s, service.hold_s, service.length_class)
+        self.alone_s, self.prompt_busy_s, self.hold_s, self.length_class = (column.tolist() for column in columns)
+        self.begin_s, self.end_s = [np.inf] * len(positions), [np.inf] * len(positions)
+        self.group, self.busy_s = [0] * len(positions), 0.0
         num_ranks = service.overlap.num_ranks
         if packing is not None:
             from planner.capacity.packing import PackingRule
@@ -261,9 +263,14 @@ class _Dispatcher:
         busy: list[tuple[float, int]] = []  # when the first rank of each other group is free
         queue, arrived, now = self.queue, 0, -_NEVER
         while True:
-            now = max(now, min(arrivals[arrived], busy[0][0] if busy else _NEVER))
+            next_s = arrivals[arrived]
+            if busy and busy[0][0] < next_s:
+                next_s = busy[0][0]
+            if next_s > now:
+                now = next_s
             if now == _NEVER:
-                return PoolRun(begin_s=self.begin_s, end_s=self.end_s, group=self.group, busy_s=self.busy_s)
+                begin_s, end_s = np.array(self.begin_s), np.array(self.end_s)
+                return PoolRun(begin_s=begin_s, end_s=end_s, group=np.array(self.group), busy_s=self.busy_s)
             while arrivals[arrived] <= now:
                 heappush(queue, self.position[arrived])
                 arrived += 1
@@ -279,11 +286,10 @@ class _Dispatcher:
 
     def _prompt(self, group: int, now: float) -> float:
         """Start the first of the queue on a group; returns when its first rank is free."""
-        request, service = self.at_position[heappop(self.queue)], self.service
-        alone_s, hold_s = float(service.ttft_s[request]), float(service.hold_s[request])
-        begin_s, free_s = service.overlap.run(int(service.length_class[request]), alone_s, now, self.free_s[group])
+        request, run = self.at_position[heappop(self.queue)], self.service.overlap.run
+        begin_s, free_s = run(self.length_class[request], self.alone_s[request], now, self.free_s[group])
         self.begin_s[request] = begin_s
-        return self._end(group, [request], free_s, float(service.busy_s[request]), hold_s)
+        return self._end(group, (request,), free_s, self.prompt_busy_s[request], self.hold_s[request])
 
     def _step(self, group: int, now: float) -> float:
         """Fill a step and run it; returns when the first stage is free."""
@@ -295,13 +301,13 @@ class _Dispatcher:
         free_s, costs = self.free_s[group], self.packing.costs
         busy_s = costs.run(free_s, now, costs.step(pieces))
         requests = [piece.prompt for piece in pieces if piece.is_last]
-        hold_s = max((float(self.service.hold_s[request]) for request in requests), default=0.0)
+        hold_s = max((self.hold_s[request] for request in requests), default=0.0)
         return self._end(group, requests, free_s, busy_s, hold_s)
 
     def _peek(self) -> int | None:
         return self.at_position[self.queue[0]] if self.queue else None
 
-    def _end(self, group: int, requests: list[int], free_s: list[float], busy_s: float, hold_s: float) -> float:
+    def _end(self, group: int, requests: Sequence[int], free_s: list[float], busy_s: float, hold_s: float) -> float:
         """Record the first tokens of requests, and hold the group after them."""
         end_s = free_s[-1]
         for request in requests:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,14 +117,6 @@ def test_what_no_engine_has() -> None:
     with pytest.raises(InputError, match=r"^strategies: got 'kvr-s,ring', accepted: what trtllm \(main"):
         only_deployable(scenario, "trtllm", ("kvr-s", "ring"), "only_deployable")
     assert only_deployable(scenario, "trtllm", ("kvr-s", "tp"), "only_deployable") == ("tp",)
-
-
-def test_sources_and_versions_are_given() -> None:
-    content = json.loads((Path(cli.__file__).parents[1] / "data" / "deploy.json").read_text())
-    for name in DEPLOY_ENGINES:
-        assert all(one.startswith("https://") for one in content[name]["sources"])
-        assert content[name]["version"]
-        assert set(content[name]["notes"]) <= set(content[name]["strategies"])
 
 
 def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple[str, str]:

@@ -82,13 +82,6 @@ def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
     assert tight.num_gpus >= loose.num_gpus
 
 
-def test_no_group_is_fast_enough_or_has_room() -> None:
-    assert "at 0.1 ms a token: a step of one sequence takes at least" in str(
-        decode_fleet(large(), FleetLimits(sizes=(8,)), sequences(10), 0.0001)
-    )
-    assert "does not fit" in str(decode_fleet(large(), FleetLimits(sizes=(1,)), sequences(10), 0.1))
-
-
 def workload(output_tokens: list[int]) -> Workload:
     count = len(output_tokens)
     return Workload(

@@ -19,7 +19,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
 from planner.capacity.fleet import WHOLE, GroupType
-from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, TimeGrid, simulated_lengths, weights_of
+from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, weights_of
 from planner.capacity.workload import Workload
 from planner.search.search import search
 
@@ -133,21 +133,6 @@ def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
     seconds = times.seconds(GroupType(1), new, np.zeros(4, dtype=np.int64))
     assert np.isfinite(seconds).tolist() == [True, True, False, False]
     assert times.grids(GroupType(4))[0].most_new_tokens > times.grids(GroupType(1))[0].most_new_tokens
-
-
-def test_groups_on_a_shared_bus_have_times_too() -> None:
-    bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
-    grid = TimeGrid.fastest(bus, [STRATEGIES["tsp"], KVR], None, 0, np.array([256, 2048], dtype=np.int64))
-    assert np.isfinite(grid.ttft_s).all()
-    assert not grid.slack_s.any()
-
-
-def test_nodes_hold_both_ends_and_the_powers_of_two() -> None:
-    knots = simulated_lengths(3, 5000)
-    assert knots[0] == 3
-    assert knots[-1] == 5000
-    assert {4, 8, 1024, 4096} <= set(knots.tolist())
-    assert (np.diff(knots) > 0).all()
 
 
 def large(gpus: int, ctx: int = 1024) -> Scenario:
