@@ -2,7 +2,7 @@
 
 Engine records: what each serving engine adds to a profile's kernels, how sure that is, and what it rests on.
 
-HostRates: the seconds that software adds to a prefill beside its kernels.
+HostRates: the seconds that software adds to the kernels of a prefill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
 SHORT_TOKENS = 512  # of all prompts of a batch; below, most of the time may be what the engine adds
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
 
-# Quantities of an engine that have a spread, in the order in which they are shown.
+# Quantities of an engine that have a spread, in the order of tables.
 TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s", "kernel_scale", "other_gpu", "model")
 
 
@@ -45,7 +45,7 @@ class EngineFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """A serving engine of some version beside the kernels of a profile.
+    """A serving engine of some version, in addition to the kernels of a profile.
 
     kernel_scale: seconds of this engine's kernels over the profile's, by the profile's GPU; the kernels of an older
         library are slower.
@@ -105,8 +105,8 @@ class HostRates:
     resume_s: NonNegative = (
         0.0  # that the device idles after communication that held it, until what follows has been issued
     )
-    request_s: NonNegative = 0.0  # before the first layer, once a request; the device waits
-    token_s: NonNegative = 0.0  # more for each token of the request, as of a tokeniser; the device waits
+    request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
+    token_s: NonNegative = 0.0  # more per token of the request, such as for a tokeniser; the device waits
     step_s: NonNegative = 0.0  # before each pass through the layers: of a chunked prefill, each piece on each stage
     prepare_s: NonNegative | None = None  # of the host, in each pass; None: not measured, as long as step_s
     message_s: NonNegative = 0.0  # to issue one send or one receive

@@ -39,14 +39,14 @@ class InputError(KvrsimError):
 
 
 def _shown(value: object, most: int) -> str:
-    """At most so many characters on one line; those that a terminal would obey are escaped."""
+    """At most `most` characters on one line; control characters are escaped."""
     text = " ".join(str(value).split())
     text = text if len(text) <= most else text[: most - 3] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class NotWrittenError(KvrsimError):
-    """A file cannot be written, though nothing is wrong with what was asked: the disk is full, say."""
+    """A file cannot be written for a reason outside the question, such as a full disk."""
 
     exit_code = 74
 

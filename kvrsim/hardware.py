@@ -107,7 +107,7 @@ class LinkSpec:
     name: str  # as in links.json
     bandwidth_bytes_per_s: float  # payload in one direction
     latency_s: NonNegative  # from the first byte sent to the first received, software included
-    source: str  # citation, or who said so
+    source: str  # citation, or whose figure it is
     short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
     gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
     all_reduce: AllReduceRates | None = None  # of all-reduces over such links; None: as two all-gathers
@@ -133,9 +133,9 @@ class Path:
     bandwidth_bytes_per_s: float  # of the slowest link on the way
     latency_s: float  # of all links on the way together
     shared_bus: bool  # whether all paths of the cluster share this one bandwidth
-    short_bytes_per_s: float | None = None  # as of LinkSpec
-    gather: GatherRates | None = None  # as of LinkSpec
-    all_reduce: AllReduceRates | None = None  # as of LinkSpec
+    short_bytes_per_s: float | None = None  # see LinkSpec
+    gather: GatherRates | None = None  # see LinkSpec
+    all_reduce: AllReduceRates | None = None  # see LinkSpec
 
     def busy_s(self, nbytes: Array) -> Array:
         """How long a message of that size keeps the path busy; it arrives `latency_s` later.
@@ -213,7 +213,7 @@ class Cluster:
         return self.topology == "bus" and self.num_gpus > 1
 
     def slowness(self, rank: int) -> float:
-        """How many times as long as the others a rank computes; see UnevenCluster."""
+        """Compute time of a rank over that of the others; see UnevenCluster."""
         assert 0 <= rank < self.num_gpus, rank
         return 1.0
 
@@ -292,7 +292,7 @@ def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkS
 
 
 def prefix_link(cluster: Cluster, place: Literal["host", "remote"]) -> LinkSpec:
-    """What a GPU loads a cached prefix over, nominally: its host link, or the network, a GPU's share of it."""
+    """The nominal link over which a GPU loads a cached prefix: its host link, or its share of the network."""
     if place == "remote" and cluster.network is not None:
         return cluster.network
     links = JsonObject.read(_DATA / "prefix_links.json", "prefix_links")
@@ -364,7 +364,7 @@ class UnevenCluster(Cluster):
         return cls(**same, slow_gpus=gpus, slow_links=links)
 
     def slowness(self, rank: int) -> float:
-        """How many times as long a rank computes."""
+        """Compute time of a rank over that of the others."""
         return next((gpu.factor for gpu in self.slow_gpus if gpu.rank == rank), 1.0)
 
     def path(self, src: int, dst: int) -> Path:

@@ -2,7 +2,7 @@
 
 Weights and KV-cache are held throughout; activations, score matrix and logits at their largest moment.
 Eager attention in half precision holds, at the softmax, the scores with their mask, the fp32 copy and
-its half-precision result: 2 + 4 + 2 bytes an element, and the scores that the mask was added to, 2 more.
+its half-precision result: 2 + 4 + 2 bytes per element, and the scores that the mask was added to, 2 more.
 A ring that merges results kernel by kernel holds, per element of the output, the merged value, the block's, the
 weighted difference and the new value in fp32, and the block's in half precision: 4 x 4 + 2 bytes; in one kernel 4 + 2.
 """
@@ -169,12 +169,12 @@ def _stage_memory(
 
 
 def _cache_bytes(model: ModelSpec, layer: LayerSpec, tokens: int, width: int) -> float:
-    """Cache and state of so many tokens in a layer, of one sequence."""
+    """Cache and state of that many tokens in a layer, of one sequence."""
     return 0.0 if layer.mixer is None else float(layer.mixer.cache_bytes(tokens, model.cached_element_bytes(width)))
 
 
 def _activation_elements(model: ModelSpec, *, spread: bool = False) -> int:
-    """Widest moment of a layer, elements a token: residual twice, and what the mixer or the MLP holds.
+    """Elements per token at the widest moment of a layer: residual twice, and the tensors of the mixer or the MLP.
 
     spread: routed experts lie on all GPUs, and have other tokens than the rank's (see _expert_bytes).
     """
@@ -185,7 +185,7 @@ def _activation_elements(model: ModelSpec, *, spread: bool = False) -> int:
 
 
 def _expert_bytes(scenario: Scenario, chunk: int) -> int:
-    """Under expert parallelism, what the busiest GPU holds of its rows, beside the chunk's residual stream twice."""
+    """Under expert parallelism, what the busiest GPU holds of its rows, and the chunk's residual stream twice."""
     if scenario.expert_placement.num_gpus == 1:
         return 0
     batch, width = scenario.request.batch, scenario.request.dtype_bytes
@@ -227,7 +227,7 @@ def _score_heads(model: ModelSpec) -> int:
 
 
 def _merging_bytes(model: ModelSpec, program: Program, rank: int, width: int, *, fused: bool) -> int:
-    """Of a token where a ring merges its results, in one kernel if `fused`; 0 without a ring."""
+    """Bytes per token where a ring merges its results, in one kernel if `fused`; 0 without a ring."""
     if not any(isinstance(op, RingPass) for kind in program.layers for op in kind[rank]):
         return 0
     merged = FUSED_MERGE_PEAK_BYTES if fused else MERGE_PEAK_BYTES

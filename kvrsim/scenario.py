@@ -26,7 +26,7 @@ from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec
-from kvrsim.units import MAX_TOKENS, scale_kept
+from kvrsim.units import MAX_TOKENS, cached_scale
 
 MAX_BATCH = 2**20
 
@@ -276,8 +276,8 @@ class Scenario:
 
     def with_slower_links(self, factor: float) -> Scenario:
         """The same with links slower by a factor."""
-        link, network = scale_kept(self.cluster.link, factor), scale_kept(self.cluster.network, factor)
-        cluster, group = replace(self.cluster, link=link, network=network), scale_kept(self.group, factor)
+        link, network = cached_scale(self.cluster.link, factor), cached_scale(self.cluster.network, factor)
+        cluster, group = replace(self.cluster, link=link, network=network), cached_scale(self.group, factor)
         return replace(self, cluster=cluster, group=group)
 
     @property

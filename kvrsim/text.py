@@ -11,7 +11,7 @@ _MARKDOWN = re.compile(r"([\\`*\[\]|])")
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character spelled out, such as \x1b: a terminal obeys none of it."""
+    r"""The text with every control character spelled out, such as \x1b: a terminal obeys none of them."""
     return _CONTROLS.sub(lambda found: _spelled(found[0]), text)
 
 

@@ -205,8 +205,8 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
     return replace(value, **changes) if changes else value
 
 
-def scale_kept(value: T, factor: float) -> T:
-    """As `scale`, of what can be hashed, and kept: strategies ask for the same links one after another."""
+def cached_scale(value: T, factor: float) -> T:
+    """`scale` of a hashable value, cached: strategies use the same links one after another."""
     return cast(T, _scaled(value, factor))
 
 
@@ -267,14 +267,14 @@ def _joined(values: Iterable[int | str], argument: str) -> str:
 def _parse_list(
     text: str, argument: str, accepted: str, values_of: Callable[[str], range | list[int]]
 ) -> tuple[int, ...]:
-    found: set[int] = set()
+    values: set[int] = set()
     for part in text.split(","):
         if not part.strip():
             raise InputError(argument, text, accepted)
-        found.update(values_of(part.strip()))
-        if len(found) > MOST_VALUES:
+        values.update(values_of(part.strip()))
+        if len(values) > MOST_VALUES:
             raise InputError(argument, text, f"at most {MOST_VALUES} values")
-    return tuple(sorted(found))
+    return tuple(sorted(values))
 
 
 def _lengths_of(part: str, text: str, argument: str) -> range | list[int]:
@@ -298,13 +298,13 @@ def _lengths_of(part: str, text: str, argument: str) -> range | list[int]:
 
 
 def _times(first: int, last: int, factor: int, text: str, argument: str) -> list[int]:
-    """Each so many times as long as the one before, and the last."""
+    """Each `factor` times as long as the one before, and the last."""
     if factor < 2:
         raise InputError(argument, text, _ACCEPTED)
-    found = [first]
-    while found[-1] * factor < last:
-        found.append(found[-1] * factor)
-    return [*found, last]
+    lengths = [first]
+    while lengths[-1] * factor < last:
+        lengths.append(lengths[-1] * factor)
+    return [*lengths, last]
 
 
 def counts_up_to(num_gpus: int) -> tuple[int, ...]:

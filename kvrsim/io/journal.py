@@ -58,16 +58,16 @@ class Journal:
             if not whole and not _encoded({"format": self.form, "about": self.about}).startswith(content):
                 raise self.foreign()
             lines = self._lines(whole) if whole else []
-            found = [self._decoded(decode, line, number) for number, line in lines]
-            os.ftruncate(self._opened, len(whole) if found else 0)
-            if not found:
+            results = [self._decoded(decode, line, number) for number, line in lines]
+            os.ftruncate(self._opened, len(whole) if results else 0)
+            if not results:
                 self.append({"format": self.form, "about": self.about})
                 sync_folder(self.path.parent)
-            self._size_without_results = None if found else os.fstat(self._opened).st_size
+            self._size_without_results = None if results else os.fstat(self._opened).st_size
         except BaseException:
             self.close()
             raise
-        return found
+        return results
 
     def append(self, line: Mapping[str, Any]) -> None:
         """When this returns, neither a kill nor a power cut takes the line away.
@@ -197,7 +197,7 @@ def _unlock(handle: int) -> None:
 
 
 def _write(handle: int, line: bytes) -> None:
-    """All of it or, as far as one can, nothing."""
+    """Write atomically: truncate on failure."""
     before = os.fstat(handle).st_size
     try:
         left = line
@@ -222,8 +222,8 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-def _difference(key: str, known: Any, asked: Any) -> str:
+def _difference(key: str, known: Any, wanted: Any) -> str:
     """A key, with both values where they are short."""
-    if isinstance(known, dict | list) or isinstance(asked, dict | list):
+    if isinstance(known, dict | list) or isinstance(wanted, dict | list):
         return key
-    return f"{key} (there {json.dumps(known)[:40]}, here {json.dumps(asked)[:40]})"
+    return f"{key} (there {json.dumps(known)[:40]}, here {json.dumps(wanted)[:40]})"

@@ -121,7 +121,7 @@ def write_json(path: str | Path, value: Any, *, argument: str = "output") -> Non
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError where it is none, or is more than MAX_DEPTH levels deep.
+    """The value of a JSON text; ValueError where it is not JSON, or is more than MAX_DEPTH levels deep.
 
     The json module gives up at Python's recursion limit, and what it has read just below that limit cannot be
     compared or written again.
@@ -250,7 +250,7 @@ def named_object(
 ) -> JsonObject:
     """The JSON object that a shipped name or a file means; InputError names `argument` and the names.
 
-    also: names that the caller accepts besides.
+    also: other names that the caller accepts.
     """
     name = str(name_or_path)
     source = shipped.get(name, Path(name))
@@ -408,7 +408,7 @@ class _Kind:
     def _number(self, value: Any) -> float | int | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if self.range is not None and not (math.isfinite(value) and value in self.range):
+        if self.range is not None and not (value in self.range and math.isfinite(value)):
             return None
         if self.base is int and (not math.isfinite(value) or value != int(value)):
             return None

@@ -61,7 +61,7 @@ class AttentionCall:
     score_bytes: float  # that an eager kernel moves per element of the score matrix
     reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
     own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
-    latent: bool = False  # keys and values are made of one latent a token, or are the latents
+    latent: bool = False  # keys and values are made of one latent per token, or are the latents
     part_of_chunk: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
 
     @property
@@ -71,7 +71,7 @@ class AttentionCall:
 
     @property
     def mean_head_dim(self) -> float:
-        """Of keys and values: QK^T takes 2 FLOPs an element of a key, PV 2 an element of a value."""
+        """Of keys and values: QK^T takes 2 FLOPs per element of a key, PV 2 per element of a value."""
         return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
 
     @property
@@ -100,7 +100,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSizes:
-    """Measured over formula time by the size of a call; such as of score matrices that no longer fit a cache.
+    """Measured over formula time by the size of a call, such as of score matrices that no longer fit a cache.
 
     Between the sizes on log scales, beyond them as at the outermost. size * factor does not fall, so that a time that
     rises at least in proportion to size does not fall either once it is multiplied by its factor.
@@ -135,7 +135,7 @@ class EagerRates:
     bytes_per_s: float  # at which the score matrix crosses device memory, again and again
     start_s: NonNegative  # of all its kernels together, on the device
     measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
-    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, a score element, by model type
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, per score element, by model type
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """All elements of all heads' score matrices, masked ones too."""
@@ -164,7 +164,7 @@ class EagerRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockedRates:
-    """A fused kernel by what it covers: the chunk's own causal half, and the rectangle that a prefix makes of it.
+    """A fused kernel by what it covers: the chunk's own causal half, and the rectangle of the keys before the chunk.
 
     Without a prefix only what is not masked is computed. With one, either the rectangle of chunk x (prefix + chunk),
     mask and all (scaled_dot_product_attention with a mask), or, where what is masked is skipped, the rectangle of
@@ -230,7 +230,7 @@ class BlockedRates:
         )
 
     def _covered(self, call: AttentionCall) -> Array:
-        """What one head covers, as so many elements of the rectangle."""
+        """What one head covers, in elements of the rectangle."""
         if not call.own:
             whole = call.chunk * call.prefix
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
@@ -293,7 +293,7 @@ class FlashRates:
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = (
         1.0  # of a step in the chunk's own square, in steps elsewhere
     )
-    softmax_s: NonNegative = 0.0  # of a step's softmax, which runs beside its products: narrow heads wait for it
+    softmax_s: NonNegative = 0.0  # of a step's softmax, which overlaps with its products: narrow heads wait for it
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Launch, tiles by waves, the append; more queries or keys never take less."""
@@ -386,15 +386,13 @@ class LatentRates:
         return self.absorbed if wide and self.absorbed is not None else self.expanded
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """As of FlashRates."""
         return self.of(call).seconds(call, batch, element_bytes)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """As of FlashRates."""
         return self.of(call).least_seconds(call, batch, element_bytes)
 
     def describe(self) -> str:
-        """What was found, in a sentence a form."""
+        """The constants, one sentence per form."""
         forms = {"Expanded": self.expanded, "Absorbed": self.absorbed}
         return " ".join(_described(name, rates) for name, rates in forms.items() if rates is not None)
 

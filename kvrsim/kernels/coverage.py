@@ -1,9 +1,4 @@
-"""What kinds of layers a profile has rates for: what is priced by other kernels' rates, and what is counted.
-
-How routed experts are priced and spread, in words.
-
-What the products of a quantised model are computed in and priced as, in words.
-"""
+"""Notes about a model and a profile: layers that have no rates of their own, routed experts, quantised weights."""
 
 from __future__ import annotations
 
@@ -25,14 +20,14 @@ _COUNTED = "counted from FLOPs and bytes at the rates of other operations"
 
 def head_dims(model: ModelSpec, rates: KernelRates) -> tuple[int, ...]:
     """Widths of heads that the rates of softmax attention price: not of latents with rates of their own, nor states."""
-    found = {
+    widths = {
         layer.mixer.head_dim
         for layer in model.layer_kinds
         if isinstance(layer.mixer, Attention | LatentAttention)
         and not layer.mixer.is_sparse
         and (rates.latent is None or not isinstance(layer.mixer, LatentAttention))
     }
-    return tuple(sorted(found))
+    return tuple(sorted(widths))
 
 
 def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[str]:
@@ -86,7 +81,7 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
 
 
 def _priced(types: list[str | None], profile: CalibrationProfile) -> Iterator[str]:
-    """Nothing where experts are counted, which kvrsim.kernels.coverage says."""
+    """How experts with rates are priced; coverage_notes names the others."""
     rates, fit = profile.kernels.experts, profile.operations.get("experts")
     covered = [kind for kind in types if rates is not None and rates.covers(kind, 2)]
     if rates is None or not covered:
@@ -159,7 +154,7 @@ def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gem
 
 
 def _priced_precision(compute: str, half: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
-    """Nothing where the profile has the type's own rates."""
+    """Which rates stand for a type that the profile has none of."""
     if profile is None:
         return
     priced = profile.kernels.priced_as(compute)

@@ -87,7 +87,7 @@ class ExpertsCall:
         return self.tokens * (batch * self.num_experts_per_tok * self.imbalance)
 
     def active(self, rows: Array) -> Array:
-        """Experts that have at least one of so many rows, which are drawn independently."""
+        """Experts that have at least one of that many rows, drawn independently."""
         return np.asarray(self.num_experts * -np.expm1(-rows / self.num_experts))
 
 
@@ -98,12 +98,12 @@ class GroupedRates:
     flops_per_s: float  # of full tiles of endless sums
     weight_bytes_per_s: float  # at which the experts' weights are read
     row_bytes_per_s: float  # at which rows are moved: permuted, quantised, activated, summed up
-    tile_rows: NonNegative  # of a tile; half of it is empty, on average, for each expert
+    tile_rows: NonNegative  # of a tile; on average half of the last tile of each expert is empty
     tile_features: NonNegative  # to sum over that take as long as the start and the end of a tile
     start_s: NonNegative  # of all kernels
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
-        """Of one call; `width`: bytes of an element of the operands."""
+        """Of one call; `width`: bytes per element of the operands."""
         each, rows = of_each(width), call.rows(batch)
         active = call.active(rows)
         features = call.up_features * (call.hidden_size + self.tile_features)
@@ -133,7 +133,7 @@ class ExpertRates:
         return rates.seconds(call, batch, element_bytes if kind is None else GEMM_TYPES[kind])
 
     def priced_as(self, compute: str) -> str | None:
-        """The quantised type whose rates stand for one; None: there is none."""
+        """The quantised type whose rates stand for one; None: no type does."""
         return next((one for one in alike(compute) if one in self.types), None)
 
     def describe(self) -> str:
@@ -154,10 +154,10 @@ def _described(name: str, rates: GroupedRates) -> str:
 def mean_imbalance(
     num_experts: int, num_experts_per_tok: int, num_gpus: int, load_sd: float = POWER_LAW_LOAD_SD
 ) -> float:
-    """Rows of the busiest of so many GPUs over the mean, where experts are spread over them as they come.
+    """Rows of the busiest of `num_gpus` GPUs over the mean, where experts are spread over them in order.
 
     The loads of experts have a standard deviation of `load_sd` over their mean and add up on a GPU as independent ones;
-    the busiest is as far out as of so many normal deviates (Blom, 1958). No more than if all tokens went there.
+    the busiest is as far out as the largest of that many normal deviates (Blom, 1958), and has at most all tokens.
     """
     if num_gpus == 1:
         return 1.0
@@ -192,7 +192,7 @@ ONE_GPU = ExpertPlacement()
 
 
 def check_experts(model: ModelSpec, num_gpus: int | None, imbalance: float | None) -> None:
-    """InputError where experts cannot be spread over so many GPUs (None: they are not), or for an odd imbalance."""
+    """Raise InputError where experts cannot be spread over the GPUs (None: they are not), or for an odd imbalance."""
     if num_gpus is None and imbalance is not None:
         raise InputError("expert_imbalance", imbalance, "nothing without expert_parallel, of which it is the imbalance")
     if imbalance is not None and not 1.0 <= imbalance <= _MOST_IMBALANCE:

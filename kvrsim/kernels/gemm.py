@@ -33,11 +33,11 @@ class ElementBytes(NamedTuple):
     quantised: float = 0.0  # of an input, moved by the kernel that quantises the inputs before the product
 
 
-Width = int | ElementBytes  # bytes of an element of all operands, or of each
+Width = int | ElementBytes  # bytes per element of all operands, or of each
 
 
 def of_each(width: Width) -> ElementBytes:
-    """Bytes of an element of each operand."""
+    """Bytes per element of each operand."""
     return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
 
 
@@ -86,7 +86,7 @@ class Product(NamedTuple):
 
     @property
     def flops_per_row(self) -> float:
-        """FLOPs a token."""
+        """FLOPs per token."""
         return 2.0 * self.in_features * self.out_features * self.num_matrices * self.share
 
 

@@ -28,7 +28,7 @@ class GatherRates:
     launch_s: NonNegative  # of the collective
     hop_s: NonNegative  # of each of its p - 1 steps
     small_bytes_per_s: float  # of the latency-bound protocol
-    large_bytes_per_s: float  # of the pipelined one, for messages without end
+    large_bytes_per_s: float  # of the pipelined one, for endless messages
     setup_s: NonNegative  # of the pipeline
     own_share: NonNegative  # the copy of a rank's own piece, as a share of one link crossing
 
@@ -81,7 +81,7 @@ class AllReduceRates:
             raise InputError("measured", counts, "tables for at least one number of GPUs, rising")
 
     def covers(self, num_gpus: int) -> bool:
-        """Whether so many GPUs lie within what was measured."""
+        """Whether that number of GPUs lies within what was measured."""
         return self.measured[0].num_gpus <= num_gpus <= self.measured[-1].num_gpus
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:

@@ -78,7 +78,7 @@ class PrefixAccessPlan:
     num_ranks: int = 1  # that the prefix is shared by
     source: Path | None = None  # that each rank loads over, from outside; None: it lies on the GPUs
     source_name: PrefixPlace = "all"
-    peers: Path | None = None  # that a rank reads the others' shares over; None: it has no need to
+    peers: Path | None = None  # that a rank reads the others' shares over; None: it does not need them
 
     @property
     def is_local(self) -> bool:
@@ -161,9 +161,11 @@ def placement_notes(placement: PrefixPlacement, cluster: Cluster, cached_prefix:
         return ["cached prefix: moving it is simulated, it was not measured on any engine"]
     rate = format_bandwidth(path.bandwidth_bytes_per_s)
     if placement.bytes_per_s is not None:
-        return [f"cached prefix: loaded at {rate} a GPU, as given; taken to be reached in full, whatever else moves"]
+        return [
+            f"cached prefix: loaded at {rate} per GPU, as given; assumed to be reached in full, whatever else moves"
+        ]
     name = prefix_link(cluster, "host" if placement.place == "host" else "remote").name
-    said = f"{rate} a GPU, the nominal bandwidth of {name}, which is not measured"
+    rate_text = f"{rate} per GPU, the nominal bandwidth of {name}, which is not measured"
     if placement.place == "remote" and cluster.network is None:
-        said += f" and assumed, as {cluster.name} has no network between nodes"
-    return [f"cached prefix: loaded at {said}; {placement.place}:BANDWIDTH overrides it"]
+        rate_text += f" and assumed, as {cluster.name} has no network between nodes"
+    return [f"cached prefix: loaded at {rate_text}; {placement.place}:BANDWIDTH overrides it"]

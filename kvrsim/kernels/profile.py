@@ -59,7 +59,7 @@ SizeSpan = Annotated[
     Check("[smallest, largest], numbers of at least 0", lambda span: span[0] <= span[1]),
 ]
 Dtypes = Annotated[
-    tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
+    tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda names: names and set(names) <= set(DTYPES))
 ]
 AttentionByKernel = Annotated[
     Mapping[str, AttentionRates],
@@ -276,12 +276,12 @@ class Clock:
         """
         share, tau = self.sustained_share, self.time_constant_s
         busy = np.asarray(busy_s, dtype=float)
-        found = np.maximum(busy, (busy - (1 - share) * tau) / share)
+        elapsed = np.maximum(busy, (busy - (1 - share) * tau) / share)
         for _ in range(_STEPS):
-            decay = np.exp(-found / tau)
-            done = share * found - (1 - share) * tau * np.expm1(-found / tau)
+            decay = np.exp(-elapsed / tau)
+            done = share * elapsed - (1 - share) * tau * np.expm1(-elapsed / tau)
             step = (busy - done) / (share + (1 - share) * decay)
-            found = found + np.maximum(step, 0.0)
-            if np.all(step <= _ENOUGH * found):
+            elapsed = elapsed + np.maximum(step, 0.0)
+            if np.all(step <= _ENOUGH * elapsed):
                 break
-        return np.asarray(found)
+        return np.asarray(elapsed)

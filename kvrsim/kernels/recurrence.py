@@ -37,7 +37,7 @@ _FP32 = 2  # elements of half precision in one of fp32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrenceCall:
-    """What one recurrence covers: so many tokens of each sequence."""
+    """What one recurrence covers: tokens of each sequence."""
 
     tokens: Array
     kind: str  # one of RECURRENCES, as of kvrsim.model.mixers.Recurrence
@@ -163,7 +163,7 @@ class ConvolutionRates:
     bytes_per_s: float  # of what is beyond
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
-        """Nothing where there is no convolution."""
+        """0 where there is no convolution."""
         moved = batch * call.tokens * (call.convolution_elements * element_bytes)
         beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s
         return self.start_s * (call.conv_channels > 0) + moved / self.cached_bytes_per_s + beyond_s
@@ -197,7 +197,7 @@ class RecurrenceRates:
         return self.kinds[self.priced_as(call.kind)]
 
     def describe(self) -> str:
-        """What was found, in a few sentences."""
+        """The constants, in a few sentences."""
         described = " ".join(_described(kind, rates) for kind, rates in self.kinds.items())
         return f"{described} Other kinds take the rates of one of these (log standard deviation {self.alike_log_sd})."
 

@@ -110,7 +110,7 @@ class SparseCall:
         return np.asarray(cost.traits.batch * (score_s + attention_s))
 
     def _seen_of(self, most: int) -> Array:
-        """Keys that a query sees, at most so many, in the mean of the chunk."""
+        """Keys that a query sees, at most `most`, in the mean of the chunk."""
         start, end = self.prefix / self.compress_ratio, self.keys
         inside_start, inside_end = np.minimum(start, most), np.minimum(end, most)
         area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
@@ -151,7 +151,6 @@ class SelectRates:
     full_queries: NonNegative  # that fill the device
 
     def seconds(self, queries: Array, keys: Array, *, least: bool = False) -> Array:
-        """As of ScoreRates."""
         rows = np.maximum(queries, 0.0 if least else self.full_queries)
         return self.start_s + rows * (self.query_s + keys * self.key_s)
 
@@ -162,7 +161,7 @@ class AttendRates:
 
     start_s: NonNegative
     flops_per_s: float  # of QK^T and PV
-    query_keys: NonNegative  # what a query takes whatever its keys, as so many keys
+    query_keys: NonNegative  # what a query takes whatever its keys, in keys
     full_queries: NonNegative  # that fill the device
     least_heads: int  # fewer are filled up to as many
 
@@ -194,7 +193,7 @@ class SparseKernels:
         return call.chooses * chosen_s + attend_s
 
     def describe(self, what: str) -> str:
-        """What was found, in a sentence."""
+        """The constants, in a sentence."""
         score, attend = self.score.flops_per_s / 1e12, self.attend.flops_per_s / 1e12
         chosen = "" if self.select is None else f", a choice of one in 10000 {format_seconds(1e4 * self.select.key_s)}"
         return (
@@ -220,7 +219,7 @@ class SparseRates:
         return self.blocks if call.block > 1 else self.keys
 
     def describe(self) -> str:
-        """What was found, in a sentence a kind."""
+        """The constants, one sentence per kind."""
         kinds = {"Single keys": self.keys, "Blocks": self.blocks}
         return " ".join(kernels.describe(what) for what, kernels in kinds.items() if kernels is not None)
 

@@ -76,7 +76,7 @@ class Group:
 
 
 def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
-    """Sum `nbytes` over the GPUs of a group; more_s: what it takes besides its kernel."""
+    """Sum `nbytes` over the GPUs of a group; more_s: seconds in addition to its kernel."""
     seconds, sent = more_s + group.all_reduce_s(nbytes), 2.0 * group.sent_bytes(nbytes)
     return Collective(name="all-reduce", seconds=seconds, nbytes=sent)
 

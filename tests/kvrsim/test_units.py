@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_cluster
-from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import load_profile
 from kvrsim.model.load import load_model
 from kvrsim.units import (
@@ -78,34 +75,34 @@ def check_refused(parse: Callable[[str, str], float], text: str) -> None:
     assert len(message) < 300
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("16k", 16384),
-        ("16K", 16384),
-        ("1m", 1048576),
-        ("1M", 1048576),
-        ("16000", 16000),
-        ("10.5k", 10752),
-        (" 8k ", 8192),
-        ("1", 1),
-        ("1e3", 1000),
-        (str(MAX_TOKENS), MAX_TOKENS),
-    ],
-)
-def test_tokens(text: str, tokens: int) -> None:
-    assert parse_tokens(text, "--ctx") == tokens
+VALUES: list[tuple[Callable[[str, str], float], dict[str, float]]] = [
+    (
+        parse_tokens,
+        {"16k": 16384, "16K": 16384, "1m": 2**20, "1M": 2**20, "16000": 16000, "10.5k": 10752, " 8k ": 8192},
+    ),
+    (parse_tokens, {"1": 1, "1e3": 1000, str(MAX_TOKENS): MAX_TOKENS}),
+    (parse_bandwidth, {"10GB/s": 1e10, "10 GB/s": 1e10, "400Gb/s": 5e10, "400Gbps": 5e10, "1.5TB/s": 1.5e12}),
+    (parse_bandwidth, {"1GiB/s": 2.0**30, "8b/s": 1.0, "1e10B/s": 1e10, "100MB/s": 1e8, "2kB/s": 2e3}),
+    (parse_seconds, {"5us": 5e-6, "5µs": 5e-6, "5μs": 5e-6, "2ms": 2e-3, "1s": 1.0, "1.5 s": 1.5, "300ns": 3e-7}),
+    (parse_bytes, {"80GB": 80e9, "1MiB": 2**20, "1.5KiB": 1536, "1B": 1, "0.5kB": 500, "40 GiB": 40 * 2**30}),
+]
+REFUSED: dict[Callable[[str, str], float], list[str]] = {
+    parse_tokens: ["10.3k", "0.5", "16g", "16 tokens", str(MAX_TOKENS + 1)],
+    parse_bandwidth: ["10", "10GB", "10gb/s", "10g", "1e30TB/s", "0.1B/s", "10 GB /s", "5us"],
+    parse_seconds: ["5", "5m", "1h", "1e20s"],
+    parse_bytes: ["80", "80G", "80Gb", "0.5B", "99EB", "1e30GB"],
+}
 
 
-@pytest.mark.parametrize("text", [*NEVER_VALID, "10.3k", "0.5", "16g", "16 tokens", str(MAX_TOKENS + 1)])
-def test_tokens_refused(text: str) -> None:
-    check_refused(parse_tokens, text)
+@pytest.mark.parametrize(("parse", "values"), VALUES)
+def test_values(parse: Callable[[str, str], float], values: dict[str, float]) -> None:
+    assert {text: parse(text, "--flag") for text in values} == values
 
 
-@pytest.mark.parametrize("parse", PARSERS)
-@pytest.mark.parametrize("text", NEVER_VALID)
-def test_nonsense_is_refused_by_all(parse: Callable[[str, str], float], text: str) -> None:
-    check_refused(parse, text)
+@pytest.mark.parametrize("parse", REFUSED)
+def test_what_is_refused(parse: Callable[[str, str], float]) -> None:
+    for text in [*NEVER_VALID, *REFUSED[parse]]:
+        check_refused(parse, text)
 
 
 @pytest.mark.parametrize("parse", PARSERS)
@@ -120,76 +117,11 @@ def test_any_text_is_a_positive_finite_number_or_an_input_error(parse: Callable[
     assert 0 < value < math.inf
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_per_s"),
-    [
-        ("10GB/s", 1e10),
-        ("10 GB/s", 1e10),
-        ("400Gb/s", 5e10),
-        ("400Gbps", 5e10),
-        ("1.5TB/s", 1.5e12),
-        ("1GiB/s", 2.0**30),
-        ("8b/s", 1.0),
-        ("1e10B/s", 1e10),
-        ("100MB/s", 1e8),
-        ("2kB/s", 2e3),
-    ],
-)
-def test_bandwidth(text: str, bytes_per_s: float) -> None:
-    assert parse_bandwidth(text, "--link-bandwidth") == bytes_per_s
-
-
-@pytest.mark.parametrize("text", ["10", "10GB", "10gb/s", "10g", "1e30TB/s", "0.1B/s", "10 GB /s", "5us"])
-def test_bandwidth_refused(text: str) -> None:
-    check_refused(parse_bandwidth, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("5us", 5e-6),
-        ("5µs", 5e-6),
-        ("5μs", 5e-6),
-        ("2ms", 2e-3),
-        ("1s", 1.0),
-        ("1.5 s", 1.5),
-        ("300ns", 3e-7),
-    ],
-)
-def test_seconds(text: str, seconds: float) -> None:
-    assert parse_seconds(text, "--link-latency") == seconds
-
-
-@pytest.mark.parametrize("text", ["5", "5m", "1h", "1e20s"])
-def test_seconds_refused(text: str) -> None:
-    check_refused(parse_seconds, text)
-
-
 def test_zero_seconds_only_where_allowed() -> None:
     assert parse_seconds("0us", "--link-latency", allow_zero=True) == 0
     check_refused(parse_seconds, "0us")
     with pytest.raises(InputError, match="at least 0"):
         parse_seconds("0", "--link-latency", allow_zero=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("80GB", 80 * 10**9),
-        ("1MiB", 2**20),
-        ("1.5KiB", 1536),
-        ("1B", 1),
-        ("0.5kB", 500),
-        ("40 GiB", 40 * 2**30),
-    ],
-)
-def test_bytes(text: str, size: int) -> None:
-    assert parse_bytes(text, "--memory") == size
-
-
-@pytest.mark.parametrize("text", ["80", "80G", "80Gb", "0.5B", "99EB", "1e30GB"])
-def test_bytes_refused(text: str) -> None:
-    check_refused(parse_bytes, text)
 
 
 def test_count() -> None:
@@ -256,87 +188,6 @@ def test_format_sizes() -> None:
     assert format_bytes(7) == "7 B"
     assert format_bandwidth(3e11) == "300 GB/s"
     assert format_bandwidth(1.5e12) == "1.50 TB/s"
-
-
-# JSON
-
-
-def written(path: Path, content: str | bytes) -> Path:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", '{"a": 1', "[1]", "3", "null", b"\xff\xfe\x00", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"],
-    ids=["empty", "brace", "truncated", "array", "number", "null", "not-utf8", "deep", "long-number"],
-)
-def test_json_that_is_not_an_object_is_refused(tmp_path: Path, content: str | bytes) -> None:
-    path = written(tmp_path / "a.json", content)
-    with pytest.raises(InputError) as caught:
-        JsonObject.read(path, "model")
-    assert str(caught.value).startswith("model: got '")
-    assert "\n" not in str(caught.value)
-
-
-def test_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.json", Path("a\0b")):
-        with pytest.raises(InputError, match=r"^model: "):
-            JsonObject.read(path, "model")
-
-
-def test_json_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrsim.io.schema.MAX_FILE_BYTES", 10)
-    with pytest.raises(InputError, match="at most"):
-        JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "model")
-
-
-def test_json_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.json", b'\xef\xbb\xbf{"a": 1}')
-    assert JsonObject.read(path, "model").integer("a") == 1
-
-
-def some_json(**fields: object) -> JsonObject:
-    return JsonObject(fields=fields, where="model f.json")
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, 4096.0, "4096", True, None, math.nan, [1], {}, 2**41])
-def test_json_integer_refused(value: object) -> None:
-    with pytest.raises(InputError, match=r"^model f\.json: a: got"):
-        some_json(a=value).integer("a")
-
-
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, -math.inf, "1", True, None, 10**400])
-def test_json_number_refused(value: object) -> None:
-    with pytest.raises(InputError, match=r"^model f\.json: a: got"):
-        some_json(a=value).number("a")
-
-
-def test_json_other_kinds_refused() -> None:
-    content = some_json(a=1, b={"c": "x"})
-    for read in (content.text, content.sequence, content.child, lambda key: content.flag(key, True)):
-        with pytest.raises(InputError, match="got '1'"):
-            read("a")
-    with pytest.raises(InputError, match=r"f\.json: b\.c: got 'x'"):
-        content.child("b").integer("c")
-    with pytest.raises(InputError, match="got 'nothing'"):
-        content.integer("absent")
-
-
-def test_json_defaults_and_comments() -> None:
-    content = some_json(_about="a comment", a=None, b=2)
-    content.only(["a", "b"])
-    assert content.integer("a", 7) == 7
-    assert content.first_of("a", "b") == "b"
-    assert content.sequence("a") == []
-    with pytest.raises(InputError, match=r"got 'b', accepted: a$"):
-        content.only(["a"])
-
-
-@given(st.dictionaries(st.text(max_size=5), st.integers(1, MAX_TOKENS)))
-def test_json_integers_round_trip(fields: dict[str, int]) -> None:
-    content = some_json(**json.loads(json.dumps(fields)))
-    assert {key: content.integer(key) for key in fields} == fields
 
 
 def test_scaling_reads_units_from_names() -> None:

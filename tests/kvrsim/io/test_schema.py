@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,3 +133,75 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
         parse(WHOLE | change)
     assert str(caught.value).startswith("profile x.json: ")
     assert message in str(caught.value)
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", '{"a": 1', "[1]", "3", "null", b"\xff\xfe\x00", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"],
+    ids=["empty", "brace", "truncated", "array", "number", "null", "not-utf8", "deep", "long-number"],
+)
+def test_json_that_is_not_an_object_is_refused(tmp_path: Path, content: str | bytes) -> None:
+    path = written(tmp_path / "a.json", content)
+    with pytest.raises(InputError) as caught:
+        JsonObject.read(path, "model")
+    assert str(caught.value).startswith("model: got '")
+    assert "\n" not in str(caught.value)
+
+
+def test_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.json", Path("a\0b")):
+        with pytest.raises(InputError, match=r"^model: "):
+            JsonObject.read(path, "model")
+
+
+def test_json_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrsim.io.schema.MAX_FILE_BYTES", 10)
+    with pytest.raises(InputError, match="at most"):
+        JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "model")
+
+
+def test_json_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.json", b'\xef\xbb\xbf{"a": 1}')
+    assert JsonObject.read(path, "model").integer("a") == 1
+
+
+def some_json(**fields: object) -> JsonObject:
+    return JsonObject(fields=fields, where="model f.json")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4096", True, None, math.nan, [1], {}, 2**41])
+def test_json_integer_refused(value: object) -> None:
+    with pytest.raises(InputError, match=r"^model f\.json: a: got"):
+        some_json(a=value).integer("a")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, -math.inf, "1", True, None, 10**400])
+def test_json_number_refused(value: object) -> None:
+    with pytest.raises(InputError, match=r"^model f\.json: a: got"):
+        some_json(a=value).number("a")
+
+
+def test_json_other_kinds_refused() -> None:
+    content = some_json(a=1, b={"c": "x"})
+    for method in (content.text, content.sequence, content.child, lambda key: content.flag(key, True)):
+        with pytest.raises(InputError, match="got '1'"):
+            method("a")
+    with pytest.raises(InputError, match=r"f\.json: b\.c: got 'x'"):
+        content.child("b").integer("c")
+    with pytest.raises(InputError, match="got 'nothing'"):
+        content.integer("absent")
+
+
+def test_json_defaults_and_comments() -> None:
+    content = some_json(_about="a comment", a=None, b=2)
+    content.only(["a", "b"])
+    assert content.integer("a", 7) == 7
+    assert content.first_of("a", "b") == "b"
+    assert content.sequence("a") == []
+    with pytest.raises(InputError, match=r"got 'b', accepted: a$"):
+        content.only(["a"])
