@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
@@ -95,6 +95,15 @@ class Message:
     in_turn: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Messages of one rank that leave in turn, with nothing between them."""
+
+    dsts: tuple[int, ...]
+    link_s: Array  # until each has left, shape (messages, B)
+    latency_s: Array  # shape (messages, 1)
+
+
 Step = Segment | Message | Recv | AllGather | RingPass | AllToAll | Load
 Block = list[list[Step]]  # per rank
 
@@ -177,6 +186,20 @@ def _without_host(steps: list[Step]) -> list[Step] | None:
     return [replace(step, floor_s=None) if isinstance(step, Segment) else step for step in steps] if leads else steps
 
 
+def _with_bursts(steps: list[Step]) -> list[Step | Burst]:
+    """Join messages that leave in turn one after another, which takes less time; not where the host may delay them."""
+    joined: list[Step | Burst] = []
+    for in_turn, group in groupby(steps, lambda step: isinstance(step, Message) and step.in_turn and not step.host_s):
+        messages = cast(list[Message], list(group))
+        if in_turn and not messages[0].rendezvous:
+            link_s = np.cumsum(np.stack(np.broadcast_arrays(*(one.link_s for one in messages))), axis=0)
+            latency_s = np.array([[one.latency_s] for one in messages])
+            joined.append(Burst(tuple(one.dst for one in messages), link_s, latency_s))
+        else:
+            joined.extend(messages)
+    return joined
+
+
 def _runs_forward(steps: Block) -> bool:
     """Whether ranks wait only for the messages of earlier ranks, and no host delays its device."""
     return all(
@@ -194,7 +217,7 @@ class _Rank:
 
     clock: Array  # device time
     host_s: float = 0.0  # issued by its host, which runs ahead
-    steps: list[Step] = field(default_factory=list)
+    steps: Sequence[Step | Burst] = ()
     step: int = 0
     num_computes: int = 0
     loaded_s: Array | float = 0.0  # when the loads so far have left their link
@@ -246,16 +269,17 @@ class BatchEvaluator:
     def _repeat(self, steps: Block, times: int) -> None:
         """Take all ranks through a period that often, as far as no law spares periods."""
         most_waits = len(self.ranks)
+        bursts = [_with_bursts(own) if self.draw is None else own for own in steps]
         if self.draw is None and times > 2 * most_waits and _runs_forward(steps):
             for _ in range(most_waits):
-                self._run(steps)
+                self._run(bursts)
             self._skip_forward(steps, times - 2 * most_waits)
             times = most_waits
         collective = any(isinstance(step, AllGather | RingPass | AllToAll) for step in steps[0])
         states_s: list[Array] = []
         for left in reversed(range(times)):
             hosts_s = [rank.host_s for rank in self.ranks]
-            self._run(steps)
+            self._run(bursts)
             if left == 0 or self.draw is not None or not (collective or len(self.ranks) == 1):
                 continue
             states_s.append(np.stack([*(rank.clock for rank in self.ranks), *self.links_s.values()]))
@@ -287,7 +311,7 @@ class BatchEvaluator:
                     way = (index, index) if step.in_turn else (index, step.dst)
                     self.links_s[way] = self.links_s[way] + periods * step.link_s
 
-    def _run(self, steps: Block) -> None:
+    def _run(self, steps: Sequence[Sequence[Step | Burst]]) -> None:
         """Take every rank to the end of its steps, together wherever all ranks of a collective have come to it."""
         for rank, own in zip(self.ranks, steps, strict=True):
             rank.steps = own
@@ -326,6 +350,8 @@ class BatchEvaluator:
             step = rank.steps[rank.step]
             if isinstance(step, Segment):
                 self._compute(index, rank, step)
+            elif isinstance(step, Burst):
+                self._send_burst(index, rank, step)
             elif isinstance(step, Message):
                 if not self._send(index, rank, step):
                     return "waits"
@@ -370,6 +396,13 @@ class BatchEvaluator:
             rank.clock = rank.issue(message.host_s)
             self.offers[edge] = message
         return False
+
+    def _send_burst(self, index: int, rank: _Rank, burst: Burst) -> None:
+        way = (index, index)
+        left_s = np.maximum(self.links_s.get(way, _NEVER), rank.issue(0.0)) + burst.link_s
+        self.links_s[way] = left_s[-1]
+        for dst, arrival_s in zip(burst.dsts, left_s + burst.latency_s, strict=True):
+            self.arrivals.setdefault((index, dst), deque()).append(arrival_s)
 
     def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
         """Wait for a message; False where it is not on its way yet."""
