@@ -18,7 +18,7 @@ from calibrate.data import RING, Measurement
 from calibrate.fit.fit import rounded, sources_of
 from calibrate.measure.campaign import Campaign, Seconds
 from calibrate.measure.device import DeviceWatch, device_name, origin, versions
-from calibrate.measure.ranks import START_S, Flow, LinkRank, counts_to
+from calibrate.measure.ranks import START_S, Flow, LinkRank, LinkSetup, counts_to
 from kvrsim.choices import Topology
 from kvrsim.errors import InputError
 from kvrsim.hardware import LinkSpec
@@ -28,35 +28,23 @@ from kvrsim.runtime.ranks import RankPool
 from kvrsim.units import format_bandwidth
 
 
-def link_campaign(
-    *, ranks: int, device: str, backend: str, threads: int, max_bytes: int, timeout_s: float, output: Path, command: str
-) -> Campaign:
+def link_campaign(setup: LinkSetup, output: Path, command: str) -> Campaign:
     """Times of messages and all-gathers between the ranks of this machine."""
-    name = device_name(device, threads)
+    name = device_name(setup.device, setup.num_threads)
     about = {
         "measurement": "links",
         "device": name,
-        "ranks": ranks,
-        "backend": backend,
-        "largest message": max_bytes,
-        "versions": versions(device),
+        "ranks": setup.num_ranks,
+        "backend": setup.backend,
+        "largest message": setup.max_bytes,
+        "versions": versions(setup.device),
     }
 
-    def build() -> LinkBench:
-        return LinkBench(
-            num_ranks=ranks,
-            device_name=name,
-            backend=backend,
-            device=device,
-            num_threads=threads,
-            max_bytes=max_bytes,
-            timeout_s=timeout_s,
-        )
-
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
-        return origin(device, threads, command) | {"num_gpus": ranks, "backend": backend} | layout_json(rows)
+        ranks = {"num_gpus": setup.num_ranks, "backend": setup.backend}
+        return origin(setup.device, setup.num_threads, command) | ranks | layout_json(rows)
 
-    return Campaign(build=build, about=about, origin=origin_of, output=output)
+    return Campaign(build=lambda: LinkBench(setup, name), about=about, origin=origin_of, output=output)
 
 
 def layout_json(rows: list[Measurement]) -> dict[str, Any]:
@@ -246,59 +234,22 @@ def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
 
 # -- LinkBench: times of messages and collectives between the ranks of this machine.
 
-BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
-MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
-_LEAST_BYTES = 2**10
-_MOST_BYTES = 2**34
-_MOST_RANKS = 64
-
 
 class LinkBench:
     """A bench of links: one process per rank, started on first use.
 
-    Raises InputError for invalid settings, and KvrsimError, naming the rank, where one dies or does not answer within
+    Raises KvrsimError, naming the rank, where one dies or does not answer within
     `timeout_s`.
     """
 
-    def __init__(
-        self,
-        *,
-        num_ranks: int,
-        device_name: str,
-        backend: str = "gloo",
-        device: str = "cpu",
-        num_threads: int = 1,
-        max_bytes: int = MAX_BYTES,
-        timeout_s: float = 60.0,
-    ) -> None:
-        if backend not in BACKENDS:
-            raise InputError("backend", backend, ", ".join(BACKENDS))
-        if device not in BACKENDS[backend]:
-            raise InputError("device", device, f"{', '.join(BACKENDS[backend])} with {backend}")
-        for name, value, low, high in (
-            ("num_ranks", num_ranks, 2, _MOST_RANKS),
-            ("num_threads", num_threads, 1, 2**16),
-            ("max_bytes", max_bytes, _LEAST_BYTES, _MOST_BYTES),
-        ):
-            if not low <= value <= high:
-                raise InputError(name, value, f"a whole number from {low} to {high}")
-        if not 0 < timeout_s <= 86400:
-            raise InputError("timeout_s", timeout_s, "seconds above 0 and at most a day")
-        self.backend, self.device_name, self.num_ranks, self.timeout_s = backend, device_name, num_ranks, timeout_s
-        self._device = device
-        self._watch: DeviceWatch | None = None  # made when it is first asked
-        self._points = {point.key: point for point in link_points(num_ranks, backend, max_bytes)}
+    def __init__(self, setup: LinkSetup, device_name: str) -> None:
+        self.setup, self.device_name = setup, device_name
+        self.backend, self.num_ranks, self.timeout_s = setup.backend, setup.num_ranks, setup.timeout_s
+        self._watch: DeviceWatch | None = None  # made on first use
+        self._points = {point.key: point for point in link_points(setup.num_ranks, setup.backend, setup.max_bytes)}
         self._last_s: dict[str, float] = {}  # seconds of one transfer, as last measured
         self._pool: RankPool | None = None
-        self._make = partial(
-            LinkRank,
-            num_ranks=num_ranks,
-            backend=backend,
-            device=device,
-            num_threads=num_threads,
-            max_bytes=max_bytes,
-            timeout_s=timeout_s,
-        )
+        self._make = partial(LinkRank, setup=setup)
 
     @property
     def pool(self) -> RankPool:
@@ -339,7 +290,7 @@ class LinkBench:
 
     def conditions(self) -> Mapping[str, Any] | None:
         """The slowest clock and the most power of the ranks' GPUs; None on a CPU."""
-        if self._device != "cuda":
+        if self.setup.device != "cuda":
             return None
         if self._watch is None:
             self._watch = DeviceWatch.of_visible(import_module("torch"), range(self.num_ranks))

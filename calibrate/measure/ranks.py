@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -18,6 +19,7 @@ import torch
 
 from calibrate.data import RING
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
+from kvrsim.errors import InputError
 from kvrsim.runtime.ranks import RankPool, RankSlot
 from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Ring
 from kvrsim.scenario import dtype_bytes
@@ -36,34 +38,52 @@ _WARM_BYTES = 2**20
 _NOTICE = 0.8  # share of the timeout after which a rank gives up by itself, so that the one that hangs is known
 
 
+BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
+MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSetup:
+    """What links are timed between; InputError for what cannot be."""
+
+    num_ranks: int
+    backend: str = "gloo"
+    device: str = "cpu"
+    num_threads: int = 1  # of each rank
+    max_bytes: int = MAX_BYTES  # of a message
+    timeout_s: float = 60.0  # after which a rank that does not answer counts as failed
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise InputError("backend", self.backend, ", ".join(BACKENDS))
+        if self.device not in BACKENDS[self.backend]:
+            raise InputError("device", self.device, f"{', '.join(BACKENDS[self.backend])} with {self.backend}")
+        for name, low, high in (("num_ranks", 2, 64), ("num_threads", 1, 2**16), ("max_bytes", 2**10, 2**34)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InputError(name, value, f"a whole number from {low} to {high}")
+        if not 0 < self.timeout_s <= 86400:
+            raise InputError("timeout_s", self.timeout_s, "seconds above 0 and at most a day")
+
+
 class LinkRank:
     """Buffers, and the links to every other rank and of all-gathers; all of them used once before it is ready.
 
     Ranks synchronise over a gloo group, on the host. `torch`: the module, or what behaves like it.
     """
 
-    def __init__(
-        self,
-        *,
-        slot: RankSlot,
-        num_ranks: int,
-        backend: str,
-        device: str,
-        num_threads: int,
-        max_bytes: int,
-        timeout_s: float,
-        torch: Any = None,
-    ) -> None:
+    def __init__(self, *, slot: RankSlot, setup: LinkSetup, torch: Any = None) -> None:
+        num_ranks, backend = setup.num_ranks, setup.backend
         self.torch = torch or import_module("torch")
         self.dist: Any = self.torch.distributed
         self.rank, self.num_ranks, self.backend = slot.rank, num_ranks, backend
-        self.torch.set_num_threads(num_threads)
-        self.device = self._device(device)
+        self.torch.set_num_threads(setup.num_threads)
+        self.device = self._device(setup.device)
         patience = timedelta(seconds=START_S)
         self.dist.init_process_group(
             "gloo", init_method=slot.store, rank=self.rank, world_size=num_ranks, timeout=patience
         )
-        notice_s = _NOTICE * timeout_s
+        notice_s = _NOTICE * setup.timeout_s
         everyone = list(range(num_ranks))
         self.meeting = self.dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
         edges = [(src, dst) for src in everyone for dst in everyone if src != dst]
@@ -77,8 +97,8 @@ class LinkRank:
             torch=self.torch,
         )
         self.token = self.torch.zeros(1, dtype=self.torch.uint8)
-        self.outgoing, self.incoming = self._buffer(max_bytes), self._buffer(max_bytes)
-        self._warm_up(edges, min(max_bytes, _WARM_BYTES))
+        self.outgoing, self.incoming = self._buffer(setup.max_bytes), self._buffer(setup.max_bytes)
+        self._warm_up(edges, min(setup.max_bytes, _WARM_BYTES))
 
     def _device(self, kind: str) -> str:
         """The rank's own GPU, or the processor."""

@@ -183,22 +183,22 @@ def links(
     """
     require_torch()
     from calibrate.measure.links import link_campaign
+    from calibrate.measure.ranks import LinkSetup
     from kvrsim.runtime.host import chosen_device
 
     place = chosen_device(device)
     num_ranks = _num_ranks(ranks, place, threads)
     if num_ranks < 2:
         raise InputError("ranks", num_ranks, "at least 2: links join ranks")
-    campaign = link_campaign(
-        ranks=num_ranks,
+    setup = LinkSetup(
+        num_ranks=num_ranks,
         device=place,
         backend="nccl" if place == "cuda" else "gloo",
-        threads=threads,
+        num_threads=threads,
         max_bytes=max_bytes,
         timeout_s=timeout,
-        output=Path(output),
-        command=command(),
     )
+    campaign = link_campaign(setup, Path(output), command())
     _measure_one(campaign, _policy(minutes, even_if_busy), "links", json=json)
 
 
@@ -452,6 +452,7 @@ def calibrate_all(
     from calibrate.importers import read_source
     from calibrate.measure.compute import compute_campaign, layer_kv_bytes
     from calibrate.measure.links import link_campaign
+    from calibrate.measure.ranks import LinkSetup
 
     if Path(output).suffix != ".json":
         raise InputError("output", output, "a file that ends in .json")
@@ -469,16 +470,15 @@ def calibrate_all(
     campaigns = [("layers", campaign, _COMPUTE_SHARE)]
     if measures_links:
         links = f"{stem}.links.csv"
-        campaign = link_campaign(
-            ranks=num_ranks,
+        link_setup = LinkSetup(
+            num_ranks=num_ranks,
             device=setup.device,
             backend="nccl" if setup.device == "cuda" else "gloo",
-            threads=setup.threads,
+            num_threads=setup.threads,
             max_bytes=max(layer_kv_bytes(setup), 2**20),  # K and V of a layer for the longest context
             timeout_s=timeout,
-            output=Path(links),
-            command=command(),
         )
+        campaign = link_campaign(link_setup, Path(links), command())
         campaigns.append(("links", campaign, 1 - _COMPUTE_SHARE))
     for title, one, share in campaigns:
         done[title] = _run(one, _policy(minutes, even_if_busy, share), title)

@@ -23,6 +23,7 @@ from calibrate.measure.links import (
     patterns,
     sizes_to,
 )
+from calibrate.measure.ranks import LinkSetup
 from kvrsim.errors import InputError
 
 SMALL = 2**16
@@ -63,14 +64,14 @@ def test_sizes_and_counts() -> None:
 
 
 def test_what_is_no_point_is_refused() -> None:
-    bench = LinkBench(num_ranks=2, device_name="made")
+    bench = LinkBench(LinkSetup(num_ranks=2), "made")
     for key in ("", "send:0>2:1024", "gather:gloo:8"):
         with pytest.raises(InputError, match="point: got"):
             bench.sample(key)
 
 
 def test_rows_are_medians_and_interquartile_ranges() -> None:
-    bench = LinkBench(num_ranks=2, device_name="made")
+    bench = LinkBench(LinkSetup(num_ranks=2), "made")
     pair = [{"0>1": second, "1>0": 2 * second} for second in (1.0, 2.0, 3.0, 4.0, 9.0)]
     rows = bench.rows({"pairs:0>1+1>0:67108864": pair, "gather:gloo:2:1024": [{"all_gather": 5.0}]})
     assert [(row.operation, row.src, row.dst, row.messages, row.ranks, row.nodes) for row in rows] == [
@@ -93,7 +94,7 @@ def test_rows_are_medians_and_interquartile_ranges() -> None:
 )
 def test_what_cannot_be_timed_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        LinkBench(**({"num_ranks": 2, "device_name": "made"} | settings))
+        LinkSetup(**({"num_ranks": 2} | settings))
 
 
 # Real processes.
@@ -101,7 +102,7 @@ def test_what_cannot_be_timed_is_refused(settings: dict[str, Any], message: str)
 
 def gloo(timeout_s: float = 30.0) -> LinkBench:
     pytest.importorskip("torch")
-    return LinkBench(num_ranks=2, device_name="CPU", max_bytes=SMALL, timeout_s=timeout_s)
+    return LinkBench(LinkSetup(num_ranks=2, max_bytes=SMALL, timeout_s=timeout_s), "CPU")
 
 
 def gone(pid: int, within_s: float = 10.0) -> bool:

@@ -23,7 +23,7 @@ from calibrate.fit.elementwise import fit_host, fit_pending_share
 from calibrate.measure.compute import compute_rows
 from calibrate.measure.forward import ComputeSetup
 from calibrate.measure.links import LinkBench
-from calibrate.measure.ranks import LinkRank, PendingRanks
+from calibrate.measure.ranks import LinkRank, LinkSetup, PendingRanks
 from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.io.schema import JsonObject
@@ -169,12 +169,7 @@ class Threads:
     def _make(self, rank: int) -> LinkRank:
         return LinkRank(
             slot=RankSlot(rank=rank, store="unused"),
-            num_ranks=self.num_ranks,
-            backend="nccl",
-            device="cuda",
-            num_threads=1,
-            max_bytes=SMALL,
-            timeout_s=10.0,
+            setup=LinkSetup(num_ranks=self.num_ranks, backend="nccl", device="cuda", max_bytes=SMALL, timeout_s=10.0),
             torch=self.torches[rank],
         )
 
@@ -186,7 +181,7 @@ class Threads:
 
 def test_gpus_are_timed_until_they_have_what_they_receive() -> None:
     ranks = Threads(4, gpus=4, hosts=["a", "a", "b", "b"])
-    bench = LinkBench(num_ranks=4, device_name="made", backend="nccl", device="cuda", max_bytes=SMALL, timeout_s=10.0)
+    bench = LinkBench(LinkSetup(num_ranks=4, backend="nccl", device="cuda", max_bytes=SMALL, timeout_s=10.0), "made")
     bench._pool = ranks  # type: ignore[assignment]
     points = [point for point in bench.points() if point.endswith(f":{SMALL}")]
     bench._last_s = dict.fromkeys(points, SYNCHRONISE_S)  # few repeats

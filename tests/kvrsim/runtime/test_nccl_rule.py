@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from calibrate.measure.links import LinkBench
+from calibrate.measure.ranks import LinkSetup
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.ranks import Launch, launch
@@ -41,7 +42,7 @@ def test_the_whole_runtime(num_ranks: int, models: list[tuple[str, str]]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_link_bench(num_ranks: int) -> None:
-    bench = LinkBench(num_ranks=num_ranks, device_name="CPU", max_bytes=SMALL, timeout_s=60.0)
+    bench = LinkBench(LinkSetup(num_ranks=num_ranks, max_bytes=SMALL), "CPU")
     bench._make = partial(nccl_rule.RuleLinkRank, **bench._make.keywords)
     with closing(bench):
         for point in bench.points():
