@@ -274,9 +274,14 @@ def test_profile_says_what_it_has_seen(fitted: Any) -> None:
     assert profile.host == DEFAULT_HOST
 
 
-def test_same_rows_same_profile() -> None:
+def test_same_rows_same_profile_and_what_was_not_measured_is_the_datasheets() -> None:
     rows = FEW + timed(FLASH)
-    assert fit(rows, attention_kernel="fa2")[0] == fit(rows, attention_kernel="fa2")[0]
+    profile, report = fit(rows, attention_kernel="fa2")
+    assert fit(rows, attention_kernel="fa2")[0] == profile
+    assert profile.kernels.elementwise.norm == A100.hbm_bytes_per_s
+    assert (profile.links.bandwidth_bytes_per_s, profile.links.gather) == (NVLINK3.bandwidth_bytes_per_s, None)
+    assert all(profile.operations[kind].num_rows == 0 for kind in ("elementwise", "send_recv", "all_gather"))
+    assert any("not measured" in note for note in report.notes)
 
 
 def test_what_messages_take_of_host_and_device_is_in_the_profile_and_its_report() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 from calibrate.fit.fit import Comparison, Fitted
 from calibrate.fit.report import FitReport
 from calibrate.shipped.page import PAGE
-from calibrate.shipped.recipes import fit_sections
+from calibrate.shipped.recipes import Recipe, fit_sections, recipe_names
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.hardware import builtin_clusters, load_gpu
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.profile import CalibrationProfile, load_profile
+from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 
 PROFILE = load_profile("h200-flash")
 SHIPPED = FitReport(profile=PROFILE, lines={}, fits={}, notes=())
@@ -59,3 +62,34 @@ def test_the_page_keeps_what_was_not_fitted_again() -> None:
     }
     assert len(changed) == 1
     assert "two rows" in changed.pop()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_each_recipe_has_shipped(name: str) -> None:
+    assert name in builtin_profiles()
+    profile, recipe = load_profile(name), Recipe.read(name, Path())
+    assert (profile.gpu, profile.links.link) == (recipe.data.text("gpu"), recipe.data.text("link"))
+    assert profile.description == recipe.data.text("description")
+    assert profile.attention_kernels == ("flash",)
+    gpu = load_gpu(profile.gpu)
+    assert profile.kernels.gemm.flops_per_s <= dict(gpu.peak_flops)["bf16"]
+    assert profile.kernels.gemm.bytes_per_s <= gpu.hbm_bytes_per_s
+
+
+def test_unknown_recipe_is_refused() -> None:
+    with pytest.raises(InputError, match="NAME: got 'z100', accepted: a100-flash"):
+        Recipe.read("z100", Path())
+
+
+def test_products_of_unfilled_memory_are_refused() -> None:
+    source = {"source": "aiconfigurator:a100_sxm/vllm/0.14.0", "operations": ["gemm"]}
+    recipe = Recipe(name="mine", data=JsonObject(fields={"sources": [source]}, where="recipes"), vidur=Path())
+    with pytest.raises(InputError, match=r"sources\[0\].source: .* accepted: for gemm a table of random data"):
+        recipe.rows()
+
+
+def test_a_cluster_has_the_profile_of_its_gpu() -> None:
+    for name in builtin_clusters():
+        scenario, _ = make_scenario(ctx=4096, gpus=2, cluster=name, model="llama-3-8b")
+        gpu = scenario.cluster.gpu.name
+        assert (None if scenario.profile is None else scenario.profile.gpu) == (None if gpu == "a100-40gb" else gpu)
