@@ -373,14 +373,18 @@ def confirm(
 
 def table_of(given: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
     """A table, read where its file is named."""
-    from planner.table.table import load_table
+    table = None if given is None else checked(given, "table", TABLE)
+    if not isinstance(table, str):
+        return table
+    from planner.table.table import load_table  # only where a file is named
 
-    table = checked(given, "table", TABLE)
-    return load_table(table) if isinstance(table, str) else table
+    return load_table(table)
 
 
 def disturbance_of(given: NoiseArgs) -> Disturbance | None:
-    """The noise that is asked for, and how often it is drawn; None: none is."""
-    from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance
+    """The noise of the arguments, and the number of its samples; None without a noise."""
+    if given.noise is None:
+        return None
+    from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance  # only where a noise is named
 
     return Disturbance.of(given.noise, given.samples or DEFAULT_SAMPLES, given.seed)
