@@ -144,26 +144,22 @@ def kvr_s(partition: Partition) -> float:
 
 
 @pytest.mark.slow
-def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> None:
-    for num_ranks in (4, 8):
-        even = Partition.even(CONTEXT_LEN, num_ranks)
-        uneven = Partition(chunk_lens=(even.chunk_lens[0] * 2 - 8, *even.chunk_lens[1:-1], 8))
-        plans = [RunPlan(strategy="kvr", partition=one) for one in (even, uneven)]
-        plans.append(RunPlan(strategy="tsp", partition=even))
-        link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=LATENCY_S)
-        report = launch(workers.sleeping, plans, link, how=Launch(num_ranks=num_ranks))[-1]
-        alone_s = workers.GEOMETRY.num_hidden_layers * sum(workers.layer_s(400, 0))
-        assert alone_s <= min(report.drift_s) < 3 * alone_s  # every rank by itself, all at once
-        for timing, partition in zip(report.timings, (even, uneven), strict=False):
-            expected_s = kvr_s(partition)
-            assert expected_s - 1e-3 < min(timing.ttft_s)
-            assert min(timing.ttft_s) < 1.3 * expected_s + 0.02, timing.plan.label  # other work only slows
-        tsp = report.timings[2]
-        piece_s = even.chunk_lens[0] * workers.TOKEN_BYTES / BYTES_PER_S
-        step_s = sum(workers.layer_s(even.chunk_lens[0], CONTEXT_LEN - even.chunk_lens[0]))
-        bound_s = workers.GEOMETRY.num_hidden_layers * (step_s + (num_ranks - 1) * (piece_s + LATENCY_S))
-        assert bound_s - 1e-3 < min(tsp.ttft_s) < 1.3 * bound_s + 0.05
-        assert report.conditions["transport"] == "emulated 0.8 Gbit/s, 2000 us"
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_sleeping_ranks_are_never_faster_than_the_recurrence(num_ranks: int) -> None:
+    even = Partition.even(CONTEXT_LEN, num_ranks)
+    uneven = Partition(chunk_lens=(even.chunk_lens[0] * 2 - 8, *even.chunk_lens[1:-1], 8))
+    plans = [RunPlan(strategy="kvr", partition=one) for one in (even, uneven)]
+    plans.append(RunPlan(strategy="tsp", partition=even))
+    link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=LATENCY_S)
+    report = launch(workers.sleeping, plans, link, how=Launch(num_ranks=num_ranks))[-1]
+    layers = workers.GEOMETRY.num_hidden_layers
+    piece_s = even.chunk_lens[0] * workers.TOKEN_BYTES / BYTES_PER_S
+    step_s = sum(workers.layer_s(even.chunk_lens[0], CONTEXT_LEN - even.chunk_lens[0]))
+    tsp_s = layers * (step_s + (num_ranks - 1) * (piece_s + LATENCY_S))
+    for timing, least_s in zip(report.timings, (kvr_s(even), kvr_s(uneven), tsp_s), strict=True):
+        assert min(timing.ttft_s) > least_s - 1e-3, timing.plan.label  # other work only slows
+    assert min(report.drift_s) >= layers * sum(workers.layer_s(400, 0))  # every rank by itself, all at once
+    assert report.conditions["transport"] == "emulated 0.8 Gbit/s, 2000 us"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from kvrsim.cli import text as layout
 from kvrsim.cli.commands.confirm import show_confirmation
 from planner.confirm.confirm import ClockDrift
-from tests.planner.confirm.test_confirm_laws import candidate, confirmation
+from tests.planner.confirm.test_result import candidate, confirmation
 
 FIGURES = re.compile(r"\d[\d.,]*")
 
