@@ -32,7 +32,6 @@ from planner.confirm.search import (
 )
 from tests.planner.confirm.confirm_setup import arguments, folder_with, made_up_profile, said
 
-
 ROOT = Path(__file__).parents[3]
 
 
