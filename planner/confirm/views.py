@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from kvrsim.views import page as html
 from kvrsim.views.figure import Head
 from kvrsim.views.page import Html, Page, Section, Summary
 from kvrsim.views.style import variable
-from kvrsim.views.table import Cell, Column, format_interval, format_partition, seconds_cell
+from kvrsim.views.table import Cell, Column, Table, format_interval, format_partition, seconds_cell
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 from planner.confirm.result import Confirmation, MeasuredCandidate
 
@@ -108,17 +108,14 @@ def page(confirmation: Confirmation) -> Page:
 
 
 def summary(confirmation: Confirmation) -> Summary:
-    """Return the notebook's table: candidates by predicted TTFT."""
-    titles = ("candidate", "predicted", "measured", "error")
+    """Return the notebook's table."""
+    rows = candidates_table(confirmation)
     return Summary(
         answer=answer(confirmation),
         question=f"{confirmation.question.model}, {confirmation.question.request()}",
         caption="candidates",
-        columns=[Column(title=title, number=title != "candidate") for title in titles],
-        rows=[
-            (one.strategy, format_seconds(one.predicted_s), format_seconds(one.median_s), f"{one.rel_error:+.1%}")
-            for one in sorted(confirmation.candidates, key=lambda one: one.predicted_s)
-        ],
+        columns=rows.columns,
+        rows=rows.rows,
         notes=(*confirmation.reasons, *confirmation.warnings),
     )
 
@@ -170,37 +167,51 @@ def _family(one: MeasuredCandidate) -> str:
     return one.strategy.partition(" #")[0]
 
 
-def _candidates(confirmation: Confirmation) -> Html:
-    ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in confirmation.candidates]
-    span = html.span_of([(min(three), max(three)) for three in ends])
-    columns = (
-        Column(title="candidate"),
-        Column(title="predicted", number=True),
-        Column(title="prediction interval"),
-        Column(title="measured", number=True, hint="median"),
-        Column(title="spread", number=True, hint="interquartile range of the measured TTFTs", rank=2),
-        Column(title="error", number=True, hint="predicted over measured, less 1"),
-        Column(title="place predicted", number=True, rank=2),
-        Column(title="place measured", number=True, rank=2),
-        Column(title="tokens per rank or piece", rank=2),
-    )
-    pairs = zip(confirmation.candidates, confirmation.places(), strict=True)
-    rows = [_row(one, places, span) for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s)]
-    return html.table(columns, rows, caption="Candidates, predicted and measured", ident="candidates")
-
-
-def _row(one: MeasuredCandidate, places: Mapping[str, Any], span: tuple[float, float]) -> list[str | Cell]:
-    low_s, high_s = one.prediction.ttft_low_s, one.prediction.ttft_high_s
-    colour = variable("strategy", _family(one))
-    bar = html.interval_bar(low_s, one.predicted_s, high_s, span, colour, measured=one.median_s)
-    return [
-        Cell(shown=html.strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy),
-        seconds_cell(one.predicted_s),
-        Cell(shown=html.tag("span", bar, format_interval(low_s, high_s), class_="range"), value=high_s),
-        seconds_cell(one.median_s),
-        seconds_cell(one.iqr_s),
-        Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
-        str(places["predicted_rank"]),
-        str(places["measured_rank"]),
-        format_partition(one.partition, room=10**6),
+def candidates_table(confirmation: Confirmation) -> Table:
+    """Return one row per candidate, by predicted TTFT, the plan's choice in bold."""
+    columns = [
+        Column(title="strategy\n"),
+        Column(title="partition\n(tokens)", rank=2, hint="tokens per rank or piece"),
+        Column(title="predicted\n", number=True),
+        Column(title="prediction\ninterval", number=True, rank=3),
+        Column(title="measured\nmedian", number=True),
+        Column(title="spread\n(IQR)", number=True, rank=6, hint="interquartile range of the measured TTFTs"),
+        Column(title="error\n", number=True, hint="predicted over measured, less 1"),
+        Column(title="predicted\nplace", number=True, rank=5),
+        Column(title="measured\nplace", number=True, rank=4),
     ]
+    rows = Table(columns=columns)
+    pairs = zip(confirmation.candidates, confirmation.places(), strict=True)
+    for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s):
+        low_s, high_s = one.prediction.ttft_low_s, one.prediction.ttft_high_s
+        rows.add_row(
+            one.strategy,
+            format_partition(one.partition),
+            seconds_cell(one.predicted_s),
+            Cell(shown=format_interval(low_s, high_s), value=high_s),
+            seconds_cell(one.median_s),
+            seconds_cell(one.iqr_s),
+            Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
+            str(places["predicted_rank"]),
+            str(places["measured_rank"]),
+            style="bold" if one is confirmation.choice else None,
+        )
+    return rows
+
+
+def _candidates(confirmation: Confirmation) -> Html:
+    """Draw the table, its names in their colours and its intervals as bars."""
+    rows, ordered = candidates_table(confirmation), sorted(confirmation.candidates, key=lambda one: one.predicted_s)
+    ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in ordered]
+    span = html.span_of([(min(three), max(three)) for three in ends])
+    drawn = []
+    for one, (low_s, high_s, _), row in zip(ordered, ends, rows.rows, strict=True):
+        family, (_, chunks, predicted, interval, *rest) = _family(one), row
+        assert isinstance(interval, Cell)
+        bar = html.interval_bar(
+            low_s, one.predicted_s, high_s, span, variable("strategy", family), measured=one.median_s
+        )
+        name = Cell(shown=html.strategy_name(one.strategy, colour_of=family), value=one.strategy)
+        bars = Cell(shown=html.tag("span", bar, interval.shown, class_="range"), value=high_s)
+        drawn.append((name, chunks, predicted, bars, *rest))
+    return html.table(rows.columns, drawn, caption="Candidates, predicted and measured", ident="candidates")

@@ -17,7 +17,7 @@ from kvrsim.cli.text import Hint, facts, header, headline, likely, show
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, format_tokens, parse_share
-from kvrsim.views.table import Text, columns, format_interval, format_partition, narrowing
+from kvrsim.views.table import Text
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -133,27 +133,8 @@ _SHOWN_WRONG = 3  # pairs that were measured in another order than predicted
 
 def show_confirmation(result: Confirmation) -> None:
     """One row per candidate, the one predicted to be the fastest first; then orders, regret and errors."""
-    rows = columns("strategy\n", "partition\n(tokens)")
-    columns(
-        *("predicted\n", "prediction\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n"),
-        *("predicted\nplace", "measured\nplace"),
-        numbers=True,
-        into=rows,
-    )
-    pairs = zip(result.candidates, result.places(), strict=True)
-    for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s):
-        rows.add_row(
-            one.strategy,
-            format_partition(one.partition),
-            format_seconds(one.predicted_s),
-            format_interval(one.prediction.ttft_low_s, one.prediction.ttft_high_s),
-            format_seconds(one.median_s),
-            format_seconds(one.iqr_s),
-            f"{one.rel_error:+.1%}",
-            str(places["predicted_rank"]),
-            str(places["measured_rank"]),
-            style="bold" if one is result.choice else None,
-        )
+    from planner.confirm.views import candidates_table
+
     answer, table = facts(), facts()
     answer.add_row("measured:", headline(_measured(result)))
     answer.add_row("regret:", _regret(result))
@@ -174,8 +155,7 @@ def show_confirmation(result: Confirmation) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
     for warning in result.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    narrower = narrowing(rows, "spread", "predicted\nplace", "measured\nplace", "prediction", "partition")
-    show(answer, "", *header(result.question, result.cluster), "", narrower, "", table)
+    show(answer, "", *header(result.question, result.cluster), "", candidates_table(result), "", table)
 
 
 def _measured(result: Confirmation) -> str:

@@ -136,6 +136,9 @@ def test_from_python_one_gpu_has_one_candidate(folder: Path) -> None:
     assert found.regret == 0
     assert isinstance(found.choice.measured, Timeline)
     assert list(found.to_frame()["strategy"]) == ["single"]
+    found.write_plot(folder / "page.html")
+    for html in ((folder / "page.html").read_text(), found._repr_html_()):
+        assert f"{found.choice.rel_error:+.1%}" in html
 
 
 def test_progress_is_told_prefill_by_prefill(folder: Path) -> None:
