@@ -1,4 +1,16 @@
-"""The operations that strategies are written in, and what is sent and in flight."""
+"""The operations that strategies are written in, and what a program sends, holds and computes.
+
+A strategy is a list of these operations per rank and kind of layer, run once per layer. Every number in an operation
+may be an array over a batch of partitions, shape (B,), so that one program describes thousands of candidates; the
+event executor takes B = 1.
+
+Two clocks run on a rank. The host issues operations one after another, `host_s` each, and never waits for the device.
+The device (the compute stream) starts an operation when it is free and the host has begun to issue it, and ends it no
+earlier than the host has issued all of it: `end = max(max(device, host_begin) + device_s, host_begin + host_s)`.
+
+A new operation is added in four places: here, with the bytes that it sends and holds; in the event executor; in the
+batch executor; and in the bus executor.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +22,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-
-# -- The operations that a strategy is written in.
-#
-# A strategy is a program a rank and kind of layer: a list of these operations, run once a layer. Every
-# number in an operation may be an array over a batch of partitions, shape (B,), so that one program
-# describes thousands of candidates; the event executor takes B = 1.
-#
-# Two clocks run on a rank. The host issues operations one after another, `host_s` each, and never waits
-# for the device. The device (the compute stream) starts an operation when it is free and the host has
-# begun to issue it, and ends it no earlier than the host has issued all of it:
-# `end = max(max(device, host_begin) + device_s, host_begin + host_s)`.
-#
-# A new operation is added in four places: here; in the batch evaluator (kvrsim/executors/batch.py, with
-# collectives.py where all ranks meet, and bus/flows.py where flows share a bus); in the event simulation
-# (kvrsim/executors/event.py); and in kvrsim/program.py, which says how many bytes it sends and holds.
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -162,6 +159,17 @@ def work_s(op: Op) -> Array:
     return np.zeros(1)
 
 
+def stream_s(op: Op) -> Array:
+    """Seconds that an operation without other ranks holds its rank's stream."""
+    assert isinstance(op, Compute | Collective)
+    return op.device_s if isinstance(op, Compute) else op.seconds
+
+
+def host_s_of(op: Op) -> float:
+    """Seconds that the host needs to issue an operation, all its rounds together."""
+    return sum(op.host_s) if isinstance(op, RingPass) else op.host_s
+
+
 def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
     """Work that loses `share` of its rate for the first `flight_s` seconds, while messages are sent and received."""
     return work_s + np.minimum(share / (1.0 - share) * work_s, share * flight_s) if share else work_s
@@ -199,16 +207,16 @@ def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
 
 
 def _query_blocks(ops: Sequence[Op]) -> int:
-    """Calls of attention in a layer where they are in blocks, of the first partition of a batch; 0: nothing is."""
-    found = (op.query_blocks[0] for op in ops if isinstance(op, Compute) and op.query_blocks is not None)
-    return int(max(found, default=0))
+    """Calls of attention in a layer where they are in blocks, of the first partition of a batch; 0 elsewhere."""
+    calls = (op.query_blocks[0] for op in ops if isinstance(op, Compute) and op.query_blocks is not None)
+    return int(max(calls, default=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """All that every rank does from the prompt to the first token.
 
-    Most strategies have a block a kind of layer. Where ranks hold different layers, a block is a step of all
+    Most strategies have a block per kind of layer. Where ranks hold different layers, a block is a step of all
     ranks, and `layer_numbers` says which layer it is on each.
     """
 
@@ -261,32 +269,26 @@ class Program:
 
     def row(self, index: int) -> Program:
         """The program of one partition of the batch."""
-        if self.num_rows == 1:
+        return self if self.num_rows == 1 else self._changed(lambda _, ops: tuple(_row(op, index) for op in ops))
+
+    def slowed(self, factors: Sequence[float]) -> Program:
+        """The same on GPUs that compute that many times as long, one factor per rank; hosts and links as they are."""
+        if all(factor == 1.0 for factor in factors):
             return self
+        return self._changed(lambda rank, ops: slower(ops, factors[rank]))
 
-        def rows(ranks: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
-            return tuple(tuple(_row(op, index) for op in ops) for ops in ranks)
+    def _changed(self, change: Callable[[int, tuple[Op, ...]], tuple[Op, ...]]) -> Program:
+        """With the operations of each rank in each block changed."""
 
-        layers = tuple(rows(kind) for kind in self.layers)
-        return replace(self, prologue=rows(self.prologue), layers=layers, epilogue=rows(self.epilogue))
+        def changed(block: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
+            return tuple(change(rank, ops) for rank, ops in enumerate(block))
+
+        layers = tuple(map(changed, self.layers))
+        return replace(self, prologue=changed(self.prologue), layers=layers, epilogue=changed(self.epilogue))
 
     @property
     def _blocks(self) -> tuple[tuple[tuple[Op, ...], ...], ...]:
         return (self.prologue, *self.layers, self.epilogue)
-
-    def slowed(self, factors: Sequence[float]) -> Program:
-        """The same on GPUs that compute so many times as long, one factor a rank; hosts and links as they are."""
-        if all(factor == 1.0 for factor in factors):
-            return self
-
-        def slow(ranks: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
-            return tuple(slower(ops, factor) for factor, ops in zip(factors, ranks, strict=True))
-
-        layers = tuple(slow(kind) for kind in self.layers)
-        return replace(self, prologue=slow(self.prologue), layers=layers, epilogue=slow(self.epilogue))
-
-
-# -- Bytes of messages, read from a program: what a rank sends, and what it holds at a time.
 
 
 def sent_bytes(program: Program, rank: int) -> float:
@@ -375,9 +377,6 @@ def _peak_of(
         if isinstance(op, Compute) and op.kv_bytes is not None:
             waiting = 0.0
     return peak
-
-
-# -- How long ranks compute, and how long they wait, in a program that has run.
 
 
 def compute_s(program: Program, rank: int) -> float:

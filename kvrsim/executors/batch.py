@@ -32,6 +32,8 @@ from kvrsim.program import (
     RingPass,
     Send,
     beside_message_s,
+    host_s_of,
+    stream_s,
 )
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
@@ -52,9 +54,10 @@ class Segment:
     has_noise: bool = True  # noise delays what a rank computes, not what its group of GPUs communicates
 
     @classmethod
-    def of(cls, op: Compute | Collective) -> Segment:
-        """One operation alone."""
-        device_s = _device_s(op)
+    def of(cls, op: Op) -> Segment:
+        """One compute or collective alone."""
+        assert isinstance(op, Compute | Collective)
+        device_s = op.device_s if isinstance(op, Compute) else op.seconds
         return cls(device_s, np.maximum(device_s, op.host_s), op.host_s, isinstance(op, Compute))
 
     def then(self, other: Segment) -> Segment:
@@ -65,19 +68,15 @@ class Segment:
         return Segment(self.device_s + other.device_s, floor_s, self.host_s + other.host_s)
 
 
-def segment_of(ops: Sequence[Compute | Collective]) -> Segment:
-    """Operations in a row as one segment; many of them by one call of numpy for each step of the sum."""
+def segment_of(ops: Sequence[Op]) -> Segment:
+    """Computes and collectives in a row as one segment; many of them by few calls of numpy."""
     if len(ops) < _MANY:
         return reduce(Segment.then, map(Segment.of, ops)) if ops else NO_WORK
-    device_s = np.stack([_device_s(op) for op in ops])
-    host_s = np.array([[op.host_s] for op in ops])
+    device_s = np.stack(np.broadcast_arrays(*map(stream_s, ops)))
+    host_s = np.array([[host_s_of(op)] for op in ops])
     rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # of those after each
     floors_s = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
     return Segment(device_s.sum(axis=0), floors_s.max(axis=0), float(host_s.sum()))
-
-
-def _device_s(op: Compute | Collective) -> Array:
-    return op.device_s if isinstance(op, Compute) else op.seconds
 
 
 NO_WORK = Segment(np.zeros(1), np.full(1, -np.inf), 0.0)
@@ -141,11 +140,10 @@ def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: boo
     steps: list[Step] = []
     for is_work, group in groupby(ops, lambda op: isinstance(op, Compute | Collective)):
         if is_work:
-            works = cast(list[Compute | Collective], list(group))
             if under_noise:
-                steps.extend(_wide(Segment.of(op)) for op in works)
+                steps.extend(_wide(Segment.of(op)) for op in group)
             else:
-                steps.append(segment_of(works))
+                steps.append(segment_of(list(group)))
             continue
         for op in group:
             if isinstance(op, Send):

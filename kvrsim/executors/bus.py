@@ -11,7 +11,7 @@ The bus is kept in virtual time, as the event executor's: n messages at once get
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -304,7 +304,7 @@ class _Targets:
     """Arrivals at waits that something causes, by its row and column in a table of causes."""
 
     def __init__(
-        self, targets: dict[tuple[int, int], Sequence[_Target]], shape: tuple[int, int], *, is_complete: bool
+        self, targets: Mapping[tuple[int, int], Sequence[_Target]], shape: tuple[int, int], *, is_complete: bool
     ) -> None:
         """is_complete: every cause has a target."""
         self.is_complete = is_complete
@@ -473,7 +473,7 @@ class _Run:
         """When all messages of each period have left, shape (periods, B); each has as many messages per lane."""
         left_s = self.left_s.reshape(len(self.left_s), -1, self.num_rows)
         lanes = [left_s[:count, lane].reshape(periods, -1, self.num_rows) for lane, count in enumerate(self.num_posts)]
-        return np.concatenate(lanes, axis=1).max(axis=1)
+        return np.asarray(np.concatenate(lanes, axis=1).max(axis=1))
 
     def _leave(self, slots: Index, now_s: Array) -> None:
         """Messages of these slots have left: the next ones may enter, and receivers may go on."""

@@ -22,7 +22,7 @@ import numpy as np
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
-from kvrsim.program import Array, Collective, Compute, Flags, Op, Recv, Send, beside_receives, slower
+from kvrsim.program import Array, Flags, Op, Recv, Send, beside_receives, host_s_of, slower, stream_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.base import Step
@@ -104,7 +104,7 @@ class _ChainRun:
         self.before, self.append, self.rest = layer[:recv_at], layer[recv_at + 1 : send_at], layer[send_at + 1 :]
         self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
         self.recv_host_s, self.send_host_s, self.overlaps = recv.host_s, send.host_s, not send.rendezvous
-        self.layer_host_s = sum(op.host_s for op in layer)  # type: ignore[misc]  # none is a ring
+        self.layer_host_s = sum(map(host_s_of, layer))
         self.link_s, self.latency_s = _busy_s(chain.paths, send.nbytes), chain.latency_s
         self.num_layers = len(scenario.share.layer_kind_index)
         self.clock = np.zeros(self.append_s.shape)  # of each rank's device
@@ -128,15 +128,15 @@ class _ChainRun:
         finish_s = self._after(layers, last_only=last_only) if layers else self.clock[-1 if last_only else 0 :]
         last_s, host_s = finish_s[-1], self.host_s[-1]
         for op in self.epilogue:
-            host_s = host_s + _host_s(op)
-            np.maximum(last_s + _seconds(op), host_s, out=last_s)
+            host_s = host_s + host_s_of(op)
+            np.maximum(last_s + stream_s(op), host_s, out=last_s)
         return finish_s, np.broadcast_to(holds, last_s.shape)
 
     def _run(self, ops: Sequence[Op]) -> None:
         """Take all ranks through operations that wait for nobody."""
         for op in ops:
-            self.clock += _seconds(op)
-            if host_s := _host_s(op):
+            self.clock += stream_s(op)
+            if host_s := host_s_of(op):
                 self.host_s += host_s
                 np.maximum(self.clock, self.host_s, out=self.clock)
 
@@ -167,8 +167,8 @@ class _ChainRun:
             self.clock[rank] += self.append_s[rank]
             return
         for op in self.append:
-            self.clock[rank] += _seconds(op)[rank]
-            self._issue(rank, _host_s(op))
+            self.clock[rank] += stream_s(op)[rank]
+            self._issue(rank, host_s_of(op))
 
     def _issue(self, rank: int, host_s: float) -> None:
         """No earlier than the host has issued it."""
@@ -191,9 +191,9 @@ class _ChainRun:
         begun_s = least(self.clock)
         gains_s = [
             np.full_like(begun_s, -self.recv_host_s),
-            *(least(_seconds(op)) - _host_s(op) for op in self.append),
+            *(least(stream_s(op)) - host_s_of(op) for op in self.append),
             np.full_like(begun_s, -self.send_host_s),
-            *(least(_seconds(op)) - _host_s(op) for op in (*self.rest, *self.before)),
+            *(least(stream_s(op)) - host_s_of(op) for op in (*self.rest, *self.before)),
         ]
         ahead_s = np.cumsum(gains_s, axis=0)  # more than at the receive, after each operation
         leads = (ahead_s.min(axis=0) >= self.host_s - begun_s) & (ahead_s[-1] >= 0)
@@ -205,7 +205,7 @@ class _ChainRun:
         after = self._after_overlap if self.overlaps else self._after_rendezvous
         finish_s = after(layers - 1, last_only=last_only)
         finish_s += self.rest_s[-len(finish_s) :]
-        issued_s = layers * (self.layer_host_s - self.send_host_s) - sum(map(_host_s, self.before))
+        issued_s = layers * (self.layer_host_s - self.send_host_s) - sum(map(host_s_of, self.before))
         self.host_s[-1] += issued_s
         return finish_s
 
@@ -293,17 +293,6 @@ def _busy_s(paths: Sequence[Path], nbytes: Array) -> Array:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _seconds(op: Op) -> Array:
-    """Seconds that an operation without peers holds a rank's stream."""
-    assert isinstance(op, Compute | Collective)
-    return op.device_s if isinstance(op, Compute) else op.seconds
-
-
-def _host_s(op: Op) -> float:
-    assert isinstance(op, Compute | Collective)
-    return op.host_s
-
-
 def _total_s(ops: Sequence[Op]) -> Array:
-    first, *others = map(_seconds, ops)
+    first, *others = map(stream_s, ops)
     return np.asarray(sum(others, first))

@@ -134,10 +134,12 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
 
     blocks: list[tuple[tuple[Op, ...], ...]] = []
     for number in range(len(pieces)):
-        loads = ops.loads if number == 0 else [[()] * context for _ in ops.layers]
         of_kind = [
-            [load + _of_piece(own, number, context) for load, own in zip(*both, strict=True)]
-            for both in zip(loads, ops.layers, strict=True)
+            [
+                (ops.loads[kind][rank] if number == 0 else ()) + _of_piece(own, number, context)
+                for rank, own in enumerate(layer)
+            ]
+            for kind, layer in enumerate(ops.layers)
         ]
         blocks.append(tuple(way_in(number, *at) for at in ranks))
         of_pattern = {  # stages of the same kinds of layers share their operations
