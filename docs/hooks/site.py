@@ -95,7 +95,10 @@ def python_reference() -> str:
             continue
         part = "Functions" if not inspect.isclass(value) else "Errors" if issubclass(value, Exception) else "Classes"
         target = f"{value.__module__}.{value.__qualname__}"
-        parts[part].append(f"::: {target}\n    options:\n      heading: kvrsim.{name}\n")
+        options = [f"heading: kvrsim.{name}"]
+        if part == "Functions":  # signature and docstring of arguments that are declared elsewhere
+            options += ["force_inspection: true", "docstring_style: numpy"]
+        parts[part].append(f"::: {target}\n    options:\n" + "".join(f"      {one}\n" for one in options))
     return "\n".join(line for part, blocks in parts.items() for line in ["", f"## {part}", "", *blocks])
 
 

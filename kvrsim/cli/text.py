@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.question import Question
 
-MAX_IN_FULL = 4  # lines with every part
-MAX_IN_SHORT = 12  # ranks with their total only
 _BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style
 _NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
 _WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
@@ -292,41 +290,13 @@ def add_misfits(table: Facts, strategy: str, memory: Sequence[RankMemory], limit
 
 
 def over_memory(memory: Sequence[RankMemory], limit_bytes: int) -> Iterator[str]:
-    """Lines about the ranks whose peak is over the limit: largest parts first, like ranks together.
-
-    Where that takes too many lines: the worst rank in full, the others by their total.
-    """
-    groups = _groups(memory, limit_bytes)
-    if len(groups) <= MAX_IN_FULL:
-        for ranks, rank_memory in groups:
-            yield _in_full(ranks, rank_memory, limit_bytes)
-        return
-    worst = max(groups, key=lambda group: group[1].total)
-    yield _in_full(worst[0], worst[1], limit_bytes)
-    others = [group for group in groups if group is not worst]
-    shown = ", ".join(
-        f"{_name(ranks)} {format_bytes(rank_memory.total)}" for ranks, rank_memory in others[:MAX_IN_SHORT]
-    )
-    left = sum(len(ranks) for ranks, _ in others[MAX_IN_SHORT:])
-    yield f"also {shown}" + (f", and {left} more" if left else "")
-
-
-def _groups(memory: Sequence[RankMemory], limit_bytes: int) -> list[tuple[list[int], RankMemory]]:
-    """Neighbouring ranks over the limit that hold the same."""
+    """A line about the ranks whose peak is over the limit: what the worst one needs, and how many others there are."""
     over = [rank for rank, rank_memory in enumerate(memory) if rank_memory.total > limit_bytes]
-    grouped = groupby(over, key=lambda rank: _parts(memory[rank]))
-    ranks = [list(group) for _, group in grouped]
-    return [(group, memory[group[0]]) for group in ranks]
-
-
-def _in_full(ranks: list[int], rank_memory: RankMemory, limit_bytes: int) -> str:
-    verb = "needs" if len(ranks) == 1 else "need"
-    need = f"{_name(ranks)} {verb} {format_bytes(rank_memory.total)} of {format_bytes(limit_bytes)}"
-    return f"{need}: {', '.join(_parts(rank_memory))}"
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    if over:
+        worst = max(over, key=lambda rank: memory[rank].total)
+        needs = f"{format_bytes(memory[worst].total)} of {format_bytes(limit_bytes)}"
+        others = f"; {len(over) - 1} other ranks need more than the limit, too" if len(over) > 1 else ""
+        yield f"rank {worst} needs {needs}: {', '.join(_parts(memory[worst]))}{others}"
 
 
 def _parts(rank_memory: RankMemory) -> list[str]:

@@ -30,6 +30,7 @@ from kvrsim.arguments import (
     whole,
 )
 from kvrsim.choices import ATTENTIONS, DEVICES
+from kvrsim.cli.commands.catalogue import TERM_MEANINGS
 from kvrsim.cli.options import JSON, output, picture, require_torch, takes, writable
 from kvrsim.cli.output import print_json, resumable, warn
 from kvrsim.cli.progress import Progress
@@ -601,15 +602,6 @@ def prefills(
         printed()
 
 
-_WHAT = {
-    "request_s": "before the first layer, once a request",
-    "token_s": "more for each token of the request",
-    "step_s": "before each pass through the layers",
-    "layer_s": "of the host, to issue one layer",
-    "collective_s": "to start a collective of tensor parallelism",
-    "kernel_scale": "the engine's kernels over the profile's",
-    "sustained_share": "rate after long load over that of bursts",
-}
 _RATIOS = ("kernel_scale", "sustained_share")
 _FEW = 4  # rows below which left-out errors say little
 
@@ -628,7 +620,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
             _value(term, term.value),
             f"{low:.3g}–{high:.3g}" if name in _RATIOS else format_interval(low, high),
             "yes" if term.identified else "no",
-            _WHAT.get(name, ""),
+            TERM_MEANINGS.get(name, ""),
         )
     errors = columns("absolute error")
     columns("median", "mean", numbers=True, into=errors)

@@ -543,7 +543,7 @@ engines = _commands(
     "Print one engine: its terms, errors and sources.\n\nExample: kvrsim engines show vllm-2023",
 )
 
-_MEANINGS = {
+TERM_MEANINGS = {  # of an engine's record
     "request_s": "before the first layer, once a request",
     "token_s": "more for each token of the request",
     "step_s": "before each pass through the layers",
@@ -584,7 +584,7 @@ def show_engine(engine: Engine) -> None:
     table = columns("term")
     columns("value", "80 % range", numbers=True, into=table)
     table.add_column("meaning")
-    for term, meaning in _MEANINGS.items():
+    for term, meaning in TERM_MEANINGS.items():
         for label, value in _values(engine, term):
             if value:
                 table.add_row(label, _shown(term, value), _range(term, value, engine.spread.get(term)), meaning)
