@@ -1,4 +1,4 @@
-"""What would fit in memory where nothing that was compared does: a strategy, more GPUs, another type, more memory."""
+"""Remedies where no compared strategy fits in memory: another strategy, more GPUs, another dtype, more memory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ _DTYPE = "fp8"  # the smallest of weights
 
 
 def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfall:
-    """How much memory the nearest of these candidates lacks, none of which fits, and what would fit.
+    """The memory that the nearest of these candidates lacks, none of which fits, and what would fit.
 
-    What would fit is looked for among strategies without a long search.
-
-    The remedies: another strategy on the same GPUs, or, where there is none, the fewest GPUs in doublings, and weights
-    in FP8 where the profile has it; and the share of the memory that the nearest result needs.
+    Remedies are another strategy without a long search on the same GPUs; or else the fewest GPUs in doublings, and
+    weights in FP8 if the profile has them; and the share of the memory that the nearest candidate needs.
     """
     nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
@@ -72,7 +70,7 @@ def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
 
 
 def _ports(cluster: Cluster) -> float:
-    """GPUs that --gpus may ask for: a switch has no more than its cluster."""
+    """The most GPUs that --gpus accepts: a switch has no more than its cluster."""
     if cluster.topology != "switch":
         return math.inf
     return load_cluster(cluster.name).num_gpus if cluster.name in builtin_clusters() else cluster.num_gpus
@@ -94,9 +92,9 @@ def _more_memory(scenario: Scenario, strategy: str, peak: int) -> Iterator[Remed
 
 
 def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -> tuple[Remedy, ...]:
-    """Of the strategies without a long search that were not compared, the one with the least peak, if it fits.
+    """The strategy with the least peak, if it fits, of those without a long search that are not compared.
 
-    Pipelines are ordered by their peak with two pieces a GPU; whether one fits is judged with its own pieces.
+    Pipelines are ordered by their peak with two pieces per GPU; whether one fits depends on its own pieces.
     """
     candidates = []
     for strategy in distinct(all_for(scenario)[0]):
