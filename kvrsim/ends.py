@@ -1,4 +1,4 @@
-"""What a prefill does before its first layer and after its last, as operations of one rank."""
+"""Operations of one rank before the first layer and after the last: request, step, embedding, head, decode step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 
 
 def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
-    """One row read and written a token; in a group, each GPU has some rows."""
+    """One row read and written per token; in a group, each GPU has some rows."""
     nbytes = 4.0 * scenario.model.hidden_size  # of two-byte elements
     read = Compute(
         name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)), kind="embedding"
@@ -27,7 +27,7 @@ def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ..
 
 
 def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = None) -> tuple[Op, ...]:
-    """What a request waits for before any rank begins; as long for every partition of the batch.
+    """The wait of a request before any rank begins, the same for every partition of the batch.
 
     contexts: of several prompts that begin together, tokens; None: the scenario's own.
     """
@@ -38,7 +38,7 @@ def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = N
 
 
 def step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
-    """What comes before each pass through the layers: the engine's step, and the mask where it was measured."""
+    """Operations before each pass through the layers: the engine's step, and the mask if it was measured."""
     if scenario.profile is None:
         return ()
     host, element_s = scenario.host, scenario.profile.kernels.elementwise.mask_element_s
@@ -49,13 +49,13 @@ def step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tupl
 
 
 def _held(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
-    """The device waits so long for the software; host_s: of the software itself, None: as long."""
+    """The device waits these seconds for the software; host_s: of the software itself, None: as long."""
     host_s = seconds if host_s is None else host_s
     return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
 
 
 def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op, ...]:
-    """The prompt's last token through all layers by itself, where the engine's TTFT holds such a step.
+    """The prompt's last token through all layers by itself, if the engine's TTFT includes such a step.
 
     The rank that has the last chunk does it, with the K and V of the whole context; `context`: tokens, shape (B,).
     """

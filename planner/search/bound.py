@@ -48,12 +48,12 @@ from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # of a chunk
 _NEARLY, _ROUNDING = 0.999, 1e-9  # of a limit, which proves a wall nearly as well; of the context
-FIRST, AGAIN = (0.25, 32), (0.05, 12)  # of a chunk, to either side, in which the one for a limit is sought; rounds
+FIRST, AGAIN = (0.25, 32), (0.05, 12)  # half-width of the first bracket, as a share of a chunk; and rounds
 
 
 @dataclass(frozen=True, slots=True)
 class StallBounds:
-    """What walls prove of the waits for other ranks."""
+    """Proven lower bounds on the stalls of each rank, given walls."""
 
     fills_s: Array  # the least before each rank's first append, shape (ranks, columns)
     received_s: Array  # the least that received messages hold each sender's stream, shape (senders, columns)
@@ -116,11 +116,11 @@ class SendersBetweenWalls:
         return Walls(chunks, ends, first_s, others_s, none)
 
     def waits(self, ends: Array) -> StallBounds:
-        """What is proven of the waits, if ends are no earlier than these."""
+        """Lower bounds on the stalls, if ends are no earlier than these."""
         return StallBounds(self._fills(ends), self._received_s(ends))
 
     def bus_s(self, ends: Array) -> Array:
-        """All messages over the one bus, each at its least."""
+        """The least seconds of all messages over the one bus."""
         return np.asarray(self.chain.work(self.senders, np.ones_like(ends), ends - 1.0).sends_s.sum(axis=0))
 
     def _received_s(self, ends: Array) -> Array:
@@ -161,12 +161,12 @@ _CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; targets per round, a
 _WEAK = 0.5  # of the gap of the weakest interval: intervals with smaller gaps are not divided
 _PLANS = 4  # partitions between walls that are returned
 _OPEN = 0.1  # of the gap, which may be left to the next division
-_CLOSE = 2.5e-3  # of the TTFT that is reached, within which a bound is not made better
-_HOST_BOUND = 0.95  # of what the host issues: a bound below that is not made better, either
+_CLOSE = 2.5e-3  # of the TTFT reached; a bound within it is not improved
+_HOST_BOUND = 0.95  # of the host's time; a bound below it is not improved either
 
 
 def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
-    """A TTFT that no partition beats; `ttft_s` is one that some partition reaches.
+    """A TTFT that no partition beats; `ttft_s`: one that some partition reaches.
 
     warm_start: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
     """
@@ -187,7 +187,7 @@ def lower_bound_and_plans(
 
 @dataclass(frozen=True, slots=True)
 class _Tails:
-    """The least that the last rank has to do, for each interval of its chunk x."""
+    """The least seconds of work of the last rank, for each interval of its chunk x."""
 
     whole_s: Array  # all its layers and the head
     first_qkv_s: Array  # the part that may run during the fill
@@ -195,10 +195,10 @@ class _Tails:
 
 
 class _Intervals:
-    """Intervals of x, and what is known of each; the last axis of every array is theirs."""
+    """Intervals of x and what is proven for each; the last axis of every array is the interval."""
 
     def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
-        """What is proven of the waits without a fill; chunks: of all senders but the first, to begin with."""
+        """Bound the stalls without a fill first. chunks: of all senders but the first, to start from."""
         self.bound, self.least, self.most = bound, least, most
         self.tails, self.last_wall = bound.tails(least, most), bound.chain.total - most
         self.goal = self.above = self.holds = np.full_like(least, bound.ttft_s)
@@ -211,7 +211,7 @@ class _Intervals:
         self.holds = np.minimum(self.holds, after_s + walls.others_s)  # of a TTFT below it, the waits are proven
 
     def improve(self) -> None:
-        """One target more for each interval: what it proves, and the next one.
+        """Try the next target of each interval, and choose the one after it.
 
         The target is sought for which the first rank needs as long with what is left to it. What is proven of the waits
         for a target holds for all below it.
@@ -243,7 +243,7 @@ class _Intervals:
 
     @property
     def is_done(self) -> bool:
-        """Whether the weakest interval has little left that is neither proven nor reached."""
+        """Whether the gap of the weakest interval is small."""
         weakest = int(self.low.argmin())
         missing_s = self.bound.ttft_s - self.low[weakest]
         return bool(self.above[weakest] - self.low[weakest] <= max(_OPEN * missing_s, PRECISION * self.bound.ttft_s))
@@ -276,7 +276,7 @@ class _Bound:
         self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
-        """The bound: the weakest interval of x, after cutting the weak ones; never below the host's time."""
+        """The bound: that of the weakest interval of x, after dividing the weak ones; at least the host's time."""
         issued_s, tokens = self._issued_or_loaded_s(), float(self.scenario.request.new_tokens)
         if self.num_ranks == 1:
             only = np.array([tokens])
@@ -313,7 +313,7 @@ class _Bound:
         return (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
 
     def tails(self, least: Array, most: Array) -> _Tails:
-        """Of the last rank with a chunk between these."""
+        """The least work of the last rank with a chunk between these."""
         last, total = range(self.num_ranks - 1, self.num_ranks), self.chain.total
         work = self.chain.chain.work(last, least[None], (total - least)[None])
         received = self.chain.chain.work(last, least[None], (total - most)[None]).recv_held_s

@@ -44,7 +44,7 @@ _BETTER = 1e-5  # a move must gain this share of TTFT
 
 
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
-    """Partitions that a search on a bus simulates at most: each takes as long as it has messages.
+    """The limit of partitions that a search on a bus simulates; the time of each grows with its messages.
 
     On up to 8 GPUs and 32 layers the search ends before.
     """
@@ -55,12 +55,12 @@ def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
 
 @dataclass(slots=True)
 class _Descent:
-    """Where a descent stands."""
+    """State of a descent."""
 
     best: Row  # boundaries
     best_s: float
     step: int  # the largest that is tried
-    also: Boundaries  # what the moves suggest that helped the last time
+    also: Boundaries  # candidates from the moves that helped in the last round
     idle: int = 0  # rounds at the smallest steps without a gain
 
 
@@ -84,7 +84,7 @@ class BusSearch:
         self.scenario, self.chain, self.stride, self.evaluate = scenario, chain, stride, evaluate
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
         self.left, self.plans, self.wide = most, plans, wide
-        self.was_limited = False  # fewer partitions were tried than there were
+        self.was_limited = False  # the limit left some partitions untried
         self.rng = np.random.default_rng(0)
         self.first_step = first_step(self.tokens, 8, stride)
 
@@ -102,7 +102,7 @@ class BusSearch:
         return best.best, best.best_s
 
     def _descended(self, descents: list[_Descent]) -> _Descent:
-        """The best of these, taken as far as they get."""
+        """Run the descents to their ends; return the best."""
         alive = descents
         for number in range(_ROUNDS):
             best_s = min(one.best_s for one in descents)
@@ -113,7 +113,7 @@ class BusSearch:
         return min(descents, key=lambda one: one.best_s)
 
     def _round(self, descents: list[_Descent]) -> bool:
-        """Some steps of each; False where no partition may be tried any more."""
+        """One round of each descent; False where no partition may be simulated any more."""
         steps = [self._steps(one, _STEPS // len(descents) if self.wide else _STEPS // 2) for one in descents]
         candidates = [self._around(one, own) for one, own in zip(descents, steps, strict=True)]
         room = self.left // len(descents)
@@ -133,7 +133,7 @@ class BusSearch:
         return [one.step >> power for power in range(most) if one.step >> power >= self.stride]
 
     def _take(self, one: _Descent, steps: list[int], rows: Boundaries, found_s: Array) -> None:
-        """Go to the best of the candidates, and by what else helped the next time; or take smaller steps."""
+        """Move to the best candidate and keep the other moves that helped for the next round; or take smaller steps."""
         order = np.argsort(found_s, kind="stable")[:_HELPED]
         order = order[found_s[order] < one.best_s * (1.0 - _BETTER)]
         one.also = rows[:0]
@@ -148,7 +148,7 @@ class BusSearch:
         one.best, one.best_s, one.idle = rows[order[0]], float(found_s[order[0]]), 0
 
     def _around(self, one: _Descent, steps: list[int]) -> Boundaries:
-        """Groups of boundaries moved by the steps, all moved at random, what the last moves suggest, ranks left out."""
+        """Candidates: groups moved by the steps, all boundaries moved at random, sums of the last moves, idle ranks."""
         count = len(one.best)
         moves = np.concatenate([step * groups(count) for step in steps])
         lengths = steps[0] * 4.0 ** self.rng.uniform(-len(steps) / 2, 0.5, size=(_TOGETHER, 1))
@@ -159,7 +159,7 @@ class BusSearch:
         return unique_rows(rows) if len(rows) else rows
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
-        """With one rank at the least chunk, its tokens at a neighbour's, or at the last rank's."""
+        """One rank at the smallest chunk, its tokens given to a neighbour or to the last rank."""
         chunks = chunks_between(boundaries, self.tokens)
         last, rows = self.num_ranks - 1, []
         for rank in range(self.num_ranks):
@@ -171,7 +171,7 @@ class BusSearch:
         return moved[valid(moved, self.tokens)]
 
     def _plans(self) -> Iterator[Array]:
-        """Chunks to begin from; the ranks that are left out have no token here, and get one."""
+        """Chunks of the seeds; ranks that are left out have no token here, and get one by rounding."""
         yield from self.plans
         ranks, counts = np.arange(self.num_ranks), _spread(1, self.num_ranks)
         for used in counts:

@@ -1,4 +1,4 @@
-"""The best partition of a scenario for a strategy whose partition is searched."""
+"""The search of the best partition: the analytical plan, the paper's grid, or seeds refined by pattern search."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class _Search:
         self.lower_bound_s: float | None = None
         self.balanced: Array | None = None
         self.warm_start: Row | None = None  # boundaries; the best ones are near them
-        self.was_limited = False  # on a bus: fewer partitions were tried than there were
+        self.was_limited = False  # on a bus: the limit of partitions left some untried
         # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
         self.chain = strategy if strategy.chains else chain_like(strategy)
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
@@ -150,7 +150,7 @@ class _Search:
         from planner.search.bus import BusSearch
 
         assert self.evaluator.most is not None
-        # A flow gets between all of the bus and the share of one of p - 1: the plans for such links are seeds, too.
+        # A flow gets between the whole bus and one of p - 1 shares: plans for links of both bandwidths are seeds.
         bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
         step = max(default_stride(self.tokens, self.num_ranks), self.stride)
         for flows in sorted({1, self.num_ranks - 1}):
@@ -193,12 +193,12 @@ class _Search:
         return best, best_s
 
     def _refined(self, seeds: Boundaries, rounds: int) -> tuple[Row, float]:
-        """The best seed, improved."""
+        """Improve the best seed."""
         seed = seeds[int(self._evaluate(seeds).argmin())]
         return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
     def _refined_with_walls(self, seeds: Boundaries) -> tuple[Row, float]:
-        """Of many ranks: from the best seed, or from the walls that prove the bound, where they are faster."""
+        """Refine, on many ranks, the faster of the best seed and the walls that prove the bound."""
         seeds_s = self._evaluate(seeds)
         best, best_s = seeds[int(seeds_s.argmin())], float(seeds_s.min())
         return self._refined(np.array([best, *self._walls(best, best_s)]), _MANY_ROUNDS)
@@ -222,7 +222,7 @@ class _Search:
         return unique_rows([rounded(chunks, self.stride, self.tokens) for chunks in shares])
 
     def is_worth_polishing(self, boundaries: Row, ttft_s: float) -> bool:
-        """Whether steps of single tokens may matter: on slow links a rank does best to take just one."""
+        """Whether steps of single tokens may matter: on slow links a chunk of one token may be the best."""
         if self.stride == 1 or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
             return False
         coarse = min(chunk_lens(tuple(boundaries), self.tokens)) < _COARSE * self.stride
@@ -230,13 +230,13 @@ class _Search:
         return coarse or not proven
 
     def polished(self, boundaries: Row) -> tuple[Row, float]:
-        """Refine by single tokens, from these boundaries or with some ranks' chunks left to a neighbour."""
+        """Refine by single tokens, from these boundaries or with the chunks of some ranks given to a neighbour."""
         seeds = self._with_idle_ranks(boundaries)
         seed = seeds[int(self._evaluate(seeds).argmin())]
         return minimise(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
 
     def fine(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
-        """Refine by steps below the stride, if that gains enough: a token more may be a further row of tiles."""
+        """Refine by steps below the stride, if that gains enough: one more token may need another row of tiles."""
         evaluator, self.evaluator = (
             self.evaluator,
             Evaluator(self.scenario, self.strategy),
@@ -277,7 +277,7 @@ class _Search:
         return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float), enough_s)
 
     def _floor(self) -> Floor:
-        """What one rank alone needs: its work but the last layer after the append and its last message."""
+        """The least TTFT by one rank: its work without the last layer after the append and its last message."""
         if not self.strategy.chains:
             return lambda _rank, _start, end: np.zeros_like(end)
         chain = ChainWork(self.scenario, self.strategy)

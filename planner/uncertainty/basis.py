@@ -1,4 +1,7 @@
-"""How the seconds of each part and each span are known: measured, interpolated, extrapolated, or not measured."""
+"""The basis of seconds (measured, interpolated, extrapolated, fitted, datasheet) by span; and the breakdown of TTFT.
+
+A breakdown has the seconds of every part on every rank, and what each rank waited for.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def chunk_of(scenario: Scenario, strategy: Strategy, partition: Partition, rank:
 
 
 def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
-    """How well a part is known: by its own measurement, between measurements, outside, or by whole TTFTs alone."""
+    """The basis of a part: its own measurement, between or outside measurements, or whole TTFTs alone."""
     profile = scenario.profile
     if profile is None:
         return "datasheet"
@@ -65,7 +68,7 @@ def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
 
 
 def bases_of(scenario: Scenario, strategy: Strategy, partition: Partition, timeline: Timeline) -> tuple[str, ...]:
-    """How the seconds of each span of a simulated prefill are known, in words: "interpolated".
+    """The basis of the seconds of each span of a simulated prefill, in words, such as "interpolated".
 
     Work of several parts has the share of its seconds that each basis has: "80 % interpolated, 20 % extrapolated".
     Waiting is simulated. Of a message: whether a link's measurement reaches its size, or the datasheet says its time.
@@ -92,7 +95,7 @@ def _of_span(scenario: Scenario, span: Span, work: Mapping[_WorkKey, str]) -> st
 
 
 def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Iterator[tuple[_WorkKey, str]]:
-    """Of each operation of each rank that computes."""
+    """The basis of each operation that computes, by rank, layer and name."""
     program, parts = weighted_program(scenario, strategy, partition, scenario.cost)
     for rank in range(program.num_ranks):
         chunk, start = chunk_of(scenario, strategy, partition, rank)
@@ -205,7 +208,7 @@ def _device_s(program: Program, rank: int, width: int) -> Array:
 
 
 def _engine_s(program: Program, rank: int) -> float:
-    """What the device waits for before the layers: requests and steps."""
+    """Seconds that the device waits before the layers: requests and steps."""
     ops = (op for _, op in program.ops(rank) if isinstance(op, Compute) and op.kind == "request")
     return sum(float(op.device_s[0]) for op in ops)
 
@@ -229,7 +232,7 @@ def _name(scenario: Scenario, part: Part) -> str:
 
 
 def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:
-    """What the rank's compute stream stood still for; what is left of its idle time, the host held it up."""
+    """Idle seconds of the rank's compute stream by cause; what no wait explains is the host's delay."""
     waits: dict[str, float] = {}
     for span in timeline.of(rank, "wait"):
         if span.name != "host":
