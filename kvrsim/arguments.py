@@ -180,9 +180,11 @@ def bandwidths(value: object, parameter: str) -> list[float]:
 
 
 def wholes(value: object, parameter: str) -> list[int | str] | str:
-    """Read a text such as "2,4,8", or several whole numbers or texts."""
+    """Read a text such as "2,4,8", one whole number, or several whole numbers or texts."""
     if isinstance(value, str):
         return str(value)
+    if (one := _index(value)) is not None:
+        return [one]
     parts = _list(value, parameter, "whole numbers, such as [2, 4, 8]")
     return [str(one) if isinstance(one, str) else _whole(one, parameter) for one in parts]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +88,27 @@ def command_line() -> str:
 
 
 def python_reference() -> str:
-    """A mkdocstrings block for every public name of the facade."""
+    """Every public name of the facade: functions with the arguments that they declare, classes by mkdocstrings."""
     parts: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
     for name in kvrsim.__all__:
         value = getattr(kvrsim, name)
-        if not inspect.isclass(value) and not callable(value):
-            continue
-        part = "Functions" if not inspect.isclass(value) else "Errors" if issubclass(value, Exception) else "Classes"
-        target = f"{value.__module__}.{value.__qualname__}"
-        options = [f"heading: kvrsim.{name}"]
-        if part == "Functions":  # signature and docstring of arguments that are declared elsewhere
-            options += ["force_inspection: true", "docstring_style: numpy"]
-        parts[part].append(f"::: {target}\n    options:\n" + "".join(f"      {one}\n" for one in options))
+        if inspect.isclass(value):
+            part = "Errors" if issubclass(value, Exception) else "Classes"
+            target = f"{value.__module__}.{value.__qualname__}"
+            parts[part].append(f"::: {target}\n    options:\n      heading: kvrsim.{name}\n")
+        elif callable(value):
+            parts["Functions"].append(_function(name, value))
     return "\n".join(line for part, blocks in parts.items() for line in ["", f"## {part}", "", *blocks])
+
+
+def _function(name: str, function: Any) -> str:
+    """Signature and numpydoc docstring of a function as Markdown."""
+    signature = str(inspect.signature(function)).replace("'", "")
+    lines = [f"### kvrsim.{name}", "", "```python", *textwrap.wrap(f"kvrsim.{name}{signature}", 100), "```", ""]
+    text = re.sub(r"^(.+)\n-{3,}$", r"\n**\1**\n", inspect.getdoc(function) or "", flags=re.M)
+    text = re.sub(r"^(\S+) : (.*)\n    ", r"\n`\1` : \2\n:   ", text, flags=re.M)
+    text, title, example = text.partition("**Examples**\n")
+    return "\n".join([*lines, text, title, *(["```python", example.strip(), "```"] if title else []), ""])
 
 
 def _command(command: Any, path: str, parent: click.Context, level: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 import subprocess
 import sys
@@ -47,9 +48,17 @@ def test_functions_take_what_is_declared() -> None:
         assert all(f"    {name} : " in (function.__doc__ or "") for name in ("ctx", *declared))
 
 
-def test_functions_say_what_they_do() -> None:
-    for name in ("plan", "simulate", "build_table", "capacity", "make_scenario", "map_strategies"):
-        assert "InputError" in getattr(kvrsim, name).__doc__
+FUNCTIONS = [*("plan", "simulate", "build_table", "build_predictor", "capacity", "make_scenario", "map_strategies")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_run(name: str) -> None:
+    """The docstring has numpydoc sections, and its example prints what it shows."""
+    function = getattr(kvrsim, name)
+    assert all(title in function.__doc__ for title in ("Parameters", "Returns", "Raises", "InputError", "Examples"))
+    (example,) = doctest.DocTestFinder(recurse=False).find(function, name, globs={})
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
