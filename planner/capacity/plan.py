@@ -61,25 +61,15 @@ def plan_capacity(
     search = FleetSearch(simulator)
     report(0, None, "fleets")
     fits = search.all_fits(_stretch(workloads))
-    answers = [(fit, simulator.answer(fit.fleet)) for fit in fits]
-    if request.needs_confidence:
-        answers = [(fit, more) for fit, one in answers if (more := search.more_groups(fit, one)) is not None]
-    fleets = sorted(
-        (answer for _, answer in answers if answer.meets),
-        key=lambda one: (
-            sum(request.limits.cost(g.gpus_per_group) * g.replicas for g in one.groups),
-            one.target_ttft_s,
-        ),
-    )
+    fleets = search.answers(fits)
     report(0, None, "Pareto front")
     front = front_of(search, fits)
     infeasible = search.infeasible(fits)
     decoders = _decoders(scenario, request, workloads[0], fleets[0]) if fleets else None
     if isinstance(decoders, str):
         infeasible.append(Infeasible(gpus_per_group=None, code="decode", reason=decoders))
-    longest = replace(
-        scenario.request, context_len=max(int(one.context_len.max()) for one in workloads), cached_prefix=0
-    )
+    context_len = max(int(one.context_len.max()) for one in workloads)
+    longest = replace(scenario.request, context_len=context_len, cached_prefix=0)
     largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=longest)
     notes += _notes(scenario, workloads[0], max(request.limits.sizes))
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}

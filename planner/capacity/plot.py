@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
         _message(axes, "no request is served")
         return
     some = served[:: max(1, len(served) // _MOST_DOTS)]
-    style = dict(color=_BLUE, alpha=0.25, markersize=2, rasterized=True)
+    style: dict[str, Any] = dict(color=_BLUE, alpha=0.25, markersize=2, rasterized=True)
     axes.plot(curves.new_tokens[some], curves.ttft_s[some], ".", **style)
     for percentile, line in ((50.0, "--"), (plan.percentile, "-")):
         lengths, values = percentile_by_length(curves, served, percentile)

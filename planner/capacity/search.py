@@ -377,6 +377,18 @@ class FleetSearch:
                 low = middle
         return high
 
+    def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:
+        """The fleets of the fits that meet the target, best first."""
+        answers = [(self.simulator.answer(fit.fleet), fit) for fit in fits]
+        if self.simulator.request.needs_confidence:
+            answers = [(more, fit) for one, fit in answers if (more := self.more_groups(fit, one)) is not None]
+
+        def key(answer: FleetAnswer) -> tuple[float, float]:
+            cost = sum(self.limits.cost(group.gpus_per_group) * group.replicas for group in answer.groups)
+            return cost, answer.target_ttft_s
+
+        return sorted((answer for answer, _ in answers if answer.meets), key=key)
+
     def more_groups(self, fit: Fit, answer: FleetAnswer) -> FleetAnswer | None:
         """Add groups where they help most, until the upper confidence bound meets the target; None: it never does."""
         fleet = fit.fleet

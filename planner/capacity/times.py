@@ -45,6 +45,7 @@ _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 5
 _TILE = 128  # tokens, rows of an attention kernel's tile
 _BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above
 _FAR = 8.0  # one rank is delayed by this many times the longest prefill to find its slack
+_TIE = 1e-9  # relative; of strategies that take as long, the first is chosen
 _GAIN = 0.002  # of TTFT; twice the pieces of a pipeline must gain more
 _PIECES_PER_STAGE = 16  # at most; filling the stages then takes less than 7 % of the time
 _SHORT = 256  # new tokens, up to which the clock of a GPU does not fall
@@ -169,7 +170,7 @@ class TimeGrid:
         most = max((grid.most_new_tokens for grid in grids), default=0)
         for grid in grids:
             fitting = (lengths <= grid.most_new_tokens) | (grid.most_new_tokens == most)
-            better = fitting & (grid.ttft_s < ttft_s)
+            better = fitting & (grid.ttft_s < ttft_s * (1 - _TIE))
             ttft_s[better], strategy[better] = grid.ttft_s[better], grid.strategy[0]
             finish[better], slack_s[better] = grid.finish[better], grid.slack_s[better]
         return cls(
