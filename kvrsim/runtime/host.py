@@ -88,8 +88,9 @@ def others_on_gpus(nvidia_smi: str | None = None) -> tuple[str, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
-    found = [row for row in rows if len(row) == 3 and row[0].isdigit()] if done.returncode == 0 else []
-    return tuple(f"{os.path.basename(name)} (pid {pid}, {used})" for pid, name, used in found if not _is_own(int(pid)))
+    processes = [row for row in rows if len(row) == 3 and row[0].isdigit()] if done.returncode == 0 else []
+    others = [(name, pid, used) for pid, name, used in processes if not _is_own(int(pid))]
+    return tuple(f"{os.path.basename(name)} (pid {pid}, {used})" for name, pid, used in others)
 
 
 def _is_own(pid: int) -> bool:

@@ -111,11 +111,8 @@ class KvBuffer:
 
     def views(self, rows: Any) -> tuple[Any, Any]:
         """Return K and V in rows of this layout, this buffer's or another's: [B, Hkv, S, D]."""
-        heads, widths, batch = (
-            self.layout.num_key_value_heads,
-            (self.layout.head_dim, self.layout.v_head_dim),
-            self.chunk.batch,
-        )
+        heads, batch = self.layout.num_key_value_heads, self.chunk.batch
+        widths = (self.layout.head_dim, self.layout.v_head_dim)
         columns = rows.split([batch * heads * width for width in widths], dim=1)
         keys, values = (
             part.unflatten(1, (batch, heads, width)).permute(1, 2, 0, 3)

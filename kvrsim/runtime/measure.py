@@ -130,11 +130,12 @@ def shared_memory(
     elements: dict[int, list[int]] = {}
     for plan in plans:
         whole = Chunk(start=0, length=least, batch=plan.batch)
-        exchange, known = exchange_of(plan.strategy), elements.setdefault(plan.batch, [0] * geometry.num_hidden_layers)
+        exchange = exchange_of(plan.strategy)
+        most = elements.setdefault(plan.batch, [0] * geometry.num_hidden_layers)
         for layer, layout in enumerate(geometry.layouts):
             if isinstance(layout, KvLayout):
                 held = exchange.elements(plan, transport.rank, transport.size, layout)
-                known[layer] = max(known[layer], held, whole.elements(layout))
+                most[layer] = max(most[layer], held, whole.elements(layout))
     return {batch: allocate(geometry, counts, batch) for batch, counts in elements.items()}
 
 

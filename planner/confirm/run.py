@@ -117,7 +117,8 @@ def run_here(
     run_strategy(strategy)
     chosen = get_strategy(strategy)
     candidate = _candidate(scenario, hardware, chosen, partition, generate)
-    plan, scenario = hardware.run_plan(candidate), candidate.scenario
+    scenario = candidate.scenario
+    plan = hardware.run_plan(candidate)
     hardware.choice(scenario).check(plan)
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
     num_ranks = scenario.cluster.num_gpus if started_by_torchrun() else num_gpus  # under torchrun, all that it started
