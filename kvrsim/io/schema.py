@@ -1,6 +1,6 @@
 """JSON to frozen dataclasses and back, driven by their annotations.
 
-`read` and `read_as` check JSON that anybody may have written, `to_json` and `write_json` write it. An annotation says
+`read` checks JSON that anybody may have written, `to_json` and `write_json` write it. An annotation says
 what is accepted:
 
     float                    a finite number above 0
@@ -192,7 +192,7 @@ class JsonObject:
         value = self.fields.get(key)
         if value is None and default is not _REQUIRED:
             return default
-        kind = _kind(annotation, False)
+        kind = _kind(annotation)
         if value is None:
             raise self.error(key, kind.accepted)
         return kind.read(value, key, self)
@@ -270,19 +270,7 @@ def read(cls: type[T], data: JsonObject, **given: Any) -> T:
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
-    return _read_object(cls, data, given, plain=False)
-
-
-def read_as(annotation: Any, value: Any, where: str) -> Any:
-    """The value of an annotation from plain JSON that kvrsim itself has written; InputError names `where`.
-
-    Numbers and texts are taken as they are: an annotation without a Range accepts any number.
-    """
-    return _kind(annotation, True).read(value, "value", JsonObject(fields={"value": value}, where=where))
-
-
-def _read_object(cls: type[T], data: JsonObject, given: dict[str, Any], *, plain: bool) -> T:
-    known = _fields(cls, plain)  # type: ignore[arg-type]
+    known = _fields(cls)  # type: ignore[arg-type]
     data.only(known)
     values = dict(given)
     for name, (kind, required) in known.items():
@@ -303,27 +291,26 @@ def _read_object(cls: type[T], data: JsonObject, given: dict[str, Any], *, plain
 
 
 @cache
-def _fields(cls: type, plain: bool) -> dict[str, tuple[_Kind, bool]]:
+def _fields(cls: type) -> dict[str, tuple[_Kind, bool]]:
     """The kind of each field, and whether it must be given."""
     hints = get_type_hints(cls, include_extras=True)
     return {
-        field.name: (_kind(hints[field.name], plain), field.default is MISSING and field.default_factory is MISSING)
+        field.name: (_kind(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
         for field in fields(cls)
         if field.init
     }
 
 
 @cache
-def _kind(annotation: Any, plain: bool) -> _Kind:
-    return _Kind(annotation, plain)
+def _kind(annotation: Any) -> _Kind:
+    return _Kind(annotation)
 
 
 class _Kind:
-    """An annotation taken apart; `plain`: numbers and texts are taken as they are."""
+    """An annotation taken apart."""
 
-    def __init__(self, annotation: Any, plain: bool) -> None:
+    def __init__(self, annotation: Any) -> None:
         self.extras: tuple[Any, ...] = ()
-        self.plain = plain
         if get_origin(annotation) is Annotated:
             annotation, *extras = get_args(annotation)
             self.extras = tuple(extras)
@@ -332,13 +319,13 @@ class _Kind:
         self.optional = is_union and NoneType in get_args(annotation)
         self.base = annotation
         if is_union and len(self.options) == 1:
-            inner = _kind(self.options[0], plain)
+            inner = _kind(self.options[0])
             self.base = inner.base
             self.extras = inner.extras
         self.origin, self.args = get_origin(self.base), get_args(self.base)
         self.checks = [extra for extra in self.extras if isinstance(extra, Check)]
         self.keys = next((extra.names for extra in self.extras if isinstance(extra, Keys)), None)
-        default = None if plain else _RANGES.get(self.base)
+        default = _RANGES.get(self.base)
         self.range = next((extra for extra in self.extras if isinstance(extra, Range)), default)
         self.as_pairs = self.origin is tuple and self.keys is not None
 
@@ -346,7 +333,7 @@ class _Kind:
     def inner(self) -> list[_Kind]:
         """Kinds of the items, or of a mapping's keys and values."""
         args = get_args(self.args[0]) if self.as_pairs else self.args
-        return [_kind(one, self.plain) for one in args if one is not Ellipsis]
+        return [_kind(one) for one in args if one is not Ellipsis]
 
     @property
     def accepted(self) -> str:
@@ -358,7 +345,7 @@ class _Kind:
         if self.checks:
             return self.checks[0].accepted
         if len(self.options) > 1:
-            return " or ".join(_kind(option, self.plain).accepted for option in self.options)
+            return " or ".join(_kind(option).accepted for option in self.options)
         if self.base is int and self.range is not None:
             return f"a whole number from {int(self.range.least or 0)} to {int(self.range.most or 0)}"
         if self.origin is Literal:
@@ -388,8 +375,7 @@ class _Kind:
         if base is float or base is int:
             return self._number(value)
         if base is str:
-            text = value if self.plain or not isinstance(value, str) else " ".join(value.split()) or None
-            return text if isinstance(text, str) else None
+            return " ".join(value.split()) or None if isinstance(value, str) else None
         if self.as_pairs or origin in (dict, Mapping):
             return self._mapping(value, path, data) if isinstance(value, dict) else None
         if origin in (tuple, list, Sequence):
@@ -397,9 +383,9 @@ class _Kind:
         if isinstance(base, type) and is_dataclass(base):
             if not isinstance(value, dict):
                 return None
-            own = None if self.plain else getattr(base, "read", None)
+            own = getattr(base, "read", None)
             child = data.inner(value, path)
-            return _read_object(base, child, {}, plain=self.plain) if own is None else own(child)
+            return read(base, child) if own is None else own(child)
         if base is Any:
             return value
         accepted = self.args if origin is Literal else (True, False)
@@ -444,10 +430,10 @@ class _Kind:
         return tuple(pairs) if self.as_pairs else dict(pairs)
 
     def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
-        kinds = [_kind(option, self.plain) for option in self.options]
+        kinds = [_kind(option) for option in self.options]
         objects = [kind for kind in kinds if isinstance(kind.base, type) and is_dataclass(kind.base)]
         if isinstance(value, dict) and objects:
-            best = max(objects, key=lambda kind: len(_fields(kind.base, self.plain).keys() & value.keys()))
+            best = max(objects, key=lambda kind: len(_fields(kind.base).keys() & value.keys()))
             return best.read(value, path, data)
         for kind in kinds:
             if (result := kind._converted(value, path, data)) is not None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, Keys, NonNegative, read, read_as, to_json, write_json
+from kvrsim.io.schema import JsonObject, Keys, NonNegative, read, to_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +77,6 @@ def parse(data: dict[str, Any]) -> Outer:
 def test_what_is_written_is_read_back(value: Outer) -> None:
     content = json.loads(json.dumps(to_json(value)))
     assert parse(content) == value
-    assert read_as(Outer, content, "wire") == value
-    assert read_as(tuple[Outer, ...], [content] * 2, "wire") == (value, value)
 
 
 def test_pairs_are_read_from_an_object() -> None:
@@ -86,14 +84,6 @@ def test_pairs_are_read_from_an_object() -> None:
     assert data.get("rates", Pairs) == (("p", 1.0), ("q", 2.0))
     with pytest.raises(InputError, match="key in rates: got 'r', accepted: p, q"):
         JsonObject(fields={"rates": {"r": 1}}, where="a.json").get("rates", Pairs)
-
-
-@given(st.floats(allow_nan=False) | st.text(), st.integers())
-def test_plain_values_are_taken_as_they_are(value: float | str, number: int) -> None:
-    assert read_as(float | str, value, "wire") == value
-    assert read_as(Mapping[int, int | None], {str(number): number}, "wire") == {number: number}
-    with pytest.raises(InputError, match="wire"):
-        read_as(int, str(value), "wire")
 
 
 def test_arrays_of_numbers_are_written_in_one_line(tmp_path: Path) -> None:
