@@ -157,8 +157,8 @@ def _table_notes(scenario: Scenario, policy: StrategyPolicy, sizes: Sequence[int
     if table is None:
         return []
     if missing := [size for size in sizes if size > 1 and size not in table.gpu_counts]:
-        known = ", ".join(map(str, table.gpu_counts))
-        raise InputError("group_sizes", missing[0], f"1 and the numbers of GPUs that the table has: {known}")
+        counts = ", ".join(map(str, table.gpu_counts))
+        raise InputError("group_sizes", missing[0], f"1 and the numbers of GPUs that the table has: {counts}")
     here = replace(scenario, request=replace(scenario.request, cached_prefix=table.setting.cached_prefix))
     layouts = policy.layouts(scenario.on_gpus(max(sizes))).get(WHOLE, ())
     searched = [one.name for one in layouts if one.partition_rule == "search"] or [KVR_S.name]

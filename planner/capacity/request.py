@@ -127,10 +127,10 @@ def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, .
     elif isinstance(given, str) and "=" in given:
         pairs = [pair.partition("=") for pair in given.split(",")]
         prices = {parse_count(size.strip(), argument, maximum=_MOST_GPUS_PER_GROUP): price for size, _, price in pairs}
-    known = {size: parse_number(price, argument, above=0, most=1e6) for size, price in prices.items()}
-    if missing := [size for size in sizes if size not in known]:
+    by_size = {size: parse_number(price, argument, above=0, most=1e6) for size, price in prices.items()}
+    if missing := [size for size in sizes if size not in by_size]:
         raise InputError(argument, given, f"a price for groups of {missing[0]} too, or one price for all")
-    return {size: known[size] for size in sizes}
+    return {size: by_size[size] for size in sizes}
 
 
 def _positive(value: float, argument: str) -> float:

@@ -319,20 +319,20 @@ class FleetSearch:
         """For each type of group, a uniform fleet of as many groups as the limits allow."""
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
-    def fits(self, designs: Iterable[Fleet], known: Sequence[Fit] = ()) -> list[Fit]:
-        """Known fits and those of the designs that meet the target at no higher cost, best first."""
-        fits = list(known)
+    def fits(self, designs: Iterable[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
+        """Earlier fits and those of the designs that meet the target at no higher cost, best first."""
+        fits = list(earlier)
         for design in designs:
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 fits.append(fit)
         return sorted(fits, key=lambda fit: (fit.cost, fit.late, len(fit.design), fit.sizes))
 
-    def mixed(self, known: Sequence[Fit]) -> list[Fit]:
-        """Known fits, two buckets at every cut, and the best of them with finer cuts."""
+    def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
+        """Earlier fits, two buckets at every cut, and the best of them with finer cuts."""
         types = self._best_types()
         pairs = [(short, long) for short, long in itertools.product(types, types) if short.gpus <= long.gpus]
-        fits = self.fits((self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs), known)
+        fits = self.fits((self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs), earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
         return self.fits((design for fit in best for design in self._finer(fit.design)), fits)
 

@@ -48,21 +48,21 @@ def read_trace(path: str, kind: str | None = None, argument: str = "requests") -
     arrivals are sorted, and fully cached contexts keep one token to compute; notes report it. Raises InputError naming
     the argument, the file and the line.
     """
-    shown = f"{argument} {' '.join(path.split())}"
+    source = f"{argument} {' '.join(path.split())}"
     rows = array("d")  # line number, arrival in seconds, tokens of context, output and cached prefix
     count = 0
     try:
         with open(path, encoding="utf-8-sig", newline=None) as file:
-            lines = _bounded(file, shown)
+            lines = _bounded(file, source)
             first = next(lines, "")
             read = _json_records if first.lstrip().startswith("{") else _csv_records
-            file_kind, records = read(itertools.chain((first,), lines), shown)
+            file_kind, records = read(itertools.chain((first,), lines), source)
             columns, to_seconds = _FORMATS[file_kind]
             seen: set[int | str] = set()
             for count, (line, record) in enumerate(records, start=1):
                 if count > MAX_REQUESTS:
                     break
-                where = f"{shown}: line {line}"
+                where = f"{source}: line {line}"
                 arrival, *lengths = columns
                 context, output = (_tokens(record[name], f"{where}: {name}") for name in lengths)
                 cached = _tokens(record.get("cached_tokens", 0), f"{where}: cached_tokens")
@@ -74,24 +74,24 @@ def read_trace(path: str, kind: str | None = None, argument: str = "requests") -
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
     if not 1 <= count <= MAX_REQUESTS:
         number = "0 requests" if not count else f"more than {MAX_REQUESTS} requests"
-        raise InputError(shown, number, f"1 to {MAX_REQUESTS} requests")
+        raise InputError(source, number, f"1 to {MAX_REQUESTS} requests")
     if kind is not None and file_kind not in (kind, OWN):
-        raise InputError(shown, first, f"the columns of {kind}: {', '.join(_FORMATS[kind].columns)}")
-    return _workload(Path(path).name, kind or file_kind, np.array(rows).reshape(-1, 5), shown)
+        raise InputError(source, first, f"the columns of {kind}: {', '.join(_FORMATS[kind].columns)}")
+    return _workload(Path(path).name, kind or file_kind, np.array(rows).reshape(-1, 5), source)
 
 
-def _bounded(file: TextIO, shown: str) -> Iterator[str]:
+def _bounded(file: TextIO, source: str) -> Iterator[str]:
     """The lines of a file, none of them longer than MAX_LINE characters."""
     for number in itertools.count(1):
         line = file.readline(MAX_LINE + 1)
         if not line:
             return
         if len(line) > MAX_LINE:
-            raise InputError(f"{shown}: line {number}", line[:40], f"lines of at most {MAX_LINE} characters")
+            raise InputError(f"{source}: line {number}", line[:40], f"lines of at most {MAX_LINE} characters")
         yield line.rstrip("\n")
 
 
-def _csv_records(lines: Iterator[str], shown: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
+def _csv_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
     """The format of the header line, and line number and record of each line after it."""
     reader = csv.reader(lines)
 
@@ -99,25 +99,25 @@ def _csv_records(lines: Iterator[str], shown: str) -> tuple[str, Iterator[tuple[
         try:
             yield from reader
         except csv.Error as error:
-            where = f"{shown}: line {reader.line_num + 1}"
+            where = f"{source}: line {reader.line_num + 1}"
             raise InputError(where, str(error), "a line of comma-separated values") from None
 
     header = [name.strip() for name in next(rows(), ())]
     kind = next((kind for kind, one in _FORMATS.items() if set(one.columns) <= set(header)), None)
     if kind is None or len(set(header)) < len(header):
-        raise InputError(f"{shown}: line 1", ",".join(header), _ACCEPTED)
+        raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
 
     def records() -> Iterator[tuple[int, _Record]]:
         for row in filter(None, rows()):
             if len(row) != len(header):
                 accepted = f"{len(header)} values, as in the header"
-                raise InputError(f"{shown}: line {reader.line_num}", ",".join(row), accepted)
+                raise InputError(f"{source}: line {reader.line_num}", ",".join(row), accepted)
             yield reader.line_num, {name: value for name, value in zip(header, row, strict=True) if name != "hash_ids"}
 
     return kind, records()
 
 
-def _json_records(lines: Iterator[str], shown: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
+def _json_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
     """The same of JSON lines."""
     columns = _FORMATS[MOONCAKE].columns
 
@@ -130,7 +130,7 @@ def _json_records(lines: Iterator[str], shown: str) -> tuple[str, Iterator[tuple
             except ValueError:
                 record = None
             if not isinstance(record, dict) or not set(columns) <= set(record):
-                raise InputError(f"{shown}: line {number}", line, f"a JSON object with {', '.join(columns)}")
+                raise InputError(f"{source}: line {number}", line, f"a JSON object with {', '.join(columns)}")
             yield number, record
 
     return MOONCAKE, records()
@@ -200,17 +200,17 @@ _FORMATS = {
 }
 
 
-def _workload(name: str, kind: str, rows: Array, shown: str) -> Workload:
+def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
     """The requests of rows as in read_trace, repaired, with notes on the repairs."""
     notes = []
     out_of_range = (rows[:, 1] < 0) | (rows[:, 1] > _MAX_ARRIVAL_S)
     if out_of_range.any():
         line, arrival_s = rows[int(out_of_range.argmax()), :2]
-        where = f"{shown}: line {line:.0f}"
+        where = f"{source}: line {line:.0f}"
         raise InputError(where, f"arrival {arrival_s:g} s", f"seconds from 0 to {_MAX_ARRIVAL_S:g}")
     empty = rows[:, 2] < 1
     if empty.all():
-        raise InputError(shown, "no context of at least 1 token", "requests with a context")
+        raise InputError(source, "no context of at least 1 token", "requests with a context")
     if empty.any():
         line = rows[int(empty.argmax()), 0]
         notes.append(f"{int(empty.sum())} requests with a context of 0 tokens left out (the first in line {line:.0f})")
