@@ -121,7 +121,7 @@ def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tup
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     """What to say of more GPUs than the cluster has; InputError where the cluster that was named has no room for them.
 
-    A bus and a chain can be longer, and there can be more nodes; a switch has so many ports.
+    A bus and a chain can be longer, and there can be more nodes; the ports of a switch are limited.
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not cluster.num_gpus < gpus <= MAX_GPUS:
         return ()  # Cluster checks the number itself

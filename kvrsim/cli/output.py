@@ -129,7 +129,7 @@ def interrupted() -> str:
 
 
 def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
-    """Write files, each by its own function of the path; None: not asked for.
+    """Write files, each by its own function of the path; a path of None is skipped.
 
     One line on standard error for each: where it is, or why it failed; then typer.Exit with NOT_WRITTEN if any failed,
     after all have been tried.

@@ -43,7 +43,7 @@ def check_suffix(path: str | Path, argument: str = "plot", *, page: bool = False
 
 
 def is_page(path: str | Path | None) -> bool:
-    """Whether a path asks for an interactive page; None: nothing is asked for."""
+    """Whether a path names an interactive page."""
     return path is not None and Path(path).suffix.lower() == PAGE
 
 
@@ -66,7 +66,7 @@ def encoded(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> bytes:
     return content.getvalue()
 
 
-# -- What stands above a chart: the title with the answer, the question beneath it, and the legend in rows.
+# The head of a chart: title, subtitle and legend
 
 WAITING = OPERATIONS["waiting"]
 HATCHED: dict[str, Any] = dict(facecolor=WAITING.colour.light, edgecolor=WAITING_LINES.light, hatch="/////")
@@ -139,7 +139,7 @@ def _patch(patch: Any, label: str, colour: str) -> Any:
     return patch(facecolor=colour)
 
 
-# -- Bars: the TTFT of each strategy, or how long each rank computes and waits.
+# Bars
 
 _WIDTH = 10.0  # inches
 _BAR = 0.34  # inches a bar, with its gap
@@ -170,7 +170,7 @@ class Share:
 
 
 def draw_ttfts(bars: Sequence[Bar], title: str, subtitle: str, *, unit: str) -> Figure:
-    """A bar a strategy in its colour, the first one on top, each with its prediction interval.
+    """One bar per strategy in its colour, the first one on top, each with its prediction interval.
 
     Bars that do not fit are drawn in outline, and cut off where they are far longer than those that do.
     """
@@ -199,7 +199,7 @@ def draw_ttfts(bars: Sequence[Bar], title: str, subtitle: str, *, unit: str) -> 
 
 
 def draw_ranks(shares: Sequence[Share], title: str, subtitle: str) -> Figure:
-    """A bar a rank: how long it computes, and how long it waits until it has finished."""
+    """One bar per rank: how long it computes, and how long it waits until it has finished."""
     with styled():
         entries = {"computing": _COMPUTING, WAITING.label: WAITING.colour.light}
         head = Head(title=title, subtitle=subtitle, width=_WIDTH, entries=entries)
@@ -215,7 +215,7 @@ def draw_ranks(shares: Sequence[Share], title: str, subtitle: str) -> Figure:
 
 
 def _figure(head: Head, bars: int, *, left: float) -> tuple[Figure, Axes]:
-    """A figure with room for a head and so many bars."""
+    """A figure with room for a head and this number of bars."""
     lanes = min(10.0, max(0.6, _BAR * bars))
     height = head.height + lanes + 0.75
     figure = drawing(_WIDTH, height)
@@ -252,7 +252,7 @@ def drawing(width: float, height: float, *, layout: Literal["constrained"] | Non
     return Drawing(figsize=(width, height), layout=layout)
 
 
-# -- Writing a result's figure or page, by the suffix of the file.
+# Files
 
 
 def write(result: object, view: ModuleType, path: str | Path) -> None:

@@ -144,7 +144,7 @@ def _end_s(spans: Iterable[Span]) -> float:
 def lane_axes(
     axes: Axes, timeline: Timeline, start_s: float, end_s: float, *, title: str = "", named: bool = True
 ) -> None:
-    """Axes of one time window: one lane a rank, seconds below."""
+    """Axes of one time window: one lane per rank, seconds below."""
     ranks = timeline.num_ranks
     axes.set_xlim(start_s, max(end_s, start_s + 1e-12))
     axes.set_ylim(ranks - 0.45, -0.55)
@@ -190,10 +190,10 @@ def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
     )
 
 
-# -- Lanes: the operations of a rank over time as coloured bars or pixels, and what their legend says.
+# Lanes: the operations of each rank over time as coloured bars or pixels
 
 MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin and there are no close-ups
-_MOST_ARROWS = 14  # of a rank
+_MOST_ARROWS = 14  # per rank
 PIXELS = 1400  # of a figure's width, about
 _THIN = 1.5  # pixels; thinner bars are drawn as pixels
 _LAYER = 4  # pixels; thinner layers are all alike
@@ -320,7 +320,7 @@ def draw_arrows(axes: Axes, transfers: Sequence[Span], start_s: float, end_s: fl
 
 
 def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: float) -> None:
-    """Write each layer's number once a rank, in its longest attention bar, where there is room."""
+    """Write each layer's number once per rank, in its longest attention bar, where there is room."""
     for (rank, layer), (begin_s, until_s) in _longest_attention(spans).items():
         begin_s, until_s = max(begin_s, start_s), min(until_s, end_s)
         if until_s - begin_s < (0.004 + 0.016 * len(str(layer))) * (end_s - start_s):

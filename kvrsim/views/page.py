@@ -164,7 +164,7 @@ def _notes(page: Page) -> tuple[Html, ...]:
     return needs, tag("section", tag("h2", "What this rests on"), items(page.notes), class_="notes")
 
 
-# -- Markup for pages: every text is escaped, and tables can be sorted.
+# Markup: every text is escaped, and tables can be sorted
 
 _EMPTY = ("br", "hr", "input", "meta")
 
@@ -253,7 +253,7 @@ def _cell(column: Column, cell: str | Cell) -> Html:
     return tag("td", cell, class_=names)
 
 
-# -- Figures in words and small bars, as several pages show them.
+# Values in words, and small bars
 
 _BAR = 150  # pixels
 _FAR = 3.0  # times the lowest upper end, above which an interval has no bar
@@ -327,7 +327,7 @@ def span_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return least, max(high for _, high in intervals if high <= most)
 
 
-# -- Summary: what a notebook shows of a result.
+# Notebooks
 
 _MOST_ROWS = 16
 
@@ -353,7 +353,7 @@ class Summary:
         return tag("div", *parts, *((notes,) if more or self.notes else ()))
 
 
-# -- Words that figures and notebooks share.
+# The question in one line
 
 
 def question_line(answer: Plan | SimResult) -> str:

@@ -128,7 +128,7 @@ def text_on(colour: str) -> str:
 
 
 def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
-    """A colour nearer to the ground: that of odd layers, beside the same of even ones."""
+    """A colour nearer to the ground: that of odd layers, next to the same colour of even ones."""
     return _mixed(colour, GROUND.on(ground), share)
 
 
@@ -151,7 +151,7 @@ def styled(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
         yield
 
 
-# -- Colours as CSS variables: the same for a strategy and a kind of operation as in every other picture.
+# Colours as CSS variables
 
 WAITING = "--op-waiting"
 

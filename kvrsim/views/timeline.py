@@ -2,7 +2,7 @@
 
 A lane is a rank's compute stream or its way out. Its spans stand in the order of their beginning. Times are in ticks of
 at least a nanosecond: each span has the ticks from the end of the one before to its beginning (`gap`; below 0 where
-messages move beside each other) and the ticks that it lasts. What spans have in common (operation, receiver, bytes) is
+messages overlap) and the ticks that it lasts. What spans have in common (operation, receiver, bytes) is
 in a table of kinds.
 """
 
@@ -120,7 +120,7 @@ def _first_tokens_s(timeline: Timeline) -> list[float]:
     return [max(ends, default=timeline.end_s)]
 
 
-# -- Pages of prefills: timelines, memory, and the strategies of a plan or the requests of a simulation.
+# Memory
 
 _PARTS = ("weights", "KV cache", "KV in flight", "activations, scores, logits", "runtime")
 

@@ -438,7 +438,7 @@ def calibrate_all(
     timeout: Any = TIMEOUT,
     even_if_busy: Any = BUSY,
     output: Any = output(
-        "FILE.json", "Write the profile, and beside it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png."
+        "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png."
     ),
     name: Any = NAME,
     json: Any = JSON,
@@ -555,7 +555,7 @@ def prefills(
 
     for parameter, value in (("output", output), ("name", name)):
         if check and value is not None:
-            raise InputError(parameter, value, "nothing beside --check, which fits no profile")
+            raise InputError(parameter, value, "nothing with --check, which fits no profile")
     if not check and output is None:
         raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
     if strategy is not None:

@@ -130,7 +130,7 @@ def show_strategy(one: Mapping[str, Any]) -> None:
         "partition": _RULES[one["partition_rule"]],
         "each rank": one["each_rank"],
         "communication": one["communication"],
-        "a rank holds": one["holds"],
+        "each rank holds": one["holds"],
         "result": one["approximate"] or "the same as of one GPU",
         "kvrsim plan": "compares it by default" if one["planned_by_default"] else "compares it by --strategies",
         "kvrsim run": "runs it" if one["runs_here"] else "does not run it",
@@ -353,7 +353,7 @@ def summary(model: ModelSpec) -> dict[str, Any]:
 
 
 def layer_kind(kind: LayerSpec) -> dict[str, Any]:
-    """A kind of layer; of softmax attention its matrices and its window beside the mixer that has them."""
+    """A kind of layer; of softmax attention also its matrices and its window."""
     from kvrsim.model.mixers import Attention
 
     content, mixer = asdict(kind), kind.mixer
@@ -553,7 +553,7 @@ TERM_MEANINGS = {  # of an engine's record
     "resume_s": "that the GPU waits after the communication of a layer",
     "message_s": "host, to issue one send or receive",
     "prepare_s": "host, in each step",
-    "collective_s": "each collective of tensor parallelism, beside its kernel",
+    "collective_s": "each collective of tensor parallelism, next to its kernel",
     "kernel_scale": "kernels' seconds over the profile's",
 }
 _BEYOND = "measured over predicted, beyond what the terms explain"

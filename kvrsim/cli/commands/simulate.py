@@ -47,7 +47,7 @@ def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: Pag
     """
     output.check()
     if run.executor == "batch" and (files.is_given or run.breakdown):
-        raise InputError("executor", run.executor, "event, where --trace, --plot or --breakdown is asked for")
+        raise InputError("executor", run.executor, "event, with --trace, --plot or --breakdown")
     from kvrsim.builder import build_scenario
     from planner.api import disturbance_of, table_of
     from planner.candidates import Search

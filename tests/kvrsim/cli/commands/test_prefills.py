@@ -105,7 +105,7 @@ def test_lines_of_the_file_win_over_options(folder: Path, capsys: pytest.Capture
     ("arguments", "line"),
     [
         (("rows.csv",), "--output: got 'nothing', accepted: a file for the profile, such as mine.json; or --check"),
-        (("rows.csv", "--check", "-o", "mine.json"), "--output: got 'mine.json', accepted: nothing beside --check"),
+        (("rows.csv", "--check", "-o", "mine.json"), "--output: got 'mine.json', accepted: nothing with --check"),
         (("rows.csv", "-o", "none/mine.json"), "--output: got 'none/mine.json', accepted: a file in a folder that"),
         (("none.csv", "--check"), "prefills: got 'none.csv', accepted: a CSV file that can be read"),
         (("engine.json", "--check"), "prefills engine.json: keys: got"),

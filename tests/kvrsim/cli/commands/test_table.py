@@ -68,23 +68,6 @@ def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["partition"][0] % 64 == 0
 
 
-def test_for_people(table: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["table", "lookup", table, "--gpus", "2", "--ctx", "10k"]) == 0
-    out = capsys.readouterr().out
-    assert "partition:" in out
-    assert "extrapolated" in out
-    assert cli.main(["table", "show", table, "--plot", "shares.png"]) == 0
-    out = capsys.readouterr().out
-    assert "llama-7b" in out
-    assert "1.5k" in out
-    assert max(map(len, out.splitlines())) <= 80
-    assert "…" not in out
-    assert Path("shares.png").stat().st_size > 1000
-    shown, err = answer(capsys, "table", "show", table)
-    assert shown == json.loads(Path(table).read_text())
-    assert err == ""
-
-
 def test_simulate_and_plan(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--gpus", "2", "--ctx", "700", "--profile", "roofline", "--table", table)
     found, _ = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700")
