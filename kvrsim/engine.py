@@ -1,8 +1,6 @@
-"""Engine: what the software that serves a model adds to the kernels' own time.
+"""Engines: what the software that serves a model adds to the kernels' own time.
 
-Engine records: what each serving engine adds to a profile's kernels, how sure that is, and what it rests on.
-
-HostRates: the seconds that software adds to the kernels of a prefill.
+An Engine record holds the seconds that it adds (HostRates), the scale of its kernels, their spread and their sources.
 """
 
 from __future__ import annotations

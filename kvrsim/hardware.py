@@ -1,12 +1,7 @@
 """GPUs, links and clusters, from datasheets or a user's file.
 
-GpuSpec, a GPU as its datasheet has it, and MemoryLimit, what a prefill may use of its memory.
-
-LinkSpec, a link between two devices, and Path, what a message from one GPU to another goes over.
-
-Cluster: GPUs, links and their layout, from shipped datasheets or a user's file.
-
-UnevenCluster: a cluster some of whose GPUs or links are slower than the others.
+A GpuSpec is a GPU as its datasheet has it; a LinkSpec joins two devices; a Cluster is their layout, from which follows
+the Path of each message. An UnevenCluster has GPUs or links that are slower than the others.
 """
 
 from __future__ import annotations

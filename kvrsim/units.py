@@ -1,9 +1,7 @@
 """What a user writes, checked and turned into SI units: the only conversions.
 
-`parse_*` read a command-line value, `format_*` write for people. Every mistake raises InputError naming the argument.
-`scale` reads units from the names of fields.
-
-Lists of lengths and counts, as `4k,8k` or `1k:32k:1k`.
+`parse_*` read a command-line value, also lists of lengths such as `4k,8k` or `1k:32k:1k`; `format_*` write for people.
+Every mistake raises InputError naming the argument. `scale` reads units from the names of fields.
 """
 
 from __future__ import annotations

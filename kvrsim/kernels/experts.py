@@ -1,12 +1,10 @@
-"""ExpertRates: seconds of a layer's routed experts, which engines compute as grouped products in one or two kernels.
+"""Routed experts of a layer, which engines compute as grouped products in one or two kernels: calls, rates and costs.
 
 Rows are tokens as often as their experts are here. Each expert's rows are cut into tiles, of which the last is partly
 empty: half a tile of rows on average is computed for nothing, so few rows for each of many experts waste most. The
 weights of all experts that have a row are read once. Tiles start and end, which takes as long as some more features to
 sum over: narrow experts waste more. Reading and computing overlap in part, as the root of the sum of their squares.
 Permuting, quantising, activating and summing up move each row through memory.
-
-RoutedExperts: what the routed experts of one kind of layer cost, and where they lie.
 
 Without expert parallelism every rank holds all experts, or each GPU of its group a slice of each. With it, the experts
 are spread whole over all GPUs of the run. The GPUs of a group have the same tokens, so each computes those that its own

@@ -1,7 +1,4 @@
-"""GatherRates: seconds of a ring all-gather, whose small messages take another protocol than its large ones.
-
-AllReduceRates: seconds of all-reduces as measured, by number of GPUs and bytes.
-"""
+"""Measured collectives: ring all-gathers by their two protocols, all-reduces by number of GPUs and bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""CalibrationProfile: what a machine and its software were measured to do; versioned JSON in and out.
-
-Clock: how a device's rate falls from its burst to its sustained clock while it is under load.
-"""
+"""CalibrationProfile: what a machine and its software were measured to do; versioned JSON in and out."""
 
 from __future__ import annotations
 
