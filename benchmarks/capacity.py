@@ -30,8 +30,7 @@ from planner.capacity.plan import plan_capacity
 from planner.capacity.request import CapacityRequest, Target, make_request
 from planner.capacity.search import Fit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, service_times
-from planner.capacity.workload import read_trace
-from planner.capacity.workload import Source, Workload
+from planner.capacity.workload import Source, Workload, read_trace
 from planner.search.search import search
 
 MILLION = 1_000_000
