@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrsim.cli.main import main
 from kvrsim.errors import InputError
 from kvrsim.io.files import check_writable, write_atomically
 
@@ -136,36 +135,3 @@ OUTPUTS = [
     ("table", "build", "--gpus", "2", "--ctx", "1k", "-o"),
     ("map", "--gpus", "2", "--ctx", "1k", "--plot"),
 ]
-
-
-@pytest.mark.parametrize("command", OUTPUTS, ids=lambda words: f"{words[0]} {words[-1]}")
-@pytest.mark.parametrize("name", ["-", "--json", "-x.json"])
-def test_a_forgotten_file_name_is_no_file(
-    command: tuple[str, ...],
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """`-o -` means standard output elsewhere, and `-o --json` has forgotten the file: both made files so called."""
-    monkeypatch.chdir(tmp_path)
-    assert main([*command, name]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert command[-1].replace("-o", "--output") in printed.err
-    assert len(printed.err.splitlines()) == 1
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("command", OUTPUTS, ids=lambda words: f"{words[0]} {words[-1]}")
-def test_commands_write_through_links(
-    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target, link = tmp_path / "target.svg", tmp_path / "link.svg"
-    target.write_bytes(b"old")
-    target.chmod(0o600)
-    link.symlink_to(target)
-    assert main([*command, str(link)]) == 0, capsys.readouterr().err
-    assert link.is_symlink()
-    assert len(target.read_bytes()) > 100
-    assert mode_of(target) == 0o600
