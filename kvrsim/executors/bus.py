@@ -62,7 +62,7 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     for _ in range(_EVALUATED):
         graph.take([kinds[kind] for kind in period])
         marks.append(graph.mark())
-    run = _Run(graph)
+    run = _Run(graph, keeps_left=True)
     run.finish_s()
     ends_s = np.stack([run.passed_s(mark) for mark in marks])  # (periods + 1, ranks, B)
     hosts_s = np.array([[rank.host_s for rank in mark] for mark in marks])
@@ -132,6 +132,7 @@ class _Track:
     missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
     works: dict[int, Array] = field(default_factory=dict)  # by wait: since the rank came to the wait before it
     host_s: float = 0.0
+    lags: bool = False  # whether the device may be before the host: it is not once something was computed
     receives: bool = False  # whether the last step was to receive a message
     loaded: tuple[Key | None, float] = (None, 0.0)  # when the loads so far have left their link: since a key's time
 
@@ -171,6 +172,7 @@ class _Graph:
                 if floor_s is not None:
                     track.now = track.now.at_least(floor_s)
                 track.host_s += step.host_s
+                track.lags = False
             case Message():
                 self._send(rank, track, step)
             case Recv():
@@ -207,7 +209,8 @@ class _Graph:
     def _issue(self, track: _Track, host_s: float) -> _Later:
         """When the device has come to an operation that the host takes that long to issue."""
         track.host_s += host_s
-        return track.now.at_least(track.host_s) if track.host_s else track.now
+        track.lags = track.lags or host_s > 0
+        return track.now.at_least(track.host_s) if track.lags else track.now
 
     def _send(self, rank: int, track: _Track, message: Message) -> None:
         key = self._number("message", rank, message.dst)
@@ -345,7 +348,9 @@ class _Run:
     Lanes and partitions likewise: slots.
     """
 
-    def __init__(self, graph: _Graph) -> None:
+    def __init__(self, graph: _Graph, *, keeps_left: bool = False) -> None:
+        """keeps_left: for all_left_s."""
+        self.keeps_left = keeps_left
         self.num_ranks, self.num_rows, self.message_share = graph.num_ranks, graph.num_rows, graph.message_share
         tracks = graph.tracks
         self.num_waits = np.array([len(track.missing) for track in tracks])
@@ -479,7 +484,8 @@ class _Run:
         """Messages of these slots have left: the next ones may enter, and receivers may go on."""
         number, rows = self.number.take(slots), self.row_of_slot.take(slots)
         time_s = now_s.take(rows)
-        self.left_s[number, slots] = time_s
+        if self.keeps_left:
+            self.left_s[number, slots] = time_s
         self.number[slots] = number + 1
         self.leaves_at[slots] = np.inf
         self.enters_s[slots] = np.maximum(self._next_s(slots, number + 1), time_s)

@@ -14,8 +14,6 @@ import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
-from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.program import AllToAll, Compute, Program
 from kvrsim.scenario import Partition, Scenario
@@ -39,16 +37,6 @@ def spread(rng: Draws, name: str) -> tuple[Scenario, tuple[int, ...]]:
 
 def program_of(scenario: Scenario, name: str, cut: tuple[int, ...]) -> Program:
     return build_program(scenario, get_strategy(name), columns(cut))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(rng=draws())
-@examples(20)
-def test_both_executors_agree(name: str, rng: Draws) -> None:
-    placed, cut = spread(rng, name)
-    program = program_of(placed, name, cut)
-    replay = EventSimulation(program, placed.cluster, record=False)
-    assert run_batch(program, placed.cluster)[:, 0] == pytest.approx(np.array(replay.finish_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
