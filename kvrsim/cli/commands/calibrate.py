@@ -77,10 +77,6 @@ def _form(value: object, parameter: str) -> str:
 
 DEVICE = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
 THREADS = option("N", "CPU threads of each rank.", "Measurement", count(1024), 1)
-RANKS = option("N", "Number of ranks. Default: one per GPU, or cores / threads.", "Measurement", count(64))
-TIMEOUT = option(
-    "TIME", "Time after which an unresponsive rank counts as failed.", "Measurement", quantity(parse_seconds), "60s"
-)
 BUSY = switch("Keep samples taken while other processes used the machine.", "Measurement")
 NAME = option("NAME", "Name of the profile. Default: its file's.")
 
@@ -140,6 +136,17 @@ class LayerArgs(Arguments):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankArgs(Arguments):
+    """The ranks between which links are measured, and whether a busy machine is measured."""
+
+    ranks: Any = option("N", "Number of ranks. Default: one per GPU, or cores / threads.", "Measurement", count(64))
+    timeout: Any = option(
+        "TIME", "Time after which an unresponsive rank counts as failed.", "Measurement", quantity(parse_seconds), "60s"
+    )
+    even_if_busy: Any = BUSY
+
+
 @takes(LayerArgs)
 def compute(
     layers: LayerArgs,
@@ -161,18 +168,16 @@ def compute(
     _measure_one(campaign, _policy(minutes, even_if_busy), "layers", json=json)
 
 
-@takes()
+@takes(RankArgs)
 def links(
+    effort: RankArgs,
     *,
     device: Any = DEVICE,
-    ranks: Any = RANKS,
     threads: Any = THREADS,
     max_bytes: Any = option(
         "SIZE", "Longest message, such as a layer's K and V.", "Measurement", quantity(parse_bytes), "64MiB"
     ),
     minutes: Any = _minutes(2),
-    timeout: Any = TIMEOUT,
-    even_if_busy: Any = BUSY,
     output: Any = output("FILE", _ROWS),
     json: Any = JSON,
 ) -> None:
@@ -188,7 +193,7 @@ def links(
     from kvrsim.runtime.host import chosen_device
 
     place = chosen_device(device)
-    num_ranks = _num_ranks(ranks, place, threads)
+    num_ranks = _num_ranks(effort.ranks, place, threads)
     if num_ranks < 2:
         raise InputError("ranks", num_ranks, "at least 2: links join ranks")
     setup = LinkSetup(
@@ -197,10 +202,10 @@ def links(
         backend="nccl" if place == "cuda" else "gloo",
         num_threads=threads,
         max_bytes=max_bytes,
-        timeout_s=timeout,
+        timeout_s=effort.timeout,
     )
     campaign = link_campaign(setup, Path(output), command())
-    _measure_one(campaign, _policy(minutes, even_if_busy), "links", json=json)
+    _measure_one(campaign, _policy(minutes, effort.even_if_busy), "links", json=json)
 
 
 def _num_ranks(ranks: int | None, device: str, threads: int) -> int:
@@ -427,16 +432,14 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
     show(table, "", meaning, "", notes, plan)
 
 
-@takes(LayerArgs)
+@takes(LayerArgs, RankArgs)
 def calibrate_all(
     layers: LayerArgs,
+    effort: RankArgs,
     *,
     links: Any = option("FILE", "Use links measured elsewhere instead of measuring them.", "Machine"),
     link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
-    ranks: Any = RANKS,
     minutes: Any = _minutes(4),
-    timeout: Any = TIMEOUT,
-    even_if_busy: Any = BUSY,
     output: Any = output(
         "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png."
     ),
@@ -462,7 +465,7 @@ def calibrate_all(
     if links is not None:
         read_source(links, "links")  # complain before the work
     setup = layers.setup()
-    num_ranks = _num_ranks(ranks, setup.device, setup.threads)
+    num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
     stem = Path(output).with_suffix("")
     files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"), ("plot", ".png"))}
     done = {}
@@ -477,12 +480,12 @@ def calibrate_all(
             backend="nccl" if setup.device == "cuda" else "gloo",
             num_threads=setup.threads,
             max_bytes=max(layer_kv_bytes(setup), 2**20),  # K and V of a layer for the longest context
-            timeout_s=timeout,
+            timeout_s=effort.timeout,
         )
         campaign = link_campaign(link_setup, Path(links), command())
         campaigns.append(("links", campaign, 1 - _COMPUTE_SHARE))
     for title, one, share in campaigns:
-        done[title] = _run(one, _policy(minutes, even_if_busy, share), title)
+        done[title] = _run(one, _policy(minutes, effort.even_if_busy, share), title)
     sources = [files["compute"], *([links] if links else [])]
     try:
         link = link or (None if links else _datasheet_link(files["compute"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -29,18 +30,23 @@ _STRATEGIES = "What groups may run, each with the fastest. Default: all without 
 _PLOT = "Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
 
 
-@takes(ScenarioArgs, FleetArgs, PoolArgs, DeployArgs, OutputArgs, fixed=_OF_REQUESTS)
+@dataclass(frozen=True, kw_only=True)
+class AnswerArgs(OutputArgs):
+    """What groups may run, and how the answer is printed and drawn."""
+
+    strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategies)
+    table: Any = TABLE
+    html: Any = option("FILE", "Write an interactive page in one HTML file.", check=writable)
+    plot: Any = option("FILE", _PLOT, check=picture_or_page)
+
+
+@takes(ScenarioArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=_OF_REQUESTS)
 def capacity(
     args: ScenarioArgs,
     fleet: FleetArgs,
     workers: PoolArgs,
     deploy: DeployArgs,
-    output: OutputArgs,
-    *,
-    strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategies),
-    table: Any = TABLE,
-    html: Any = option("FILE", "Write an interactive page in one HTML file.", check=writable),
-    plot: Any = option("FILE", _PLOT, check=picture_or_page),
+    output: AnswerArgs,
 ) -> None:
     """Find the smallest or cheapest fleet for a TTFT target.
 
@@ -63,8 +69,8 @@ def capacity(
     if deploy.emit is not None:
         check_emit(request)
     policy = StrategyPolicy(
-        names=None if strategies is None else tuple(strategies),
-        table=table_of(table),
+        names=None if output.strategies is None else tuple(output.strategies),
+        table=table_of(output.table),
         engines=tuple(map(deploy_engine, filter(None, (deploy.emit, deploy.only_deployable)))),
     )
     with pool_of(workers) as pool, Progress() as progress:
@@ -73,7 +79,7 @@ def capacity(
     if deploy.emit is not None and result.answer is not None:
         launch = launch_of_fleet(result, deploy.emit, model=args.model)
     print_answer(output, (launch or result).to_dict, result.rows, lambda: show_capacity(result, launch))
-    write_files((html, lambda path: _write_page(result, path)), (plot, result.write_plot))
+    write_files((output.html, lambda path: _write_page(result, path)), (output.plot, result.write_plot))
     if not result.feasible:
         raise typer.Exit(1)
 

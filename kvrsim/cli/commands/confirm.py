@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import MeasuredArgs, count, number, option, quantity, strategies, switch
+from kvrsim.arguments import Arguments, MeasuredArgs, count, number, option, quantity, strategies, switch
 from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, resumable, warn_once, write_files
@@ -37,24 +38,30 @@ _STARTING = "planning and starting ranks"
 _share = quantity(parse_share)
 
 
-@takes(MeasuredArgs, HardwareArgs, PageArgs, OutputArgs, fixed=FIXED)
+@dataclass(frozen=True, kw_only=True)
+class ConfirmArgs(Arguments):
+    """What is measured, and the targets."""
+
+    strategies: Any = option("NAMES|all", _STRATEGIES, "Question", strategies)
+    max_regret: Any = option("SHARE", _REGRET, "Target", _share, "3%")
+    max_error: Any = option("SHARE", "Fail if the median error of the predictions is larger.", "Target", _share, "7%")
+    max_logit_error: Any = option("SHARE", _LOGITS, "Target", _share)
+    top: Any = option("K", "Number of KVR partitions: the plan's, and the K - 1 next best.", "Search", count(1000), 3)
+    search: Any = switch("Search a faster partition by measuring, starting from the plan's; needs --output.", "Search")
+    minutes: Any = option(
+        "M", "Approximate time limit of --search, in minutes.", "Search", number(above=0, most=24 * 60), 5
+    )
+    virtual: Any = switch(_VIRTUAL, "Measurement", None, spelling=("--virtual/--no-virtual",))
+    output: Any = output("FILE", "Write the partition found by --search as a partition table.", None)
+
+
+@takes(MeasuredArgs, HardwareArgs, ConfirmArgs, PageArgs, OutputArgs, fixed=FIXED)
 def confirm(
     args: MeasuredArgs,
     hardware: HardwareArgs,
+    wanted: ConfirmArgs,
     files: PageArgs,
     answer: OutputArgs,
-    *,
-    strategies: Any = option("NAMES|all", _STRATEGIES, "Question", strategies),
-    max_regret: Any = option("SHARE", _REGRET, "Target", _share, "3%"),
-    max_error: Any = option("SHARE", "Fail if the median error of the predictions is larger.", "Target", _share, "7%"),
-    max_logit_error: Any = option("SHARE", _LOGITS, "Target", _share),
-    top: Any = option("K", "Number of KVR partitions: the plan's, and the K - 1 next best.", "Search", count(1000), 3),
-    search: Any = switch("Search a faster partition by measuring, starting from the plan's; needs --output.", "Search"),
-    minutes: Any = option(
-        "M", "Approximate time limit of --search, in minutes.", "Search", number(above=0, most=24 * 60), 5
-    ),
-    virtual: Any = switch(_VIRTUAL, "Measurement", None, spelling=("--virtual/--no-virtual",)),
-    output: Any = output("FILE", "Write the partition found by --search as a partition table.", None),
 ) -> None:
     """Measure a plan's candidates on this machine.
 
@@ -63,25 +70,30 @@ def confirm(
 
     Example: kvrsim confirm --ctx 1k --gpus 2 --profile here.json
     """
-    answer.check(search=search)
-    if output is not None and not search:
-        raise InputError("output", output, "nothing without --search, which writes a partition table")
+    answer.check(search=wanted.search)
+    if wanted.output is not None and not wanted.search:
+        raise InputError("output", wanted.output, "nothing without --search, which writes a partition table")
     if args.profile is None:
         raise InputError("profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
     from kvrsim.builder import build_scenario
 
     scenario, warnings = build_scenario(args)
     machine = hardware_of(hardware, args, scenario)
-    if search:
-        excluded = {"strategies": strategies, "virtual": virtual, "trace": files.trace, "plot": files.plot}
+    if wanted.search:
+        excluded = {
+            "strategies": wanted.strategies,
+            "virtual": wanted.virtual,
+            "trace": files.trace,
+            "plot": files.plot,
+        }
         for name, value in excluded.items():
             if value:
                 raise InputError(name, value, "nothing with --search, which measures partitions")
-        if output is None:
+        if wanted.output is None:
             raise InputError("output", "nothing", "a file for the partition table that --search writes")
         for warning in warnings:
             warn_once(warning)
-        _search(scenario, machine, minutes, Path(output), json=answer.json)
+        _search(scenario, machine, wanted.minutes, Path(wanted.output), json=answer.json)
         return
     from planner.confirm.confirm import confirm as measure
     from planner.confirm.hardware import Reporter
@@ -93,10 +105,10 @@ def confirm(
             result = measure(
                 scenario,
                 machine,
-                strategies=strategies,
-                top=top,
-                virtual=virtual,
-                targets=Targets(regret=max_regret, error=max_error, logits=max_logit_error),
+                strategies=wanted.strategies,
+                top=wanted.top,
+                virtual=wanted.virtual,
+                targets=Targets(regret=wanted.max_regret, error=wanted.max_error, logits=wanted.max_logit_error),
                 warnings=warnings,
                 reporter=Reporter(note=warn_once, progress=progress),
             )
