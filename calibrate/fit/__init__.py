@@ -1,1 +1,1 @@
-"""From measurements to a profile: one file a kind of operation, and a report."""
+"""From measurements to a profile: one module per kind of operation, and a report."""

@@ -1,5 +1,4 @@
-"""fit_elementwise: bytes per second of element-wise kernels; fit_host and fit_prepare: the CPU's launch overhead and
-the time of a prefill before its first layer."""
+"""fit_elementwise, fit_host and fit_prepare: element-wise kernels, launches by the CPU, what precedes the layers."""
 
 from __future__ import annotations
 

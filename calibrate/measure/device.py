@@ -1,7 +1,7 @@
-"""DeviceWatch: SM clock, power and throttle reasons of GPUs, read from NVML while something is timed.
+"""The measured machine: its GPU, link, versions, and what NVML says of the clock while something is timed.
 
 GPUs are found by UUID: NVML counts all GPUs of the machine, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of
-its own. NVML is asked through ctypes, so that it needs no package beyond the driver's library.
+its own. NVML is called through ctypes, which needs no package beyond the driver's library.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _process_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# -- The measured machine: which GPU and link it has, its device as a GpuSpec, and its software versions.
+# -- which GPU and link the machine has, and its software
 
 # Of a device that shares its name with the SXM board that is built in, but neither its clocks nor its power.
 _OTHER_FORMS = {"pcie", "nvl", "mig"}

@@ -235,7 +235,7 @@ def _free_bytes() -> int | None:
     return found[0] * 1024 if found else None
 
 
-# -- LayerParts: how long each part of a Hugging Face model's layers takes, from the marks of a forward pass.
+# -- the parts of a layer, from the marks of a forward pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""LinkPoint: one thing that can be timed about the links between ranks, and the rows that its samples make."""
+"""LinkBench: times of messages and collectives between the ranks of this machine, and the topology they show."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
     return list(dict.fromkeys(flows for flows in found if len(flows) > 1))
 
 
-# -- LinkBench: times of messages and collectives between the ranks of this machine.
+# -- the bench
 
 
 class LinkBench:

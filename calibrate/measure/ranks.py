@@ -1,4 +1,4 @@
-"""LinkRank: one rank of a link benchmark.
+"""LinkRank: one rank of a link benchmark; PendingRanks: a layer timed during a receive that no rank has answered.
 
 Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from its sender's
 call of send until its receiver has it; the receive was posted before, as in the runtime. Half a round trip would not
@@ -246,21 +246,17 @@ class _FirstRanks(Ring):
         return self.links.irecv((src, self.rank), tensor)
 
 
-# PendingRanks: a layer timed alone, and while a receive is posted that no rank has answered.
-#
-# A pending NCCL receive is a kernel: it occupies multiprocessors while it waits for its sender. A rank of a KV-Runahead
-# chain computes during one nearly all the time. The receive is posted through the runtime's own transport, so that
-# it has
-# the same NCCL settings (streams, number of blocks).
-
-
 ALONE, PENDING = "layer_alone", "layer_pending"
 _MOST_BYTES = 2**28  # of the message: as many blocks wait for it as for any longer one
 _TIMEOUT_S = 60.0
 
 
 class PendingRanks:
-    """Two processes: the first computes and receives, the second sends on command.
+    """Two processes that time a layer alone and during a pending receive: one computes and receives, one sends.
+
+    A pending NCCL receive is a kernel: it occupies multiprocessors while it waits for its sender. A rank of a
+    KV-Runahead chain computes during one nearly all the time. The receive is posted through the runtime's own
+    transport, so that it has the same NCCL settings (streams, number of blocks).
 
     Raises RankError, naming the rank, where one dies or does not answer.
     """

@@ -1,4 +1,17 @@
-"""PrefillRow: one measured time to first token, and what rows are about where their file does not say."""
+"""Measured prefills from files: CSV, and what benchmarks of engines write, recognised by their content.
+
+A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
+ttft_s is required; PrefillDefaults give the rest. An output of a benchmark holds one JSON object, or one per line; its
+keys identify the tool that wrote it. Sources of the formats, each at the commit that was read:
+
+- `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
+- `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
+- `python -m sglang.bench_one_batch --result-filename`: sgl-project/sglang python/sglang/bench_one_batch.py at 0094415;
+- AIPerf profile_export_aiperf.json and profile_export.jsonl: ai-dynamo/aiperf aiperf/common/models/export_models.py
+  and docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13);
+- GenAI-Perf profile_export_genai_perf.json: triton-inference-server/perf_analyzer
+  genai-perf/genai_perf/export_data/json_exporter.py at 263c5f6 (0.0.16).
+"""
 
 from __future__ import annotations
 
@@ -77,7 +90,7 @@ class PrefillDefaults:
     dtype: str | None = None
 
 
-# -- Output: what is read from one file that a benchmark wrote, and OutputFormat: how one tool's files are read.
+# -- one file that a benchmark wrote
 
 MOST_LENGTHS = 24  # prompt lengths of one run that are told apart; more are put into groups of as many requests
 
@@ -171,18 +184,7 @@ class OutputFormat:
     read: Callable[[JsonObject, Output], None]
 
 
-# -- What each benchmark writes, and what of it is a time to first token.
-#
-# Sources, each as of the commit read:
-# - `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
-# - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
-# - `python -m sglang.bench_one_batch --result-filename`: sgl-project/sglang python/sglang/bench_one_batch.py at
-#   0094415;
-# - AIPerf profile_export_aiperf.json and profile_export.jsonl: ai-dynamo/aiperf
-#   aiperf/common/models/export_models.py and
-#   docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13);
-# - GenAI-Perf profile_export_genai_perf.json: triton-inference-server/perf_analyzer
-#   genai-perf/genai_perf/export_data/json_exporter.py at 263c5f6 (0.0.16).
+# -- readers of what each benchmark writes
 
 _BUSY = 0.1  # share of the time that prefills take of a server; above it requests queue noticeably
 _MIXED = 0.05  # spread of prompt lengths, relative, above which one mean stands for unlike prompts
@@ -308,11 +310,7 @@ FORMATS = (
 )
 
 
-# -- Measured prefills from files: CSV, and what benchmarks of engines write, recognised by their content.
-#
-# A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
-# ttft_s is required; what a file does not say, PrefillDefaults say. An output holds one JSON object, or one a line; its
-# keys say which tool wrote it.
+# -- files
 
 MOST_ROWS = 500  # the fit takes minutes beyond
 MAX_OUTPUT_BYTES = 2**28  # a detailed result of some ten thousand requests, their texts included
