@@ -9,7 +9,7 @@ import numpy as np
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.kernels.cost import CostModel
-from kvrsim.program import Array, Op, Program, beside_receives
+from kvrsim.program import Array, Op, Program, slowed_by_pending_recv
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import layer_ops, placement_refusal, refusal
@@ -75,7 +75,7 @@ def build_program(
             for chunk, end in zip(chunks, ends, strict=True)
         ),
         layers=tuple(
-            tuple(beside_receives(_layer(strategy, step, rank), scenario.pending_share) for rank in ranks)
+            tuple(slowed_by_pending_recv(_layer(strategy, step, rank), scenario.pending_share) for rank in ranks)
             for step in steps
         ),
         layer_kind_index=scenario.share.layer_kind_index if has_prefill(scenario) else (),

@@ -213,7 +213,7 @@ class _Slots:
         return self.links[pair]
 
     def draw_to(self, num_slots: int) -> None:
-        """Have at least so many slots of every sample."""
+        """Draw at least this number of slots of every sample."""
         while self.pairs.shape[1] < num_slots:
             # The pair and whether there is traffic are drawn apart: more duty only adds to it.
             block = [

@@ -47,7 +47,7 @@ class Compute:
 class Send:
     """Hand a message to the link towards `dst`; messages on a link go first in, first out.
 
-    It moves beside computation, or, as a rendezvous, only once the receiver has come to its Recv, and then
+    It overlaps computation, or, as a rendezvous, only once the receiver has come to its Recv, and then
     holds both compute streams until the last byte has left (what torch.distributed's send and recv do).
     """
 
@@ -100,7 +100,7 @@ class RingPass:
     device_s: Array  # of each round, shape (p, B)
     nbytes: Array  # of the piece held in each round but the last, shape (p - 1, B)
     host_s: tuple[float, ...]  # of each round
-    overlaps: bool = True  # the work runs beside the message; else after it
+    overlaps: bool = True  # the work overlaps the message; else it follows it
     message_share: float = 0.0  # of the work's rate, lost until the piece has left and the next is there
     score_elements: Array | None = None  # of the largest round, as of Compute
     kind: WorkKind = "attention"  # of the work
@@ -134,7 +134,7 @@ class Collective:
 class Load:
     """Hold the compute stream until a part of the cached prefix has come from where it lies.
 
-    A rank's loads go first in, first out, beside computation and other messages, over a link of their own. They begin
+    A rank's loads go first in, first out, over a link of their own, and overlap computation and other messages. They begin
     with the request, each as soon as the one before has come; or, where `ahead` is False, each when the rank goes on
     with the one before.
     """
@@ -183,7 +183,7 @@ def _row(op: Op, index: int) -> Op:
     return replace(op, **rows)  # type: ignore[arg-type]
 
 
-def beside_receives(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
+def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
     """A rank's operations in a layer, whose computation loses `share` of its rate while a receive waits.
 
     A rank that receives posts the next layer's receive as soon as it has the last one's message, so one waits nearly
@@ -197,7 +197,7 @@ def beside_receives(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]
 
 
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
-    """The same on GPUs that compute so many times as long; hosts and links as they are."""
+    """The same on GPUs that compute `factor` times as long; hosts and links as they are."""
     return tuple(
         replace(op, device_s=factor * op.device_s)
         if isinstance(op, Compute | RingPass) and op.kind != "request"

@@ -22,7 +22,7 @@ import numpy as np
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
-from kvrsim.program import Array, Flags, Op, Recv, Send, beside_receives, host_s_of, slower, stream_s
+from kvrsim.program import Array, Flags, Op, Recv, Send, host_s_of, slowed_by_pending_recv, slower, stream_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.base import Step
@@ -89,7 +89,7 @@ class _ChainRun:
         ranks = Step.of_all_ranks(chain.costs, chunks, starts, chain.strategy.query_blocks)
         layer = tuple(layer_ops(chain.strategy, ranks, _INSIDE))
         if chain.pending is not None:
-            layer = beside_receives(layer, chain.pending)
+            layer = slowed_by_pending_recv(layer, chain.pending)
         prologue = *request(scenario, chunks), *embedding(scenario, chunks, cost), *step(scenario, chunks, ends, cost)
         epilogue = chain.epilogue or last(scenario, chunks[-1], ends[-1], cost)
         if chain.slowness is not None:

@@ -101,16 +101,16 @@ def _by_sizes(name: str, parameter: str) -> Strategy | None:
 
 
 def label_of(strategy: str | Strategy) -> str:
-    """What a strategy was asked for as, for the record of a question."""
+    """The name by which a strategy was given, for the record of a question."""
     return strategy if isinstance(strategy, str) else strategy.name
 
 
 def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
     """A strategy whose chunks are searched over single GPUs, such as a table holds; raises InputError for another."""
-    found = get_strategy(strategy, parameter)
-    if found.partition_rule != "search" or found.group_size != 1:
-        raise InputError(parameter, found.name, "a strategy of single GPUs whose chunks are searched, such as kvr-s")
-    return found
+    resolved = get_strategy(strategy, parameter)
+    if resolved.partition_rule != "search" or resolved.group_size != 1:
+        raise InputError(parameter, resolved.name, "a strategy of single GPUs whose chunks are searched, such as kvr-s")
+    return resolved
 
 
 def chain_like(strategy: Strategy) -> Strategy:
@@ -134,9 +134,9 @@ def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
     together: GPUs of a stage at most.
     """
     powers = [2**exponent for exponent in range(17) if 2**exponent <= together]
-    found = [(tensor, context) for tensor in powers for context in powers[1:] if tensor * context <= together]
+    pairs = [(tensor, context) for tensor in powers for context in powers[1:] if tensor * context <= together]
     return tuple(
         f"tp{tensor}+" * (tensor > 1) + f"pp{num_gpus // (tensor * context)}+cp{context}"
-        for tensor, context in found
+        for tensor, context in pairs
         if num_gpus % (tensor * context) == 0 and num_gpus > tensor * context
     )

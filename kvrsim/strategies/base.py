@@ -66,7 +66,7 @@ class Strategy:
             raise InputError("query_blocks", self.query_blocks, "rising numbers of calls, at least 1")
 
     def sizes(self, num_gpus: int) -> Sizes:
-        """Tensor, pipeline and context sizes on so many GPUs; where their product is another, it cannot run there."""
+        """Tensor, pipeline and context sizes on this number of GPUs; where their product differs, it cannot run there."""
         if self.partition_rule == "whole":
             return Sizes(1, 1, 1)
         tensor = self.group_size or num_gpus
@@ -90,12 +90,12 @@ class Step:
     starts: Sequence[Array]
     query_blocks: tuple[int, ...] = field(default=(1,), kw_only=True)
     times_only: bool = field(default=False, kw_only=True)
-    _lengths: Array | None = field(default=None, init=False, repr=False, compare=False)  # once they were asked for
+    _lengths: Array | None = field(default=None, init=False, repr=False, compare=False)  # on first use
     _begins: Array | None = field(default=None, init=False, repr=False, compare=False)  # likewise
 
     @classmethod
     def of_all_ranks(cls, costs: LayerCosts, chunks: Array, starts: Array, query_blocks: tuple[int, ...]) -> Step:
-        """Every rank's operations at once, times only: what any one rank is asked for is an array of all ranks.
+        """Every rank's operations at once, times only: each operation of one rank is an array of all ranks.
 
         For strategies whose ranks differ in nothing but whom they exchange messages with. chunks, starts: (ranks, B).
         """

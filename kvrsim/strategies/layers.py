@@ -23,7 +23,7 @@ from kvrsim.strategies.single import layer as one_gpu
 def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     """What a rank does in a layer; in a group of GPUs, with their all-reduces.
 
-    Nothing runs beside an all-reduce, so all stand at the end of the layer.
+    Nothing overlaps an all-reduce, so all stand at the end of the layer.
     """
     if not step.costs.has_mixer:
         yield step.output_mlp(rank)
@@ -89,7 +89,7 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
     shares = [step.costs.setting.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
     there, back = routed.dispatched_bytes, routed.combined_bytes
     experts = Compute(name="experts", device_s=routed.seconds(step.chunks[rank]), kind="output+mlp")
-    if ranks == 1:  # a part of the ranks, which is asked for what it computes
+    if ranks == 1:  # a part of the ranks, of which only computation counts
         yield experts
         return
     yield AllToAll(nbytes=np.repeat(shares[0][None] * there, ranks - 1, axis=0), payload="tokens")
@@ -116,7 +116,7 @@ def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | N
 
 
 def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
-    """What the model must be for the strategy on so many ranks; None: it is."""
+    """What the model must fulfil for the strategy on this number of ranks; None if it does."""
     stages, context = 1, ranks
     if strategy.pipeline is not None:
         context = strategy.context_size or 1

@@ -65,8 +65,8 @@ def from_file(text: str, parameter: str) -> Strategy:
         module = _modules[key] = _run(path, code, text, parameter)
     strategies = [name for name, value in vars(module).items() if isinstance(value, Strategy)]
     if not matched[2] or not hasattr(module, matched[2]):
-        found = f"{path.name} has {', '.join(strategies)}" if strategies else f"{path.name} has none"
-        raise InputError(parameter, text, f"FILE.py:NAME with the name of a Strategy; {found}")
+        names = f"{path.name} has {', '.join(strategies)}" if strategies else f"{path.name} has none"
+        raise InputError(parameter, text, f"FILE.py:NAME with the name of a Strategy; {names}")
     value = getattr(module, matched[2])
     if not isinstance(value, Strategy):
         raise InputError(parameter, text, f"the name of a kvrsim Strategy, which a {type(value).__name__} is not")
@@ -96,9 +96,9 @@ def where(error: BaseException) -> str:
 
     if isinstance(error, SyntaxError):
         return f"line {error.lineno} of {Path(error.filename or '').name}: SyntaxError: {error.msg}"
-    told = f"{type(error).__name__}: {error}".rstrip(": ")
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(Path(frame.filename))]
-    return f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {told}" if own else told
+    return f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {text}" if own else text
 
 
 def _is_library(path: Path) -> bool:

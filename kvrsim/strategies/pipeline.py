@@ -62,7 +62,7 @@ def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
 
 
 def shares(pieces: Array, ranks: int) -> list[Array]:
-    """Tokens of each context rank of a stage, an array like `pieces` a rank; the first ones have the rest."""
+    """Tokens of each context rank of a stage, one array like `pieces` per rank; the first ones have the rest."""
     share = np.floor(pieces / ranks)
     return [share + (rank < pieces - ranks * share) for rank in range(ranks)]
 
@@ -197,7 +197,7 @@ PIPELINE_SEARCHED = replace(
 
 
 def with_stages(num_stages: int | None, context: int | None, *, searched: bool = False) -> Strategy:
-    """The pipeline with so many stages (None: all other GPUs), each of so many context ranks (None: one rank)."""
+    """The pipeline with this number of stages (None: all other GPUs) and of context ranks per stage (None: one)."""
     base = PIPELINE_SEARCHED if searched else PIPELINE
     number = "" if num_stages is None else str(num_stages)
     if context is None:

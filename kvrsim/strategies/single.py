@@ -37,7 +37,7 @@ TENSOR_PARALLEL = Strategy(
 
 
 def in_groups(strategy: Strategy, size: int) -> Strategy:
-    """A hybrid: another strategy between groups of so many GPUs, tensor parallelism inside each."""
+    """A hybrid: another strategy between groups of `size` GPUs, tensor parallelism inside each."""
     return replace(
         strategy,
         name=f"tp{size}+{strategy.name}",

@@ -55,7 +55,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
-    """So many tokens with so many features, on their way into or out of messages, where that is counted."""
+    """Copy tokens, each of a number of features, into or out of messages, where such copies are counted."""
     if step.costs.packs:
         yield Compute(name="pack", device_s=step.costs.all_to_all_pack_s(*what), kind="merge")
 
