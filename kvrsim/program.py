@@ -134,7 +134,7 @@ class Collective:
 class Load:
     """Hold the compute stream until a part of the cached prefix has come from where it lies.
 
-    A rank's loads go first in, first out, over a link of their own, and overlap computation and other messages. They begin
+    A rank's loads go first in, first out, over a link of their own, and overlap all else. They begin
     with the request, each as soon as the one before has come; or, where `ahead` is False, each when the rank goes on
     with the one before.
     """

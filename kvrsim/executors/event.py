@@ -200,7 +200,7 @@ class Network:
         gathered_by: int | None = None,
         payload: Payload = "KV",
     ) -> Process:
-        """Move one message, or a piece of an all-gather (`gathered_by`: its number of ranks): queue, transmission, latency, delivery."""
+        """Move one message, or a piece of an all-gather of `gathered_by` ranks: queue, transmission, latency."""
         link, size = self.link(src, dst), np.array(nbytes)
         step_s = link.path.gather_step_s(size, gathered_by) if gathered_by else link.path.busy_s(size)
         start_s = yield from link.transmit(nbytes, step_s.item())

@@ -66,7 +66,7 @@ class Strategy:
             raise InputError("query_blocks", self.query_blocks, "rising numbers of calls, at least 1")
 
     def sizes(self, num_gpus: int) -> Sizes:
-        """Tensor, pipeline and context sizes on this number of GPUs; where their product differs, it cannot run there."""
+        """Tensor, pipeline and context sizes; where their product is not `num_gpus`, the strategy cannot run."""
         if self.partition_rule == "whole":
             return Sizes(1, 1, 1)
         tensor = self.group_size or num_gpus
