@@ -90,9 +90,14 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, known: Collection[str]) -> set[str]:
-    """The known modules that a module imports, inside functions and under TYPE_CHECKING too."""
+    """The known modules that a module imports when it runs, inside functions too; a type may name what comes later."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    tree = ast.parse(path.read_text("utf-8"))
+    types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    only_types = {part for block in types for part in ast.walk(block)}
+    for node in ast.walk(tree):
+        if node in only_types:
+            continue
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -22,8 +22,7 @@ from calibrate.fit.fit import (
     sources_of,
     thinned,
 )
-from kvrsim.hardware import LinkSpec
-from kvrsim.kernels.links import AllReduceRates, GatherRates, MeasuredAllReduce
+from kvrsim.hardware import AllReduceRates, GatherRates, LinkSpec, MeasuredAllReduce
 from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree

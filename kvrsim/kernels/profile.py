@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrsim.choices import DTYPES
 from kvrsim.engine import Engine, HostRates
-from kvrsim.hardware import Cluster
+from kvrsim.hardware import AllReduceRates, Cluster, GatherRates
 from kvrsim.io.schema import (
     Check,
     JsonObject,
@@ -32,7 +32,6 @@ from kvrsim.kernels.cost import KernelTraits
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.experts import ExpertRates
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
-from kvrsim.kernels.links import AllReduceRates, GatherRates
 from kvrsim.kernels.recurrence import RecurrenceRates
 from kvrsim.kernels.sparse import SparseRates
 from kvrsim.program import Array

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster, Path
-from kvrsim.kernels.links import AllReduceRates
+from kvrsim.hardware import AllReduceRates, Cluster, Path
 from kvrsim.model.mixers import Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array, Collective

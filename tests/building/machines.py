@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.choices import DTYPES
-from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
-from kvrsim.kernels.links import GatherRates
+from kvrsim.hardware import Cluster, GatherRates, GpuSpec, LinkSpec
 from tests.building.drawing import Draws, log, maybe, strategy_of
 
 

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 from kvrsim import hardware
 from kvrsim.choices import TOPOLOGIES
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster, MemoryLimit, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
-from kvrsim.kernels.links import GatherRates
+from kvrsim.hardware import (
+    Cluster,
+    GatherRates,
+    MemoryLimit,
+    builtin_clusters,
+    builtin_gpus,
+    load_cluster,
+    load_gpu,
+    load_link,
+)
 
 DATA = Path(hardware.__file__).parent / "data"
 NEW = {"gb200", "b300", "gb300", "rtx-pro-6000"}

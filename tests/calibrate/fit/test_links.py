@@ -10,7 +10,7 @@ import pytest
 from calibrate.data import Measurement
 from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
 from calibrate.measure.links import LinkPoint, link_points, measured_link
-from kvrsim.kernels.links import GatherRates
+from kvrsim.hardware import GatherRates
 
 MAX_BYTES = 2**26
 NOISE = 0.05

@@ -18,10 +18,9 @@ from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.profile import DEFAULT_HOST, FitChoices, Label, fit_profile
 from calibrate.measure.device import gpu_of, link_of
 from kvrsim.errors import InputError
-from kvrsim.hardware import load_gpu, load_link
+from kvrsim.hardware import GatherRates, load_gpu, load_link
 from kvrsim.kernels.attention import AttentionRates, EagerRates
 from kvrsim.kernels.gemm import GemmRates, Product, Tile
-from kvrsim.kernels.links import GatherRates
 from kvrsim.kernels.profile import load_profile
 
 A100, NVLINK3 = load_gpu("a100-80gb"), load_link("nvlink3")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
+from kvrsim.hardware import AllReduceRates, MeasuredAllReduce
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.attention import MeasuredSizes
 from kvrsim.kernels.gemm import MeasuredShape, Tile
-from kvrsim.kernels.links import AllReduceRates, MeasuredAllReduce
 from kvrsim.kernels.profile import (
     OPERATION_KINDS,
     SCHEMA_VERSION,

@@ -12,8 +12,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.hardware import load_cluster
-from kvrsim.kernels.links import AllReduceRates, GatherRates, MeasuredAllReduce
+from kvrsim.hardware import AllReduceRates, GatherRates, MeasuredAllReduce, load_cluster
 from kvrsim.kernels.tensor_parallel import group_of
 from kvrsim.model.load import load_model
 from kvrsim.program import AllGather, Array, Program
