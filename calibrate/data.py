@@ -83,7 +83,7 @@ from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.kernels.gemm import GEMM_TYPES
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_SECONDS
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.model.spec import ModelSpec
 from tests.building.effort import register_profiles
 

@@ -1,21 +1,44 @@
-"""load_model: a ModelSpec by the name of a built-in model or the path of a config.json."""
+"""load_model: a ModelSpec by the name of a model of the catalogue or the path of a config.json.
+
+A config.json is read by the data of its model type in kvrsim/data/types, which `make models` writes from transformers'
+classes. A structure that they do not cover is read from the class itself, which needs torch and transformers.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject
-from kvrsim.model.spec import ModelSpec
+from kvrsim.io.schema import JsonObject, parse_json
+from kvrsim.model.mixers import Attention
+from kvrsim.model.quantization import read_quantization
+from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, fill
 
-_BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "models"
+FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
+_DATA = Path(__file__).parents[1] / "data"
+_FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+_TEXT = ("text_config", "llm_config", "language_config")
+_TOWERS = {"vision": ("vision_config", "visual_config"), "audio": ("audio_config",)}
+# What the outer file says for the text model: transformers ties the embeddings and quantises by the outer file.
+_OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
+_REQUIRED = (
+    ("hidden_size", "n_embd", "n_embed", "d_model", "text_config"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hybrid_override_pattern", "layers_block_type"),
+)
+_NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
 
 
 def builtin_models() -> tuple[str, ...]:
     """Names of the models that ship with kvrsim."""
-    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+    return tuple(sorted(path.stem for path in (_DATA / "models").glob("*.json")))
 
 
 def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
@@ -23,24 +46,21 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
 
     A built-in name wins over a folder of the same name: write ./NAME for the folder.
     """
-    from kvrsim.model.architectures import read_config  # here, because it builds on the types above
-
     name = str(name_or_path)
-    if name in builtin_models():
-        return read_config(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument), name)
     path = config_path(name, argument)
-    own_name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return read_config(_read(path, argument), own_name or name)
+    if name not in builtin_models():
+        name = (path.resolve().parent.name if path.name == "config.json" else path.stem) or name
+    return read_config(_read(path, argument), name)
 
 
 def _read(path: Path, argument: str) -> JsonObject:
     """A config.json with the quantisation that NVIDIA's checkpoints have in an hf_quant_config.json beside it."""
     config = JsonObject.read(path, argument)
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
-    told = [config.fields, config.fields.get("text_config")]
+    parts = [config.fields, config.fields.get("text_config")]
     if not path.name.endswith("config.json") or not beside.is_file():
         return config
-    if any(isinstance(fields, dict) and fields.get("quantization_config") for fields in told):
+    if any(isinstance(fields, dict) and fields.get("quantization_config") for fields in parts):
         return config
     quantization = dict(JsonObject.read(beside, argument).fields)
     return replace(config, fields={**config.fields, "quantization_config": quantization})
@@ -49,7 +69,7 @@ def _read(path: Path, argument: str) -> JsonObject:
 def config_path(name: str, argument: str) -> Path:
     """The file that a user means by a built-in name, a path to a config.json or to its folder."""
     if name in builtin_models():
-        return _BUILTIN_FOLDER / f"{name}.json"
+        return _DATA / "models" / f"{name}.json"
     path = Path(name)
     try:
         is_folder, exists = path.is_dir(), bool(name.strip()) and path.exists()
@@ -63,3 +83,172 @@ def config_path(name: str, argument: str) -> Path:
         accepted = f"a path to a config.json or its folder, or one of what `kvrsim models list` lists{some}"
         raise InputError(argument, name, accepted)
     return path / "config.json" if is_folder else path
+
+
+def read_config(config: JsonObject, name: str) -> ModelSpec:
+    """The model that a config.json describes, of several the text model; InputError names the file and the key."""
+    text, left_out = read_text_part(config)
+    if not text.has("model_type"):
+        raise text.error("model_type", "the model_type of a decoder-only model")
+    model_type = text.text("model_type")
+    if text.flag("is_encoder_decoder", False):
+        accepted = "the model_type of a decoder-only model"
+        raise InputError(f"{text.where}: model_type", f"{model_type}, an encoder-decoder", accepted)
+    if text is config:  # inside of a file of several models transformers' defaults count
+        for names in _REQUIRED:
+            if not any(text.has(key) for key in names):
+                raise text.error(names[0], "a whole number")
+    model = _pruned(text, name) if model_type == "nemotron-nas" else _read_type(text, name)
+    if all(layer.mixer is None for layer in model.layers):
+        raise InputError(text.where, "no layer with attention or a state", "a model whose tokens see each other")
+    positions = text.first_of("max_position_embeddings", "n_positions", "seq_length")
+    further = any(text.integer(key, 0, minimum=0) for key in _FURTHER_KEYS)
+    notes = dict.fromkeys((*left_out, *([FURTHER_TOKENS] if further else []), *model.approximations))
+    model = replace(
+        model,
+        model_type=model_type,
+        max_position_embeddings=text.integer(positions) if text.has(positions) else None,
+        approximations=tuple(notes),
+    )
+    return read_quantization(text, model)
+
+
+@cache
+def model_type_data(model_type: str) -> dict[str, Any] | None:
+    """What kvrsim knows of a model type (see kvrsim/model/template.py); None: nothing."""
+    path = _DATA / "types" / f"{model_type}.json"
+    if "/" in model_type or "\0" in model_type or len(model_type) > 100 or not path.is_file():
+        return None
+    data: dict[str, Any] = parse_json(path.read_bytes())
+    return data
+
+
+@cache
+def remote_types() -> dict[str, Any]:
+    """Types whose code is not in transformers, and what a file must say (kvrsim/data/remote_types.json)."""
+    types: dict[str, Any] = parse_json((_DATA / "remote_types.json").read_bytes())
+    return types
+
+
+def _read_type(config: JsonObject, name: str) -> ModelSpec:
+    """The model by the data of its type, else from its class."""
+    remote = remote_types().get(config.text("model_type"), {})
+    for key, value in remote.get("only", {}).items():
+        if config.has(key) and config.fields[key] != value:
+            raise config.error(key, json.dumps(value))
+    plain = translated(config, remote)
+    data = model_type_data(plain.text("model_type"))
+    model = None if data is None else fill(data, plain, name)
+    if model is None:
+        model = _from_class(plain, name)
+    return _fused(model, remote["fused"]) if "fused" in remote else model
+
+
+def translated(config: JsonObject, remote: Mapping[str, Any]) -> JsonObject:
+    """The configuration in the words of the type with the same layers, without what changes no shape."""
+    names = remote.get("names", {})
+    fields = dict(config.fields)
+    for old, new in names.items():  # a dot leads into an object
+        outer, _, inner = old.rpartition(".")
+        source = config.fields.get(outer) if outer else config.fields
+        if isinstance(source, dict) and source.get(inner) is not None:
+            fields[new] = source[inner]
+        fields.pop(outer or old, None)
+    fields = {key: value for key, value in fields.items() if key not in _NOT_SHAPES and not key.startswith("_")}
+    if "as" in remote:
+        fields["model_type"] = remote["as"]
+    return replace(config, fields={**remote.get("implies", {}), **fields})
+
+
+def _from_class(config: JsonObject, name: str) -> ModelSpec:
+    """The model that transformers' class has, for a structure that the data of its type do not cover."""
+    model_type = config.text("model_type")
+    place = f"{config.where}: {config.key_path}model_type"
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        accepted = "a structure of the catalogue; others need torch and transformers: pip install '.[hardware]'"
+        raise InputError(place, model_type, f"{accepted} in a checkout of kvrsim")
+    from kvrsim.model.reader import Refusal, known_type, read_class
+
+    if not known_type(model_type):
+        raise InputError(place, model_type, "a model_type of transformers or of the catalogue")
+    layers = config.first_of("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    config.integer(layers, 1, maximum=MAX_LAYERS)
+    try:
+        return read_class(config.fields, name)
+    except Refusal as error:
+        raise InputError(place, f"{model_type} ({error})", "a decoder-only model of parts that kvrsim knows") from None
+
+
+def _fused(model: ModelSpec, name: str) -> ModelSpec:
+    """The model with one matrix for Q, K and V."""
+
+    def fused(layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mixer, Attention)
+        first = layer.mixer.projections[0]
+        width = sum(gemm.out_features for gemm in layer.mixer.projections)
+        matrix = replace(first, name=name, out_features=width, split="qkv_heads")
+        return replace(layer, mixer=replace(layer.mixer, projections=(matrix,)))
+
+    kinds = {layer: fused(layer) for layer in model.layer_kinds}
+    return replace(model, layers=tuple(kinds[layer] for layer in model.layers))
+
+
+def _pruned(config: JsonObject, name: str) -> ModelSpec:
+    """DeciLM of Llama-3.x-Nemotron: each layer is Llama's with its own widths, or lacks its attention or its MLP."""
+    heads, hidden = (config.integer(key, maximum=MAX_WIDTH) for key in ("num_attention_heads", "hidden_size"))
+    blocks = config.children("block_configs")
+    if len(blocks) != config.integer("num_hidden_layers", maximum=MAX_LAYERS):
+        raise config.error("block_configs", "an array with an entry per layer")
+    layers, inners = [], []
+    for block in blocks:
+        attention, mlp = block.child("attention"), block.child("ffn")
+        for part, key in ((one, key) for one in (attention, mlp) for key in ("sparsify", "num_sink_tokens")):
+            if part.has(key):
+                raise part.error(key, "null")
+        group = attention.integer("n_heads_in_group", 1, maximum=heads)
+        inner = 256 * -(-max(1, int(2 * mlp.number("ffn_mult", maximum=1000) * hidden / 3)) // 256)\
+            if mlp.has("ffn_mult") else mlp.integer("intermediate_size", hidden, maximum=MAX_WIDTH)
+        if heads % group:
+            raise attention.error("n_heads_in_group", f"a divisor of the {heads} attention heads")
+        own = {"num_hidden_layers": 1, "num_key_value_heads": heads // group, "intermediate_size": inner}
+        fields = {key: value for key, value in config.fields.items() if key != "block_configs"}
+        model = _read_type(replace(config, fields={**fields, **own, "model_type": "llama"}), name)
+        layer = model.layers[0]
+        assert isinstance(layer.mixer, Attention)
+        window = attention.integer("window_length") if attention.has("window_length") else None
+        layer = replace(layer, mixer=replace(layer.mixer, sliding_window=window))
+        for part in (attention, mlp):
+            if part.flag("replace_with_linear", False):
+                raise part.error("replace_with_linear", "false")
+        if attention.flag("no_op", False):
+            layer = replace(layer, mixer=None, norms_before_mixer=0, other_parameters=layer.other_parameters - hidden)
+        if mlp.flag("no_op", False):
+            others = layer.other_parameters - hidden
+            layer = replace(layer, mlp=(), gated_mlp=False, norms_after_mixer=0, other_parameters=others)
+        else:
+            inners.append(inner)
+        layers.append(layer)
+    inner = max(inners, default=hidden)
+    return replace(model, num_hidden_layers=len(layers), layers=tuple(layers), intermediate_size=inner)
+
+
+def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
+    """The configuration of the text model, and what of the file it leaves out; the file itself if it has one model.
+
+    A text_config without a model_type is that of the outer file's text model, such as "llama4_text" of "llama4".
+    """
+    key = next((key for key in _TEXT if isinstance(config.fields.get(key), dict)), None)
+    if key is None:
+        return config, ()
+    if config.flag("is_encoder_decoder", False):
+        accepted = "false: the model of a decoder-only text model"
+        raise InputError(f"{config.where}: is_encoder_decoder", "true", accepted)
+    text = config.child(key)
+    inherited = {name: config.fields[name] for name in _OUTER_KEYS if config.has(name)}
+    outer_type = config.fields.get("model_type")
+    if not text.has("model_type") and isinstance(outer_type, str):
+        inherited["model_type"] = f"{outer_type}_text"
+    towers = [tower for tower, keys in _TOWERS.items() if any(config.has(key) for key in keys)]
+    left_out = tuple(f"the {tower} tower is left out" for tower in towers)
+    text = replace(text, fields={**text.fields, **inherited})
+    return text, left_out or ("what is beside the text model, such as a vision tower, is left out",)

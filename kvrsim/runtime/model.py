@@ -14,9 +14,7 @@ import torch
 from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.architectures import read_config
-from kvrsim.model.architectures.multimodal import read_text_part
-from kvrsim.model.load import config_path
+from kvrsim.model.load import config_path, read_config, read_text_part
 from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.geometry import DTYPES, FAMILIES, Geometry, check_kernel, family_of
@@ -83,7 +81,7 @@ def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
         source = JsonObject(fields=config, where="model")
     else:
         source = JsonObject.read(config_path(str(config), "model"), "model")
-    text, _ = read_text_part(source, FAMILIES.__contains__)
+    text, _ = read_text_part(source)
     family_of(str(text.fields.get("model_type", "nothing")))
     if read_config(source, "model").quantization is not None:
         key = source.first_of("quantization_config", "compression_config")

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.gemm import Product, merged
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.model.architectures.parts import gemm
 from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec

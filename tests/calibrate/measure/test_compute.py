@@ -20,7 +20,7 @@ from calibrate.measure.device import Reading
 from calibrate.measure.forward import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.runtime.marks import CudaClock
 

@@ -7,7 +7,7 @@ import pytest
 import kvrsim
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.tensor_parallel import share_of
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.model.mixers import Attention, Recurrence
 
 M3 = {

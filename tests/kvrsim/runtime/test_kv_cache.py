@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
 from kvrsim.runtime.kv_cache import (
     CacheListener,

@@ -10,7 +10,7 @@ import pytest
 from calibrate.reference import counted_parameters
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.model.architectures.hybrids.kimi_linear import BLOCK_RESIDUALS
 from kvrsim.model.architectures.routed import FURTHER_TOKENS
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence

@@ -12,7 +12,7 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.tensor_parallel import share_of
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.runtime.exchange.pipeline import StageForward
 from kvrsim.runtime.exchange.tensor import ShardForward, Share, check_plan
 from kvrsim.runtime.geometry import Geometry, KvLayout

@@ -1,0 +1,294 @@
+"""The catalogue of model types: what transformers' classes are made of, as data (`python -m calibrate.catalogue`).
+
+Each configuration goes through its class with symbols for its numbers. The result is a template; templates are kept
+where they give what the class gives for other numbers, too. A number that a template does not follow becomes fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvrsim.errors import InputError
+from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import JsonObject
+from kvrsim.model.reader import Refusal, read_class
+from kvrsim.model.spec import ModelSpec
+from kvrsim.model.template import _HARMLESS, Symbol, fill, freeze
+
+FOLDER_ = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
+# Numbers that say which layer is of which kind, not how wide it is.
+_STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+class Kind:
+    """The templates of one model type."""
+
+    def __init__(self, model_type: str) -> None:
+        self.cls = CONFIG_MAPPING[model_type]
+        self.defaults = {
+            one.name: None if one.default is MISSING else one.default
+            for one in fields(self.cls)
+            if one.init and not isinstance(one.default, (list, dict))
+        }
+        known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
+        self.data: dict[str, Any] = {
+            "model_type": model_type,
+            "transformers": transformers.__version__,
+            "aliases": dict(getattr(self.cls, "attribute_map", {})),
+            "known": [*known, *(one.name for one in fields(self.cls) if one.name not in self.defaults)],
+            "defaults": {},
+            "variants": [],
+        }
+
+    def own_names(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.data["aliases"].get(key, key): value for key, value in config.items() if key != "model_type"}
+
+    def numbers(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Whole numbers of the configuration with defaults filled in."""
+        values = vars(self.cls.from_dict(dict(config)))
+        return {
+            key: value for key, value in values.items()
+            if type(value) is int and key in self.defaults and not _HARMLESS.search(key) and value >= 0
+        }
+
+    def read(self, config: Mapping[str, Any]) -> ModelSpec:
+        return read_class({"model_type": self.data["model_type"], **config}, "")
+
+    def covers(self, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+        source = JsonObject(fields={"model_type": self.data["model_type"], **config}, where="catalogue")
+        try:
+            model = fill(self.data, source, "")
+        except (ZeroDivisionError, InputError):
+            return False
+        return model is not None and model == spec
+
+    def add(self, config: Mapping[str, Any]) -> str:
+        """A variant after this configuration, unless there is one; what was done, in words."""
+        config = self.own_names(config)
+        if self.data["variants"] and self.covers(config, self.read(config)):
+            return "covered"
+        numbers = self.numbers(config)
+        symbols = {key: Symbol(value, key) for key, value in numbers.items()}
+        reads: set[str] = set()
+        with patch.object(self.cls, "__getattribute__", _recorder(self.cls.__getattribute__, reads)):
+            spec = self.read({**config, **symbols})
+        self._derived_defaults(config, numbers)
+        model = freeze(replace(spec, layers=()))["ModelSpec"]
+        model.pop("layers")
+        model.pop("name")
+        variant: dict[str, Any] = {"fixed": self._fixed(config, reads, numbers), "model": model}
+        variant["kinds"] = [freeze(one) for one in spec.layer_kinds]
+        variant["order"] = self._order(config, spec, numbers)
+        leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
+        variant["numbers"] = sorted({*_used(variant), *leading}, key=lambda key: isinstance(self.data["defaults"].get(key), str))
+        for key in variant["numbers"]:
+            self.data["defaults"].setdefault(key, self.defaults[key])
+        self.data["variants"].append(variant)
+        return self._prove(config, variant, [key for key in numbers if key in reads or key in variant["numbers"]])
+
+    def _derived_defaults(self, config: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
+        """Expressions of numbers that the class derives from others where a file leaves them out."""
+        given = {key: Symbol(value, key) for key, value in numbers.items() if self.defaults[key] is not None}
+        values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **given}))
+        for key in numbers:
+            if self.defaults[key] is None and isinstance(values.get(key), int):
+                self.data["defaults"][key] = freeze(values[key])
+
+    def _fixed(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
+        """What a file must have for this variant: all that the class reads but numbers and lists of layers."""
+        values = vars(self.cls.from_dict(dict(config)))
+        fixed = {}
+        for key in sorted((reads & set(self.defaults)) | (set(config) - set(self.defaults))):
+            value = config.get(key, self.defaults.get(key))
+            if key in numbers or _HARMLESS.search(key) or key == "tie_word_embeddings" or len(str(value)) > 500:
+                continue
+            of_layers = isinstance(values.get(key), list) and len(values[key]) == values.get("num_hidden_layers")
+            if of_layers or value in ([], {}, ""):
+                continue
+            if isinstance(value, (bool, str, float, int, list, dict)) or value is None:
+                fixed[key] = value
+                self.data["defaults"].setdefault(key, self.defaults.get(key))
+        return fixed
+
+    def _order(self, config: Mapping[str, Any], spec: ModelSpec, numbers: Mapping[str, int]) -> dict[str, Any]:
+        values = vars(self.cls.from_dict(dict(config)))
+        count, kinds = len(spec.layers), spec.layer_kind_index
+        lists = {
+            key: [str(one) for one in value] for key, value in values.items()
+            if isinstance(value, list) and len(value) == count and all(isinstance(one, (str, int)) for one in value)
+        }
+        seen = {key: sorted(set(value)) for key, value in lists.items()}
+        by: list[str] = []
+        table: dict[str, int] = {}
+        if len(set(kinds)) > 1:
+            varied = [key for key, one in seen.items() if len(one) > 1]
+            for names in (*([key] for key in varied), varied):
+                keys = ["|".join(lists[name][number] for name in names) for number in range(count)]
+                table = dict(zip(keys, kinds, strict=True))
+                if names and all(table[key] == kind for key, kind in zip(keys, kinds, strict=True)):
+                    by = list(names)
+                    break
+        first, cycle = _periodic(kinds)
+        leading = [key for key in numbers if re.search("dense|max_window", key) and numbers[key] == len(first)]
+        if first and len(set(first)) == 1 and leading and cycle:
+            first = [first[0], leading[0]]
+        if any(key in config for key in lists):
+            first, cycle = list(kinds), []
+        return {"seen": seen, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
+
+    def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
+        """Compare the variant with the class for other numbers; fix the numbers that it does not follow."""
+        structure = {key for key in numbers if _STRUCTURE.search(key) and key not in variant["numbers"]}
+        layers = {key for key in numbers if key in _LAYERS}
+        leading = {key for key in variant["order"]["first"] if isinstance(key, str)}
+        lists = set[str]() if variant["order"]["cycle"] else layers
+        structure |= lists
+        for fixed in (lists, structure, structure | layers, structure | layers | leading):
+            free = self._follows(config, variant, [key for key in numbers if key not in fixed])
+            if free is not None:
+                return self._fix(config, variant, numbers, free)
+        single = [key for key in numbers if key not in fixed and self._follows(config, variant, [key]) is not None]
+        return self._fix(config, variant, numbers, self._follows(config, variant, single) or set())
+
+    def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
+        passed_on = ("max_position_embeddings", "vocab_size")  # which no width follows from
+        usual, fixed = self.numbers(config), [key for key in numbers if key not in free and key not in passed_on]
+        for key in fixed:
+            variant["fixed"][key] = usual[key]
+            self.data["defaults"].setdefault(key, self.defaults[key])
+        return f"free: {len(free)}; fixed: {', '.join(fixed)}"
+
+    def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
+        """The keys with whose other numbers template and class agree; None: they differ somewhere."""
+        draw = random.Random(0)
+        usual, changed, passed = self.numbers(config), set[str](), 0
+        variant["fixed"] |= (fixed := {key: usual[key] for key in usual if key not in keys and key in self.defaults})
+        self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}
+        for attempt in range(12):
+            choices = ((1, 2), (1, 2), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 4]
+            other = {key: usual[key] * draw.choice(choices) for key in keys}
+            other |= {key: draw.randint(8, 13) for key in keys if key in _LAYERS}
+            other |= {key: draw.choice((1, 2, 3, 5)) for key in keys if _STRUCTURE.search(key)}
+            try:
+                spec = self.read({**config, **other})
+            except Exception:  # numbers that the class does not take
+                continue
+            if not self.covers({**config, **other}, spec):
+                changed = set()
+                break
+            passed += 1
+            changed |= {key for key in keys if other[key] != usual[key]}
+            if passed > 1 and len(changed) == len(keys) or passed > 5:
+                break
+        for key in fixed:
+            del variant["fixed"][key]
+        return changed or None
+
+
+def _recorder(original: Any, reads: set[str]) -> Any:
+    def read(self: Any, name: str) -> Any:
+        reads.add(name)
+        return original(self, name)
+
+    return read
+
+
+def _used(variant: Mapping[str, Any]) -> set[str]:
+    """Keys in the expressions of a variant."""
+    expressions = re.findall(r'"=([^"]*)"', json.dumps(variant))
+    return {name for one in expressions for name in re.findall(r"[A-Za-z_]\w*", one)}
+
+
+def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The shortest beginning and the shortest cycle behind it that give the kinds of all layers."""
+    for size in range(1, len(kinds) // 2 + 1):
+        for start in range(len(kinds) - 2 * size + 1):
+            if all(kinds[one] == kinds[one - size] for one in range(start + size, len(kinds))):
+                return list(kinds[:start]), list(kinds[start : start + size])
+    return list(kinds), []
+
+
+# Configurations of which each type has a variant, besides transformers' defaults: keys that change a structure.
+_SWITCHES: tuple[dict[str, Any], ...] = (
+    {"attention_bias": True},
+    {"attention_bias": False},
+    {"mlp_bias": True},
+    {"sliding_window": None},
+    {"use_sliding_window": True},
+    {"use_qk_norm": True},
+    {"q_lora_rank": None},
+)
+# Numbers that the classes need and their defaults leave out.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 64},
+}
+
+
+def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of each model type the files of a folder, in the words of transformers."""
+    from kvrsim.model.load import read_text_part, remote_types, translated
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        text, _ = read_text_part(JsonObject.read(path, "model"))
+        plain = translated(text, remote_types().get(text.text("model_type"), {}))
+        found.setdefault(plain.text("model_type"), []).append(dict(plain.fields))
+    return found
+
+
+def main() -> None:
+    """Write kvrsim/data/types anew, or the types that are named."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    files = configurations(FOLDER_.parent / "models")
+    FOLDER = Path(os.environ.get('TYPES', FOLDER_))
+    names = sys.argv[1:] or [*files] + sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_TEXT_TYPES} - {*files})
+    FOLDER.mkdir(exist_ok=True)
+    for name in names:
+        if (FOLDER / f'{name}.json').exists(): continue
+        needed = _NEEDED.get(name, {})
+        try:
+            kind = Kind(name)
+            done = [kind.add(needed)]
+        except Exception as error:
+            done = [f"{type(error).__name__} {str(error)[:100]}"]
+        for extra in files.get(name, []):
+            done.append(kind.add(extra))
+        for switch in _SWITCHES if kind.data["variants"] else ():
+            key = next(iter(switch))
+            if key in kind.defaults and key in kind.data["defaults"]:
+                try:
+                    done.append(f"{switch}: {kind.add(needed | switch)}")
+                except Exception as error:
+                    done.append(f"{switch}: {type(error).__name__}")
+        print(name, *done, sep="; ", flush=True)
+        if kind.data["variants"]:
+            text = json.dumps(kind.data, separators=(",", ":"))
+            write_atomically(FOLDER / f"{name}.json", text.encode(), argument="types")
+
+
+_TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "step3p7")
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Dense models with softmax attention."""

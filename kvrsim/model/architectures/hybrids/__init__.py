@@ -1,1 +1,0 @@
-"""Models some of whose layers are linear attention or state-space layers."""

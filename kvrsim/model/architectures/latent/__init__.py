@@ -1,1 +1,0 @@
-"""Models with latent attention, and with attention to chosen keys."""

@@ -1,0 +1,237 @@
+"""Template: the layers of a model type as data, with expressions in the keys of a configuration for numbers.
+
+`Symbol` numbers go through transformers' class and come out as expressions, such as num_attention_heads * head_dim.
+`fill` puts the numbers of a config.json in their place, without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+from kvrsim.io.schema import JsonObject
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
+
+MAX_LAYERS = 1000
+MAX_WIDTH = 2**31
+_MAY_BE_0 = re.compile("dense|shared|offset")
+_VALUES = (ModelSpec, LayerSpec, Gemm, Attention, LatentAttention, CompressedAttention, Recurrence, Indexer)
+_CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.Name, ast.Load, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.USub, ast.UnaryOp)
+
+
+class Symbol(int):
+    """A whole number that is a polynomial in the keys of a configuration."""
+
+    terms: dict[tuple[str, ...], int]  # coefficients of products of keys
+
+    def __new__(cls, value: int, terms: str | dict[tuple[str, ...], int]) -> Symbol:
+        symbol = super().__new__(cls, value)
+        symbol.terms = {(terms,): 1} if isinstance(terms, str) else terms
+        return symbol
+
+    def __copy__(self) -> Symbol:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Symbol:
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    @property
+    def expression(self) -> str:
+        """The polynomial as Python writes it."""
+        products = (" * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items())
+        return " + ".join(products) or "0"
+
+    def __add__(self, other: int) -> Any:
+        terms = dict(self.terms)
+        for keys, count in _terms(other).items():
+            terms[keys] = terms.get(keys, 0) + count
+        return _symbol(int(self) + int(other), terms)
+
+    def __mul__(self, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        terms: dict[tuple[str, ...], int] = {}
+        for keys, count in self.terms.items():
+            for others, times in _terms(other).items():
+                both = tuple(sorted((*keys, *others)))
+                terms[both] = terms.get(both, 0) + count * times
+        return _symbol(int(self) * int(other), terms)
+
+    def __floordiv__(self, other: int) -> Any:
+        return _quotient(self, other)
+
+    def __rfloordiv__(self, other: int) -> Any:
+        return _quotient(other, self)
+
+    def __sub__(self, other: int) -> Any:
+        return self + -1 * other
+
+    def __rsub__(self, other: int) -> Any:
+        return -1 * self + other
+
+    def __neg__(self) -> Any:
+        return -1 * self
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def _terms(number: int) -> dict[tuple[str, ...], int]:
+    return number.terms if isinstance(number, Symbol) else {(): int(number)}
+
+
+def _symbol(value: int, terms: dict[tuple[str, ...], int]) -> int:
+    terms = {keys: count for keys, count in sorted(terms.items()) if count}
+    return Symbol(value, terms) if any(terms) else value
+
+
+def _quotient(number: int, by: int) -> int:
+    terms, value = _terms(number), int(number) // int(by)
+    if not isinstance(by, Symbol) and all(count % by == 0 for count in terms.values()):
+        return _symbol(value, {keys: count // by for keys, count in terms.items()})
+    if terms == _terms(by):
+        return 1
+    sides = (one.expression if isinstance(one, Symbol) else str(one) for one in (number, by))
+    return Symbol(value, "(({}) // ({}))".format(*sides))
+
+
+def freeze(value: Any) -> Any:
+    """A value of the model as JSON: {"Gemm": {...}} without defaults; a symbol is text after "="."""
+    if is_dataclass(value):
+        return {type(value).__name__: {
+            one.name: freeze(getattr(value, one.name))
+            for one in fields(value)
+            if one.init and (one.default is MISSING or getattr(value, one.name) != one.default)
+        }}
+    if isinstance(value, (tuple, list)):
+        return [freeze(one) for one in value]
+    return f"={value.expression}" if isinstance(value, Symbol) else value
+
+
+def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
+    """The value again, with these numbers in its expressions; ZeroDivisionError, KeyError."""
+    if isinstance(data, dict):
+        (name, own), = data.items()
+        return _CLASSES[name](**{key: thaw(value, numbers) for key, value in own.items()})
+    if isinstance(data, list):
+        return tuple(thaw(one, numbers) for one in data)
+    return evaluate(data[1:], numbers) if isinstance(data, str) and data.startswith("=") else data
+
+
+def evaluate(expression: str, numbers: Mapping[str, int]) -> int:
+    return int(eval(_code(expression), {"__builtins__": {}}, dict(numbers)))
+
+
+@cache
+def _code(expression: str) -> Any:
+    tree = ast.parse(expression, mode="eval")
+    assert all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)), expression
+    return compile(tree, "<template>", "eval")
+
+
+# Keys that change no shape: numbers of tokens, rates of dropout, scales, names.
+_HARMLESS = re.compile(
+    r"^_|_token_ids?$|_token_index$|^n_special|drop|_eps$|epsilon|initializer|init_std|^rope_|rotary|theta|dtype"
+    r"|^transformers_version$|^architectures$|^auto_map$|^use_cache$|^output_|pretraining|quantization|compression"
+    r"|(^|_)act(ivation)?(_|$)|_name|^name|aux|scal|(embedding|residual|attention|logits?|head|key)_multiplier"
+    r"|topk_method|scoring|norm_topk|nextn|mtp|^ep_size$|temperature|softcap|^id2label$|^label2id$|^task|^summary"
+    r"|^problem|^return_dict|^chunk_size_feed|^n_group$|topk_group|^is_decoder$|^model_type$|^is_encoder_decoder$"
+    r"|version$|logits?_|^cross_attention_hidden|^prefix$|bias_update|slow_but|^finetuning|^prune|^tf_|beam|penalty"
+    r"|vision|audio|image|video|mrope|swiglu_limit|_clip"
+)
+
+
+def fill(kind: Mapping[str, Any], config: JsonObject, name: str) -> ModelSpec | None:
+    """The model of a config.json by the data of its type; None: the data do not cover its structure."""
+    given = {kind["aliases"].get(key, key): value for key, value in config.fields.items() if value is not None}
+    nulls = {kind["aliases"].get(key, key) for key, value in config.fields.items() if value is None} - set(given)
+    for variant in kind["variants"]:
+        model = _fill(kind, variant, given, nulls, replace(config, fields=given), name)
+        if model is not None:
+            return model
+    return None
+
+
+def _fill(
+    kind: Mapping[str, Any], variant: Mapping[str, Any], given: Mapping[str, Any], nulls: set[str], config: Any, name: str
+) -> ModelSpec | None:
+    defaults = kind["defaults"]
+    fixed = variant["fixed"]
+    values = dict(defaults) | dict.fromkeys((key for key in nulls if not str(defaults.get(key)).startswith("=")), None)
+    values |= given
+    if any(values.get(key) != value for key, value in fixed.items()):
+        return None
+    extras = (key for key, value in given.items() if value not in ([], {}, "") and key not in kind["known"] and key not in fixed and not _HARMLESS.search(key))
+    if any(extras):
+        return None
+    numbers: dict[str, int] = {}
+    for key in variant["numbers"]:
+        default = defaults.get(key)
+        derived = isinstance(default, str)
+        if (key not in given or key in nulls) and (default is None or key in nulls and not derived):
+            return None
+        if derived and key not in given:
+            whole = re.fullmatch(r"=\(\((\w+)\) // \((\w+)\)\)", default)
+            if whole and numbers[whole[1]] % numbers[whole[2]]:
+                raise config.error(whole[2], f"a divisor of {whole[1]}, {numbers[whole[1]]}")
+            default = evaluate(default[1:], numbers)
+        minimum = 0 if _MAY_BE_0.search(key) else 1
+        numbers[key] = config.integer(key, default, minimum=minimum, maximum=MAX_WIDTH)
+    order = _order(variant["order"], given, numbers, thaw(variant["model"]["num_hidden_layers"], numbers))
+    if order is None:
+        return None
+    kinds = [thaw(one, numbers) for one in variant["kinds"]]
+    for kind in kinds:
+        _check(kind, config)
+    if any(gemm.out_features * gemm.in_features == 0 for kind in kinds for gemm in (*kind.matrices, *kind.mlp)):
+        return None
+    data = thaw({"ModelSpec": variant["model"] | {"name": name, "layers": []}}, numbers)
+    tied = given.get("tie_word_embeddings", data.tie_word_embeddings)
+    return replace(data, layers=tuple(kinds[one] for one in order), tie_word_embeddings=tied)
+
+
+def _check(kind: LayerSpec, config: JsonObject) -> None:
+    """Raise InputError for numbers that do not fit together."""
+    mixer = kind.mixer
+    if isinstance(mixer, Attention) and mixer.num_attention_heads % mixer.num_key_value_heads:
+        key = config.first_of("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+        raise config.error(key, f"a divisor of the {mixer.num_attention_heads} attention heads")
+    if isinstance(mixer, Recurrence) and mixer.num_value_heads % mixer.num_key_heads:
+        key = config.first_of("linear_num_key_heads", "n_groups")
+        raise config.error(key, f"a divisor of the {mixer.num_value_heads} heads")
+    if kind.num_experts_per_tok > kind.num_experts:
+        key = config.first_of("num_experts_per_tok", "top_k_experts", "moe_top_k")
+        raise config.error(key, f"a whole number from 1 to {kind.num_experts}")
+
+
+def _order(
+    order: Mapping[str, Any], given: Mapping[str, Any], numbers: Mapping[str, int], num_layers: int
+) -> list[int] | None:
+    """The kind of each layer: by lists in the configuration, else by a repeating sequence; None: not known."""
+    if num_layers > MAX_LAYERS:
+        return None
+    lists = {key: given[key] for key in order["seen"] if isinstance(given.get(key), list)}
+    for key, one in lists.items():
+        if len(one) != num_layers or any(str(value) not in order["seen"][key] for value in one):
+            return None
+    if order["by"] and all(key in lists for key in order["by"]):
+        keys = ["|".join(str(lists[key][number]) for key in order["by"]) for number in range(num_layers)]
+        return [order["kinds"][key] for key in keys] if all(key in order["kinds"] for key in keys) else None
+    if any(key in lists for key in order["by"]):
+        return None
+    first, cycle = order["first"], order["cycle"]
+    if first and isinstance(first[-1], str):  # a number of layers of one kind
+        first = [first[0]] * numbers[first[-1]]
+    if not cycle:
+        return first if len(first) == num_layers else None
+    return [first[one] if one < len(first) else cycle[(one - len(first)) % len(cycle)] for one in range(num_layers)]
