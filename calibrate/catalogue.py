@@ -7,11 +7,10 @@ where they give what the class gives for other numbers, too. A number that a tem
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,18 @@ from unittest.mock import patch
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.reader import Refusal, read_class
+from kvrsim.model.load import read_text_part
+from kvrsim.model.reader import RefusedError, read_class
+from kvrsim.model.remote import translated
 from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import _HARMLESS, Symbol, fill, freeze
 
-FOLDER_ = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
+FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 # Numbers that say which layer is of which kind, not how wide it is.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -60,7 +62,8 @@ class Kind:
         """Whole numbers of the configuration with defaults filled in."""
         values = vars(self.cls.from_dict(dict(config)))
         return {
-            key: value for key, value in values.items()
+            key: value
+            for key, value in values.items()
             if type(value) is int and key in self.defaults and not _HARMLESS.search(key) and value >= 0
         }
 
@@ -93,7 +96,9 @@ class Kind:
         variant["kinds"] = [freeze(one) for one in spec.layer_kinds]
         variant["order"] = self._order(config, spec, numbers)
         leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
-        variant["numbers"] = sorted({*_used(variant), *leading}, key=lambda key: isinstance(self.data["defaults"].get(key), str))
+        variant["numbers"] = sorted(
+            {*_used(variant), *leading}, key=lambda key: isinstance(self.data["defaults"].get(key), str)
+        )
         for key in variant["numbers"]:
             self.data["defaults"].setdefault(key, self.defaults[key])
         self.data["variants"].append(variant)
@@ -127,7 +132,8 @@ class Kind:
         values = vars(self.cls.from_dict(dict(config)))
         count, kinds = len(spec.layers), spec.layer_kind_index
         lists = {
-            key: [str(one) for one in value] for key, value in values.items()
+            key: [str(one) for one in value]
+            for key, value in values.items()
             if isinstance(value, list) and len(value) == count and all(isinstance(one, (str, int)) for one in value)
         }
         seen = {key: sorted(set(value)) for key, value in lists.items()}
@@ -141,6 +147,7 @@ class Kind:
                 if names and all(table[key] == kind for key, kind in zip(keys, kinds, strict=True)):
                     by = list(names)
                     break
+        first: list[Any]
         first, cycle = _periodic(kinds)
         leading = [key for key in numbers if re.search("dense|max_window", key) and numbers[key] == len(first)]
         if first and len(set(first)) == 1 and leading and cycle:
@@ -191,7 +198,7 @@ class Kind:
                 break
             passed += 1
             changed |= {key for key in keys if other[key] != usual[key]}
-            if passed > 1 and len(changed) == len(keys) or passed > 5:
+            if (passed > 1 and len(changed) == len(keys)) or passed > 5:
                 break
         for key in fixed:
             del variant["fixed"][key]
@@ -231,6 +238,8 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
     {"use_qk_norm": True},
     {"q_lora_rank": None},
 )
+# Text models that transformers has inside of larger models alone.
+_TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 # Numbers that the classes need and their defaults leave out.
 _NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -243,52 +252,35 @@ _NEEDED: dict[str, dict[str, Any]] = {
 
 def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Of each model type the files of a folder, in the words of transformers."""
-    from kvrsim.model.load import read_text_part, remote_types, translated
-
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         text, _ = read_text_part(JsonObject.read(path, "model"))
-        plain = translated(text, remote_types().get(text.text("model_type"), {}))
+        plain = translated(text)
         found.setdefault(plain.text("model_type"), []).append(dict(plain.fields))
     return found
 
 
 def main() -> None:
     """Write kvrsim/data/types anew, or the types that are named."""
-    import warnings
-
-    warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-
-    files = configurations(FOLDER_.parent / "models")
-    FOLDER = Path(os.environ.get('TYPES', FOLDER_))
-    names = sys.argv[1:] or [*files] + sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_TEXT_TYPES} - {*files})
+    files = configurations(FOLDER.parent / "models")
+    types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *files, *_TEXT_TYPES})
     FOLDER.mkdir(exist_ok=True)
-    for name in names:
-        if (FOLDER / f'{name}.json').exists(): continue
-        needed = _NEEDED.get(name, {})
-        try:
-            kind = Kind(name)
-            done = [kind.add(needed)]
-        except Exception as error:
-            done = [f"{type(error).__name__} {str(error)[:100]}"]
-        for extra in files.get(name, []):
-            done.append(kind.add(extra))
-        for switch in _SWITCHES if kind.data["variants"] else ():
-            key = next(iter(switch))
-            if key in kind.defaults and key in kind.data["defaults"]:
-                try:
-                    done.append(f"{switch}: {kind.add(needed | switch)}")
-                except Exception as error:
-                    done.append(f"{switch}: {type(error).__name__}")
-        print(name, *done, sep="; ", flush=True)
+    for name in sys.argv[1:] or types:
+        if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
+            continue  # several models: files have the type of the text model
+        kind, usual = Kind(name), _NEEDED.get(name, {})
+        switches = [usual | switch for switch in _SWITCHES if {*switch} <= {*kind.defaults}]
+        given = [usual, *files.get(name, []), *switches]
+        for config in given:
+            try:
+                print(f"{name}: {kind.add(config)}", flush=True)
+            except (RefusedError, InputError) as error:
+                print(f"{name}: {error}", flush=True)
         if kind.data["variants"]:
             text = json.dumps(kind.data, separators=(",", ":"))
             write_atomically(FOLDER / f"{name}.json", text.encode(), argument="types")
 
-
-_TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "step3p7")
 
 if __name__ == "__main__":
     main()

@@ -6,8 +6,6 @@ classes. A structure that they do not cover is read from the class itself, which
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -17,10 +15,10 @@ from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject, parse_json
-from kvrsim.model.mixers import Attention
 from kvrsim.model.quantization import read_quantization
-from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, fill
+from kvrsim.model.remote import adapted, pruned_llama, translated
+from kvrsim.model.spec import ModelSpec
+from kvrsim.model.template import MAX_LAYERS, fill
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
 _DATA = Path(__file__).parents[1] / "data"
@@ -32,8 +30,9 @@ _OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config
 _REQUIRED = (
     ("hidden_size", "n_embd", "n_embed", "d_model", "text_config"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hybrid_override_pattern", "layers_block_type"),
+    ("num_attention_heads", "n_head", "num_heads", "mamba_num_heads"),
+    ("vocab_size", "padded_vocab_size"),
 )
-_NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
 
 
 def builtin_models() -> tuple[str, ...]:
@@ -98,7 +97,7 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         for names in _REQUIRED:
             if not any(text.has(key) for key in names):
                 raise text.error(names[0], "a whole number")
-    model = _pruned(text, name) if model_type == "nemotron-nas" else _read_type(text, name)
+    model = pruned_llama(text, name, read_type) if model_type == "nemotron-nas" else read_type(text, name)
     if all(layer.mixer is None for layer in model.layers):
         raise InputError(text.where, "no layer with attention or a state", "a model whose tokens see each other")
     positions = text.first_of("max_position_embeddings", "n_positions", "seq_length")
@@ -123,41 +122,21 @@ def model_type_data(model_type: str) -> dict[str, Any] | None:
     return data
 
 
-@cache
-def remote_types() -> dict[str, Any]:
-    """Types whose code is not in transformers, and what a file must say (kvrsim/data/remote_types.json)."""
-    types: dict[str, Any] = parse_json((_DATA / "remote_types.json").read_bytes())
-    return types
-
-
-def _read_type(config: JsonObject, name: str) -> ModelSpec:
+def read_type(config: JsonObject, name: str) -> ModelSpec:
     """The model by the data of its type, else from its class."""
-    remote = remote_types().get(config.text("model_type"), {})
-    for key, value in remote.get("only", {}).items():
-        if config.has(key) and config.fields[key] != value:
-            raise config.error(key, json.dumps(value))
-    plain = translated(config, remote)
+    plain = translated(config)
     data = model_type_data(plain.text("model_type"))
     model = None if data is None else fill(data, plain, name)
-    if model is None:
-        model = _from_class(plain, name)
-    return _fused(model, remote["fused"]) if "fused" in remote else model
+    return adapted(config, _from_class(plain, name) if model is None else model)
 
 
-def translated(config: JsonObject, remote: Mapping[str, Any]) -> JsonObject:
-    """The configuration in the words of the type with the same layers, without what changes no shape."""
-    names = remote.get("names", {})
-    fields = dict(config.fields)
-    for old, new in names.items():  # a dot leads into an object
-        outer, _, inner = old.rpartition(".")
-        source = config.fields.get(outer) if outer else config.fields
-        if isinstance(source, dict) and source.get(inner) is not None:
-            fields[new] = source[inner]
-        fields.pop(outer or old, None)
-    fields = {key: value for key, value in fields.items() if key not in _NOT_SHAPES and not key.startswith("_")}
-    if "as" in remote:
-        fields["model_type"] = remote["as"]
-    return replace(config, fields={**remote.get("implies", {}), **fields})
+def known_text_type(model_type: str) -> bool:
+    """Whether the catalogue or transformers has a type."""
+    if model_type_data(model_type) is not None or find_spec("transformers") is None or find_spec("torch") is None:
+        return model_type_data(model_type) is not None
+    from kvrsim.model.reader import known_type
+
+    return known_type(model_type)
 
 
 def _from_class(config: JsonObject, name: str) -> ModelSpec:
@@ -167,7 +146,7 @@ def _from_class(config: JsonObject, name: str) -> ModelSpec:
     if find_spec("torch") is None or find_spec("transformers") is None:
         accepted = "a structure of the catalogue; others need torch and transformers: pip install '.[hardware]'"
         raise InputError(place, model_type, f"{accepted} in a checkout of kvrsim")
-    from kvrsim.model.reader import Refusal, known_type, read_class
+    from kvrsim.model.reader import RefusedError, known_type, read_class
 
     if not known_type(model_type):
         raise InputError(place, model_type, "a model_type of transformers or of the catalogue")
@@ -175,61 +154,8 @@ def _from_class(config: JsonObject, name: str) -> ModelSpec:
     config.integer(layers, 1, maximum=MAX_LAYERS)
     try:
         return read_class(config.fields, name)
-    except Refusal as error:
+    except RefusedError as error:
         raise InputError(place, f"{model_type} ({error})", "a decoder-only model of parts that kvrsim knows") from None
-
-
-def _fused(model: ModelSpec, name: str) -> ModelSpec:
-    """The model with one matrix for Q, K and V."""
-
-    def fused(layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.mixer, Attention)
-        first = layer.mixer.projections[0]
-        width = sum(gemm.out_features for gemm in layer.mixer.projections)
-        matrix = replace(first, name=name, out_features=width, split="qkv_heads")
-        return replace(layer, mixer=replace(layer.mixer, projections=(matrix,)))
-
-    kinds = {layer: fused(layer) for layer in model.layer_kinds}
-    return replace(model, layers=tuple(kinds[layer] for layer in model.layers))
-
-
-def _pruned(config: JsonObject, name: str) -> ModelSpec:
-    """DeciLM of Llama-3.x-Nemotron: each layer is Llama's with its own widths, or lacks its attention or its MLP."""
-    heads, hidden = (config.integer(key, maximum=MAX_WIDTH) for key in ("num_attention_heads", "hidden_size"))
-    blocks = config.children("block_configs")
-    if len(blocks) != config.integer("num_hidden_layers", maximum=MAX_LAYERS):
-        raise config.error("block_configs", "an array with an entry per layer")
-    layers, inners = [], []
-    for block in blocks:
-        attention, mlp = block.child("attention"), block.child("ffn")
-        for part, key in ((one, key) for one in (attention, mlp) for key in ("sparsify", "num_sink_tokens")):
-            if part.has(key):
-                raise part.error(key, "null")
-        group = attention.integer("n_heads_in_group", 1, maximum=heads)
-        inner = 256 * -(-max(1, int(2 * mlp.number("ffn_mult", maximum=1000) * hidden / 3)) // 256)\
-            if mlp.has("ffn_mult") else mlp.integer("intermediate_size", hidden, maximum=MAX_WIDTH)
-        if heads % group:
-            raise attention.error("n_heads_in_group", f"a divisor of the {heads} attention heads")
-        own = {"num_hidden_layers": 1, "num_key_value_heads": heads // group, "intermediate_size": inner}
-        fields = {key: value for key, value in config.fields.items() if key != "block_configs"}
-        model = _read_type(replace(config, fields={**fields, **own, "model_type": "llama"}), name)
-        layer = model.layers[0]
-        assert isinstance(layer.mixer, Attention)
-        window = attention.integer("window_length") if attention.has("window_length") else None
-        layer = replace(layer, mixer=replace(layer.mixer, sliding_window=window))
-        for part in (attention, mlp):
-            if part.flag("replace_with_linear", False):
-                raise part.error("replace_with_linear", "false")
-        if attention.flag("no_op", False):
-            layer = replace(layer, mixer=None, norms_before_mixer=0, other_parameters=layer.other_parameters - hidden)
-        if mlp.flag("no_op", False):
-            others = layer.other_parameters - hidden
-            layer = replace(layer, mlp=(), gated_mlp=False, norms_after_mixer=0, other_parameters=others)
-        else:
-            inners.append(inner)
-        layers.append(layer)
-    inner = max(inners, default=hidden)
-    return replace(model, num_hidden_layers=len(layers), layers=tuple(layers), intermediate_size=inner)
 
 
 def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
@@ -246,7 +172,7 @@ def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
     text = config.child(key)
     inherited = {name: config.fields[name] for name in _OUTER_KEYS if config.has(name)}
     outer_type = config.fields.get("model_type")
-    if not text.has("model_type") and isinstance(outer_type, str):
+    if not text.has("model_type") and isinstance(outer_type, str) and known_text_type(f"{outer_type}_text"):
         inherited["model_type"] = f"{outer_type}_text"
     towers = [tower for tower, keys in _TOWERS.items() if any(config.has(key) for key in keys)]
     left_out = tuple(f"the {tower} tower is left out" for tower in towers)

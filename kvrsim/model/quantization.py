@@ -8,31 +8,63 @@ residual stream stay in half precision.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.gemm import FP8, FP8_ON_REQUEST, Gemm, Quantization, WeightFormat
 from kvrsim.model.mixers import with_matrices
 from kvrsim.model.spec import ModelSpec
 
-# Where a Hugging Face checkpoint has its layers, and in a layer its attention and its MLP.
-_LLAMA = ("model.layers", "self_attn", "mlp")
-_PLACES = {
-    "bloom": ("transformer.h", "self_attention", "mlp"),
-    "falcon": ("transformer.h", "self_attention", "mlp"),
-    "RefinedWeb": ("transformer.h", "self_attention", "mlp"),
-    "RefinedWebModel": ("transformer.h", "self_attention", "mlp"),
-    "gptj": ("transformer.h", "attn", "mlp"),
-    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
-    "opt": ("model.decoder.layers", "self_attn", ""),
-    "internlm2": ("model.layers", "attention", "feed_forward"),
-    "mixtral": ("model.layers", "self_attn", "block_sparse_moe"),
+# Where a Hugging Face checkpoint has its layers, if not in model.layers, and what it calls modules in place of
+# transformers' names.
+_LAYERS = {
+    **dict.fromkeys(("bloom", "falcon", "RefinedWeb", "RefinedWebModel", "gptj", "gpt2"), "transformer.h"),
+    "gpt_neox": "gpt_neox.layers",
+    "opt": "model.decoder.layers",
+}
+_BLOCK_SPARSE = {"mlp.": "block_sparse_moe."}
+_MINIMAX_M3 = {
+    "mlp.experts.0.gate_proj": "block_sparse_moe.experts.0.w1",
+    "mlp.experts.0.up_proj": "block_sparse_moe.experts.0.w3",
+    "mlp.experts.0.down_proj": "block_sparse_moe.experts.0.w2",
+    "mlp.shared": "block_sparse_moe.shared",
+    "indexer.q_proj": "index_q_proj",
+    "indexer.k_proj": "index_k_proj",
+}
+_DEEPSEEK_V4 = {
+    "compressor.indexer": "indexer",
+    "compressor.gate_proj": "compressor.wgate",
+    "indexer.gate_proj": "indexer.compressor.wgate",
+    "indexer.kv_proj": "indexer.compressor.wkv",
+    "indexer.scorer": "indexer",
+    "self_attn.": "attn.",
+    "q_a_proj": "wq_a",
+    "q_b_proj": "wq_b",
+    "kv_proj": "wkv",
+    "o_a_proj": "wo_a",
+    "o_b_proj": "wo_b",
+    "mlp.": "ffn.",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+_NAMES = {
+    "mixtral": _BLOCK_SPARSE,
+    "minimax_m2": _BLOCK_SPARSE,
+    "minimax_m3": _MINIMAX_M3,
+    "minimax_m3_vl_text": _MINIMAX_M3,
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_ref": _DEEPSEEK_V4,
+    "internlm2": {"self_attn.": "attention.", "mlp.": "feed_forward."},
 }
 _HEAD = "lm_head"
 _BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
-_REPEATED_GROUP = re.compile(r"\)[*+{]")  # what makes a search take exponentially long; names of modules need none
+# What makes a search take exponentially long, or long by the number of repetitions; names of modules need neither.
+_REPEATED_GROUP, _REPETITION, _MOST_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"(?<!\\)[*+{]"), 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +102,14 @@ def in_text_model(name: str) -> str:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    if name.startswith("re:"):
-        if _REPEATED_GROUP.search(name):
-            raise re.error("a repeated group")
-        return re.compile(name[3:])
-    some = ".*".join(re.escape(part) for part in re.split(r"\*+", in_text_model(name.strip("."))))
-    return re.compile(rf"(?:.*\.)?{some}(?:\..*)?$")
+    if not name.startswith("re:"):
+        name = in_text_model(name.strip("."))
+        return re.compile(
+            "|".join(fnmatch.translate(f"{before}{name}{after}") for before in ("", "*.") for after in ("", ".*"))
+        )
+    if _REPEATED_GROUP.search(name) or len(_REPETITION.findall(name)) > _MOST_REPETITIONS:
+        raise re.error("too many repetitions")
+    return re.compile(name[3:])
 
 
 # In half precision in published weights and in engines, though no list of a file leaves them out: weights of an
@@ -92,30 +126,29 @@ def quantized(
     all of a layer. None: it stays as it is. Routers, gates of one feature, a head that is the embedding and _KEPT
     always do.
     """
-    prefix, attention, mlp = _PLACES.get(model.model_type, _LLAMA)
+    prefix, names = _LAYERS.get(model.model_type, "model.layers"), _NAMES.get(model.model_type, {})
+    places: dict[str, str] = {}  # by transformers' names
 
-    def stored(place: str) -> Callable[[Gemm], Gemm]:
-        """A name with a dot is a path in the layer; any other one is in the layer's part that `place` names."""
-
-        def of(gemm: Gemm) -> Gemm:
-            if gemm.out_features == 1 or _KEPT.hold(gemm.name):
-                return gemm
-            path = f"{here}.{gemm.name}" if "." in gemm.name else f"{here}.{place}{gemm.name}"
-            return replace(gemm, weights=format_of(path))
-
-        return of
+    def stored(gemm: Gemm, number: int) -> Gemm:
+        if gemm.out_features == 1 or _KEPT.hold(gemm.name):
+            return gemm
+        place = places.get(gemm.name)
+        if place is None:
+            place = gemm.name
+            for own, other in names.items():
+                place = place.replace(own, other)
+            places[gemm.name] = place
+        return replace(gemm, weights=format_of(f"{prefix}.{number}.{place}"))
 
     layers = []
     for number, layer in enumerate(model.layers):
-        here = f"{prefix}.{number}"
-        inside = f"{mlp}." if mlp else ""
         mixer = layer.mixer
         layers.append(
             replace(
                 layer,
-                mixer=None if mixer is None else with_matrices(mixer, stored(f"{attention}.")),
-                mlp=tuple(map(stored(f"{inside}experts.0." if layer.num_experts else inside), layer.mlp)),
-                shared_mlp=tuple(map(stored(f"{inside}shared_expert."), layer.shared_mlp)),
+                mixer=None if mixer is None else with_matrices(mixer, lambda gemm: stored(gemm, number)),  # noqa: B023
+                mlp=tuple(stored(gemm, number) for gemm in layer.mlp),
+                shared_mlp=tuple(stored(gemm, number) for gemm in layer.shared_mlp),
             )
         )
     head = None if model.tie_word_embeddings else format_of(_HEAD)
@@ -128,7 +161,10 @@ def in_fp8(model: ModelSpec) -> ModelSpec:
     return quantized(model, FP8_ON_REQUEST, lambda path: None if path == _HEAD else FP8)
 
 
-_SKIPPED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+_SKIPPED = (
+    *("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules"),
+    *("skip_modules", "exclude"),
+)
 _HEADS = Modules.named(["lm_head"])
 _EXPERTS = Modules.named(["experts"])
 _MIXED = "MIXED_PRECISION"
@@ -146,34 +182,57 @@ class _Rule:
 
 
 def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
-    """The model with the weights that its file says; as it is without a quantization_config.
-
-    A method that kvrsim does not know leaves all matrices as they are. InputError names the key.
-    """
+    """The model with the weights that its file says; as it is without a quantization_config."""
     key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
-    if not config.has(key):
+    if not config.fields.get(key):
         return model
     outer = config.child(key)
     data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
     method = _method(outer, data)
     reader = _READERS.get(method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin"))
-    rules = () if reader is None else (*_narrow_experts(config), *reader(data))
-    named = _named_layers(data)
+    if reader is None:
+        raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(_READERS))
+    rules = (*_narrow_experts(config), *reader(data))
+    named, own_formats = _named_layers(data), _exceptions(data)
     # A model in FP8 whose experts are quantised further leaves all but these out of that second step.
     lists = _SKIPPED[1:] if named and reader is _fp8 else _SKIPPED
     skipped = [_modules(data, name) for name in lists]
 
     def format_of(path: str) -> WeightFormat | None:
+        for modules, weights in own_formats:
+            if modules.hold(path):
+                return weights
         if any(modules.hold(path) for modules in skipped):
             return None
         own = _nearest(named, path)
         if own is not None:
             return own
-        fitting = (rule for rule in rules if (rule.only is None or rule.only.hold(path)))
-        return next((rule.weights for rule in fitting if rule.head or not _HEADS.hold(path)), None)
+        rule = next((rule for rule in rules if _fits(rule, path)), None)
+        return None if rule is None else rule.weights
 
     formats = tuple(dict.fromkeys((*(rule.weights for rule in rules), *named.values())))
     return quantized(model, Quantization(method=method, formats=formats, kv_cache_bits=_kv_cache_bits(data)), format_of)
+
+
+def _fits(rule: _Rule, path: str) -> bool:
+    return (rule.only is None or rule.only.hold(path)) and (rule.head or not _HEADS.hold(path))
+
+
+def _exceptions(data: JsonObject) -> list[tuple[Modules, WeightFormat | None]]:
+    """Modules with a format of their own: GPTQModel's `dynamic` by patterns, AutoRound's `extra_config` by names."""
+    found: list[tuple[Modules, WeightFormat | None]] = []
+    for key in ("dynamic", "extra_config"):
+        entries = data.child(key) if data.has(key) else JsonObject(fields={}, where=data.where)
+        for name in entries.fields:
+            fields = entries.child(name).fields if entries.has(name) else {}
+            own = JsonObject(fields={**data.fields, **fields}, where=data.where, key_path=f"{data.key_path}{key}.")
+            is_name = key == "extra_config" and not re.search(r"[*+\\^$]", name)
+            pattern = name if is_name else f"re:{name.removeprefix('+:').removeprefix('-:')}"
+            lists = JsonObject(fields={name: [pattern]}, where=entries.where, key_path=entries.key_path)
+            modules = _modules(lists, name)
+            whole = name.startswith("-:") or fields.get("bits") == 16
+            found.append((modules, None if whole else _integers(own)[0].weights))
+    return found
 
 
 def _method(outer: JsonObject, data: JsonObject) -> str:
@@ -257,6 +316,43 @@ def _integers(data: JsonObject) -> list[_Rule]:
 
 def _eetq(data: JsonObject) -> list[_Rule]:
     return [_Rule(weights=WeightFormat(compute="int8_wo", bits=8, scale_bits=16))]
+
+
+def _hqq(data: JsonObject) -> list[_Rule]:
+    """A scale and a zero point of 16 bits for each group."""
+    own = data.child("quant_config") if data.has("quant_config") else data
+    own = own.child("weight_quant_params") if own.has("weight_quant_params") else own
+    bits, group = _bits(own, 4, "nbits"), _group(own, 64, "group_size")
+    return [_Rule(weights=WeightFormat(compute=_weight_only(bits), bits=bits, scale_bits=32, group_inputs=group))]
+
+
+def _bitnet(data: JsonObject) -> list[_Rule]:
+    """Ternary weights, four in a byte, and one scale for each matrix; computed in INT8."""
+    return [_Rule(weights=WeightFormat(compute="int8", bits=2, scale_bits=32, group_outputs=None))]
+
+
+def _quark(data: JsonObject) -> list[_Rule]:
+    """AMD's: one configuration for all linear layers; InputError for another one by layers or of another type."""
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        if data.fields.get(key):
+            raise data.error(key, "nothing: one format for all layers")
+    own = data.child("global_quant_config")
+    weight = own.child("weight")
+    kind, group = weight.text("dtype"), _group(weight, -1, "group_size")
+    scheme = weight.text("qscheme", "per_tensor")
+    rows = None if scheme == "per_tensor" else 1
+    int4 = WeightFormat(compute="int4_wo", bits=4, scale_bits=16, group_inputs=group)
+    int8 = "int8" if own.has("input_tensors") else "int8_wo"
+    known = {
+        "fp8_e4m3": WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=rows),
+        "fp4": WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=group or 32),
+        "int4": int4,
+        "uint4": int4,
+        "int8": WeightFormat(compute=int8, bits=8, scale_bits=16),
+    }
+    if kind not in known:
+        raise weight.error("dtype", ", ".join(known))
+    return [_Rule(weights=known[kind])]
 
 
 def _mxfp4(data: JsonObject) -> list[_Rule]:
@@ -350,6 +446,8 @@ def _of_group(group: JsonObject) -> WeightFormat:
     if strategy == "block" and floats and bits == 8:
         return _blocked(data, "block_structure")
     size = _group(data, -1, "group_size")
+    if floats and bits == 4 and size == 32:  # MXFP4: an 8-bit exponent for 32 weights
+        return WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32)
     if floats and bits == 4:
         compute = "nvfp4" if inputs == (4, True) else "fp8" if inputs == (8, True) else "int4_wo"
         return WeightFormat(compute=compute, bits=4, scale_bits=8, group_inputs=size or 16)
@@ -376,7 +474,10 @@ _READERS: dict[str, Callable[[JsonObject], list[_Rule]]] = {
     "awq": _integers,
     "gptq": _integers,
     "auto_round": _integers,
+    "bitnet": _bitnet,
     "eetq": _eetq,
+    "hqq": _hqq,
+    "quark": _quark,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt,

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from inspect import signature
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -21,11 +24,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import MODEL_MAPPING, AutoModelForCausalLM
+from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvrsim.model.gemm import Gemm, Split
-from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Mixer, Recurrence
+from kvrsim.model.mixers import (
+    Attention,
+    CompressedAttention,
+    Indexer,
+    LatentAttention,
+    Mixer,
+    Recurrence,
+    RecurrenceKind,
+)
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 TOKENS = 16  # of the prefill that is run
@@ -42,11 +55,11 @@ _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """A class that the reader cannot describe; the message names the submodule."""
 
 
-class _Sizes(TorchFunctionMode):
+class _Sizes(TorchFunctionMode):  # type: ignore[misc]  # torch has no types
     """Remembers the sizes that new tensors are made with, as symbols where a configuration holds such."""
 
     def __init__(self) -> None:
@@ -137,7 +150,10 @@ def _watched(function: Any, name: str, run: _Run) -> Any:
 def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     """The configuration, the class on the meta device, and the sizes of its tensors."""
     fields = dict(fields)
-    config = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields).get_text_config(decoder=True)
+    config = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
+    text = config.get_text_config(decoder=True)
+    if text is not config:  # a type of several models: the keys are those of its text model
+        config = type(text).from_dict(fields)
     options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     with torch.device("meta"), _Sizes() as sizes:
         try:
@@ -145,8 +161,34 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
-            model = AutoModel.from_config(config, **options)
+            model = _text_class(config)._from_config(config, **options)
+    for module in model.modules():  # experts that transformers runs one by one as the others, without their numbers
+        routed = hasattr(module, "gate_up_proj") and len(signature(module.forward).parameters) == 3
+        if routed and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
+            for name in ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel"):
+                setattr(module, name, False)
+            module.has_gate = module.is_concatenated = True
+            module._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
+            module.forward = partial(batched_mm_experts_forward, module)
     return config, model.eval(), sizes
+
+
+def _text_class(config: Any) -> Any:
+    """The class of a text model that transformers has inside of larger models alone."""
+    if type(config) in MODEL_MAPPING:
+        return MODEL_MAPPING[type(config)]
+    modules = import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    stem = type(config).__name__.removesuffix("Config")
+    names = (f"{stem.removesuffix('Text')}ForCausalLM", f"{stem}ForCausalLM", f"{stem}Model")
+    found = next((getattr(modules, name) for name in names if hasattr(modules, name)), None)
+    if found is None:
+        raise RefusedError(f"transformers has no text model of {type(config).__name__}")
+    return found
+
+
+def causal_types() -> list[str]:
+    """The types of transformers that have a causal language model."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def known_type(model_type: str) -> bool:
@@ -155,13 +197,13 @@ def known_type(model_type: str) -> bool:
 
 
 def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model that transformers builds from a configuration's keys; Refusal for one that cannot be described."""
+    """The model that transformers builds from a configuration's keys; RefusedError for one that cannot be described."""
     try:
         config, model, sizes = build(fields)
         run = _run(model)
     except Exception as error:  # whatever transformers raises for numbers that do not fit together
         lines = str(error).strip().splitlines() or [""]
-        raise Refusal(f"transformers: {type(error).__name__} {lines[-1].strip()[:200]}") from error
+        raise RefusedError(f"transformers: {type(error).__name__} {lines[-1].strip()[:200]}") from error
     reader = _Reader(config=config, model=model, sizes=sizes, run=run)
     spec = reader.spec(name)
     reader.compare(spec)
@@ -230,7 +272,7 @@ class _Reader:
         for name, module in self.model.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count and f"{name}.0" in self.run.order:
                 return name, module
-        raise Refusal(f"no list of {count} layers")
+        raise RefusedError(f"no list of {count} layers")
 
     def _count(self, module: nn.Module) -> int:
         """Parameters of a module; a computed tensor has the sizes that its module has as attributes."""
@@ -238,7 +280,8 @@ class _Reader:
         for inside in module.modules():
             sides = [one for one in vars(inside).values() if type(one) is not int and isinstance(one, int)]
             for one in inside._parameters.values():
-                total += 0 if one is None else prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
+                if one is not None:
+                    total += prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
         return total
 
     def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None, hidden: int) -> dict[str, int]:
@@ -256,7 +299,7 @@ class _Reader:
                 first = self.run.order.get(name, 0) < self.run.order[f"{place}.0"]
                 counts["before" if first else "after"] += size
             else:
-                raise Refusal(f"{name} ({type(module).__name__})")
+                raise RefusedError(f"{name} ({type(module).__name__})")
         return counts
 
     def _parallel(self, place: str, stack: nn.ModuleList) -> bool:
@@ -282,18 +325,14 @@ class _Reader:
         mixers = [name for name in mixers if not any(name.startswith(f"{other}.") for other in mixers)]
         mixers = [name for name in mixers if f"{place}.{name}" in self.run.order]
         if len(mixers) > 1:
-            raise Refusal(f"{' and '.join(mixers)}: two mixers in one layer")
+            raise RefusedError(f"{' and '.join(mixers)}: two mixers in one layer")
         mixer = self._mixer(place, mixers[0], layer.get_submodule(mixers[0])) if mixers else None
         inside = f"{mixers[0]}." if mixers else "-"
         parts = {name: module for name, module in layer.named_modules() if not f"{name}.".startswith(inside)}
         spec = self._mlp(place, parts)
         norms = [name for name, module in parts.items() if _is_norm(module) and _size(module) in (0, self._hidden())]
         inner = [name for name, one in parts.items() if re.search("HyperConnection|Router", type(one).__name__)]
-        norms = [
-            name
-            for name in norms
-            if f"{place}.{name}" in self.run.order and name.rpartition(".")[0] not in inner
-        ]
+        norms = [name for name in norms if f"{place}.{name}" in self.run.order and name.rpartition(".")[0] not in inner]
         start = self._start(f"{place}.{mixers[0]}") if mixers else -1
         before = sum(self.run.order[f"{place}.{name}"] < start for name in norms)
         passes = self._hyper(parts)
@@ -304,7 +343,7 @@ class _Reader:
             norms_after_mixer=len(norms) - before + passes,
         )
         matrices = spec.num_parameters
-        return replace(spec, other_parameters=_difference(self._count(layer), matrices))
+        return replace(spec, other_parameters=self._count(layer) - matrices)
 
     def _hidden(self) -> int:
         return int(self.config.hidden_size)
@@ -323,7 +362,8 @@ class _Reader:
             return 0
         self.notes.append(HYPER)
         self._streams += sum(one.numel() for module in found for one in module.parameters() if one.dim() == 2)
-        return (4 * self.config.hc_mult - 1) // 2
+        passes: int = (4 * self.config.hc_mult - 1) // 2
+        return passes
 
     def _gemm(self, name: str, module: nn.Module, split: Split = "whole") -> Gemm:
         outputs, inputs = self.sizes.of(module.weight)
@@ -334,9 +374,9 @@ class _Reader:
     # MLPs and experts
 
     def _mlp(self, place: str, parts: Mapping[str, nn.Module]) -> LayerSpec:
-        linears = {}
+        linears: dict[str, Any] = {}
         cube = ""
-        router = None
+        router: Gemm | None = None
         for name, module in parts.items():
             own = {key: one for key, one in module._parameters.items() if one is not None}
             if f"{place}.{name}" not in self.run.order and own:
@@ -348,15 +388,15 @@ class _Reader:
             elif "router" in type(module).__name__.lower() and "weight" in own:
                 router = self._gemm(name, module)
             elif not all(one.dim() == 1 for one in own.values()) and not _is_other(module):
-                raise Refusal(f"{name} ({type(module).__name__})")
+                raise RefusedError(f"{name} ({type(module).__name__})")
         if not cube:
             return LayerSpec(mixer=None, mlp=self._split(place, linears), gated_mlp=self._gated(place, linears))
         experts = parts[cube]
         count = self.sizes.of(next(one for one in experts.parameters() if one.dim() == 3))[0]
         if router is None:
-            name = next((name for name, one in linears.items() if one.weight.shape[0] == count), None)
-            if name is None:
-                raise Refusal(f"{cube} ({type(experts).__name__}): no router")
+            name = next((name for name, one in linears.items() if one.weight.shape[0] == count), "")
+            if not name:
+                raise RefusedError(f"{cube} ({type(experts).__name__}): no router")
             router = self._gemm(name, linears.pop(name))
         return LayerSpec(
             mixer=None,
@@ -372,14 +412,13 @@ class _Reader:
         names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "top_k")
         places = (parts[router], parts.get(router.rpartition(".")[0]), parts.get(cube.rpartition(".")[0]))
         for one in (*places, self.config):
-            count = _attribute(one, "top_k", *names) if one is not None else None
+            count: int | None = _attribute(one, "top_k", *names) if one is not None else None
             if count is not None:
-                return int(count) if not hasattr(count, "expression") else count
-        raise Refusal(f"{router}: how many experts a token passes through")
+                return count
+        raise RefusedError(f"{router}: how many experts a token passes through")
 
     def _experts(self, cube: str, experts: nn.Module) -> tuple[Gemm, ...]:
         """Each matrix of one expert; a gate in one matrix with its projection counts as two."""
-        own = {key: one for key, one in experts.named_parameters() if one.dim() == 3}
         names = [name for name, _ in experts.named_parameters()]
         transposed = getattr(experts, "is_transposed", None)
         gemms = []
@@ -387,9 +426,8 @@ class _Reader:
             if one.dim() != 3:
                 continue
             outputs, inputs = self.sizes.of(one)[1:]
-            if transposed or (transposed is None and "down" not in key and inputs != self.config.hidden_size):
-                outputs, inputs = inputs, outputs
-            elif transposed is None and "down" in key and outputs != self.config.hidden_size:
+            towards_hidden = (outputs if "down" in key else inputs) == self.config.hidden_size
+            if transposed or (transposed is None and not towards_hidden):
                 outputs, inputs = inputs, outputs
             bias = any(name.startswith(key) and "bias" in name for name in names)
             if not key.startswith("gate_up"):
@@ -438,8 +476,8 @@ class _Reader:
         linears = {path: one for path, one in linears.items() if f"{place}.{path}" in self.run.order}
         for path, one in module.named_modules():
             wide = [key for key, own in one._parameters.items() if own is not None and own.dim() > 1]
-            if wide and not _is_linear(one) and not _is_other(one):
-                raise Refusal(f"{name}.{path} ({type(one).__name__})")
+            if wide and not _is_linear(one) and not _is_norm(one) and not _is_other(one):
+                raise RefusedError(f"{name}.{path} ({type(one).__name__})")
         last = max(linears, key=lambda path: self.run.order[f"{place}.{path}"])
         if any(path.endswith("A_log") for path, _ in module.named_parameters()):
             return self._recurrence(name, module, linears, last)
@@ -476,7 +514,7 @@ class _Reader:
             kv_heads = width // int(head_dim + value_dim)
             splits[others[0]] = "qkv_heads"
         else:
-            raise Refusal(f"{', '.join(others or roles)}: a projection of {type(module).__name__}")
+            raise RefusedError(f"{', '.join(others or roles)}: a projection of {type(module).__name__}")
         known = [_attribute(one, *_KV_HEADS) for one in (module, config)]
         ordered = sorted(linears, key=lambda path: path not in queries)
         projections = tuple(self._gemm(path, linears[path], splits[path]) for path in ordered)
@@ -506,7 +544,7 @@ class _Reader:
         if window is None or not getattr(layers[number], "is_sliding", False):
             return None, None
         window = _symbol(int(window), *(getattr(self.config, name, None) for name in _WINDOWS))
-        types = getattr(self.config, "layer_types", None)
+        types: Any = getattr(self.config, "layer_types", None)
         chunked = bool(types) and types[number] == "chunked_attention"
         return (None, window) if chunked else (window, None)
 
@@ -519,7 +557,7 @@ class _Reader:
         gate = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
         for path, leaf in leaves.items():
             if leaf not in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa") and path not in gate:
-                raise Refusal(f"{path}: a projection of {type(module).__name__}")
+                raise RefusedError(f"{path}: a projection of {type(module).__name__}")
         return LatentAttention(
             projections=tuple(
                 self._gemm(path, one, "columns" if path in gate else splits.get(leaves[path], "whole"))
@@ -543,7 +581,9 @@ class _Reader:
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None
             return replace(self._choice, projections=(), shared=True)
-        own = sorted((path for path in linears if ".indexer." in path), key=lambda path: "kv_proj" in path or "gate_proj" in path)
+        own = sorted(
+            (path for path in linears if ".indexer." in path), key=lambda path: "kv_proj" in path or "gate_proj" in path
+        )
         found = next((one for path, one in module.named_modules() if path.rpartition(".")[2] == "indexer"), None)
         if found is None:
             return None
@@ -584,6 +624,7 @@ class _Reader:
     def _recurrence(self, name: str, module: nn.Module, linears: Any, last: str) -> Recurrence:
         output = self._gemm(last, linears.pop(last), "rows")
         leaves = {path.rpartition(".")[2] for path in linears}
+        kind: RecurrenceKind
         if hasattr(module, "num_k_heads"):
             kind, sizes = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         elif hasattr(module, "forget_gate"):
@@ -591,7 +632,7 @@ class _Reader:
         elif leaves == {"in_proj"} and hasattr(module, "n_groups"):
             kind, sizes = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
         else:
-            raise Refusal(f"{name} ({type(module).__name__})")
+            raise RefusedError(f"{name} ({type(module).__name__})")
         key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in sizes)
         return Recurrence(
             kind=kind,
@@ -629,7 +670,9 @@ class _Reader:
             if isinstance(layer.mixer, Attention):
                 batched += TOKENS * layer.mixer.num_attention_heads * (layer.mixer.head_dim + layer.mixer.v_head_dim)
         self._equal("FLOPs of matrices", 2 * TOKENS * (matrices + self._streams), self.run.matrix_flops)
-        if all(isinstance(layer.mixer, Attention) for layer in spec.layers if layer.mixer is not None):
+        if all(
+            isinstance(one, Attention) and one.indexer is None for one in (layer.mixer for layer in spec.layers) if one
+        ):
             flops = 2 * TOKENS * (batched + experts)
             every = {layer.num_experts // layer.num_experts_per_tok for layer in spec.layers if layer.num_experts}
             if len(every) == 1 and flops != self.run.batched_flops:  # the class runs all experts for all tokens
@@ -638,11 +681,7 @@ class _Reader:
 
     def _equal(self, what: str, ours: int, theirs: int) -> None:
         if ours != theirs:
-            raise Refusal(f"{int(ours)} {what}, of {theirs} of {type(self.model).__name__}")
-
-
-def _difference(total: int, part: int) -> int:
-    return total - part
+            raise RefusedError(f"{int(ours)} {what}, of {theirs} of {type(self.model).__name__}")
 
 
 def _size(module: nn.Module) -> int:
@@ -669,7 +708,10 @@ def _is_other(module: nn.Module) -> bool:
 
 def _is_mixer(module: nn.Module) -> bool:
     if any(path.endswith("A_log") for path, _ in module.named_parameters()):
-        return not any(isinstance(one, nn.ModuleList) for one in module.children()) and "Layer" not in type(module).__name__
+        return (
+            not any(isinstance(one, nn.ModuleList) for one in module.children())
+            and "Layer" not in type(module).__name__
+        )
     return bool(re.search("Attention|Attn", type(module).__name__)) and bool(_linears(module))
 
 

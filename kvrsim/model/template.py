@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,7 +23,19 @@ MAX_WIDTH = 2**31
 _MAY_BE_0 = re.compile("dense|shared|offset")
 _VALUES = (ModelSpec, LayerSpec, Gemm, Attention, LatentAttention, CompressedAttention, Recurrence, Indexer)
 _CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
-_ARITHMETIC = (ast.Expression, ast.BinOp, ast.Name, ast.Load, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.USub, ast.UnaryOp)
+_ARITHMETIC = (
+    ast.Expression,
+    ast.BinOp,
+    ast.Name,
+    ast.Load,
+    ast.Constant,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.USub,
+    ast.UnaryOp,
+)
 
 
 class Symbol(int):
@@ -48,7 +60,9 @@ class Symbol(int):
     @property
     def expression(self) -> str:
         """The polynomial as Python writes it."""
-        products = (" * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items())
+        products = (
+            " * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items()
+        )
         return " + ".join(products) or "0"
 
     def __add__(self, other: int) -> Any:
@@ -108,11 +122,13 @@ def _quotient(number: int, by: int) -> int:
 def freeze(value: Any) -> Any:
     """A value of the model as JSON: {"Gemm": {...}} without defaults; a symbol is text after "="."""
     if is_dataclass(value):
-        return {type(value).__name__: {
-            one.name: freeze(getattr(value, one.name))
-            for one in fields(value)
-            if one.init and (one.default is MISSING or getattr(value, one.name) != one.default)
-        }}
+        return {
+            type(value).__name__: {
+                one.name: freeze(getattr(value, one.name))
+                for one in fields(value)
+                if one.init and (one.default is MISSING or getattr(value, one.name) != one.default)
+            }
+        }
     if isinstance(value, (tuple, list)):
         return [freeze(one) for one in value]
     return f"={value.expression}" if isinstance(value, Symbol) else value
@@ -121,7 +137,7 @@ def freeze(value: Any) -> Any:
 def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
     """The value again, with these numbers in its expressions; ZeroDivisionError, KeyError."""
     if isinstance(data, dict):
-        (name, own), = data.items()
+        ((name, own),) = data.items()
         return _CLASSES[name](**{key: thaw(value, numbers) for key, value in own.items()})
     if isinstance(data, list):
         return tuple(thaw(one, numbers) for one in data)
@@ -163,22 +179,34 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str) -> ModelSpec | 
 
 
 def _fill(
-    kind: Mapping[str, Any], variant: Mapping[str, Any], given: Mapping[str, Any], nulls: set[str], config: Any, name: str
+    kind: Mapping[str, Any],
+    variant: Mapping[str, Any],
+    given: Mapping[str, Any],
+    nulls: set[str],
+    config: Any,
+    name: str,
 ) -> ModelSpec | None:
     defaults = kind["defaults"]
     fixed = variant["fixed"]
     values = dict(defaults) | dict.fromkeys((key for key in nulls if not str(defaults.get(key)).startswith("=")), None)
     values |= given
+    for key in (*fixed, "tie_word_embeddings"):
+        if isinstance(defaults.get(key, False), bool) and given.get(key) is not None:
+            config.flag(key, False)
     if any(values.get(key) != value for key, value in fixed.items()):
         return None
-    extras = (key for key, value in given.items() if value not in ([], {}, "") and key not in kind["known"] and key not in fixed and not _HARMLESS.search(key))
+    extras = (
+        key
+        for key, value in given.items()
+        if value not in ([], {}, "") and key not in kind["known"] and key not in fixed and not _HARMLESS.search(key)
+    )
     if any(extras):
         return None
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
         default = defaults.get(key)
         derived = isinstance(default, str)
-        if (key not in given or key in nulls) and (default is None or key in nulls and not derived):
+        if (key not in given or key in nulls) and (default is None or (key in nulls and not derived)):
             return None
         if derived and key not in given:
             whole = re.fullmatch(r"=\(\((\w+)\) // \((\w+)\)\)", default)
@@ -187,24 +215,28 @@ def _fill(
             default = evaluate(default[1:], numbers)
         minimum = 0 if _MAY_BE_0.search(key) else 1
         numbers[key] = config.integer(key, default, minimum=minimum, maximum=MAX_WIDTH)
-    order = _order(variant["order"], given, numbers, thaw(variant["model"]["num_hidden_layers"], numbers))
+    num_layers = thaw(variant["model"]["num_hidden_layers"], numbers)
+    for key in variant["order"]["seen"]:
+        if len(config.sequence(key)) not in (0, num_layers):
+            raise config.error(key, f"an array of {num_layers}, an entry per layer")
+    order = _order(variant["order"], given, numbers, num_layers)
     if order is None:
         return None
-    kinds = [thaw(one, numbers) for one in variant["kinds"]]
-    for kind in kinds:
-        _check(kind, config)
-    if any(gemm.out_features * gemm.in_features == 0 for kind in kinds for gemm in (*kind.matrices, *kind.mlp)):
+    layers = [thaw(one, numbers) for one in variant["kinds"]]
+    for layer in layers:
+        _check(layer, config)
+    if any(gemm.out_features * gemm.in_features == 0 for layer in layers for gemm in (*layer.matrices, *layer.mlp)):
         return None
-    data = thaw({"ModelSpec": variant["model"] | {"name": name, "layers": []}}, numbers)
-    tied = given.get("tie_word_embeddings", data.tie_word_embeddings)
-    return replace(data, layers=tuple(kinds[one] for one in order), tie_word_embeddings=tied)
+    model: ModelSpec = thaw({"ModelSpec": variant["model"] | {"name": name, "layers": []}}, numbers)
+    tied = bool(given.get("tie_word_embeddings", model.tie_word_embeddings))
+    return replace(model, layers=tuple(layers[one] for one in order), tie_word_embeddings=tied)
 
 
 def _check(kind: LayerSpec, config: JsonObject) -> None:
     """Raise InputError for numbers that do not fit together."""
     mixer = kind.mixer
     if isinstance(mixer, Attention) and mixer.num_attention_heads % mixer.num_key_value_heads:
-        key = config.first_of("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+        key = config.first_of("num_key_value_heads", "num_kv_heads")
         raise config.error(key, f"a divisor of the {mixer.num_attention_heads} attention heads")
     if isinstance(mixer, Recurrence) and mixer.num_value_heads % mixer.num_key_heads:
         key = config.first_of("linear_num_key_heads", "n_groups")
@@ -222,7 +254,7 @@ def _order(
         return None
     lists = {key: given[key] for key in order["seen"] if isinstance(given.get(key), list)}
     for key, one in lists.items():
-        if len(one) != num_layers or any(str(value) not in order["seen"][key] for value in one):
+        if any(str(value) not in order["seen"][key] for value in one):
             return None
     if order["by"] and all(key in lists for key in order["by"]):
         keys = ["|".join(str(lists[key][number]) for key in order["by"]) for number in range(num_layers)]

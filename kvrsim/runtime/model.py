@@ -17,7 +17,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import config_path, read_config, read_text_part
 from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.attention import use_flash
-from kvrsim.runtime.geometry import DTYPES, FAMILIES, Geometry, check_kernel, family_of
+from kvrsim.runtime.geometry import DTYPES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.gemm import Product, merged
+from kvrsim.model.gemm import Gemm, Split
 from kvrsim.model.load import read_config
-from kvrsim.model.architectures.parts import gemm
 from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from tests.building.drawing import Draws, strategy_of
@@ -53,6 +53,10 @@ def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None 
     if rng.random() < 0.3:
         config["quantization_config"] = rng.choice(QUANTISED)
     return read_config(JsonObject(fields=config, where="test"), "random")
+
+
+def gemm(name: str, in_features: int, out_features: int, *, split: Split = "whole") -> Gemm:
+    return Gemm(name=name, in_features=in_features, out_features=out_features, split=split)
 
 
 def with_layers(model: ModelSpec, **changes: Any) -> ModelSpec:

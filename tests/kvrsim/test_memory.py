@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.io.schema import JsonObject
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
-from kvrsim.model.load import read_config
-from kvrsim.model.load import config_path
+from kvrsim.model.load import config_path, read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Partition, Scenario

@@ -25,7 +25,7 @@ from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates, M
 from kvrsim.kernels.elementwise import after_mixer, before_mixer
 from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.profile import CalibrationProfile
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 
 CONFIG = {
     "model_type": "llama",

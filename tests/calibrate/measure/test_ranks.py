@@ -28,7 +28,7 @@ from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import load_profile
-from kvrsim.model.architectures import read_config
+from kvrsim.model.load import read_config
 from kvrsim.program import Compute, Program
 from kvrsim.runtime.ranks import Command, RankSlot
 from kvrsim.scenario import Partition, Scenario

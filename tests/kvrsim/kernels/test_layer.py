@@ -36,9 +36,7 @@ from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples
 from tests.building.models import with_layers, with_mixers
-from tests.kvrsim.model.architectures.test_hybrids import HYBRID, K3, NEXT
-from tests.kvrsim.model.architectures.test_latent import M3, V3, V4
-from tests.kvrsim.model.model_configs import load
+from tests.kvrsim.model.model_configs import HYBRID, K3, M3, NEXT, V3, V4, load
 
 
 def tokens(*values: float) -> Array:

@@ -24,13 +24,16 @@ def refusal(folder: Path, config: object) -> str:
     return message
 
 
-@pytest.mark.parametrize("key", ["model_type", *SMALL])
+_REQUIRED = ("model_type", *(key for key in SMALL if key != "intermediate_size"))
+
+
+@pytest.mark.parametrize("key", _REQUIRED)
 @pytest.mark.parametrize("value", [None, 0, -1, 1.5, float("nan"), float("inf"), "32", True, [], {}, 10**30], ids=repr)
 def test_bad_value_is_refused_by_file_and_key(tmp_path: Path, key: str, value: object) -> None:
     assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, key: value})
 
 
-@pytest.mark.parametrize("key", ["model_type", *SMALL])
+@pytest.mark.parametrize("key", _REQUIRED)
 def test_missing_key_is_refused(tmp_path: Path, key: str) -> None:
     config = {name: value for name, value in LLAMA.items() if name != key}
     assert f"config.json: {key}: got 'nothing'" in refusal(tmp_path, config)
@@ -50,31 +53,23 @@ def test_missing_key_is_refused(tmp_path: Path, key: str) -> None:
         ({"num_hidden_layers": 10_001}, "num_hidden_layers"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types"),
-        ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 8}, "layer_types[0]"),
         ({"model_type": "gemma2", "layer_types": "full"}, "layer_types"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
-        ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok"),
-        ({"model_type": "qwen3_moe"}, "moe_intermediate_size"),
-        (
-            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "mlp_only_layers": ["0"]},
-            "mlp_only_layers",
-        ),
-        ({"model_type": "qwen2_moe", "moe_intermediate_size": 8}, "shared_expert_intermediate_size"),
-        ({"model_type": "opt", "ffn_dim": 8, "word_embed_proj_dim": 32}, "word_embed_proj_dim"),
-        ({"model_type": "opt", "ffn_dim": 8, "do_layer_norm_before": False}, "do_layer_norm_before"),
-        ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
+        ({"model_type": "mixtral", "num_key_value_heads": 4, "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 1}, "num_experts_per_tok"),
     ],
 )
 def test_nonsense_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
     assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, **changes})
 
 
-@pytest.mark.parametrize("model_type", ["bert", "t5", "mamba", "rwkv", "Llama"])
-def test_unknown_architecture_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mamba", "MambaMixer"), ("rwkv", "RwkvSelfAttention"), ("Llama", "a model_type of transformers")],
+)
+def test_what_cannot_be_described_is_refused_by_its_part(tmp_path: Path, model_type: str, reason: str) -> None:
     message = refusal(tmp_path, {**LLAMA, "model_type": model_type})
-    assert f"model_type: got '{model_type}'" in message
-    assert "llama" in message
-    assert "qwen3_moe" in message
+    assert f"model_type: got '{model_type}" in message
+    assert reason in message
 
 
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:

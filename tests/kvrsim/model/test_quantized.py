@@ -15,9 +15,7 @@ from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.model.gemm import Gemm, WeightFormat
 from kvrsim.model.load import config_path
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from tests.kvrsim.model.architectures.test_hybrids import K3
-from tests.kvrsim.model.architectures.test_latent import GLM, V4
-from tests.kvrsim.model.model_configs import load
+from tests.kvrsim.model.model_configs import GLM, K3, V4, load
 
 COMMANDS = {
     "plan": ["plan", "--gpus", "2", "--ctx", "512", "--strategies", "single,kvr-e"],
@@ -176,7 +174,7 @@ AWQ = {"quant_method": "awq", "bits": 4}
 )
 def test_modules_that_stay_as_they_are(model: str, config: dict[str, Any], kept: set[str], tmp_path: Path) -> None:
     (layer,) = loaded(tmp_path, model, **config).layer_kinds
-    plain = {gemm.name for gemm in matrices(layer) if gemm.weights is None}
+    plain = {gemm.name.rpartition(".")[2] for gemm in matrices(layer) if gemm.weights is None}
     assert plain == kept
 
 
@@ -216,31 +214,70 @@ def test_a_quantised_cache(keys: dict[str, Any], bits: int | None, tmp_path: Pat
     assert model.kv_bytes_per_token(2) == 32 * elements * (bits or 16) // 8
 
 
+@pytest.mark.parametrize("method", ["torchao", "aqlm", None, "\x1b[31mred"])
+def test_an_unknown_method_is_refused(method: str | None, tmp_path: Path) -> None:
+    path = quantized(tmp_path, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(InputError, match=r"quantization_config\.quant_method: got .*accepted: fp8") as caught:
+        kvrsim.load_model(path)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("keys", [{"quantization_config": None}, {"quantization_config": {}}, {}])
+def test_no_method_stores_nothing_else(keys: dict[str, Any], tmp_path: Path) -> None:
+    assert kvrsim.load_model(quantized(tmp_path, **keys)).quantization is None
+
+
+def weights_of(model: ModelSpec) -> dict[str, int | None]:
+    """Bits of a weight of each matrix of the layers, by its place."""
+    return {
+        f"{number}.{gemm.name}": None if gemm.weights is None else gemm.weights.bits
+        for number, layer in enumerate(model.layers)
+        for gemm in (*matrices(layer), *layer.mlp)
+    }
+
+
+def test_modules_with_a_format_of_their_own(tmp_path: Path) -> None:
+    """GPTQModel's dynamic by patterns, AutoRound's extra_config by names, and what fp8 leaves out."""
+    dynamic = {"+:.*layers\\.0\\..*down_proj": {"bits": 8}, "-:.*q_proj": {}}
+    bits = weights_of(loaded(tmp_path, quant_method="gptq", bits=4, group_size=128, dynamic=dynamic))
+    assert (bits["0.mlp.down_proj"], bits["1.mlp.down_proj"], bits["5.self_attn.q_proj"]) == (8, 4, None)
+    extra = {"model.layers.3.mlp.up_proj": {"bits": 16}, "model.layers.4.mlp.up_proj": {"bits": 8}}
+    bits = weights_of(loaded(tmp_path, quant_method="intel/auto-round", bits=4, group_size=128, extra_config=extra))
+    assert [bits[f"{number}.mlp.up_proj"] for number in (2, 3, 4)] == [4, None, 8]
+    whole = loaded(tmp_path, quant_method="fp8", ignored_layers=["model.layers.0.self_attn"])
+    assert weights_of(whole)["0.self_attn.q_proj"] is None
+    assert weights_of(whole)["1.self_attn.q_proj"] == 8
+
+
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("config", "bits", "compute"),
     [
-        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"quantization_config": {}}, "method not named"),
-        ({"quantization_config": {"quant_method": "\x1b[31mred", "bits": True}}, "method not named"),
-        ({"quantization_config": None}, None),
-        ({}, None),
+        (
+            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
+            4,
+            "int4_wo",
+        ),
+        ({"quant_method": "bitnet"}, 2, "int8"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8, "fp8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}},
+            },
+            4,
+            "mxfp4_wo",
+        ),
     ],
 )
-def test_an_unknown_method_is_said(keys: dict[str, Any], told: str | None, tmp_path: Path) -> None:
-    path = quantized(tmp_path, **keys)
-    model = kvrsim.load_model(path)
-    assert model.weight_bytes(2) == kvrsim.load_model("llama-3-8b").weight_bytes(2)
-    assert (model.quantization and model.quantization.describe()) == told
-    _, notes = kvrsim.make_scenario(ctx="1k", model=path)
-    assert [note for note in notes if "quantised" in note] == (
-        []
-        if told is None
-        else [
-            f"quantized has quantised weights ({told}) by a method that is not modelled: weights and computation are"
-            " taken in fp16; the checkpoint needs less memory, and may need more or less time"
-        ]
-    )
+def test_other_methods(config: dict[str, Any], bits: int, compute: str, tmp_path: Path) -> None:
+    (layer,) = loaded(tmp_path, **config).layer_kinds
+    assert {(gemm.weights.bits, gemm.compute) for gemm in layer.mlp if gemm.weights} == {(bits, compute)}
+
+
+def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="modules_to_not_convert"):
+        loaded(tmp_path, **AWQ, modules_to_not_convert=["re:" + ".*a" * 12 + "$"])
+    assert loaded(tmp_path, **AWQ, modules_to_not_convert=["*a" * 12]).quantization is not None
 
 
 @pytest.mark.parametrize(
@@ -315,7 +352,9 @@ def test_a_file_of_quantisation_beside_the_configuration(tmp_path: Path) -> None
 def test_names_of_a_text_model_begin_in_many_ways(prefix: str, tmp_path: Path) -> None:
     kept = [f"{prefix}layers.0.self_attn*", f"{prefix}layers.1.mlp.up_proj"]
     model = loaded(tmp_path, quant_method="modelopt", quant_algo="NVFP4", exclude_modules=kept)
-    plain = [{gemm.name for gemm in matrices(layer) if gemm.weights is None} for layer in model.layers[:3]]
+    plain = [
+        {gemm.name.rpartition(".")[2] for gemm in matrices(layer) if gemm.weights is None} for layer in model.layers[:3]
+    ]
     assert plain == [{"q_proj", "k_proj", "v_proj", "o_proj"}, {"up_proj"}, set()]
 
 
@@ -366,7 +405,14 @@ def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
     ("config", "kept"),
     [
         ({**GLM, "index_topk_freq": 1}, {"self_attn.indexer.weights_proj", "mlp.gate"}),
-        (V4, {"ffn.gate", "attn.indexer.weights_proj", "attn.compressor.wkv", "attn.compressor.wgate"}),
+        (
+            V4,
+            {
+                "mlp.gate",
+                *("self_attn.compressor.kv_proj", "self_attn.compressor.gate_proj"),
+                "self_attn.compressor.indexer.scorer.weights_proj",
+            },
+        ),
         (K3, {"mlp.gate", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj"}),
     ],
     ids=["glm_moe_dsa", "deepseek_v4", "kimi_k3"],

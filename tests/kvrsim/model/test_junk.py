@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.load import read_config
-from kvrsim.model.load import builtin_models, config_path
+from kvrsim.model.load import builtin_models, config_path, read_config
 
 CONFIGS = {name: json.loads(Path(config_path(name, "model")).read_text("utf-8")) for name in builtin_models()}
 JUNK: list[Any] = [

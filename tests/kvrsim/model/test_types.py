@@ -1,0 +1,290 @@
+"""Model types: what their layers are, by the data of the type and as transformers' class has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject
+from kvrsim.model.load import FURTHER_TOKENS, read_text_part
+from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Recurrence
+from kvrsim.model.reader import HYPER, SHARED_INDEXERS, read_class
+from kvrsim.model.remote import BLOCK_RESIDUALS, translated
+from kvrsim.model.spec import LayerSpec
+from tests.kvrsim.model.model_configs import (
+    DELTA,
+    EXPERTS,
+    FAMILIES,
+    GEMMA4,
+    GEMMA4_MOE,
+    GLM,
+    HYBRID,
+    INDEXED,
+    K3,
+    KIMI,
+    LATENT,
+    LLAMA4,
+    M3,
+    MIMO,
+    NEXT,
+    SMALL,
+    STEP,
+    V3,
+    V4,
+    load,
+)
+
+CASES: list[dict[str, Any]] = [
+    NEXT,
+    {**NEXT, "mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True},
+    {key: value for key, value in NEXT.items() if not key.startswith(("linear_", "shared_expert", "head_dim"))},
+    {"model_type": "qwen3_5_text", **DELTA},
+    {"model_type": "qwen3_5_text", **DELTA, "full_attention_interval": 2},
+    {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", **DELTA}, "tie_word_embeddings": True},
+    {"model_type": "qwen3_5_moe_text", **{key: DELTA[key] for key in DELTA if key != "intermediate_size"}, **EXPERTS},
+    {"model_type": "qwen3_5_moe_text", **{key: DELTA[key] for key in DELTA if "linear" not in key}, "num_experts": 16},
+    HYBRID,
+    {**HYBRID, "moe_latent_size": 20, "use_bias": True, "mlp_bias": True, "use_conv_bias": False},
+    {**HYBRID, "hybrid_override_pattern": "M-*", "mlp_bias": True},
+    {
+        **{key: value for key, value in HYBRID.items() if key != "hybrid_override_pattern"},
+        "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+        "num_nextn_predict_layers": 1,
+    },
+    KIMI,
+    {**KIMI, "q_lora_rank": 28, "first_k_dense_replace": 2},
+    {**KIMI, "layer_types": ["full_attention", "linear_attention"] * 2, "mlp_layer_types": ["sparse", "dense"] * 2},
+    {**V3, "attention_bias": True, "n_shared_experts": 3, "num_nextn_predict_layers": 1},
+    {**V3, "q_lora_rank": None, "tie_word_embeddings": True},
+    {**V3, "model_type": "kimi_k2", "first_k_dense_replace": 0},
+    {**LATENT, "model_type": "deepseek_v2", "n_shared_experts": 1},
+    {key: value for key, value in V3.items() if key not in ("q_lora_rank", "n_routed_experts", "v_head_dim")},
+    {**INDEXED, "model_type": "deepseek_v32"},
+    {**INDEXED, "model_type": "deepseek_v32", "mlp_layer_types": ["dense", "sparse"] * 3, "attention_bias": True},
+    GLM,
+    {**GLM, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+    {**GLM, "index_topk_pattern": "FSSFSF"},
+    {**GLM, "indexer_types": ["full", "shared", "shared", "shared", "full", "shared"], "index_topk_freq": 1},
+    V4,
+    {**V4, "num_hash_layers": 1, "hc_mult": 1, "tie_word_embeddings": True},
+    {key: value for key, value in V4.items() if key not in ("compress_ratios", "moe_intermediate_size", "hc_mult")},
+    {**V4, "layer_types": ["sliding_attention"] * 2 + ["heavily_compressed_attention"] * 3},
+    M3,
+    {**M3, "tie_word_embeddings": True, "moe_layer_freq": [1, 0, 1]},
+    {"model_type": "minimax_m3_vl", "text_config": {key: M3[key] for key in M3 if key != "model_type"}},
+    *FAMILIES.values(),
+]
+
+
+@pytest.mark.parametrize("config", CASES, ids=[f"{case['model_type']}-{index}" for index, case in enumerate(CASES)])
+def test_the_description_is_that_of_the_class(tmp_path: Path, config: dict[str, Any]) -> None:
+    """By the data of the type, or from the class, whose parameters and FLOPs gates compare."""
+    model = load(tmp_path, config)
+    text, _ = read_text_part(JsonObject(fields=config, where="test"))
+    plain = translated(text).fields
+    whole = read_class(plain, model.name)
+    assert replace(model, model_type="", approximations=(), max_position_embeddings=None) == replace(
+        whole, model_type="", approximations=(), max_position_embeddings=None
+    )
+
+
+def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:
+    """A full gate for a gate of rank head_dim, one on latent attention, experts in a latent, scored residuals."""
+    before, after = load(tmp_path, {**KIMI, "q_lora_rank": 28}), load(tmp_path, K3)
+    hidden, width, rank = 64, 48, 8
+    gates = 3 * (hidden * width - (hidden * rank + rank * width)) + hidden * 40
+    experts = 3 * (2 * hidden * 32 + 32 - 8 * 3 * (hidden - 32) * 24)
+    residuals = (4 * 2 + 1) * 2 * hidden
+    assert after.num_parameters - before.num_parameters == gates + experts + residuals
+    assert after.approximations == (BLOCK_RESIDUALS,)
+    assert before.approximations == ()
+    latent = after.layers[-1].mixer
+    assert isinstance(latent, LatentAttention)
+    assert latent.gate
+    assert not latent.rotary
+    assert [gemm.in_features for gemm in after.layers[-1].mlp] == [32, 32, 24]
+
+
+def test_layers_of_qwen3_next(tmp_path: Path) -> None:
+    model = load(tmp_path, {**NEXT, "mtp_num_hidden_layers": 1})
+    recurrent = [isinstance(layer.mixer, Recurrence) for layer in model.layers]
+    assert recurrent == [True, True, True, False] * 2
+    attention, delta = model.layers[3].mixer, model.layers[0].mixer
+    assert isinstance(attention, Attention)
+    assert attention.gate
+    assert attention.projections[0].out_features == 2 * 4 * 16
+    assert isinstance(delta, Recurrence)
+    assert (delta.kind, delta.conv_channels, delta.conv_kernel) == ("gated_delta", 2 * 24 + 120, 3)
+    assert delta.state_bytes(2) == 6 * 12 * 20 * 4 + 2 * 168 * 2
+    assert [gemm.name for gemm in delta.projections] == ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"]
+    names = [gemm.name for gemm in model.layers[0].shared_mlp]
+    assert names[0] == "mlp.shared_expert.gate_proj"
+    assert names[-1] == "mlp.shared_expert_gate"
+    assert model.approximations == (FURTHER_TOKENS,)
+
+
+def test_layers_of_nemotron_h(tmp_path: Path) -> None:
+    """Each layer is a mixer or an MLP, with one norm; experts have no gate."""
+    model = load(tmp_path, {**HYBRID, "moe_latent_size": 20})
+    assert [type(layer.mixer).__name__ for layer in model.layers] == [
+        *("Recurrence", "NoneType", "Recurrence", "Attention", "NoneType", "NoneType")
+    ]
+    assert [layer.num_blocks for layer in model.layers] == [1] * 6
+    assert {layer.norms_before_mixer + layer.norms_after_mixer for layer in model.layers} == {1}
+    experts = model.layers[1]
+    assert (experts.num_experts, experts.num_experts_per_tok, experts.gated_mlp) == (8, 2, False)
+    assert [(gemm.in_features, gemm.out_features) for gemm in experts.mlp] == [(20, 24), (24, 20)]
+    assert [(gemm.in_features, gemm.out_features) for gemm in experts.shared_mlp] == [
+        *((64, 20), (20, 64), (64, 40), (40, 64))
+    ]
+    mamba = model.layers[0].mixer
+    assert isinstance(mamba, Recurrence)
+    assert (mamba.kind, mamba.num_key_heads, mamba.num_value_heads, mamba.key_head_dim) == ("mamba2", 3, 6, 12)
+    assert model.num_hidden_layers == 6
+
+
+def test_active_parameters_leave_out_the_other_experts(tmp_path: Path) -> None:
+    model = load(tmp_path, V3)
+    expert = 3 * 64 * 24
+    assert model.num_parameters - model.active_parameters == 4 * (8 - 2) * expert
+
+
+def test_layers_of_deepseek_v3(tmp_path: Path) -> None:
+    model = load(tmp_path, V3)
+    assert [layer.num_experts for layer in model.layers] == [0, 0, 8, 8, 8, 8]
+    mixer = model.main_mixer
+    assert isinstance(mixer, LatentAttention)
+    assert (mixer.head_dim, mixer.v_head_dim, mixer.num_attention_heads, mixer.token_bytes(2)) == (20, 10, 4, 56)
+    assert [gemm.name for gemm in mixer.projections] == [
+        *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))
+    ]
+    sparse = model.layers[-1]
+    assert [gemm.name for gemm in sparse.shared_mlp][:1] == ["mlp.shared_experts.gate_proj"]
+    assert sparse.gated_mlp
+    assert model.approximations == ()
+    assert load(tmp_path, {**V3, "num_nextn_predict_layers": 1}).approximations == (FURTHER_TOKENS,)
+
+
+def test_shared_indexers(tmp_path: Path) -> None:
+    """A shared indexer has neither matrices nor keys; FP8 keys have a scale for up to 128 elements."""
+    model = load(tmp_path, {**GLM, "index_topk_pattern": "FSSFSF"})
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, LatentAttention)]
+    indexers = [mixer.indexer for mixer in mixers]
+    assert [indexer is not None and indexer.shared for indexer in indexers] == [False, True, True, False, True, False]
+    own, shared = indexers[0], indexers[1]
+    assert own is not None
+    assert shared is not None
+    assert (own.key_bytes, own.cached_bytes, shared.cached_bytes, shared.projections) == (20, 20, 0, ())
+    assert SHARED_INDEXERS in model.approximations
+    whole = load(tmp_path, {**GLM, "index_head_dim": 128})
+    assert isinstance(whole.main_mixer, LatentAttention)
+    assert whole.main_mixer.indexer is not None
+    assert whole.main_mixer.indexer.key_bytes == 132
+    assert whole.approximations == ()
+
+
+def test_layers_of_deepseek_v4(tmp_path: Path) -> None:
+    model = load(tmp_path, V4)
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, CompressedAttention)]
+    assert [mixer.compress_ratio for mixer in mixers] == [0, 4, 128, 4, 0]
+    assert [mixer.indexer is not None for mixer in mixers] == [False, True, False, True, False]
+    grouped, back = mixers[0].output
+    assert (grouped.groups, grouped.in_features, grouped.out_features, back.in_features) == (2, 128, 24, 24)
+    assert model.approximations == (HYPER,)
+    plain, streams = load(tmp_path, {**V4, "hc_mult": 1}).layers[0], model.layers[0]
+    assert plain.norms_before_mixer < streams.norms_before_mixer
+
+
+def test_layers_of_minimax_m3(tmp_path: Path) -> None:
+    model = load(tmp_path, M3)
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    indexer = mixers[2].indexer
+    assert [mixer.indexer is not None for mixer in mixers] == [False, False, True]
+    assert indexer is not None
+    assert (indexer.top_k, indexer.block, indexer.num_heads, indexer.key_bytes) == (24, 8, 2, 24)
+    assert [layer.num_experts for layer in model.layers] == [0, 8, 8]
+    off = {**M3["sparse_attention_config"], "use_sparse_attention": False}
+    assert all(
+        isinstance(layer.mixer, Attention) and layer.mixer.indexer is None
+        for layer in load(tmp_path, {**M3, "sparse_attention_config": off}).layers
+    )
+
+
+def test_gpt2_has_learned_positions(tmp_path: Path) -> None:
+    """transformers has its matrices the other way round."""
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 101, "n_positions": 32}
+    model = load(tmp_path, config)
+    assert (model.learned_positions, model.tie_word_embeddings, model.rotary) == (32, True, False)
+    with pytest.raises(InputError, match="add_cross_attention"):
+        load(tmp_path, {**config, "add_cross_attention": True})
+
+
+def attentions(layers: tuple[LayerSpec, ...]) -> list[Attention]:
+    return [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+
+
+def test_llama_4_sees_chunks_and_every_fourth_layer_all(tmp_path: Path) -> None:
+    model = load(tmp_path, LLAMA4)
+    found = [(mixer.attention_chunk, mixer.rotary, mixer.qk_norm) for mixer in attentions(model.layers)]
+    assert found == [*[(32, True, True)] * 3, (None, False, False)] * 2
+    assert [layer.num_experts for layer in model.layers] == [0, 4] * 4
+    assert [gemm.out_features for gemm in model.layers[0].mlp] == [160, 160, 64]
+    assert [gemm.out_features for gemm in model.layers[1].shared_mlp] == [96, 96, 64]
+    flags = load(tmp_path, {**LLAMA4, "no_rope_layers": [0] * 8, "moe_layers": [7]})
+    assert {mixer.attention_chunk for mixer in attentions(flags.layers)} == {None}
+    assert [layer.num_experts for layer in flags.layers] == [*[0] * 7, 4]
+
+
+def test_gemma_4_has_wide_heads_and_shared_keys_in_every_sixth_layer(tmp_path: Path) -> None:
+    near, far = attentions(load(tmp_path, GEMMA4).layer_kinds)
+    assert (near.head_dim, near.num_key_value_heads, near.sliding_window, len(near.projections)) == (16, 2, 8, 3)
+    assert (far.head_dim, far.num_key_value_heads, far.sliding_window, len(far.projections)) == (32, 1, None, 2)
+    sparse = load(tmp_path, GEMMA4_MOE).layers[0]
+    assert [gemm.name for gemm in sparse.shared_mlp] == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert (sparse.num_experts, sparse.num_experts_per_tok, sparse.norms_after_mixer) == (8, 2, 6)
+
+
+def test_mimo_has_narrow_values_and_sinks_in_its_windows(tmp_path: Path) -> None:
+    config = {**MIMO, "hybrid_layer_pattern": [0, 1] * 4, "moe_layer_freq": [0, *[1] * 7], "sliding_window_size": 8}
+    model = load(tmp_path, {**config, "swa_num_key_value_heads": 4})
+    full, near = attentions(model.layers[1:3])[::-1]
+    assert (full.head_dim, full.v_head_dim, full.num_key_value_heads, full.sliding_window) == (24, 16, 2, None)
+    assert (near.head_dim, near.v_head_dim, near.num_key_value_heads, near.sliding_window) == (24, 16, 4, 9)
+    assert model.layers[1].other_parameters - model.layers[2].other_parameters == 4
+    assert [layer.num_experts for layer in model.layers] == [0, *[8] * 7]
+    assert full.token_bytes(2) == 2 * 2 * (24 + 16)
+
+
+def test_step_gates_each_head_and_takes_its_experts_from_a_list(tmp_path: Path) -> None:
+    setting = {"attention_other_setting": {"num_attention_heads": 8}, "moe_layers_enum": "1, 7"}
+    model = load(tmp_path, {**STEP, **setting})
+    full, near = attentions(model.layers[:2])
+    assert (full.num_attention_heads, near.num_attention_heads, full.gate) == (4, 8, True)
+    assert [mixer.projections[-1].out_features for mixer in (full, near)] == [4, 8]
+    assert [layer.num_experts > 0 for layer in model.layers] == [False, True, *[False] * 5, True]
+    assert [layer.num_experts > 0 for layer in load(tmp_path, STEP).layers] == [False] * 3 + [True] * 5
+
+
+def test_nemotron_of_architecture_search_has_layers_of_their_own(tmp_path: Path) -> None:
+    """An MLP is 2/3 of ffn_mult hidden sizes wide, rounded up to a multiple of 256; a block may lack."""
+    blocks = [
+        {"attention": {"n_heads_in_group": 2, "no_op": False}, "ffn": {"ffn_mult": 10.5, "no_op": False}},
+        {"attention": {"n_heads_in_group": None, "no_op": True}, "ffn": {"ffn_mult": 0.1, "no_op": False}},
+        {"attention": {"n_heads_in_group": 4, "window_length": 16}, "ffn": {"no_op": True}},
+    ]
+    config = {**SMALL, "model_type": "nemotron-nas", "num_hidden_layers": 3, "block_configs": blocks}
+    model = load(tmp_path, config)
+    first, second, third = model.layers
+    assert [gemm.out_features for gemm in (*first.mlp, *second.mlp)] == [512, 512, 64, 256, 256, 64]
+    assert second.mixer is None
+    assert third.mlp == ()
+    assert [(mixer.num_key_value_heads, mixer.sliding_window) for mixer in attentions(model.layers)] == [
+        (2, None),
+        (1, 16),
+    ]
+    matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 512 + 3 * 64 * 256 + 2 * 64 * 64 + 2 * 64 * 16
+    assert model.num_parameters == matrices + 4 * 64 + 2 * 101 * 64 + 64
