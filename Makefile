@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures notebooks calibration confirmation gpu profiles fit clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures notebooks calibration confirmation gpu models profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -83,6 +83,10 @@ gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.published.fit
 	$(BIN)/python -m calibrate.shipped.page
+
+models: $(VENV)/.core ## write the catalogue of model types and its page anew (transformers' classes)
+	$(BIN)/python -m calibrate.catalogue
+	$(BIN)/python -m validate.models
 
 profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of github.com/microsoft/vidur)
 	@[ -n "$(VIDUR)" ] || { echo "make profiles: VIDUR=CLONE, a git clone of https://github.com/microsoft/vidur" >&2; exit 2; }

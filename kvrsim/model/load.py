@@ -6,6 +6,9 @@ classes. A structure that they do not cover is read from the class itself, which
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -14,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import InputError
+from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model.quantization import read_quantization
 from kvrsim.model.remote import adapted, pruned_llama, translated
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import MAX_LAYERS, fill
+from kvrsim.model.template import MAX_LAYERS, fill, freeze, thaw
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
+_FROZEN = "model.json"  # of a model that the user has added: its description
 _DATA = Path(__file__).parents[1] / "data"
 _FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 _TEXT = ("text_config", "llm_config", "language_config")
@@ -40,6 +45,49 @@ def builtin_models() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (_DATA / "models").glob("*.json")))
 
 
+def own_folder() -> Path:
+    """Where `kvrsim models add` puts models: $KVRSIM_MODELS, else ~/.config/kvrsim/models."""
+    folder = os.environ.get("KVRSIM_MODELS")
+    return Path(folder) if folder else Path.home() / ".config" / "kvrsim" / "models"
+
+
+def own_models() -> tuple[str, ...]:
+    """Names of the models that the user has added."""
+    return tuple(sorted(path.parent.name for path in own_folder().glob("*/config.json")))
+
+
+def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") -> tuple[ModelSpec, Path]:
+    """Read a config.json, its folder or a Hugging Face id on this disk once, and keep what it says for all commands.
+
+    Later commands need neither the file nor torch. Returns the model and its folder in the user's catalogue.
+    """
+    path = config_path(str(_hub_folder(source) or source), argument)
+    name = name or (path.resolve().parent.name if path.name == "config.json" else path.stem)
+    if _hub_folder(source):
+        name = source.rpartition("/")[2] if name == path.resolve().parent.name else name
+    if not re.fullmatch(r"[\w.][\w.-]*", name) or name in builtin_models():
+        raise InputError("--name", name, "letters, digits, dots and hyphens, and no built-in name")
+    config = _read(path, argument)
+    model = read_config(config, name)
+    kinds = [freeze(kind) for kind in model.layer_kinds]
+    shape = freeze(replace(model, layers=()))["ModelSpec"]
+    content = {"model": shape, "kinds": kinds, "index": model.layer_kind_index, "fields": dict(config.fields)}
+    folder = own_folder() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.json", json.dumps(dict(config.fields)).encode(), argument=argument)
+    write_atomically(folder / _FROZEN, json.dumps(content).encode(), argument=argument)
+    return model, folder
+
+
+def _hub_folder(name: str) -> Path | None:
+    """The newest snapshot of a Hugging Face id in the cache on this disk."""
+    if name.count("/") != 1 or Path(name).exists():
+        return None
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    snapshots = home.glob(f"hub/models--{name.replace('/', '--')}/snapshots/*/config.json")
+    return max((path.parent for path in snapshots), key=lambda path: path.stat().st_mtime, default=None)
+
+
 def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     """A built-in name, a config.json, or a folder that holds one; InputError names `argument` and the key.
 
@@ -49,7 +97,15 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     path = config_path(name, argument)
     if name not in builtin_models():
         name = (path.resolve().parent.name if path.name == "config.json" else path.stem) or name
-    return read_config(_read(path, argument), name)
+    config = _read(path, argument)
+    frozen = path.with_name(_FROZEN)
+    if frozen.is_file() and path.parent.parent == own_folder():
+        content = parse_json(frozen.read_bytes())
+        if content["fields"] == config.fields:
+            kinds = [thaw(kind, {}) for kind in content["kinds"]]
+            model: ModelSpec = thaw({"ModelSpec": content["model"]}, {})
+            return replace(model, name=name, layers=tuple(kinds[one] for one in content["index"]))
+    return read_config(config, name)
 
 
 def _read(path: Path, argument: str) -> JsonObject:
@@ -69,7 +125,7 @@ def config_path(name: str, argument: str) -> Path:
     """The file that a user means by a built-in name, a path to a config.json or to its folder."""
     if name in builtin_models():
         return _DATA / "models" / f"{name}.json"
-    path = Path(name)
+    path = own_folder() / name if name in own_models() else Path(name)
     try:
         is_folder, exists = path.is_dir(), bool(name.strip()) and path.exists()
         if exists and is_folder and not (path / "config.json").exists():
@@ -77,7 +133,7 @@ def config_path(name: str, argument: str) -> Path:
     except (OSError, ValueError):  # a path that is too long or forbidden
         is_folder, exists = False, False
     if not exists:
-        near = get_close_matches(name[:100], builtin_models(), n=5, cutoff=0.5)
+        near = get_close_matches(name[:100], (*builtin_models(), *own_models()), n=5, cutoff=0.5)
         some = f", such as {', '.join(near)}" if near else ""
         accepted = f"a path to a config.json or its folder, or one of what `kvrsim models list` lists{some}"
         raise InputError(argument, name, accepted)
@@ -126,6 +182,10 @@ def read_type(config: JsonObject, name: str) -> ModelSpec:
     """The model by the data of its type, else from its class."""
     plain = translated(config)
     data = model_type_data(plain.text("model_type"))
+    if data is not None and not plain.has("num_key_value_heads"):
+        usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
+        if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # not a group: each head has its own
+            plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
     model = None if data is None else fill(data, plain, name)
     return adapted(config, _from_class(plain, name) if model is None else model)
 

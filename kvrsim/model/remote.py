@@ -39,7 +39,7 @@ def translated(config: JsonObject) -> JsonObject:
     for old, new in remote.get("names", {}).items():  # a dot leads into an object
         outer, _, inner = old.rpartition(".")
         source = config.fields.get(outer) if outer else config.fields
-        if isinstance(source, dict) and source.get(inner) is not None:
+        if new is not None and isinstance(source, dict) and source.get(inner) is not None:
             fields[new] = source[inner]
         fields.pop(outer or old, None)
     for old, (new, off, on) in remote.get("flags", {}).items():  # an array of zeros and ones, an entry per layer

@@ -14,14 +14,28 @@ from functools import cache
 from typing import Any
 
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.gemm import Gemm
+from kvrsim.model.gemm import Gemm, Quantization, WeightFormat
 from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**31
 _MAY_BE_0 = re.compile("dense|shared|offset")
-_VALUES = (ModelSpec, LayerSpec, Gemm, Attention, LatentAttention, CompressedAttention, Recurrence, Indexer)
+_VALUES = (
+    *(ModelSpec, LayerSpec, Gemm, Quantization, WeightFormat),
+    *(Attention, LatentAttention, CompressedAttention, Recurrence, Indexer),
+)
+    ModelSpec,
+    LayerSpec,
+    Gemm,
+    Quantization,
+    WeightFormat,
+    Attention,
+    LatentAttention,
+    CompressedAttention,
+    Recurrence,
+    Indexer,
+)
 _CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
 _ARITHMETIC = (
     ast.Expression,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -190,10 +190,10 @@ def _words(strategy: Strategy) -> Mapping[str, Any]:
 
 
 def _models() -> Shelf:
-    from kvrsim.model.load import builtin_models, load_model
+    from kvrsim.model.load import builtin_models, load_model, own_models
 
     return Shelf(
-        names=builtin_models(),
+        names=(*builtin_models(), *own_models()),
         load=load_model,
         to_json=summary,
         show=show_model,
@@ -215,6 +215,29 @@ models = _commands(
     Example: kvrsim models show llama-3-8b
     """,
 )
+
+
+@models.command("add")
+def models_add(
+    *,
+    source: Any = argument("CONFIG|FOLDER", "A config.json, its folder, or a Hugging Face id on this disk."),
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Its name; without it that of the folder.")] = None,
+    json: Any = JSON,
+) -> None:
+    """Add a model to your own catalogue.
+
+    It is read once; later commands know it by its name and need neither the file nor torch.
+
+    Example: kvrsim models add path/to/config.json --name my-model
+    """
+    from kvrsim.model.load import add_model
+
+    model, folder = add_model(source, name)
+    if json:
+        print_json(summary(model) | {"folder": str(folder)})
+        return
+    show_model(model)
+    show("", f"added as {model.name} in {folder}")
 
 
 def show_models(models: Sequence[ModelSpec]) -> None:
