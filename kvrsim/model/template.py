@@ -25,17 +25,6 @@ _VALUES = (
     *(ModelSpec, LayerSpec, Gemm, Quantization, WeightFormat),
     *(Attention, LatentAttention, CompressedAttention, Recurrence, Indexer),
 )
-    ModelSpec,
-    LayerSpec,
-    Gemm,
-    Quantization,
-    WeightFormat,
-    Attention,
-    LatentAttention,
-    CompressedAttention,
-    Recurrence,
-    Indexer,
-)
 _CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
 _ARITHMETIC = (
     ast.Expression,

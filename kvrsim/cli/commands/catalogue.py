@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -218,10 +218,11 @@ models = _commands(
 
 
 @models.command("add")
+@takes()
 def models_add(
     *,
     source: Any = argument("CONFIG|FOLDER", "A config.json, its folder, or a Hugging Face id on this disk."),
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Its name; without it that of the folder.")] = None,
+    name: Any = option("NAME", "Its name; without it that of the folder."),
     json: Any = JSON,
 ) -> None:
     """Add a model to your own catalogue.
