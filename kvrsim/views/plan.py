@@ -27,17 +27,10 @@ from kvrsim.views.page import (
 )
 from kvrsim.views.style import variable
 from kvrsim.views.table import (
-    TIED,
     Cell,
-    Column,
-    Table,
-    baseline_title,
-    bytes_cell,
-    fits_text,
     format_interval,
-    format_partition,
     interval_title,
-    seconds_cell,
+    strategies_table,
 )
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
@@ -87,46 +80,6 @@ def summary(plan: Plan) -> Summary:
         rows=table.rows,
         notes=[*([ties] if plan.ties else []), plan.rests_on, *plan.warnings],
     )
-
-
-def strategies_table(plan: Plan) -> Table:
-    """One row per strategy, best first as the plan has them, the best in bold."""
-    has_interval = any(one.ttft_low_s < one.ttft_high_s for one in plan.strategies)
-    columns = [
-        Column(title="strategy\n"),
-        Column(title="partition\n(tokens)", rank=3, hint="tokens of each rank or piece"),
-        Column(title="TTFT\n", number=True, hint="time to first token"),
-    ]
-    if has_interval:
-        columns.append(Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"))
-    if plan.yardstick is not None:
-        columns.append(
-            Column(
-                title=f"vs {baseline_title(plan.yardstick)}\n", number=True, hint=f"TTFT of {plan.yardstick} over its"
-            )
-        )
-    columns += [
-        Column(title="exposed\ncomm.", number=True, rank=4, hint="TTFT less that over links that cost nothing"),
-        Column(title="longest\nwait", number=True, rank=5, hint="of the rank that waits most"),
-        Column(title="peak\nmemory", number=True, rank=2, hint="of the rank that needs most"),
-        Column(title="fits\n", hint=plan.memory_limit.describe()),
-    ]
-    table = Table(columns=columns)
-    for one in plan.strategies:
-        interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
-        table.add_row(
-            f"{one.strategy} {TIED}" if plan.feasible and one.strategy in plan.ties else one.strategy,
-            format_partition(one.partition),
-            seconds_cell(one.ttft_s),
-            *([interval] if has_interval else []),
-            *([] if one.speedup is None else [Cell(shown=f"{one.speedup:.2f}×", value=one.speedup)]),
-            seconds_cell(one.exposed_comm_s),
-            seconds_cell(max(one.wait_s)),
-            bytes_cell(max(rank.total for rank in one.memory)),
-            fits_text(one.fits),
-            style="bold" if one is plan.best else None,
-        )
-    return table
 
 
 def answer(plan: Plan) -> str:

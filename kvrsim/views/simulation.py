@@ -12,7 +12,11 @@ from kvrsim.views.figure import Share, draw_ranks
 from kvrsim.views.gantt import draw_gantt
 from kvrsim.views.page import Page, Section, Summary, facts_of, question_line, table
 from kvrsim.views.style import variable
-from kvrsim.views.table import Column, Table, bytes_cell, fits_text, format_interval, interval_title, seconds_cell
+from kvrsim.views.table import (
+    format_interval,
+    interval_title,
+    ranks_table,
+)
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
@@ -46,26 +50,6 @@ def summary(result: SimResult) -> Summary:
         rows=table.rows,
         notes=result.warnings,
     )
-
-
-def ranks_table(result: SimResult) -> Table:
-    """What each rank computes, waits for, sends and holds."""
-    is_gpu = result.timeline is not None and result.timeline.gpus_per_rank > 1
-    ranks = {"tokens": 2, "compute": 3, "wait": 4, "sent": 5}
-    titles = ("GPU" if is_gpu else "rank", "tokens", "compute", "wait", "sent", "peak memory")
-    columns = [Column(title=title, number=True, rank=ranks.get(title, 1)) for title in titles]
-    table = Table(columns=[*columns, Column(title="fits")])
-    for rank in result.per_rank:
-        table.add_row(
-            str(rank.rank),
-            str(rank.chunk_len),
-            seconds_cell(rank.compute_s),
-            seconds_cell(rank.wait_s),
-            bytes_cell(rank.sent_bytes),
-            bytes_cell(rank.memory.total),
-            fits_text(rank.memory.total <= result.memory_limit.nbytes),
-        )
-    return table
 
 
 def answer(result: SimResult) -> str:

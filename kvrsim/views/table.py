@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvrsim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from kvrsim.results.results import Plan, SimResult
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
@@ -145,3 +148,63 @@ def bytes_cell(size: float) -> Cell:
 def baseline_title(strategy: str) -> str:
     """What a baseline is called."""
     return "1 GPU" if strategy == "single" else strategy.upper()
+
+
+def strategies_table(plan: Plan) -> Table:
+    """One row per strategy, best first as the plan has them, the best in bold."""
+    has_interval = any(one.ttft_low_s < one.ttft_high_s for one in plan.strategies)
+    columns = [
+        Column(title="strategy\n"),
+        Column(title="partition\n(tokens)", rank=3, hint="tokens of each rank or piece"),
+        Column(title="TTFT\n", number=True, hint="time to first token"),
+    ]
+    if has_interval:
+        columns.append(Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"))
+    if plan.yardstick is not None:
+        columns.append(
+            Column(
+                title=f"vs {baseline_title(plan.yardstick)}\n", number=True, hint=f"TTFT of {plan.yardstick} over its"
+            )
+        )
+    columns += [
+        Column(title="exposed\ncomm.", number=True, rank=4, hint="TTFT less that over links that cost nothing"),
+        Column(title="longest\nwait", number=True, rank=5, hint="of the rank that waits most"),
+        Column(title="peak\nmemory", number=True, rank=2, hint="of the rank that needs most"),
+        Column(title="fits\n", hint=plan.memory_limit.describe()),
+    ]
+    table = Table(columns=columns)
+    for one in plan.strategies:
+        interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
+        table.add_row(
+            f"{one.strategy} {TIED}" if plan.feasible and one.strategy in plan.ties else one.strategy,
+            format_partition(one.partition),
+            seconds_cell(one.ttft_s),
+            *([interval] if has_interval else []),
+            *([] if one.speedup is None else [Cell(shown=f"{one.speedup:.2f}×", value=one.speedup)]),
+            seconds_cell(one.exposed_comm_s),
+            seconds_cell(max(one.wait_s)),
+            bytes_cell(max(rank.total for rank in one.memory)),
+            fits_text(one.fits),
+            style="bold" if one is plan.best else None,
+        )
+    return table
+
+
+def ranks_table(result: SimResult) -> Table:
+    """What each rank computes, waits for, sends and holds."""
+    is_gpu = result.timeline is not None and result.timeline.gpus_per_rank > 1
+    ranks = {"tokens": 2, "compute": 3, "wait": 4, "sent": 5}
+    titles = ("GPU" if is_gpu else "rank", "tokens", "compute", "wait", "sent", "peak memory")
+    columns = [Column(title=title, number=True, rank=ranks.get(title, 1)) for title in titles]
+    table = Table(columns=[*columns, Column(title="fits")])
+    for rank in result.per_rank:
+        table.add_row(
+            str(rank.rank),
+            str(rank.chunk_len),
+            seconds_cell(rank.compute_s),
+            seconds_cell(rank.wait_s),
+            bytes_cell(rank.sent_bytes),
+            bytes_cell(rank.memory.total),
+            fits_text(rank.memory.total <= result.memory_limit.nbytes),
+        )
+    return table

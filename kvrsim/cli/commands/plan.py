@@ -37,6 +37,7 @@ from kvrsim.views.table import (
     TIED,
     baseline_title,
     format_partition,
+    strategies_table,
 )
 
 if TYPE_CHECKING:
@@ -109,8 +110,6 @@ _MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does 
 
 def show_plan(plan: Plan, launch: Launch | None = None) -> None:
     """The best strategy, the question, one row per strategy, then bounds, search, memory and notes."""
-    from kvrsim.views.plan import strategies_table
-
     if launch is not None:
         show_launch(launch)
     answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit

@@ -28,7 +28,7 @@ from kvrsim.cli.text import (
 )
 from kvrsim.errors import InputError
 from kvrsim.units import format_bytes, format_seconds
-from kvrsim.views.table import Table, columns, format_partition, narrowing
+from kvrsim.views.table import Table, columns, format_partition, narrowing, ranks_table
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution, Estimate
@@ -82,8 +82,6 @@ _WIDE = 0.005  # of TTFT, from which on a cause is listed
 
 def show_simulation(result: SimResult, scenario: Scenario) -> None:
     """TTFT, the question, one row per rank, and the rest."""
-    from kvrsim.views.simulation import ranks_table
-
     limit = scenario.memory_limit.nbytes
     answer, table = facts(), facts()
     answer.add_row("TTFT:", headline(_ttft(result, limit)))
