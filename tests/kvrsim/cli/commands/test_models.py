@@ -42,8 +42,8 @@ def test_fields_of_softmax_attention_stay(capsys: pytest.CaptureFixture[str]) ->
     (kind,) = model["layer_kinds"]
     assert set(LEGACY_OF_A_LAYER) <= set(kind)
     assert (model["qk_norm"], model["gated_mlp"], model["head_dim"], kind["num_layers"]) == (True, True, 128, 36)
-    assert [gemm["name"] for gemm in kind["qkv"]] == ["q_proj", "k_proj", "v_proj"]
-    assert kind["output"]["name"] == "o_proj"
+    assert [gemm["name"] for gemm in kind["qkv"]] == ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    assert kind["output"]["name"] == "self_attn.o_proj"
     assert kind["mixer"]["kind"] == "Attention"
     assert kind["norm_parameters"] == kind["other_parameters"] == 2 * 4096 + 2 * 128
 
