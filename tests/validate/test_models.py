@@ -1,0 +1,19 @@
+"""The page of model types agrees with what is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from validate.models import PAGE, page, support
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe", "mamba", "rwkv"])
+def test_the_page_has_the_row_of_today(model_type: str) -> None:
+    assert support(model_type).row in PAGE.read_text("utf-8").splitlines()
+
+
+def test_a_refusal_names_the_submodule() -> None:
+    row = support("mamba")
+    assert row.model is None
+    assert "MambaMixer" in row.reason
+    assert "Read: 0 of 1." in page([row])
