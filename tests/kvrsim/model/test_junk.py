@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     return [(content, key) for key in keys] + [place for key in keys for place in places(content[key])]
 
 
+@pytest.mark.slow  # many a structure is read from its class
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     number=st.integers(0, 10_000),
