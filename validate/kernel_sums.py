@@ -1,4 +1,8 @@
-"""Grid: times that were measured at points of a grid of sizes, and between them; gemm_grid, attention_grid."""
+"""Each profile's prefill compared with the sum of the kernels that it was fitted to.
+
+`python -m validate.kernel_sums --vidur CLONE` rewrites docs/results/kernel_sums.md from the sources that
+calibrate/shipped/recipes.json lists: the installed package aiconfigurator-core, and a git clone of vidur.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,19 +23,21 @@ from calibrate.shipped.recipes import VIDUR_URL, Recipe
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.engine import NO_HOST
-from kvrsim.errors import KvrsimError
 from kvrsim.hardware import builtin_clusters, load_cluster
-from kvrsim.io.files import write_atomically
 from kvrsim.kernels.elementwise import Traffic, after_mixer, before_mixer
 from kvrsim.kernels.profile import load_profile
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Compute, Op
+from kvrsim.program import Compute
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.simulate import run_simulation
-from validate.report import RESULTS
+from validate.report import RESULTS, numbers_table, run_command, write_page
 
-_LEAST_STEP = 2.0  # past the end of a grid, the slope is that between sizes at least so many times apart
+PAGE = RESULTS / "kernel_sums.md"
+_LEAST_STEP = 2.0  # least ratio of the two sizes from which a grid is extrapolated
+_LONG = 1024  # tokens from which the two sources of matrix products are compared
+_Kernel = tuple[str, int]  # an element-wise operation and the bytes that it moves in all
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,31 +50,22 @@ class Reading:
 
     @classmethod
     def total(cls, parts: Iterable[Reading | None]) -> Reading | None:
-        """All of them one after another; None where one is missing."""
-        known = list(parts)
-        found = [part for part in known if part is not None]
-        return reduce(cls._plus, found) if found and len(found) == len(known) else None
-
-    def _plus(self, other: Reading) -> Reading:
-        return Reading(
-            seconds=self.seconds + other.seconds,
-            between=self.between | other.between,
-            beyond=self.beyond | other.beyond,
+        """The sum of all parts; None if there are none or one is missing."""
+        parts = list(parts)
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        return cls(
+            seconds=sum(part.seconds for part in known),
+            between=frozenset().union(*(part.between for part in known)),
+            beyond=frozenset().union(*(part.beyond for part in known)),
         )
 
-    def times(self, count: int) -> Reading:
-        """The same so many times."""
-        return Reading(seconds=count * self.seconds, between=self.between, beyond=self.beyond)
-
     @property
-    def how(self) -> str:
-        """In words."""
-        parts = []
-        if self.between:
-            parts.append(f"between {', '.join(sorted(self.between))}")
-        if self.beyond:
-            parts.append(f"beyond {', '.join(sorted(self.beyond))}")
-        return "; ".join(parts) or "measured"
+    def source(self) -> str:
+        """Where the seconds are from, in words."""
+        sizes = {"between": self.between, "beyond": self.beyond}
+        return "; ".join(f"{word} {', '.join(sorted(names))}" for word, names in sizes.items() if names) or "measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,98 +73,73 @@ class Grid:
     """Times by sizes; linear in the logarithms of both between points, one size after another."""
 
     names: tuple[str, ...]  # of the sizes
-    points: Mapping[tuple[int, ...], float]  # seconds, median of what was measured there
-    tree: Mapping[int, Any]  # the same, nested: by the first size, the second, ..., seconds
+    points: Mapping[tuple[int, ...], float]  # median seconds by sizes
 
     @classmethod
     def of(cls, names: tuple[str, ...], rows: Iterable[tuple[tuple[int | None, ...], float]]) -> Grid:
-        """From sizes and seconds in any order; rows that lack a size are passed over."""
-        found: dict[tuple[int, ...], list[float]] = {}
-        for sizes, seconds in rows:
-            whole = tuple(size for size in sizes if size is not None)
-            if len(whole) == len(names):
-                found.setdefault(whole, []).append(seconds)
-        points = {sizes: float(np.median(seconds)) for sizes, seconds in found.items()}
-        tree: dict[int, Any] = {}
-        for sizes, median_s in points.items():
-            branch = tree
-            for size in sizes[:-1]:
-                branch = branch.setdefault(size, {})
-            branch[sizes[-1]] = median_s
-        return cls(names=names, points=points, tree=tree)
+        """From sizes and seconds in any order; rows that lack a size are skipped."""
+        complete = ((tuple(size for size in sizes if size is not None), seconds) for sizes, seconds in rows)
+        return cls(names=names, points=_medians(row for row in complete if len(row[0]) == len(names)))
 
     def at(self, *sizes: int) -> Reading | None:
-        """None where the grid has a single other value of one of the sizes."""
-        return _read(self.tree, self.names, sizes)
+        """None where the grid has a single value of a size, and it is another one."""
+        return _read(self.points, self.names, sizes)
 
 
-def _read(tree: Mapping[int, Any], names: Sequence[str], sizes: Sequence[int]) -> Reading | None:
+def _medians(rows: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    """Median seconds of each key."""
+    samples: dict[_Key, list[float]] = {}
+    for key, seconds in rows:
+        samples.setdefault(key, []).append(seconds)
+    return {key: float(np.median(seconds)) for key, seconds in samples.items()}
+
+
+def _read(points: Mapping[tuple[int, ...], float], names: Sequence[str], sizes: Sequence[int]) -> Reading | None:
+    if not names:
+        return Reading(seconds=points[()])
     name, size = names[0], sizes[0]
-    ends = _ends(sorted(tree), size)
-    found = [_branch(tree[end], names[1:], sizes[1:]) for end in ends]
-    parts = [part for part in found if part is not None]
-    if len(parts) < max(1, len(ends)):
-        return None
-    if len(parts) == 1:
-        return parts[0]
-    low, high = parts
+    branches: dict[int, dict[tuple[int, ...], float]] = {}
+    for (first, *others), seconds in points.items():
+        branches.setdefault(first, {})[tuple(others)] = seconds
+    ends = _ends(list(branches), size)
+    readings = [_read(branches[end], names[1:], sizes[1:]) for end in ends]
+    total = Reading.total(readings)
+    if total is None or len(ends) == 1:
+        return total
     share = math.log(size / ends[0]) / math.log(ends[1] / ends[0])
-    outside = frozenset((name,)) if not 0 <= share <= 1 else frozenset[str]()
-    return Reading(
-        seconds=math.exp((1 - share) * math.log(low.seconds) + share * math.log(high.seconds)),
-        between=low.between | high.between | (frozenset((name,)) - outside),
-        beyond=low.beyond | high.beyond | outside,
-    )
-
-
-def _branch(found: Any, names: Sequence[str], sizes: Sequence[int]) -> Reading | None:
-    return _read(found, names, sizes) if names else Reading(seconds=found)
+    low_s, high_s = (reading.seconds for reading in readings if reading is not None)
+    total = replace(total, seconds=math.exp((1 - share) * math.log(low_s) + share * math.log(high_s)))
+    if 0 <= share <= 1:
+        return replace(total, between=total.between | {name})
+    return replace(total, beyond=total.beyond | {name})
 
 
 def _ends(known: Sequence[int], size: int) -> tuple[int, ...]:
-    """The size itself, or the two that lead to it; none where there are no two."""
+    """The size itself, the two around it, or beyond the grid the outermost and the next at least _LEAST_STEP away."""
     if size in known:
         return (size,)
     below, above = [end for end in known if end < size], [end for end in known if end > size]
     if below and above:
-        return below[-1], above[0]
-    if below:
-        return next(((end, below[-1]) for end in reversed(below) if end * _LEAST_STEP <= below[-1]), ())
-    return next(((above[0], end) for end in above if end >= _LEAST_STEP * above[0]), ())
+        return max(below), min(above)
+    outermost = max(below) if below else min(above, default=size)
+    apart = [end for end in known if max(end, outermost) >= _LEAST_STEP * min(end, outermost)]
+    return (outermost, min(apart, key=lambda end: abs(end - outermost))) if apart else ()
 
 
 def gemm_grid(rows: Iterable[Measurement]) -> Grid:
     """By in_features, out_features (the widths of a matrix) and tokens, in half precision."""
-    return Grid.of(
-        ("widths", "widths", "tokens"),
-        (
-            ((row.in_features, row.out_features, row.tokens), row.median_s)
-            for row in rows
-            if row.operation == "gemm" and row.dtype in ("fp16", "bf16")
-        ),
-    )
+    used = (row for row in rows if row.operation == "gemm" and row.dtype in ("fp16", "bf16"))
+    sizes = (((row.in_features, row.out_features, row.tokens), row.median_s) for row in used)
+    return Grid.of(("widths", "widths", "tokens"), sizes)
 
 
 def attention_grid(rows: Iterable[Measurement]) -> Grid:
     """Of one sequence without a prefix, by heads, width of a head, KV heads and chunk."""
-    return Grid.of(
-        ("heads", "head widths", "KV heads", "chunks"),
-        (
-            ((row.num_attention_heads, row.head_dim, row.num_key_value_heads, row.chunk), row.median_s)
-            for row in rows
-            if row.operation == "attention" and row.batch == 1 and row.prefix == 0
-        ),
+    used = (row for row in rows if row.operation == "attention" and row.batch == 1 and row.prefix == 0)
+    sizes = (
+        ((row.num_attention_heads, row.head_dim, row.num_key_value_heads, row.chunk), row.median_s) for row in used
     )
-
-
-# -- each profile's prefill beside the sum of the kernels that it was fitted to
-#
-# `python -m validate.kernel_sums --vidur CLONE` rewrites docs/results/kernel_sums.md from the sources that
-# calibrate/shipped/recipes.json lists: the installed package aiconfigurator-core, and a git clone of vidur.
-
-PAGE = RESULTS / "kernel_sums.md"
-_Kernel = tuple[str, int]  # an element-wise operation and the bytes that it moves in all
-_LONG = 1024  # tokens from which the two sources of matrix products are compared
+    return Grid.of(("heads", "head widths", "KV heads", "chunks"), sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,28 +149,25 @@ class Study:
     profile: str
     models: tuple[str, ...]
     tokens: tuple[int, ...]
-    # Models by the folder of their mlp.csv, where element-wise kernels are summed as measured; none: as predicted.
+    # Folders of mlp.csv by model, whose element-wise kernels are summed as measured; without one: as predicted.
     layers: Mapping[str, str] = field(default_factory=dict)
 
 
+_VIDUR_LAYERS = {"llama-2-7b": "Llama-2-7b-hf", "llama-3-8b": "Meta-Llama-3-8B"}
 _SERVED = ("llama-2-7b", "llama-3-8b", "llama-2-13b")
 _SERVED_TOKENS = (1024, 2048, 4096, 8192, 16384)
 STUDIES = (
-    Study(
-        profile="a100-vidur",
-        models=("llama-2-7b", "llama-3-8b"),
-        tokens=(1024, 2048, 3072, 4096),
-        layers={"llama-2-7b": "Llama-2-7b-hf", "llama-3-8b": "Meta-Llama-3-8B"},
+    Study(profile="a100-vidur", models=tuple(_VIDUR_LAYERS), tokens=(1024, 2048, 3072, 4096), layers=_VIDUR_LAYERS),
+    *(
+        Study(profile=profile, models=_SERVED, tokens=_SERVED_TOKENS)
+        for profile in ("a100-flash", "h100-flash", "h200-flash")
     ),
-    Study(profile="a100-flash", models=_SERVED, tokens=_SERVED_TOKENS),
-    Study(profile="h100-flash", models=_SERVED, tokens=_SERVED_TOKENS),
-    Study(profile="h200-flash", models=_SERVED, tokens=_SERVED_TOKENS),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSum:
-    """One prefill on one GPU: what its kernels sum to, and what is predicted."""
+    """One prefill on one GPU: the sum of its kernels, and the prediction."""
 
     profile: str
     model: str
@@ -232,16 +201,19 @@ def scenario_of(profile: str, model: str, tokens: int) -> Scenario:
 
 
 def kernel_sums(study: Study, rows: Sequence[Measurement]) -> Iterator[KernelSum]:
-    """Of each model and context whose kernels the measurements have or lead to."""
+    """Of each model and context whose kernels were measured or can be interpolated."""
     attention = attention_grid(rows)
     for model in study.models:
-        named = study.layers.get(model)
-        own = [row for row in rows if named is None or f"/{named}/" in row.source]
-        gemm, kernels = gemm_grid(own), _elementwise_medians(own) if named else None
-        for tokens in study.tokens:
-            found = _kernel_sum(study.profile, model, tokens, gemm, attention, kernels)
-            if found is not None:
-                yield found
+        folder = study.layers.get(model)
+        own = [row for row in rows if folder is None or f"/{folder}/" in row.source]
+        gemm, kernels = gemm_grid(own), None if folder is None else _elementwise_medians(own)
+        sums = (_kernel_sum(study.profile, model, tokens, gemm, attention, kernels) for tokens in study.tokens)
+        yield from (one for one in sums if one is not None)
+
+
+def _elementwise_medians(rows: Iterable[Measurement]) -> dict[_Kernel, float]:
+    used = (row for row in rows if row.operation in ELEMENTWISE)
+    return _medians(((row.operation, row.bytes), row.median_s) for row in used if row.bytes is not None)
 
 
 def _kernel_sum(
@@ -263,8 +235,8 @@ def _kernel_sum(
         profile=profile,
         model=model,
         tokens=tokens,
-        gemm=products.times(spec.num_hidden_layers),
-        attention=heads.times(spec.num_hidden_layers),
+        gemm=replace(products, seconds=spec.num_hidden_layers * products.seconds),
+        attention=replace(heads, seconds=spec.num_hidden_layers * heads.seconds),
         elementwise_s=elementwise_s,
         head_s=head_s,
         own_s=head_s + (elementwise_s if kernels is None else 0.0),
@@ -281,41 +253,25 @@ def _steps(spec: ModelSpec) -> tuple[Traffic, ...]:
 
 
 def _measured_s(steps: Iterable[Traffic], tokens: int, medians: Mapping[_Kernel, float]) -> float | None:
-    """None where one was not measured; a step of several kernels is as often the one that was timed."""
-    seconds = 0.0
-    for op, nbytes, kernels in steps:
-        one_s = medians.get((op, round(tokens * nbytes / kernels)))
-        if one_s is None:
-            return None
-        seconds += kernels * one_s
-    return seconds
-
-
-def _elementwise_medians(rows: Iterable[Measurement]) -> dict[_Kernel, float]:
-    """Seconds of each kernel, median of its rows."""
-    found: dict[_Kernel, list[float]] = {}
-    for row in rows:
-        if row.operation in ELEMENTWISE and row.bytes is not None:
-            found.setdefault((row.operation, row.bytes), []).append(row.median_s)
-    return {key: float(np.median(seconds)) for key, seconds in found.items()}
+    """Seconds of all steps; a step of several kernels repeats the kernel that was timed. None: one was not measured."""
+    times = [(kernels, medians.get((op, round(tokens * nbytes / kernels)))) for op, nbytes, kernels in steps]
+    known = [kernels * kernel_s for kernels, kernel_s in times if kernel_s is not None]
+    return sum(known) if len(known) == len(times) else None
 
 
 def _head_s(scenario: Scenario) -> float:
     """The last token's logits."""
     chunk = np.array([float(scenario.request.context_len)])
-    return sum(map(_device_s, build_program(scenario, get_strategy("single"), [chunk]).epilogue[0]))
-
-
-def _device_s(op: Op) -> float:
-    return float(np.max(op.device_s)) if isinstance(op, Compute) else 0.0
+    epilogue = build_program(scenario, get_strategy("single"), [chunk]).epilogue[0]
+    return sum(float(np.max(op.device_s)) for op in epilogue if isinstance(op, Compute))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratios:
-    """How long vidur's matrix products take where NVIDIA timed the same ones."""
+    """Vidur's seconds over NVIDIA's, of the same matrix products."""
 
     gpu: str
-    ratios: tuple[float, ...]  # vidur's over NVIDIA's seconds
+    ratios: tuple[float, ...]
 
     @classmethod
     def of(cls, gpu: str, vidur: Sequence[Measurement], nvidia: Sequence[Measurement]) -> Ratios:
@@ -326,7 +282,7 @@ class Ratios:
 
     @property
     def text(self) -> str:
-        """Least, most and the middle."""
+        """Minimum, maximum, median and the range of 80 %."""
         low, tenth, middle, ninth, high = np.quantile(self.ratios, (0.0, 0.1, 0.5, 0.9, 1.0))
         return (
             f"{low:.2f} to {high:.2f} times NVIDIA's seconds on the {self.gpu} (median {middle:.2f}, 80 %"
@@ -358,27 +314,23 @@ by some percent, because the last wave of tiles is not equally full at all sizes
 """
 
 
-def page(sums: Sequence[KernelSum], ratios: Sequence[Ratios], missing: Sequence[str] = ()) -> str:
-    """docs/results/kernel_sums.md; `missing`: profiles whose sources lack what their prefills are summed from."""
-    of_profile = {name: [one for one in sums if one.profile == name] for name in dict.fromkeys(s.profile for s in sums)}
-    lines = [
+def page(sums: Sequence[KernelSum], ratios: Sequence[Ratios], missing: Sequence[str] = ()) -> list[str]:
+    """docs/results/kernel_sums.md; `missing`: profiles whose sources lack kernels of their prefills."""
+    profiles = dict.fromkeys(one.profile for one in sums)
+    summary_heads = ("profile", "prefills", "mean error", "bias", "largest", "the profile's own part of the sum")
+    heads = ("profile", "model", "tokens", "sum ms", "predicted ms", "error", "products", "attention")
+    return [
         _ABOUT,
-        "| profile | prefills | mean error | bias | largest | the profile's own part of the sum |",
-        "|---|---:|---:|---:|---:|---:|",
-        *(_summary(name, found) for name, found in of_profile.items()),
-        "",
+        *numbers_table(summary_heads, [_summary(name, [s for s in sums if s.profile == name]) for name in profiles]),
         "An *error* is predicted over sum, less one; *mean error* is of absolute values, *bias* with sign.",
         "",
         *(f"Nothing to sum for {name}: its sources have no attention of these models.\n" for name in missing),
-        *_compared(ratios),
-        "| profile | model | tokens | sum ms | predicted ms | error | products | attention |",
-        "|---|---|---:|---:|---:|---:|---|---|",
-        *map(_line, sums),
+        *_source_differences(ratios),
+        *numbers_table(heads, map(_cells, sums)),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _compared(ratios: Sequence[Ratios]) -> list[str]:
+def _source_differences(ratios: Sequence[Ratios]) -> list[str]:
     if not ratios:
         return []
     return [
@@ -389,38 +341,32 @@ def _compared(ratios: Sequence[Ratios]) -> list[str]:
     ]
 
 
-def _summary(name: str, sums: Sequence[KernelSum]) -> str:
+def _summary(name: str, sums: Sequence[KernelSum]) -> tuple[object, ...]:
     errors = np.array([one.error for one in sums])
     own = [one.own_s / one.sum_s for one in sums]
     worst = max(sums, key=lambda one: abs(one.error))
     largest = f"{worst.error:+.1%} ({worst.model}, {worst.tokens})"
-    shares = f"{np.abs(errors).mean():.1%} | {errors.mean():+.1%} | {largest} | {min(own):.1%} to {max(own):.1%}"
-    return f"| {name} | {len(sums)} | {shares} |"
+    mean, bias = f"{np.abs(errors).mean():.1%}", f"{errors.mean():+.1%}"
+    return name, len(sums), mean, bias, largest, f"{min(own):.1%} to {max(own):.1%}"
 
 
-def _line(one: KernelSum) -> str:
-    figures = f"{one.tokens} | {1e3 * one.sum_s:.1f} | {1e3 * one.predicted_s:.1f} | {one.error:+.1%}"
-    return f"| {one.profile} | {one.model} | {figures} | {one.gemm.how} | {one.attention.how} |"
+def _cells(one: KernelSum) -> tuple[object, ...]:
+    times = f"{1e3 * one.sum_s:.1f}", f"{1e3 * one.predicted_s:.1f}"
+    return one.profile, one.model, one.tokens, *times, f"{one.error:+.1%}", one.gemm.source, one.attention.source
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the page."""
-    parser = ArgumentParser(prog="python -m validate.kernel_sums", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--vidur", metavar="CLONE", type=Path, required=True, help=f"a clone of {VIDUR_URL}")
-    vidur: Path = parser.parse_args(arguments).vidur
-    try:
-        recipes = {study.profile: Recipe.read(study.profile, vidur) for study in STUDIES}
-        rows = {name: at_burst(recipe.rows(), load_profile(name).kernels.clock) for name, recipe in recipes.items()}
-        sums = [one for study in STUDIES for one in kernel_sums(study, rows[study.profile])]
-        ratios = [Ratios.of("A100", recipes["a100-vidur"].rows("vidur@", ["gemm"]), rows["a100-flash"])]
-        missing = sorted(recipes.keys() - {one.profile for one in sums})
-        write_atomically(PAGE, page(sums, ratios, missing).encode(), argument="page")
-    except KvrsimError as error:
-        print(f"validate.kernel_sums: error: {error}", file=sys.stderr)
-        return error.exit_code
+def rewrite(vidur: Path) -> None:
+    """Rewrite the page from a clone of vidur and the installed package."""
+    recipes = {study.profile: Recipe.read(study.profile, vidur) for study in STUDIES}
+    rows = {name: at_burst(recipe.rows(), load_profile(name).kernels.clock) for name, recipe in recipes.items()}
+    sums = [one for study in STUDIES for one in kernel_sums(study, rows[study.profile])]
+    ratios = [Ratios.of("A100", recipes["a100-vidur"].rows("vidur@", ["gemm"]), rows["a100-flash"])]
+    write_page(PAGE, page(sums, ratios, sorted(recipes.keys() - {one.profile for one in sums})))
     print(PAGE.read_text())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = ArgumentParser(prog="python -m validate.kernel_sums", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--vidur", metavar="CLONE", type=Path, required=True, help=f"a clone of {VIDUR_URL}")
+    options = parser.parse_args()
+    sys.exit(run_command(lambda: rewrite(options.vidur)))
