@@ -14,13 +14,13 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, rule: str = "---") -> list[str]:
-    """Lines of a Markdown table and an empty line; `rule` is that of the columns after the first ("---:": right)."""
+    """Lines of a Markdown table and an empty line; `rule`: of all columns but the first, "---:" aligns them right."""
     rules = ["---", *[rule] * (len(heads) - 1)]
     return [*(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows)), ""]
 
 
 def numbers_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The same, with all columns but the first on the right."""
+    """A table with all columns but the first aligned right."""
     return table(heads, rows, rule="---:")
 
 

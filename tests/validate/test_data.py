@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from validate.published.rows import table
+from validate.published.compare import read_table
 
-ROWS = table("serving_prefills.csv")
+ROWS = read_table("serving_prefills.csv")
 ENGINES = {
     "vllm-2023": 52,
     "loongserve-2024": 14,

@@ -19,8 +19,7 @@ from planner.candidates import Search
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 from planner.uncertainty.noise import Disturbance
-from validate.published.compare import scenario_of
-from validate.published.rows import DATA, Row, read_rows
+from validate.published.compare import DATA, Row, read_rows, scenario_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

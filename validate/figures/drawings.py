@@ -28,7 +28,7 @@ from validate.figures.cases import (
     ticks,
     tidy,
 )
-from validate.published.rows import Row
+from validate.published.compare import Row
 from validate.report import numbers_table, paragraph
 
 if TYPE_CHECKING:

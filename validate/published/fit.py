@@ -49,7 +49,7 @@ from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
-from validate.published.rows import DATA, Row, read_rows
+from validate.published.compare import DATA, Row, read_rows
 
 _MEASURED = "a100-vidur"
 _KERNEL_S = 2e-6  # to start a kernel, on the device

@@ -1,4 +1,7 @@
-"""Serving engines on the accuracy page, and every row on a page of its own."""
+"""Predictions for serving engines compared with published prefills: parts of pages, and figures for a test.
+
+`python -m validate.serving.compare` rewrites validate/data/serving_figures.json, which a test compares with.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,18 @@ from kvrsim.engine import EngineFit, load_engine
 from kvrsim.io.files import write_atomically
 from kvrsim.units import format_tokens
 from kvrsim.views.figure import save_figure
-from validate.serving.fit import ENGINES, SERVING, each_side, left_out_engines, unexplained, without_width
-from validate.serving.rows import ServingError, errors_of, read_rows
+from validate.report import table
+from validate.serving.fit import (
+    ENGINES,
+    SERVING,
+    ServingError,
+    each_side,
+    errors_of,
+    left_out_engines,
+    read_rows,
+    unexplained,
+    without_width,
+)
 
 _TICKS = (1, 16, 128, 1024, 8192, 65536, 524288)
 _LENGTHS = ((0, 512), (512, 2048), (2048, 8192), (8192, 10**9))  # tokens of all prompts together
@@ -57,74 +70,61 @@ A rule that looks at the measurements alone leaves a row out, whatever its error
   many tokens, which has more to compute. On H100 it does not."""
 
 
-def part(found: Comparison) -> list[str]:
+def part(comparison: Comparison) -> list[str]:
     """The accuracy page's part on serving engines, Markdown lines."""
+    coverage = {name: comparison.left_out_coverage(short=name == "short") for name in ("long", "short")}
+    settings = (
+        (name, f"{fit.left_out}s", f"{fit.left_out_median_ape:.1%}", f"{fit.left_out_mape:.1%}", f"{fit.coverage:.0%}")
+        for name, fit in comparison.fits.items()
+    )
     return [
-        *_ABOUT.splitlines(),
+        _ABOUT,
         "",
         "![predicted over measured](serving.png)",
         "",
-        *_table("prediction", found.figures()),
+        *_summaries("prediction", comparison.figures()),
+        _BATCHES.format(*comparison.with_batches(), number=len(comparison.batches[0])),
         "",
-        *_BATCHES.format(*found.with_batches(), number=len(found.batches[0])).splitlines(),
+        _SETTINGS.format(**coverage),
         "",
-        *_SETTINGS.format(
-            long=found.left_out_coverage(short=False), short=found.left_out_coverage(short=True)
-        ).splitlines(),
-        "",
-        *_settings(found),
-        "",
-        *_WIDTH.format(nested=found.nested_coverage).splitlines(),
+        *table(("engine", "left out", "median error", "mean", "inside, 512 tokens and more"), settings),
+        _WIDTH.format(nested=comparison.nested_coverage),
         "",
         "By engine, 512 tokens and more:",
         "",
-        *_table("engine, own terms", _by(found.own, lambda error: error.row.engine, short=False)),
-        "",
-        *_table("engine, left out", _by(found.others, lambda error: error.row.engine, short=False)),
-        "",
+        *_summaries("engine, own terms", _by(comparison.own, lambda error: error.row.engine, short=False)),
+        *_summaries("engine, left out", _by(comparison.others, lambda error: error.row.engine, short=False)),
         "By length and by strategy, own terms:",
         "",
-        *_table("tokens of all prompts", _by(found.own, _length)),
-        "",
-        *_table("strategy", _by(found.own, lambda error: error.row.strategy)),
-        "",
+        *_summaries("tokens of all prompts", _by(comparison.own, _length)),
+        *_summaries("strategy", _by(comparison.own, lambda error: error.row.strategy)),
     ]
 
 
-def _settings(found: Comparison) -> list[str]:
-    lines = ["| engine | left out | median error | mean | inside, 512 tokens and more |", "|---|---|---|---|---|"]
-    for name, fit in found.fits.items():
-        shares = f"{fit.left_out_median_ape:.1%} | {fit.left_out_mape:.1%} | {fit.coverage:.0%}"
-        lines.append(f"| {name} | {fit.left_out}s | {shares} |")
-    return lines
-
-
-def page(found: Comparison, left_out: Sequence[ServingError]) -> str:
-    """Every row, Markdown; left_out: the rows that rules leave out, with their engines' own terms."""
-    lines = [
-        *_ROWS.splitlines(),
-        "",
-        *_table(
-            "engine and rule, own terms", _by(left_out, lambda error: f"{error.row.engine}, `{error.row.left_out}`")
-        ),
-        "",
-        "## All rows",
-        "",
-        "| engine | case | measured s | own terms s | error | 80 % interval | engine left out |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for own, other in zip(found.own, found.others, strict=True):
-        figures = f"{own.row.ttft_s:.4g} | {own.predicted_s:.4g} | {own.rel_error:+.1%}"
-        lines.append(
-            f"| {own.row.engine} | {own.row.case} | {figures} | {own.low_s:.3g} to {own.high_s:.3g}"
-            f" | {other.rel_error:+.1%} |"
+def page(comparison: Comparison, left_out: Sequence[ServingError]) -> list[str]:
+    """Every row, Markdown lines; left_out: the rows that rules leave out, with their engines' own terms."""
+    rules = _by(left_out, lambda error: f"{error.row.engine}, `{error.row.left_out}`")
+    heads = ("engine", "case", "measured s", "own terms s", "error", "80 % interval", "engine left out")
+    rows = (
+        (
+            own.row.engine,
+            own.row.case,
+            f"{own.row.ttft_s:.4g}",
+            f"{own.predicted_s:.4g}",
+            f"{own.rel_error:+.1%}",
+            f"{own.low_s:.3g} to {own.high_s:.3g}",
+            f"{other.rel_error:+.1%}",
         )
-    return "\n".join(lines) + "\n"
+        for own, other in zip(comparison.own, comparison.others, strict=True)
+    )
+    return [_ROWS, "", *_summaries("engine and rule, own terms", rules), "## All rows", "", *table(heads, rows)]
 
 
 def _length(error: ServingError) -> str:
     low, high = next(span for span in _LENGTHS if span[0] <= error.row.tokens < span[1])
-    return f"{low} and more" if high == _LENGTHS[-1][1] else f"below {high}" if not low else f"{low} to {high - 1}"
+    if high == _LENGTHS[-1][1]:
+        return f"{low} and more"
+    return f"{low} to {high - 1}" if low else f"below {high}"
 
 
 def _by(
@@ -135,23 +135,25 @@ def _by(
     return {name: summary(error for error in used if key(error) == name) for name in names}
 
 
-def _table(title: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = [f"| {title} | rows | median error | mean | with sign (median) | inside |", "|---|---|---|---|---|---|"]
-    for name, part in groups.items():
-        if part["n"]:
-            shares = f"{part['median_ape']:.1%} | {part['mape']:.1%} | {part['median']:+.1%} | {part['coverage']:.0%}"
-            lines.append(f"| {name} | {part['n']} | {shares} |")
-    return lines
+def _summaries(title: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Table of summaries by name."""
+    formats = {"median_ape": ".1%", "mape": ".1%", "median": "+.1%", "coverage": ".0%"}
+    rows = (
+        (name, group["n"], *(f"{group[key]:{spec}}" for key, spec in formats.items()))
+        for name, group in groups.items()
+        if group["n"]
+    )
+    return table((title, "rows", "median error", "mean", "with sign (median)", "inside"), rows)
 
 
-def plot(found: Comparison, path: Path) -> None:
+def plot(comparison: Comparison, path: Path) -> None:
     """Predicted over measured by tokens, own terms and engine left out side by side."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(9.6, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     titles = ("own terms", "engine left out")
-    for axes, title, errors in zip(panels, titles, (found.own, found.others), strict=True):
+    for axes, title, errors in zip(panels, titles, (comparison.own, comparison.others), strict=True):
         axes.axhspan(0.9, 1.1, color="0.92")
         axes.axhline(1.0, color="0.6", linewidth=1)
         for number, name in enumerate(ENGINES):
@@ -167,10 +169,6 @@ def plot(found: Comparison, path: Path) -> None:
     save_figure(figure, path, argument="report", dpi=130)
 
 
-# -- predicted beside measured on serving engines: `python -m validate.serving.compare`
-#
-# Rewrites validate/data/serving_figures.json, which a test compares with.
-
 FIGURES = Path(__file__).parents[1] / "data" / "serving_figures.json"
 
 
@@ -180,9 +178,7 @@ class Comparison:
 
     own: tuple[ServingError, ...]
     others: tuple[ServingError, ...]
-    batches: tuple[
-        tuple[ServingError, ...], tuple[ServingError, ...]
-    ]  # the two of rows that batch_over_prompt leaves out
+    batches: tuple[tuple[ServingError, ...], ...]  # `own` and `others` of rows that batch_over_prompt leaves out
     fits: Mapping[str, EngineFit]  # by engine: own terms, with each setting left out
     nested_coverage: float  # of engines left out, by intervals that rest on the other engines' errors alone
 
@@ -199,12 +195,11 @@ class Comparison:
         return float(own), float(others)
 
     def figures(self) -> dict[str, Any]:
-        """What the page's first table says, as plain JSON values."""
+        """The page's first table, as plain JSON values."""
         return {
-            "own terms, 512 tokens and more": summary(error for error in self.own if not error.is_short),
-            "own terms, below 512 tokens": summary(error for error in self.own if error.is_short),
-            "engine left out, 512 tokens and more": summary(error for error in self.others if not error.is_short),
-            "engine left out, below 512 tokens": summary(error for error in self.others if error.is_short),
+            f"{title}, {length}": summary(error for error in errors if error.is_short is is_short)
+            for title, errors in (("own terms", self.own), ("engine left out", self.others))
+            for length, is_short in (("512 tokens and more", False), ("below 512 tokens", True))
         }
 
 
@@ -248,25 +243,25 @@ def _nested_coverage(bare: Mapping[str, Sequence[ServingError]]) -> float:
 
 def summary(errors: Iterable[ServingError]) -> dict[str, Any]:
     """Number of rows, median and mean absolute error, the median with its sign, and the share inside the intervals."""
-    found = list(errors)
-    if not found:
+    known = list(errors)
+    if not known:
         return {"n": 0, "median_ape": None, "mape": None, "median": None, "coverage": None}
-    signed = np.array([error.rel_error for error in found])
+    signed = np.array([error.rel_error for error in known])
     return {
-        "n": len(found),
+        "n": len(known),
         "median_ape": float(np.median(np.abs(signed))),
         "mape": float(np.abs(signed).mean()),
         "median": float(np.median(signed)),
-        "coverage": float(np.mean([error.inside for error in found])),
+        "coverage": float(np.mean([error.inside for error in known])),
     }
 
 
 def main() -> None:
     """Rewrite the figures."""
-    found = compare()
-    write_atomically(FIGURES, (json.dumps(found.figures(), indent=2) + "\n").encode(), argument="figures")
-    for title, part in found.figures().items():
-        print(f"{title}: {part['n']} rows, median {part['median_ape']:.1%}, inside {part['coverage']:.0%}")
+    figures = compare().figures()
+    write_atomically(FIGURES, (json.dumps(figures, indent=2) + "\n").encode(), argument="figures")
+    for title, group in figures.items():
+        print(f"{title}: {group['n']} rows, median {group['median_ape']:.1%}, inside {group['coverage']:.0%}")
 
 
 if __name__ == "__main__":

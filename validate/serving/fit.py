@@ -1,11 +1,10 @@
 """Fit the shipped engines to published prefills: `python -m validate.serving.fit`.
 
-What a record says in words, and whether its TTFT holds a decode step, stands in kvrsim/data/engines/NAME.json; the
-command rewrites its seconds, scales, spreads and errors. The terms of an engine are fitted to its rows by
-calibrate.prefills.solve, under the same wide priors for all engines. Every row is one pass through the layers, so what
-is added whatever its length may belong to the request or to the step; it is taken to be the step's, but for TTFTs at
-the client, whose request passes a proxy. `serving` is what the engines have in common: of
-each term the mean of the logarithm over the engines, and its standard deviation.
+The texts of a record, and whether its TTFT includes a decode step, are in kvrsim/data/engines/NAME.json; the command
+rewrites its seconds, scales, spreads and errors. calibrate.prefills.solve fits an engine's terms to its rows, under
+the same wide priors for all engines. Every row is one pass through the layers, so a constant time may belong to the
+request or to the step; it is assigned to the step, but for TTFTs at the client, whose request passes a proxy. `serving`
+has the mean of each term's logarithm over the engines, and its standard deviation.
 """
 
 from __future__ import annotations
@@ -13,19 +12,155 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.stats import t
 
-from calibrate.prefills.fit import left_out_log_sd
+from calibrate.prefills.fit import PrefillCase, left_out_log_sd
+from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Prior, Solution, solve
+from kvrsim.builder import make_scenario
+from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, OTHER_GPU, SHORT_TOKENS, Engine, EngineFit, load_engine
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, load_profile
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from validate.serving.rows import ServingError, ServingRow, case_of, errors_of, read_rows
+from kvrsim.strategies import get_strategy
+from planner.candidates import partition_of
+from planner.uncertainty.intervals import interval
+from validate.published.compare import DATA, read_table
+
+PATH = DATA / "serving_prefills.csv"
+_PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
+_OPERATORS = ("ring-flash-attention",)  # attention alone, not whole prefills
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingRow:
+    """One published prefill."""
+
+    engine: str  # name of the engine's record
+    model: str
+    cluster: str
+    num_gpus: int
+    strategy: str
+    context_len: int  # tokens of each prompt
+    batch: int  # prompts
+    dtype: str
+    ttft_s: float
+    left_out: str  # the rule by which it is not compared; empty: it is
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts together."""
+        return self.context_len * self.batch
+
+    @property
+    def setting(self) -> str:
+        """What the row shares with others of its engine but for the prompts."""
+        return f"{self.model} {self.strategy} on {self.num_gpus} of {self.cluster}"
+
+    @property
+    def case(self) -> str:
+        """The row in words."""
+        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {self.cluster}"
+        batch = f" x {self.batch}" if self.batch > 1 else ""
+        return f"{self.model} {self.context_len}{batch} {self.strategy} on {gpus}"
+
+    @property
+    def profile(self) -> CalibrationProfile:
+        """Of the row's GPU."""
+        return _profile(_PROFILES[self.cluster.partition("-")[0]])
+
+
+def read_rows(*, compared: bool = True) -> tuple[ServingRow, ...]:
+    """All rows of whole prefills, or those that no rule leaves out."""
+    texts = ("model", "cluster", "strategy", "dtype", "left_out", "source")
+    rows = [
+        ServingRow(
+            **{name: fields[name] for name in texts},
+            engine=fields["engine_name"],
+            num_gpus=int(fields["num_gpus"]),
+            context_len=int(fields["context_len"]),
+            batch=int(fields["batch"]),
+            ttft_s=float(fields["seconds"]),
+        )
+        for fields in read_table(PATH.name)
+        if fields["engine_name"] not in _OPERATORS
+    ]
+    return tuple(row for row in rows if not (compared and row.left_out))
+
+
+def case_of(row: ServingRow, engine: Engine) -> PrefillCase:
+    """The row with its scenario under an engine."""
+    scenario, _ = make_scenario(
+        ctx=row.context_len,
+        gpus=row.num_gpus,
+        model=row.model,
+        profile=row.profile,
+        cluster=row.cluster,
+        batch=row.batch,
+        dtype=row.dtype,
+        engine=engine,
+    )
+    strategy = get_strategy(row.strategy)
+    scenario = for_strategy(scenario, strategy)
+    prefill = PrefillRow(
+        ttft_s=row.ttft_s,
+        where=str(PATH),
+        model=row.model,
+        num_gpus=row.num_gpus,
+        strategy=row.strategy,
+        context_len=row.context_len,
+        batch=row.batch,
+    )
+    return PrefillCase(row=prefill, scenario=scenario, strategy=strategy, partition=partition_of(scenario, strategy))
+
+
+@cache
+def _profile(name: str) -> CalibrationProfile:
+    return load_profile(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingError:
+    """One prefill and its prediction."""
+
+    row: ServingRow
+    predicted_s: float
+    low_s: float  # of the 80 % prediction interval
+    high_s: float
+
+    @property
+    def rel_error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_s / self.row.ttft_s - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval holds the measurement."""
+        return self.low_s <= self.row.ttft_s <= self.high_s
+
+    @property
+    def is_short(self) -> bool:
+        """Whether most of the time may be what the engine adds."""
+        return self.row.tokens < SHORT_TOKENS
+
+
+def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
+    """Every row predicted under one engine."""
+    found = []
+    for row in rows:
+        case = case_of(row, engine)
+        predicted_s = case.ttft_s()
+        sure = interval(case.scenario, case.strategy, case.partition, predicted_s)
+        found.append(ServingError(row=row, predicted_s=predicted_s, low_s=sure.low_s, high_s=sure.high_s))
+    return found
+
 
 FOLDER = Path(__file__).parents[2] / "kvrsim" / "data" / "engines"
 SERVING = "serving"
@@ -71,10 +206,10 @@ def fit_engine(name: str, rows: Sequence[ServingRow]) -> FittedEngine:
     def predict(values: Array) -> Array:
         engine = _with_terms(base, priors, values)
 
-        def changed(scenario: Scenario) -> Scenario:
+        def with_engine(scenario: Scenario) -> Scenario:
             return replace(scenario, engine=engine)
 
-        return np.array([case.ttft_s(changed) for case in cases])
+        return np.array([case.ttft_s(with_engine) for case in cases])
 
     solution = solve(predict, np.array([row.ttft_s for row in rows]), priors, left_out_together(rows))
     engine = _with_terms(base, priors, solution.values)
@@ -106,25 +241,34 @@ def _spread(priors: Sequence[Prior], solution: Solution) -> dict[str, float]:
 
 
 def _fit(engine: Engine, rows: Sequence[ServingRow], solution: Solution) -> EngineFit:
-    measured = np.array([row.ttft_s for row in rows])
-    own, left_out = solution.after_s / measured - 1, solution.left_out_s / measured - 1
-    fit = EngineFit(
-        source=", ".join(dict.fromkeys(row.source for row in rows)),
-        num_rows=len(rows),
-        mape=_rounded(np.abs(own).mean()),
-        median_ape=_rounded(np.median(np.abs(own))),
-        left_out_mape=_rounded(np.abs(left_out).mean()),
-        left_out_median_ape=_rounded(np.median(np.abs(left_out))),
-        left_out="setting" if len({row.setting for row in rows}) > 1 else "row",
-        log_sd=0.0,
-        coverage=0.0,
+    measured_s = np.array([row.ttft_s for row in rows])
+    fit = _errors_only(
+        ", ".join(dict.fromkeys(row.source for row in rows)),
+        "setting" if len({row.setting for row in rows}) > 1 else "row",
+        solution.after_s / measured_s - 1,
+        solution.left_out_s / measured_s - 1,
     )
     predicted_s = list(map(float, solution.left_out_s))
     bare = errors_of(rows, without_width(engine, fit))
     fit = replace(fit, log_sd=_rounded(both_sides(unexplained(bare, predicted_s, least=_LEAST_LONG))))
-    held = np.array(inside(rows, replace(engine, fit=fit), predicted_s))
+    is_inside = np.array(inside(rows, replace(engine, fit=fit), predicted_s))
     short = np.array([row.tokens < SHORT_TOKENS for row in rows])
-    return replace(fit, coverage=_rounded(held[~short].mean()), short_coverage=_rounded(held[short].mean()))
+    return replace(fit, coverage=_rounded(is_inside[~short].mean()), short_coverage=_rounded(is_inside[short].mean()))
+
+
+def _errors_only(source: str, left_out: str, own: Array, without: Array) -> EngineFit:
+    """A fit without widths; relative errors of all rows, and of rows predicted without `left_out`."""
+    return EngineFit(
+        source=source,
+        num_rows=len(own),
+        mape=_rounded(np.abs(own).mean()),
+        median_ape=_rounded(np.median(np.abs(own))),
+        left_out_mape=_rounded(np.abs(without).mean()),
+        left_out_median_ape=_rounded(np.median(np.abs(without))),
+        left_out=left_out,
+        log_sd=0.0,
+        coverage=0.0,
+    )
 
 
 def prior_of(engines: Sequence[Engine]) -> Engine:
@@ -169,34 +313,20 @@ def left_out_engines(engines: Mapping[str, Engine]) -> dict[str, Engine]:
 def serving_of(engines: Mapping[str, Engine], rows: Mapping[str, Sequence[ServingRow]]) -> Engine:
     """`serving` with the errors of each engine's rows predicted from the other engines."""
     engine = prior_of(list(engines.values()))
-    fit = EngineFit(
-        source=f"prefills of {len(rows)} engines, each predicted from the others",
-        num_rows=sum(map(len, rows.values())),
-        mape=0.0,
-        median_ape=0.0,
-        left_out_mape=0.0,
-        left_out_median_ape=0.0,
-        left_out="engine",
-        log_sd=0.0,
-        coverage=0.0,
-    )
     priors = left_out_engines(engines)
-    bare = [error for name, mine in rows.items() for error in errors_of(mine, without_width(priors[name], fit))]
-    size = np.abs([error.rel_error for error in bare])
-    long = np.abs([error.rel_error for error in bare if not error.is_short])
+    source = f"prefills of {len(rows)} engines, each predicted from the others"
+    unknown = _errors_only(source, "engine", np.zeros(1), np.zeros(1))
+    bare = [error for name, own in rows.items() for error in errors_of(own, without_width(priors[name], unknown))]
+    long = np.array([error.rel_error for error in bare if not error.is_short])
     shorter, longer = each_side(unexplained(bare))
     fit = replace(
-        fit,
-        mape=_rounded(size.mean()),
-        median_ape=_rounded(np.median(size)),
-        left_out_mape=_rounded(long.mean()),
-        left_out_median_ape=_rounded(np.median(long)),
-        log_sd=_rounded(np.std([math.log1p(error.rel_error) for error in bare if not error.is_short])),
+        _errors_only(source, "engine", np.array([error.rel_error for error in bare]), long),
+        log_sd=_rounded(np.std(np.log1p(long))),
         shorter_log=_rounded(shorter),
         longer_log=_rounded(longer),
     )
     wide = {name: replace(prior, fit=fit) for name, prior in priors.items()}  # widths of all, terms of the others
-    found = [error for name, mine in rows.items() for error in errors_of(mine, wide[name])]
+    found = [error for name, own in rows.items() for error in errors_of(own, wide[name])]
     coverage, short = (
         _rounded(np.mean([error.inside for error in found if error.is_short is is_short])) for is_short in (False, True)
     )
@@ -204,7 +334,7 @@ def serving_of(engines: Mapping[str, Engine], rows: Mapping[str, Sequence[Servin
 
 
 def between_gpus(engines: Sequence[Engine]) -> dict[str, float]:
-    """How much the kernels' scale of one engine differs between GPUs, where it was measured on several."""
+    """Spread of the kernels' scale between GPUs, from engines that were measured on several."""
     logs = [np.log(list(engine.kernel_scale.values())) for engine in engines if len(engine.kernel_scale) > 1]
     spreads = [one.std(ddof=1) * math.sqrt(2) for one in logs]  # of a further GPU from one that was measured
     return {"other_gpu": _rounded(np.sqrt(np.mean(np.square(spreads))))} if spreads else {}
@@ -225,11 +355,9 @@ def main() -> None:
         )
 
 
-# -- how wide an interval has to be that rests on left-out prefills, beyond what the engine's terms explain
-#
-# Errors are those of rows of 512 tokens and more: below, the spread of the terms says more.
-
-_MANY = 10  # rows, from which on a quantile says more than a standard deviation
+# Widths of intervals that rest on left-out prefills, beyond the spread of the terms. Errors are those of rows of 512
+# tokens and more: below, the spread of the terms says more.
+_MANY = 10  # rows from which a quantile is used instead of a standard deviation
 
 
 def without_width(engine: Engine, fit: EngineFit) -> Engine:

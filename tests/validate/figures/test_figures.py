@@ -10,11 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvrsim
-from validate.figures.__main__ import steps, write
+from validate.figures.__main__ import appendix, by_table, page, steps, write
 from validate.figures.cases import FAST, PROFILE, Predictions, Scope, full_scope, read_printed
 from validate.figures.drawings import between, draw_breakdown, interpolated, neighbours, whole_tokens
-from validate.figures.page import appendix, by_table, page
-from validate.published.rows import Row, read_rows
+from validate.published.compare import Row, read_rows
 
 DOCS = Path(__file__).parents[3] / "docs" / "results"
 MOST_BYTES = 150_000

@@ -15,12 +15,12 @@ pytest.importorskip("transformers")
 from calibrate.measure import probes
 from validate.gpu import __main__ as command
 from validate.gpu import steps as checks
-from validate.gpu.report import Report, cell
-from validate.gpu.steps import TINY, Finding, Scope, Step, finding_of, steps
+from validate.gpu.__main__ import Report, cell
+from validate.gpu.steps import STEPS, TINY, Finding, Scope, Step, finding_of
 
 pytestmark = pytest.mark.slow
 
-NAMES = [step.name for step in steps()]
+NAMES = [step.name for step in STEPS]
 
 
 def scope_in(folder: Path, num_gpus: int = 0, **options: Any) -> Scope:
@@ -28,7 +28,7 @@ def scope_in(folder: Path, num_gpus: int = 0, **options: Any) -> Scope:
 
 
 def step_named(name: str) -> Step:
-    return next(step for step in steps() if step.name == name)
+    return next(step for step in STEPS if step.name == name)
 
 
 def test_a_quick_run_on_a_cpu_ends_well_and_says_that_there_was_no_gpu(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_the_page_says_what_each_step_must_show() -> None:
     """docs/how-to/gpu.md as `--page` writes it: change a step, write the page anew."""
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "gpu.md").read_text()
-    for step in steps():
+    for step in STEPS:
         assert f"| `{step.name}` | {cell(step.must_show)} | {cell(step.otherwise)} |" in page
     assert "**No GPU was available.**" in page
     assert all(f"| {name} | " in page for name in NAMES), "every step was tried"

@@ -12,8 +12,7 @@ import pytest
 from validate import accuracy
 from validate import accuracy as operations
 from validate.published import compare as gate
-from validate.published.compare import part, run, summary
-from validate.published.rows import read_rows
+from validate.published.compare import part, read_rows, run, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # 161 cases, 78 of them searched
 

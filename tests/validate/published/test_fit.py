@@ -9,6 +9,7 @@ import pytest
 
 from kvrsim.engine import load_engine
 from kvrsim.kernels.profile import load_profile
+from validate.published.compare import Row, read_rows
 from validate.published.fit import (
     NAMES,
     PRIORS,
@@ -21,7 +22,6 @@ from validate.published.fit import (
     speedup_errors,
     ttft_s,
 )
-from validate.published.rows import Row, read_rows
 
 
 def rows_of(*models: str) -> list[Row]:
