@@ -1,8 +1,7 @@
 """How well a fresh calibration of this machine predicts held-out whole prefills: docs/results/calibration.md.
 
-For each small model: `kvrsim calibrate all` in a folder of its own, then the TTFT of one process at context lengths
-that are not in the grid, measured in turn, beside what the profile predicts. All of it --rounds times, as a shared
-machine is not the same one a quarter of an hour later.
+For each small model: `kvrsim calibrate all` in a folder of its own, then measured and predicted TTFTs of one process at
+context lengths that are not in the grid. --rounds repeats all of it, because the speed of a shared machine changes.
 
     python -m validate.machine.calibration [--minutes 2] [--rounds 2] [--keep FOLDER] [--even-if-busy]
 """
@@ -10,27 +9,29 @@ machine is not the same one a quarter of an hour later.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import kvrsim
-from kvrsim.io.files import write_atomically
 from kvrsim.runtime.measure import BenchReport, Timing, measure
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
 from kvrsim.scenario import Partition
+from validate.report import RESULTS, numbers_table, write_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"
+PAGE = RESULTS / "calibration.md"
 MODELS = Path(__file__).parents[1] / "models"
 CONTEXTS = (300, 700, 1100, 1700, 2500, 3300, 3900)  # tokens; none is a chunk of the grid
 REPEATS = 9
@@ -66,29 +67,31 @@ def single(transport: Transport, config: str) -> BenchReport:
 
 
 def calibrate(config: Path, profile: Path, options: Sequence[str], attention: str = KERNEL) -> float:
-    """Seconds that `kvrsim calibrate all` took."""
-    started_s = time.monotonic()
+    """Run `kvrsim calibrate all` and return its duration in seconds; exits with its code if it fails."""
+    start_s = time.monotonic()
     command = [sys.executable, "-m", "kvrsim.cli.main", "calibrate", "all", "--model", str(config), "-o", str(profile)]
     if code := subprocess.run([*command, "--attention", attention, *options], check=False).returncode:
-        sys.exit(code)  # it has said why
-    return time.monotonic() - started_s
+        sys.exit(code)
+    return time.monotonic() - start_s
 
 
 def predicted(config: Path, profile: Path, timings: Sequence[Timing]) -> list[Prefill]:
-    """What the profile says of the same prefills."""
-    found = []
+    """The profile's predictions of measured prefills."""
+    prefills = []
     for timing in timings:
         length = timing.plan.context_len
         run = kvrsim.simulate(
             strategy="single", gpus=1, ctx=length, model=str(config), profile=str(profile), dtype="fp32"
         )
         low_s, high_s = run.ttft_low_s, run.ttft_high_s
-        found.append(Prefill(context_len=length, predicted_s=run.ttft_s, low_s=low_s, high_s=high_s, measured=timing))
-    return found
+        prefills.append(
+            Prefill(context_len=length, predicted_s=run.ttft_s, low_s=low_s, high_s=high_s, measured=timing)
+        )
+    return prefills
 
 
-def told(prefills: Sequence[Prefill]) -> str:
-    """How well they were predicted, in a sentence."""
+def error_summary(prefills: Sequence[Prefill]) -> str:
+    """Errors and the share inside the interval, in a sentence."""
     errors = np.abs([prefill.error for prefill in prefills])
     inside = sum(prefill.is_inside for prefill in prefills)
     return (
@@ -99,26 +102,24 @@ def told(prefills: Sequence[Prefill]) -> str:
 
 def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]:
     """One model's table."""
-    rows = [
-        f"| {prefill.context_len} | {prefill.measured.median_s:.3f} | {prefill.measured.iqr_s:.3f} |"
-        f" {prefill.predicted_s:.3f} | {prefill.low_s:.3f} to {prefill.high_s:.3f} | {prefill.error:+.1%} |"
+    heads = ("context, tokens", "measured, s", "interquartile range, s", "predicted, s", "interval, s", "error")
+    rows = (
+        (
+            prefill.context_len,
+            f"{prefill.measured.median_s:.3f}",
+            f"{prefill.measured.iqr_s:.3f}",
+            f"{prefill.predicted_s:.3f}",
+            f"{prefill.low_s:.3f} to {prefill.high_s:.3f}",
+            f"{prefill.error:+.1%}",
+        )
         for prefill in prefills
-    ]
-    return [
-        f"## {name}",
-        "",
-        f"`calibrate all` took {seconds:.0f} s. {told(prefills)}",
-        "",
-        "| context, tokens | measured, s | interquartile range, s | predicted, s | interval, s | error |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-        *rows,
-        "",
-    ]
+    )
+    sentence = f"`calibrate all` took {seconds:.0f} s. {error_summary(prefills)}"
+    return [f"## {name}", "", sentence, "", *numbers_table(heads, rows)]
 
 
-def head(report: BenchReport, command: str, found: Mapping[str, Sequence[Prefill]]) -> list[str]:
-    """What was measured on what, and how well each model was predicted."""
-    conditions = "; ".join(f"{name} {value}" for name, value in report.conditions.items() if name != "model")
+def head(conditions: Mapping[str, Any], command: str, prefills: Mapping[str, Sequence[Prefill]]) -> list[str]:
+    """The page's head: the set-up, and the errors of each model."""
     return [
         "# A calibration against whole prefills",
         "",
@@ -127,12 +128,25 @@ def head(report: BenchReport, command: str, found: Mapping[str, Sequence[Prefill
         "contexts is a chunk of the calibration's grid; measured: the median of repeated prefills, contexts in turn,",
         "after the calibration and not at the same time.",
         "",
-        f"{conditions}.",
-        "",
-        *(f"- {name}: {told(prefills)}" for name, prefills in found.items()),
-        f"- all: {told([one for prefills in found.values() for one in prefills])}",
+        *conditions_line(conditions),
+        *(f"- {name}: {error_summary(own)}" for name, own in prefills.items()),
+        f"- all: {error_summary([one for own in prefills.values() for one in own])}",
         "",
     ]
+
+
+def conditions_line(conditions: Mapping[str, Any]) -> list[str]:
+    """The machine and software of measurements, but for the model."""
+    return ["; ".join(f"{name} {value}" for name, value in conditions.items() if name != "model") + ".", ""]
+
+
+@contextlib.contextmanager
+def output_folder(path: Path | None) -> Iterator[Path]:
+    """The folder, created if it is missing; without a path a temporary one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = path or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def main() -> None:
@@ -142,29 +156,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="calibrations of each model")
     parser.add_argument("--keep", type=Path, help="folder for profiles, CSVs and reports")
     parser.add_argument("--even-if-busy", action="store_true", help="while others use the machine")
-    chosen = parser.parse_args()
-    options = ["--minutes", chosen.minutes, *(["--even-if-busy"] if chosen.even_if_busy else [])]
-    lines: list[str] = []
-    found: dict[str, list[Prefill]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = chosen.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in range(1, chosen.rounds + 1):
+    arguments = parser.parse_args()
+    options = ["--minutes", arguments.minutes, *(["--even-if-busy"] if arguments.even_if_busy else [])]
+    sections: list[str] = []
+    by_model: dict[str, list[Prefill]] = {}
+    with output_folder(arguments.keep) as folder:
+        for number in range(1, arguments.rounds + 1):
             for name in ("small-llama", "small-falcon"):
                 config, profile = MODELS / f"{name}.json", folder / f"{name}-{number}.json"
                 seconds = calibrate(config, profile, options)
                 report = launch(single, str(config), how=Launch(num_ranks=1, deadline_s=1200))[0]
                 prefills = predicted(config, profile, report.timings)
-                lines += section(f"{name}, round {number}", seconds, prefills)
-                found.setdefault(name, []).extend(prefills)
+                sections += section(f"{name}, round {number}", seconds, prefills)
+                by_model.setdefault(name, []).extend(prefills)
     words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
     command = " ".join(["python -m validate.machine.calibration", *words])
-    text = "\n".join([*head(report, command, found), *lines])
-    write_atomically(PAGE, text.encode(), argument="docs/results/calibration.md")
-    print(text)
+    write_page(PAGE, [*head(report.conditions, command, by_model), *sections])
+    print(PAGE.read_text("utf-8"))
 
 
 if __name__ == "__main__":
-    from validate.machine.calibration import main as run  # so that ranks find `single` by its name
+    from validate.machine.calibration import main as run  # so that the ranks can import `single` by name
 
     run()

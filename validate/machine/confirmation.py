@@ -12,30 +12,74 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvrsim.errors import KvrsimError
-from kvrsim.io.files import write_atomically
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 from planner.api import confirm
-from validate.machine.calibration import MODELS, calibrate
-from validate.machine.sleep_ranks import Sleepers, Slept, ring_traffic, sleep
+from validate.machine.calibration import KERNEL, MODELS, calibrate, conditions_line, output_folder
+from validate.machine.sleep_ranks import Sleepers, SleepRun, ring_traffic, sleep
+from validate.report import RESULTS, numbers_table, run_command, write_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "confirmation.md"
+PAGE = RESULTS / "confirmation.md"
 LINKS: dict[str, dict[str, Any]] = {
     "loopback": {},
     "emulated 1 Gb/s": {"link_bandwidth": 125e6, "link_latency": 2e-4},
     "emulated 250 Mb/s": {"link_bandwidth": 31.25e6, "link_latency": 2e-4},
 }
+Result = Mapping[str, Any]  # the output of `kvrsim confirm --json`
+Section = tuple[str, Result]  # with the name of the setting
+TARGET_ERROR, TARGET_REGRET, TARGET_SLEEP = 0.07, 0.03, 0.10
+_MOST_PIECES = 4  # of a pipeline that are listed one by one
+SECOND = "#"  # in the name of a strategy's second best partition, which the summary leaves out
 SLEEPERS = (
     Sleepers(num_ranks=4, context_len=2048, link_bytes_per_s=30e6),
     Sleepers(num_ranks=8, context_len=4096, link_bytes_per_s=30e6),
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A confirmation on two ranks: model, link and context."""
+
+    model: str
+    link: str  # of LINKS
+    ctx: str
+    repeats: int
+    top: int = 1  # partitions measured per strategy
+    strategies: tuple[str, ...] | None = None  # None: the default ones
+
+    @property
+    def name(self) -> str:
+        """Model and link."""
+        return f"{self.model}, {self.link}"
+
+    def confirm(self, profile: Path, folder: Path) -> Section:
+        """Measure, and write a plot and traces to the folder."""
+        from planner.confirm.views import write_traces
+
+        print(f"{self.name}, {self.ctx}", file=sys.stderr)
+        confirmation = confirm(
+            ctx=self.ctx,
+            model=MODELS / f"{self.model}.json",
+            profile=profile,
+            gpus=2,
+            strategies=self.strategies,
+            top=self.top,
+            virtual=False,
+            hardware={"repeats": self.repeats},
+            attention=KERNEL,
+            dtype="fp32",
+            **LINKS[self.link],
+        )
+        stem = f"{self.model}-{self.link}-{self.ctx}".replace(" ", "-").replace("/", "")
+        confirmation.write_plot(folder / f"{stem}.png")
+        write_traces(confirmation, folder / f"{stem}.trace.json")
+        return self.name, confirmation.to_dict()
 
 
 def main() -> None:
@@ -48,138 +92,84 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for profiles, traces and pictures")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes")
     parser.add_argument("--even-if-busy", action="store_true", help="while others use the machine")
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = chosen.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        profile = chosen.profile or _calibrated("small-llama", folder, chosen)
-        sections = [*_llama(profile, folder, chosen)]
-        if not chosen.quick:
-            sections += _falcon(folder, chosen)
-    slept = [] if chosen.quick else _slept(5)
+    arguments = parser.parse_args()
+    quick: bool = arguments.quick
+    with output_folder(arguments.keep) as folder:
+        profile = arguments.profile or _calibrated("small-llama", folder, arguments)
+        contexts = (arguments.contexts or ("2k" if quick else "2k,4k")).split(",")
+        settings = _llama(contexts, arguments.repeats or (5 if quick else 6), quick=quick)
+        sections = [setting.confirm(profile, folder) for setting in settings]
+        if not quick:
+            falcon = Setting(model="small-falcon", link="loopback", ctx="2k", repeats=4, strategies=("all",))
+            sections.append(falcon.confirm(_calibrated("small-falcon", folder, arguments), folder))
+    runs = [] if quick else _sleep(5)
     words: list[str] = [word for word in ("--quick", "--even-if-busy") if word in sys.argv]
-    words += [f"--contexts {chosen.contexts}"] if chosen.contexts else []
-    words += [f"--repeats {chosen.repeats}"] if chosen.repeats else []
-    if chosen.profile:
-        words.append(f"--profile {chosen.profile.name}")
-    command = " ".join(["python -m validate.machine.confirmation", *words])
-    text = page(sections, slept, command)
-    write_atomically(chosen.page, text.encode(), argument="page")
-    print(text)
+    words += [f"--contexts {arguments.contexts}"] if arguments.contexts else []
+    words += [f"--repeats {arguments.repeats}"] if arguments.repeats else []
+    words += [f"--profile {arguments.profile.name}"] if arguments.profile else []
+    write_page(arguments.page, page(sections, runs, " ".join(["python -m validate.machine.confirmation", *words])))
+    print(arguments.page.read_text("utf-8"))
 
 
-def _calibrated(name: str, folder: Path, chosen: argparse.Namespace) -> Path:
-    """A profile of this machine, just made."""
+def _calibrated(name: str, folder: Path, arguments: argparse.Namespace) -> Path:
+    """A new profile of this machine."""
     profile = folder / f"{name}.json"
-    options = ["--minutes", "1" if chosen.quick else "2", *(["--even-if-busy"] if chosen.even_if_busy else [])]
+    options = ["--minutes", "1" if arguments.quick else "2", *(["--even-if-busy"] if arguments.even_if_busy else [])]
     calibrate(MODELS / f"{name}.json", profile, options)
     return profile
 
 
-def _llama(profile: Path, folder: Path, chosen: argparse.Namespace) -> list[Section]:
-    """Every strategy over loopback, the baselines over emulated links; longer contexts a third less often."""
-    found, repeats = [], chosen.repeats or (5 if chosen.quick else 6)
-    for number, ctx in enumerate((chosen.contexts or ("2k" if chosen.quick else "2k,4k")).split(",")):
+def _llama(contexts: Sequence[str], repeats: int, *, quick: bool) -> Iterator[Setting]:
+    """Every strategy over loopback, the baselines over emulated links; fewer repetitions at longer contexts."""
+    for number, ctx in enumerate(contexts):
         rounds = max(3, repeats - repeats * number // 3)
-        for name, link in list(LINKS.items())[: 1 if chosen.quick else None]:
-            which = "all" if name == "loopback" else None
-            top = 2 if name == "loopback" and not chosen.quick else 1
-            told: dict[str, Any] = dict(ctx=ctx, repeats=rounds, top=top, strategies=which, **link)
-            found.append(_confirmed("small-llama", name, profile, folder, **told))
-    return found
+        top = 1 if quick else 2
+        yield Setting(model="small-llama", link="loopback", ctx=ctx, repeats=rounds, top=top, strategies=("all",))
+        if not quick:
+            emulated = [link for link in LINKS if link != "loopback"]
+            yield from (Setting(model="small-llama", link=link, ctx=ctx, repeats=rounds) for link in emulated)
 
 
-def _falcon(folder: Path, chosen: argparse.Namespace) -> list[Section]:
-    profile = _calibrated("small-falcon", folder, chosen)
-    return [_confirmed("small-falcon", "loopback", profile, folder, ctx="2k", repeats=4, top=1, strategies="all")]
+def _sleep(repeats: int) -> list[SleepRun]:
+    return [
+        run
+        for sleepers in SLEEPERS
+        for run in sleep(
+            sleepers,
+            repeats=repeats,
+            traffic=ring_traffic(sleepers.num_ranks, 0.3, 2**18),
+            num_seeds=repeats,
+        )
+    ]
 
 
-def _confirmed(
-    model: str,
-    link: str,
-    profile: Path,
-    folder: Path,
-    *,
-    ctx: str,
-    repeats: int,
-    top: int,
-    strategies: str | None,
-    **scenario: Any,
-) -> Section:
-    from planner.confirm.views import write_traces
-
-    print(f"{model}, {link}, {ctx}", file=sys.stderr)
-    found = confirm(
-        ctx=ctx,
-        model=MODELS / f"{model}.json",
-        profile=profile,
-        gpus=2,
-        strategies=None if strategies is None else strategies.split(","),
-        top=top,
-        virtual=False,
-        hardware={"repeats": repeats},
-        attention="sdpa",
-        dtype="fp32",
-        **scenario,
-    )
-    stem = f"{model}-{link}-{ctx}".replace(" ", "-").replace("/", "")
-    found.write_plot(folder / f"{stem}.png")
-    write_traces(found, folder / f"{stem}.trace.json")
-    return f"{model}, {link}", found.to_dict()
-
-
-def _slept(repeats: int) -> list[Slept]:
-    found: list[Slept] = []
-    for sleepers in SLEEPERS:
-        traffic = ring_traffic(sleepers.num_ranks, 0.3, 2**18)
-        found += sleep(sleepers, repeats=repeats, traffic=traffic, num_seeds=repeats)
-    return found
-
-
-# -- docs/results/confirmation.md: the tables of validate.machine.confirmation
-
-Section = tuple[str, dict[str, Any]]  # of a setting: its name, and what `kvrsim confirm --json` prints
-TARGET_ERROR, TARGET_REGRET, TARGET_SLEEP = 0.07, 0.03, 0.10
-_SHOWN = 4  # pieces of a pipeline
-SECOND = "#"  # in the name of a strategy's second best partition, which the summary leaves out
-
-
-def page(sections: Sequence[Section], slept: Sequence[Slept], command: str) -> str:
-    """The whole page."""
-    made = "of this machine" if "--profile" in command else "of this machine, made just before"
-    lines = [
+def page(sections: Sequence[Section], runs: Sequence[SleepRun], command: str) -> list[str]:
+    """Lines of docs/results/confirmation.md."""
+    origin = "of this machine" if "--profile" in command else "of this machine, made just before"
+    return [
         "# Plans against this machine",
         "",
         f"`{command}` on {date.today().isoformat()}.",
         "Output of `kvrsim confirm` for small models (8 layers, hidden size 512, random weights) on two ranks of one",
-        f"thread, over gloo: TTFT predicted from a calibration {made},",
+        f"thread, over gloo: TTFT predicted from a calibration {origin},",
         "and measured round-robin. No prediction uses a prefill on two ranks.",
         "",
-        *_conditions(sections),
-        *_summary(sections, slept),
+        *(conditions_line(sections[0][1]["conditions"]) if sections else []),
+        *_summary([result for _, result in sections], runs),
+        *(line for name, result in sections for line in _section(name, result)),
+        *_sleeping(runs),
     ]
-    for name, found in sections:
-        lines += _section(name, found)
-    return "\n".join([*lines, *_sleeping(slept)]) + "\n"
 
 
-def _conditions(sections: Sequence[Section]) -> list[str]:
-    if not sections:
+def _summary(results: Sequence[Result], runs: Sequence[SleepRun]) -> list[str]:
+    """The targets and the results."""
+    if not results:
         return []
-    told = sections[0][1]["conditions"]
-    return ["; ".join(f"{name} {value}" for name, value in told.items() if name != "model") + ".", ""]
-
-
-def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
-    """The targets, and what was found."""
-    if not sections:
-        return []
-    errors = [abs(one["rel_error"]) for _, found in sections for one in _first(found)]
-    right, told = (sum(found["orders"][name] for _, found in sections) for name in ("right", "significant"))
-    paced = [abs(one["rel_error_at_pace"]) for _, found in sections for one in _first(found)]
-    regrets = [found["regret"] for _, found in sections]
-    beyond = sum(found["regret"] > TARGET_REGRET and found["regret_beyond_spread"] for _, found in sections)
-    logits = [found["max_logit_error"] for _, found in sections]
+    candidates = [one for result in results for one in result["candidates"] if SECOND not in one["strategy"]]
+    errors, paced = ([abs(one[key]) for one in candidates] for key in ("rel_error", "rel_error_at_pace"))
+    right, significant = (sum(result["orders"][key] for result in results) for key in ("right", "significant"))
+    regrets = [result["regret"] for result in results]
+    beyond = sum(result["regret"] > TARGET_REGRET and result["regret_beyond_spread"] for result in results)
     lines = [
         "## Summary",
         "",
@@ -189,101 +179,104 @@ def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
         f" {max(paced):.1%};",
         f"- regret of the plan: median {median(regrets):.1%}, worst {max(regrets):.1%}; above {TARGET_REGRET:.0%} and"
         f" significant in {beyond} of {len(regrets)} settings;",
-        f"- order: {told} pairs of candidates have significantly different measured TTFTs; {right} of them were"
+        f"- order: {significant} pairs of candidates have significantly different measured TTFTs; {right} of them were"
         " predicted in that order;",
-        f"- largest difference of logits from one process's: {max(logits):.1e};",
+        f"- largest difference of logits from one process's: {max(one['max_logit_error'] for one in results):.1e};",
     ]
-    if slept:
-        worst = max(abs(one.error) for one in slept)
+    if runs:
+        worst = max(abs(run.error) for run in runs)
         lines.append(f"- 4 and 8 sleeping ranks: worst error {worst:.1%} (target {TARGET_SLEEP:.0%}).")
     return [*lines, ""]
 
 
-def _section(name: str, found: dict[str, Any]) -> list[str]:
-    candidates = sorted(found["candidates"], key=lambda one: one["predicted_rank"])
-    rows = [
-        f"| {one['strategy']} | {_chunks(one)} | {one['predicted_ttft_s']:.3f} |"
-        f" {one['measured_ttft_s']:.3f} | {one['measured_iqr_s']:.3f} | {one['rel_error']:+.1%} |"
-        f" {one['rel_error_at_pace']:+.1%} | {one['predicted_rank']} | {one['measured_rank']} |"
+def _section(name: str, result: Result) -> list[str]:
+    candidates = sorted(result["candidates"], key=lambda one: one["predicted_rank"])
+    rows = (
+        (
+            one["strategy"],
+            _chunks(one),
+            *(f"{one[key]:.3f}" for key in ("predicted_ttft_s", "measured_ttft_s", "measured_iqr_s")),
+            *(f"{one[key]:+.1%}" for key in ("rel_error", "rel_error_at_pace")),
+            one["predicted_rank"],
+            one["measured_rank"],
+        )
         for one in candidates
-    ]
-    words = "significant" if found["regret_beyond_spread"] else "not significant"
-    chosen = next(one for one in found["candidates"] if one["chosen"])
-    orders = found["orders"]
+    )
+    heads = ("strategy", "tokens", "predicted, s", "measured, s", "IQR, s", "error", "drift-corrected")
+    words = "significant" if result["regret_beyond_spread"] else "not significant"
+    best = next(one for one in result["candidates"] if one["chosen"])
+    orders = result["orders"]
     wrong = "; ".join(f"{fast} is faster than {slow}" for fast, slow in orders["wrong"])
     return [
-        f"## {name}, {format_tokens(found['context_len'])} tokens",
+        f"## {name}, {format_tokens(result['context_len'])} tokens",
         "",
-        f"{_machine(found['cluster'])}. The plan chose {chosen['strategy']}; regret {found['regret']:.1%} ±"
-        f" {found['regret_spread']:.1%} against {found['best_measured']['strategy']}, {words};"
-        f" {found['tsp']}. {_pace(found['pace'])}"
+        f"{_machine(result['cluster'])}. The plan chose {best['strategy']}; regret {result['regret']:.1%} ±"
+        f" {result['regret_spread']:.1%} against {result['best_measured']['strategy']}, {words};"
+        f" {result['tsp']}. {_pace(result['pace'])}"
         f" Of {orders['pairs']} pairs {orders['significant']} differ significantly, {orders['right']} of them were"
         f" predicted in the measured order{f'; not predicted: {wrong}' if wrong else ''}.",
         "",
-        "| strategy | tokens | predicted, s | measured, s | IQR, s | error | drift-corrected | predicted place |"
-        " measured place |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *rows,
-        "",
+        *numbers_table((*heads, "predicted place", "measured place"), rows),
         *_parts(candidates),
-        *(f"- {warning}" for warning in found["warnings"]),
-        *[""] * bool(found["warnings"]),
+        *(f"- {warning}" for warning in result["warnings"]),
+        *[""] * bool(result["warnings"]),
     ]
 
 
-def _machine(cluster: dict[str, Any]) -> str:
+def _machine(cluster: Mapping[str, Any]) -> str:
     """The ranks and the link between two of them."""
     link = cluster["link"]
-    reached = f"{format_bandwidth(link['bandwidth_bytes_per_s'])}, {format_seconds(link['latency_s'])}"
+    speed = f"{format_bandwidth(link['bandwidth_bytes_per_s'])}, {format_seconds(link['latency_s'])}"
     ranks = f"{cluster['num_gpus']} x {cluster['gpu']['name']}"
-    return f"{cluster['name']}: {ranks}, {cluster['topology']} ({link['name']}, {reached})"
+    return f"{cluster['name']}: {ranks}, {cluster['topology']} ({link['name']}, {speed})"
 
 
-def _chunks(one: dict[str, Any]) -> str:
+def _chunks(candidate: Mapping[str, Any]) -> str:
     """Chunks, or pieces with the layers of the stages; many pieces by number and length."""
-    tokens = one["partition"]
+    tokens = candidate["partition"]
     text = ", ".join(map(str, tokens))
-    if len(tokens) > _SHOWN:
+    if len(tokens) > _MOST_PIECES:
         least, most = min(tokens), max(tokens)
         text = f"{len(tokens)} pieces of {least}" + (f" to {most}" if most > least else "")
-    return text + (f"; layers {', '.join(map(str, one['layers']))}" if "layers" in one else "")
+    return text + (f"; layers {', '.join(map(str, candidate['layers']))}" if "layers" in candidate else "")
 
 
-def _parts(candidates: Sequence[dict[str, Any]]) -> list[str]:
-    """Measured minus predicted seconds of every part, strategy by strategy."""
-    told = [(one["strategy"], found) for one in candidates if (found := one["measured_minus_predicted_s"])]
-    if not told:
+def _parts(candidates: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Measured minus predicted seconds of every part by strategy."""
+    by_strategy = {
+        one["strategy"]: one["measured_minus_predicted_s"] for one in candidates if one["measured_minus_predicted_s"]
+    }
+    if not by_strategy:
         return []
-    names = list(told[0][1])
+    names = list(next(iter(by_strategy.values())))
+    rows = ((strategy, *(f"{parts[name]:+.3f}" for name in names)) for strategy, parts in by_strategy.items())
     return [
         "Measured minus predicted seconds on the rank that has the first token, of one more prefill, not corrected for"
         " clock drift:",
         "",
-        f"| strategy | {' | '.join(names)} |",
-        f"| --- |{' ---: |' * len(names)}",
-        *(f"| {name} | {' | '.join(f'{found[part]:+.3f}' for part in names)} |" for name, found in told),
-        "",
+        *numbers_table(("strategy", *names), rows),
     ]
 
 
-def _pace(pace: dict[str, Any]) -> str:
-    what = f"{format_tokens(pace['num_tokens'])} tokens on every rank at once"
-    took = f"{pace['measured_s']:.3f} s ({min(pace['samples_s']):.3f} to {max(pace['samples_s']):.3f})"
+def _pace(pace: Mapping[str, Any]) -> str:
+    prefill = f"{format_tokens(pace['num_tokens'])} tokens on every rank at once"
+    measured = f"{pace['measured_s']:.3f} s ({min(pace['samples_s']):.3f} to {max(pace['samples_s']):.3f})"
     speed = f"{pace['speed']:.2f} of the speed during calibration"
-    return f"{what} took {took}, predicted {pace['predicted_s']:.3f} s: {speed}."
+    return f"{prefill} took {measured}, predicted {pace['predicted_s']:.3f} s: {speed}."
 
 
-def _sleeping(slept: Sequence[Slept]) -> list[str]:
-    if not slept:
+def _sleeping(runs: Sequence[SleepRun]) -> list[str]:
+    if not runs:
         return []
     rows = []
-    for one in slept:
-        noise = "|  |  |"
-        if one.noisy_simulated_s is not None and one.noisy_measured_s is not None:
-            simulated, measured = one.noisy_simulated_s / one.simulated_s, one.noisy_measured_s / one.measured_s
-            noise = f"| {simulated - 1:+.1%} | {measured - 1:+.1%} |"
-        times = f"{one.simulated_s:.3f} | {one.measured_s:.3f} | {one.iqr_s:.3f} | {one.error:+.1%}"
-        rows.append(f"| {one.num_ranks} | {one.name} | {times} {noise}")
+    for run in runs:
+        increases = ("", "")
+        if run.noisy_simulated_s is not None and run.noisy_measured_s is not None:
+            simulated, measured = run.noisy_simulated_s / run.simulated_s, run.noisy_measured_s / run.measured_s
+            increases = (f"{simulated - 1:+.1%}", f"{measured - 1:+.1%}")
+        times = (f"{seconds:.3f}" for seconds in (run.simulated_s, run.measured_s, run.iqr_s))
+        rows.append((run.num_ranks, run.name, *times, f"{run.error:+.1%}", *increases))
+    heads = ("ranks", "strategy", "simulated, s", "measured, s", "IQR, s", "error", "side traffic, simulated")
     return [
         "## 4 and 8 ranks, and side traffic",
         "",
@@ -291,22 +284,11 @@ def _sleeping(slept: Sequence[Slept]) -> list[str]:
         "durations. The last columns: how much longer TTFT gets (median) when others' messages take 30 % of the time",
         "of every link, the paper's noise experiment in miniature: TSP suffers more.",
         "",
-        "| ranks | strategy | simulated, s | measured, s | IQR, s | error | side traffic, simulated | measured |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *rows,
-        "",
+        *numbers_table((*heads, "measured"), rows),
     ]
 
 
-def _first(found: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Each strategy once."""
-    return (one for one in found["candidates"] if SECOND not in one["strategy"])
-
-
 if __name__ == "__main__":
-    from validate.machine.confirmation import main as run  # so that ranks find what they run by its name
+    from validate.machine.confirmation import main as run  # so that the ranks can import functions by name
 
-    try:
-        run()
-    except KvrsimError as error:
-        sys.exit(f"validate.machine.confirmation: {error}")
+    sys.exit(run_command(run))

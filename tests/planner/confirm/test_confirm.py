@@ -71,7 +71,7 @@ def test_parts_add_up_to_the_error_and_stand_on_the_page(confirmed: tuple[dict[s
     found, _ = confirmed
     for one in found["candidates"]:
         assert set(one["measured_minus_predicted_s"]) == set(PARTS)
-    text = page([("a model, loopback", found)], [], "a command")
+    text = "\n".join(page([("a model, loopback", found)], [], "a command"))
     assert all(f"\n| {one['strategy']} | " in text for one in found["candidates"])
     assert "| predicted place | measured place |" in text
     assert "made-up: 2 x cpu-1-thread, switch (loopback" in text
