@@ -1,1 +1,1 @@
-"""The paper's figures, drawn from the simulator beside what is published: `python -m validate.figures`."""
+"""The paper's figures, simulated and compared with the published numbers: `python -m validate.figures`."""

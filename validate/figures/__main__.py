@@ -1,4 +1,7 @@
-"""The page with the figures, as Markdown; every number in it is computed or read from a data file."""
+"""`python -m validate.figures`: draw the paper's figures and write their page, docs/results/figures.md.
+
+Every number of the page is computed or read from a data file.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from validate.figures.drawings import (
     tables,
 )
 from validate.published.compare import Row, summary
-from validate.report import numbers_table, paragraph
+from validate.report import RESULTS, numbers_table, paragraph
 
-IMAGES = "figures"  # beside the page
+IMAGES = "figures"  # folder of the images, next to the page
 
 
 def page(scope: Scope, predictions: Predictions, printed: Printed) -> str:
@@ -100,7 +103,6 @@ def _speedup(scope: Scope, predictions: Predictions, model: str, num_gpus: int, 
 
 
 def _scalability(scope: Scope, predictions: Predictions, printed: Printed) -> list[str]:
-    found = scalings(scope, predictions)
     cells = [
         (
             str(one.num_gpus) + ("" if one.fits else " (does not fit)"),
@@ -109,7 +111,7 @@ def _scalability(scope: Scope, predictions: Predictions, printed: Printed) -> li
             f"{one.ttft_s['kvr-s'] / one.ttft_s['no-communication'] - 1:.1%}",
             " / ".join(f"{one.reported_s[name]:g}" for name in ("tsp", "kvr-s") if name in one.reported_s),
         )
-        for one in found
+        for one in scalings(scope, predictions)
     ]
     heads = ("GPUs", "TSP", "KVR-E", "KVR-S", "TTFT(p)", "TTFT*(p)", "proven bound", "KVR-S above TTFT(p)")
     what = f"{scope.partition_model}, {format_tokens(scope.scaling_context_len)} tokens"
@@ -199,8 +201,21 @@ def _middles(every: Sequence[Interpolated]) -> list[str]:
         "KVR-P above KVR-S",
         "TSP above KVR-S",
     )
-    middle = [one for one in every if one.context_len == sum(one.neighbours) // 2]
-    return numbers_table(heads, [_middle_cells(one) for one in middle])
+    cells = [
+        (
+            f"{one.num_gpus} × {format_tokens(one.context_len)}",
+            _interval(one),
+            shares_text(one.shares),
+            shares_text([chunk / one.context_len for chunk in one.searched]),
+            f"{one.ttft_s:.4f}",
+            f"{one.searched_s:.4f}",
+            f"{one.above_searched:+.2%}",
+            f"{one.tsp_s / one.searched_s - 1:.1%}",
+        )
+        for one in every
+        if one.context_len == sum(one.neighbours) // 2
+    ]
+    return numbers_table(heads, cells)
 
 
 def _worst(scope: Scope, predictions: Predictions, every: Sequence[Interpolated]) -> list[str]:
@@ -208,29 +223,14 @@ def _worst(scope: Scope, predictions: Predictions, every: Sequence[Interpolated]
     intervals: dict[tuple[int, tuple[int, int]], list[Interpolated]] = {}
     for one in every:
         intervals.setdefault((one.num_gpus, one.neighbours), []).append(one)
-    worst = [max(group, key=lambda one: one.above_searched) for group in intervals.values()]
+    cells = []
+    for (num_gpus, (low, _)), group in intervals.items():
+        worst = max(group, key=lambda one: one.above_searched)
+        even, own = (predictions.of(scope.partition_model, low, num_gpus, name).ttft_s for name in ("kvr-e", "kvr-s"))
+        excess = (f"{worst.above_searched:+.2%}", f"{even / own - 1:.1%}")
+        cells.append((f"{num_gpus}, {_interval(worst)}", format_tokens(worst.context_len), *excess))
     heads = ("GPUs, interval", "worst at", "KVR-P above KVR-S", "KVR-E above KVR-S at the lower entry")
-    return numbers_table(heads, [_worst_cells(scope, predictions, one) for one in worst])
-
-
-def _middle_cells(one: Interpolated) -> tuple[str, ...]:
-    return (
-        f"{one.num_gpus} × {format_tokens(one.context_len)}",
-        _interval(one),
-        shares_text(one.shares),
-        shares_text([chunk / one.context_len for chunk in one.searched]),
-        f"{one.ttft_s:.4f}",
-        f"{one.searched_s:.4f}",
-        f"{one.above_searched:+.2%}",
-        f"{one.tsp_s / one.searched_s - 1:.1%}",
-    )
-
-
-def _worst_cells(scope: Scope, predictions: Predictions, one: Interpolated) -> tuple[str, ...]:
-    low, _ = one.neighbours
-    even, own = (predictions.of(scope.partition_model, low, one.num_gpus, name).ttft_s for name in ("kvr-e", "kvr-s"))
-    where = format_tokens(one.context_len)
-    return f"{one.num_gpus}, {_interval(one)}", where, f"{one.above_searched:+.2%}", f"{even / own - 1:.1%}"
+    return numbers_table(heads, cells)
 
 
 def _interval(one: Interpolated) -> str:
@@ -256,11 +256,6 @@ def _tables(scope: Scope, predictions: Predictions) -> list[str]:
     ]
 
 
-# -- the paper's appendix tables: every published row, predicted beside reported, as Markdown
-
-_WORDS = {"none": "on one GPU"}
-
-
 def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
     """Rows by publication, table, model and link, in the order of the data."""
     grouped: dict[tuple[str, str, str, str], list[Row]] = {}
@@ -270,11 +265,11 @@ def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
 
 
 def appendix(rows: Iterable[Row], predictions: Predictions) -> list[str]:
-    """One section a table, model and link."""
+    """One section per table, model and link: every published row, reported and predicted."""
     lines: list[str] = []
     for (source, table, model, link), group in by_table(rows).items():
         results = [predictions.of_row(row) for row in group]
-        where = _WORDS.get(link, f"at {link}")
+        where = "on one GPU" if link == "none" else f"at {link}"
         lines += [f"### {source}, table {table}: {model} {where}", "", _summary_line(group, results), ""]
         heads = ("tokens", "GPUs", "strategy", "reported s", "predicted s", "low–high s", "error", "within", "used")
         cells = [row_cells(row, result) for row, result in zip(group, results, strict=True)]
@@ -283,7 +278,7 @@ def appendix(rows: Iterable[Row], predictions: Predictions) -> list[str]:
 
 
 def row_cells(row: Row, result: SimResult) -> tuple[str, ...]:
-    """One line: what is reported, what is predicted, and how far they are apart."""
+    """The reported and the predicted TTFT, and the error."""
     return (
         str(row.context_len),
         str(row.num_gpus),
@@ -312,10 +307,7 @@ def _summary_line(rows: Sequence[Row], results: Sequence[SimResult]) -> str:
     return f"{errors['n']} rows, {shares}; {within} within the predicted interval."
 
 
-# -- `python -m validate.figures`: draw everything and write the page.
-
-DOCS = Path(__file__).parents[2] / "docs" / "results"
-Step = tuple[Path, Callable[[], bytes]]  # a file, and what it will hold
+Step = tuple[Path, Callable[[], bytes]]  # a file, and the function that returns its contents
 
 
 def steps(scope: Scope, predictions: Predictions, docs: Path) -> list[Step]:
@@ -333,7 +325,7 @@ def steps(scope: Scope, predictions: Predictions, docs: Path) -> list[Step]:
 
 
 def write(scope: Scope, predictions: Predictions, docs: Path) -> Iterator[Path]:
-    """Write the files one after another, each whole or not at all; yields each when it is there."""
+    """Write the files in turn, each whole or not at all; yields the path of each after it is written."""
     (docs / IMAGES).mkdir(parents=True, exist_ok=True)
     for path, content in steps(scope, predictions, docs):
         write_atomically(path, content(), argument="figures")
@@ -349,7 +341,7 @@ def main() -> None:
     simulated = TextColumn("{task.fields[simulated]} simulations")
     columns = (TextColumn("figures"), BarColumn(), MofNCompleteColumn(), simulated, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(steps(scope, Predictions(), DOCS)), simulated=0)
+        task = progress.add_task("", total=len(steps(scope, Predictions(), RESULTS)), simulated=0)
         count = 0
 
         def on_new() -> None:
@@ -357,8 +349,8 @@ def main() -> None:
             count += 1
             progress.update(task, simulated=count)
 
-        for path in write(scope, Predictions(on_new), DOCS):
-            progress.console.print(f"{path.relative_to(DOCS.parent)}: {path.stat().st_size / 1e3:.0f} kB")
+        for path in write(scope, Predictions(on_new), RESULTS):
+            progress.console.print(f"{path.relative_to(RESULTS.parent)}: {path.stat().st_size / 1e3:.0f} kB")
             progress.advance(task)
 
 

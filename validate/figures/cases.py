@@ -1,4 +1,4 @@
-"""The cases that the figures show: which ones, what the paper prints of them, and what the simulator predicts."""
+"""The cases of the figures: the published rows, the paper's claims, the predictions, and the style of all figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Scenario
+from kvrsim.units import format_tokens
 from kvrsim.views.figure import encoded
 from kvrsim.views.style import DIM, INK, STRATEGY_COLOURS, styled
 from planner.candidates import Search
@@ -33,7 +34,7 @@ _FILE = DATA / "kv_runahead_icml2024_figures.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """The published rows, and where between them the simulator is asked."""
+    """The published rows and the cases that are simulated."""
 
     rows: tuple[Row, ...]
     gpu_counts: tuple[int, ...] = (2, 4, 8)  # panels of the TTFT and partition figures
@@ -45,7 +46,7 @@ class Scope:
     interpolated_every: int = 512  # tokens; contexts at which KVR-P is compared with a search
     lookup_gpu_counts: tuple[int, ...] = (4, 8)
     noise: str = "paper"  # of the noisy network
-    noise_samples: int = 400  # runs a bar
+    noise_samples: int = 400  # runs per bar
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -55,8 +56,8 @@ class Scope:
     def reported(self, model: str, num_gpus: int, strategy: str) -> tuple[Row, ...]:
         """Published rows over NVLink, by context."""
         wanted = (model, num_gpus, strategy, FAST)
-        found = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == wanted]
-        return tuple(sorted(found, key=lambda row: row.context_len))
+        rows = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == wanted]
+        return tuple(sorted(rows, key=lambda row: row.context_len))
 
     def contexts(self, model: str) -> tuple[int, ...]:
         """The published contexts of a model over NVLink."""
@@ -75,7 +76,7 @@ class Scope:
 
 
 def full_scope(rows: Iterable[Row] | None = None) -> Scope:
-    """All that the page shows."""
+    """All cases of the page."""
     return Scope(rows=tuple(read_rows() if rows is None else rows))
 
 
@@ -92,8 +93,8 @@ class PrintedPartition:
     context_len: int  # tokens
     num_gpus: int
     method: str  # how the paper found it
-    shares: tuple[float, ...]  # of the context, one a rank
-    printed_as: str  # digit by digit
+    shares: tuple[float, ...]  # of the context by rank
+    printed_as: str  # literally
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,92 +122,85 @@ class Printed:
 def read_printed() -> Printed:
     """The claims, from their data file."""
     data = json.loads(_FILE.read_text())
-    partitions = [PrintedPartition(**{**entry, "shares": tuple(entry["shares"])}) for entry in data["partitions"]]
-    noisy = data["noisy_network"]
     return Printed(
         citation=data["citation"],
-        partitions=tuple(partitions),
-        kvr_p_above_kvr_s=tuple(float(entry["share"]) for entry in data["kvr_p_above_kvr_s"]),
-        kvr_s_above_no_communication=float(data["kvr_s_above_no_communication"]["share"]),
-        noisy_network=NoisyNetwork(
-            place=str(noisy["place"]),
-            model=str(noisy["model"]),
-            context_lens=tuple(noisy["context_lens"]),
-            num_gpus=tuple(noisy["num_gpus"]),
-            shares={name: float(share) for name, share in noisy["shares"].items()},
-        ),
+        partitions=tuple(PrintedPartition(**_with_tuples(entry)) for entry in data["partitions"]),
+        kvr_p_above_kvr_s=tuple(entry["share"] for entry in data["kvr_p_above_kvr_s"]),
+        kvr_s_above_no_communication=data["kvr_s_above_no_communication"]["share"],
+        noisy_network=NoisyNetwork(**_with_tuples(data["noisy_network"])),
     )
 
 
-class Predictions:
-    """Simulates each case once and remembers it; `on_new` is called after each simulation.
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
-    NVLink as the profile has it, save where a published row says otherwise.
+
+class Predictions:
+    """Simulates each case once and stores the result; `on_new` is called after each simulation.
+
+    NVLink as in the profile, unless a published row names another link.
     """
 
     def __init__(self, on_new: Callable[[], None] = lambda: None) -> None:
         self._on_new = on_new
-        self._results: dict[tuple[str, int, int, str], SimResult] = {}
-        self._of_rows: dict[Row, SimResult] = {}
-        self._noisy: dict[tuple[str, int, int, str, str, int], Distribution] = {}
-        self._plans: dict[tuple[str, int, int], Plan] = {}
+        self._results: dict[tuple[Any, ...], Any] = {}
+
+    def _once(self, key: tuple[Any, ...], simulate: Callable[[], _Result]) -> _Result:
+        if key not in self._results:
+            self._results[key] = simulate()
+            self._on_new()
+        result: _Result = self._results[key]
+        return result
 
     def of(self, model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
         """A strategy with its own partition: kvr-s searches."""
         key = (model, context_len, num_gpus, strategy)
-        if key not in self._results:
-            self._results[key] = self._new(run_simulation(_scenario(model, context_len, num_gpus), strategy=strategy))
-        return self._results[key]
+        return self._once(key, lambda: run_simulation(_scenario(model, context_len, num_gpus), strategy=strategy))
 
     def of_row(self, row: Row) -> SimResult:
         """A published row, read as on the accuracy page."""
-        if row not in self._of_rows:
-            scenario, strategy = scenario_of(row)
-            self._of_rows[row] = self._new(run_simulation(scenario, strategy=strategy))
-        return self._of_rows[row]
+        return self._once((row,), lambda: _simulate_row(row))
 
     def with_partition(self, model: str, context_len: int, chunk_lens: Sequence[int]) -> SimResult:
         """KVR with that partition."""
-        scenario = _scenario(model, context_len, len(chunk_lens))
-        return self._new(run_simulation(scenario, strategy="kvr-s", search=Search(partition=chunk_lens)))
+        scenario, search = _scenario(model, context_len, len(chunk_lens)), Search(partition=chunk_lens)
+        key = (model, context_len, *chunk_lens)
+        return self._once(key, lambda: run_simulation(scenario, strategy="kvr-s", search=search))
 
     def noisy(
         self, model: str, context_len: int, num_gpus: int, strategy: str, *, noise: str, samples: int
     ) -> Distribution:
         """TTFTs of a strategy with its quiet partition under a noise."""
-        key = (model, context_len, num_gpus, strategy, noise, samples)
-        if key not in self._noisy:
-            result = run_simulation(
+        quiet = self.of(model, context_len, num_gpus, strategy)
+        result = self._once(
+            (model, context_len, num_gpus, strategy, noise, samples),
+            lambda: run_simulation(
                 _scenario(model, context_len, num_gpus),
                 strategy=strategy,
-                search=Search(partition=self.of(model, context_len, num_gpus, strategy).partition),
+                search=Search(partition=quiet.partition),
                 disturbance=Disturbance(noise=parse_noise(noise), num_samples=samples),
-            )
-            assert result.noisy is not None
-            self._noisy[key] = result.noisy
-            self._on_new()
-        return self._noisy[key]
+            ),
+        )
+        assert result.noisy is not None
+        return result.noisy
 
     def plan(self, model: str, context_len: int, num_gpus: int) -> Plan:
         """The paper's strategies and the bounds."""
-        key = (model, context_len, num_gpus)
-        if key not in self._plans:
-            self._plans[key] = self._new(make_plan(_scenario(model, context_len, num_gpus), strategies=_PAPERS))
-        return self._plans[key]
-
-    def _new(self, result: _Result) -> _Result:
-        self._on_new()
-        return result
+        key = ("plan", model, context_len, num_gpus)
+        return self._once(key, lambda: make_plan(_scenario(model, context_len, num_gpus), strategies=_PAPERS))
 
 
 _PAPERS = ("single", "tsp", "kvr-e", "kvr-s")
 
 
+def _simulate_row(row: Row) -> SimResult:
+    scenario, strategy = scenario_of(row)
+    return run_simulation(scenario, strategy=strategy)
+
+
 def _scenario(model: str, context_len: int, num_gpus: int) -> Scenario:
     return make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
 
-
-# -- the style of the paper's figures: colours that colour-blind readers can tell apart, and small PNGs
 
 GREY, FAINT = DIM, "#e3e3e3"
 _DPI = 110
@@ -221,6 +215,16 @@ class Look:
     colour: str
     marker: str
     dashes: Any = "-"
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Style of a predicted curve."""
+        return dict(color=self.colour, linestyle=self.dashes, linewidth=1.5)
+
+    @property
+    def printed(self) -> dict[str, Any]:
+        """Style of printed points."""
+        return dict(marker=self.marker, color=self.colour, markeredgecolor="white", markersize=7.5)
 
 
 LOOKS = {
@@ -262,6 +266,35 @@ def ticks(axis: Any, values: Sequence[float], labels: Sequence[str]) -> None:
     """These ticks and no others, also on a logarithmic axis."""
     axis.set_ticks(list(values), labels=list(labels))
     axis.set_ticks([], minor=True)
+
+
+def token_ticks(axis: Any, contexts: Sequence[int]) -> None:
+    """Ticks at contexts."""
+    ticks(axis, contexts, [format_tokens(tokens) for tokens in contexts])
+
+
+def second_ticks(axes: Axes, candidates: Sequence[float]) -> None:
+    """Logarithmic TTFTs, with those candidates as ticks that are within the limits."""
+    axes.set_yscale("log")
+    low_s, high_s = axes.get_ylim()
+    inside = [value for value in candidates if low_s <= value <= high_s]
+    ticks(axes.yaxis, inside, [f"{value:g}" for value in inside])
+
+
+def claim_line(axes: Axes, percent: float, text: str, *, right: float, colour: str) -> None:
+    """A dotted line at the paper's claim, with its text at the right end."""
+    axes.axhline(percent, color=colour, linestyle=(0, (1, 3)), linewidth=1)
+    note: dict[str, Any] = dict(xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8.5, color=GREY)
+    axes.annotate(text, xy=(right, percent), **note)
+
+
+def panels(figure: Any, gpu_counts: Sequence[int]) -> dict[int, Axes]:
+    """One panel per number of GPUs, with its title, on the same vertical axis."""
+    row = figure.subplots(1, len(gpu_counts), sharey=True, squeeze=False)[0]
+    by_count = dict(zip(gpu_counts, row, strict=True))
+    for num_gpus, axes in by_count.items():
+        tidy(axes, f"{num_gpus} GPUs")
+    return by_count
 
 
 def png(figure: Any) -> bytes:

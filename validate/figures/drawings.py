@@ -1,4 +1,4 @@
-"""TTFT by context and GPUs, and scalability: the paper's figures 8 and 9, and the same for grouped KV heads."""
+"""The paper's figures 8 to 11: TTFT by context and GPUs, scalability, partitions, and a noisy network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.noise import parse_noise
@@ -23,10 +23,14 @@ from validate.figures.cases import (
     Printed,
     PrintedPartition,
     Scope,
+    claim_line,
     new_figure,
+    panels,
     png,
+    second_ticks,
     ticks,
     tidy,
+    token_ticks,
 )
 from validate.published.compare import Row
 from validate.report import numbers_table, paragraph
@@ -40,7 +44,7 @@ _SERIES = {**LOOKS, "no-communication": NO_COMMUNICATION, "closed-form": CLOSED_
 
 
 def draw_ttft(scope: Scope, predictions: Predictions, model: str) -> bytes:
-    """PNG: TTFT above, how much faster than TSP beneath; one column a number of GPUs."""
+    """PNG: TTFT above, how much faster than TSP beneath; one column per number of GPUs."""
     subtitle = (
         "Lines: predicted; bands: low to high of the prediction (KVR-E's, as wide, is left out)."
         " Markers: printed in the paper's appendix; bars: their rounding."
@@ -67,17 +71,16 @@ def _ttft_panel(axes: Axes, scope: Scope, predictions: Predictions, model: str, 
             low_s, high_s = [result.ttft_low_s for result in results], [result.ttft_high_s for result in results]
             axes.fill_between(contexts, low_s, high_s, color=look.colour, alpha=0.16, linewidth=0)
         ttft_s = [result.ttft_s for result in results]
-        axes.plot(contexts, ttft_s, color=look.colour, linestyle=look.dashes, linewidth=1.5)
+        axes.plot(contexts, ttft_s, **look.line)
         rows = scope.reported(model, num_gpus, strategy)
-        printed: dict[str, Any] = dict(marker=look.marker, color=look.colour, markeredgecolor="white", markersize=7.5)
-        axes.plot([r.context_len for r in rows], [r.ttft_s for r in rows], linestyle="", zorder=4, **printed)
+        axes.plot([r.context_len for r in rows], [r.ttft_s for r in rows], linestyle="", zorder=4, **look.printed)
     if not any(scope.reported(model, num_gpus, strategy) for strategy in LOOKS):
         where: dict[str, Any] = dict(xycoords="axes fraction", ha="right", fontsize=8.5, color=GREY)
         axes.annotate("predicted only: no printed row at hand", xy=(0.98, 0.03), **where)
 
 
 def _speedup_panel(axes: Axes, scope: Scope, predictions: Predictions, model: str, num_gpus: int) -> None:
-    """TSP's TTFT over the strategy's; of printed pairs, with what rounding leaves open."""
+    """TSP's TTFT over the strategy's; printed pairs have the range of their rounding."""
     contexts = scope.curve(model)
     tsp_s = [predictions.of(model, tokens, num_gpus, "tsp").ttft_s for tokens in contexts]
     axes.axhline(1.0, color=LOOKS["tsp"].colour, linewidth=1.5)
@@ -86,20 +89,18 @@ def _speedup_panel(axes: Axes, scope: Scope, predictions: Predictions, model: st
         look = LOOKS[strategy]
         own_s = [predictions.of(model, tokens, num_gpus, strategy).ttft_s for tokens in contexts]
         ratios = [tsp / own for tsp, own in zip(tsp_s, own_s, strict=True)]
-        axes.plot(contexts, ratios, color=look.colour, linestyle=look.dashes, linewidth=1.5)
+        axes.plot(contexts, ratios, **look.line)
         for row in scope.reported(model, num_gpus, strategy):
             if row.context_len in tsp_rows:
-                _printed_speedup(axes, scope, tsp_rows[row.context_len], row, look)
+                _printed_speedup(axes, tsp_rows[row.context_len], row, look)
 
 
-def _printed_speedup(axes: Axes, scope: Scope, tsp: Row, row: Row, look: Look) -> None:
+def _printed_speedup(axes: Axes, tsp: Row, row: Row, look: Look) -> None:
     ratio = tsp.ttft_s / row.ttft_s
-    tsp_off_s, off_s = tsp.rounding_s, row.rounding_s
-    least = (tsp.ttft_s - tsp_off_s) / (row.ttft_s + off_s)
-    most = (tsp.ttft_s + tsp_off_s) / (row.ttft_s - off_s)
-    style: dict[str, Any] = dict(marker=look.marker, markeredgecolor="white", markersize=7.5, linewidth=1.2)
+    least = (tsp.ttft_s - tsp.rounding_s) / (row.ttft_s + row.rounding_s)
+    most = (tsp.ttft_s + tsp.rounding_s) / (row.ttft_s - row.rounding_s)
     yerr = [[ratio - least], [most - ratio]]
-    axes.errorbar([row.context_len], [ratio], yerr=yerr, color=look.colour, zorder=4, **style)
+    axes.errorbar([row.context_len], [ratio], yerr=yerr, zorder=4, linewidth=1.2, **look.printed)
 
 
 def _scales(grid: Any, contexts: tuple[int, ...]) -> None:
@@ -108,13 +109,10 @@ def _scales(grid: Any, contexts: tuple[int, ...]) -> None:
     lower.set_xscale("log", base=2)
     lower.set_xlim(first / 1.12, contexts[-1] * 1.12)
     for axes in grid.flat:
-        ticks(axes.xaxis, contexts, [format_tokens(tokens) for tokens in contexts])
+        token_ticks(axes.xaxis, contexts)
         axes.tick_params(axis="x", labelrotation=0)
-    upper.set_yscale("log")
-    low_s, high_s = upper.get_ylim()
-    shown = [value for value in _SECONDS if low_s <= value <= high_s]
     for axes in grid[0]:
-        ticks(axes.yaxis, shown, [f"{value:g}" for value in shown])
+        second_ticks(axes, _SECONDS)
     upper.set_ylabel("TTFT, seconds")
     lower.set_ylabel("times as fast as TSP")
 
@@ -125,16 +123,20 @@ def _legend(axes: Axes, strategies_with_rows: set[str]) -> None:
 
     handles: dict[str, Any] = {}
     for strategy, look in LOOKS.items():
-        marker = look.marker if strategy in strategies_with_rows else ""
-        style: dict[str, Any] = dict(linestyle=look.dashes, marker=marker, markersize=7.5, markeredgecolor="white")
-        handles[look.label] = Line2D([], [], color=look.colour, **style)
+        style = (
+            look.printed
+            | look.line
+            | {"linewidth": None}
+            | ({} if strategy in strategies_with_rows else {"marker": ""})
+        )
+        handles[look.label] = Line2D([], [], **style)
     handles["low to high"] = Patch(color=GREY, alpha=0.22, linewidth=0)
     axes.legend(handles.values(), handles.keys(), loc="upper left", frameon=False, fontsize=9, handlelength=2.6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """All of one number of GPUs."""
+    """TTFTs on some number of GPUs."""
 
     num_gpus: int
     ttft_s: Mapping[str, float]  # by strategy; and of the two bounds
@@ -144,10 +146,9 @@ class Scaling:
 
 
 def scalings(scope: Scope, predictions: Predictions) -> tuple[Scaling, ...]:
-    """One a number of GPUs; the closed form is the paper's, TTFT(1) / 2 x (1/p + 1/p^2)."""
+    """By number of GPUs; the closed form is the paper's, TTFT(1) / 2 x (1/p + 1/p^2)."""
     model, tokens = scope.partition_model, scope.scaling_context_len
-    plans = {num_gpus: predictions.plan(model, tokens, num_gpus) for num_gpus in scope.scaling_gpu_counts}
-    return tuple(_scaling(scope, plan) for plan in plans.values())
+    return tuple(_scaling(scope, predictions.plan(model, tokens, count)) for count in scope.scaling_gpu_counts)
 
 
 def _scaling(scope: Scope, plan: Plan) -> Scaling:
@@ -170,23 +171,22 @@ def _scaling(scope: Scope, plan: Plan) -> Scaling:
 
 def draw_scalability(scope: Scope, predictions: Predictions, printed: Printed) -> bytes:
     """PNG: TTFT by GPUs, and each over TTFT(p)."""
-    found = scalings(scope, predictions)
+    results = scalings(scope, predictions)
     title = f"{scope.partition_model}, {format_tokens(scope.scaling_context_len)} tokens: TTFT by GPUs"
     subtitle = "Lines with small markers: predicted. Large markers: printed. Hollow: would not fit in a GPU's memory."
     figure = new_figure(10.5, 4.5, title, subtitle)
     left, right = figure.subplots(1, 2)
     for name, look in _SERIES.items():
-        _scaling_line(left, found, {scaling.num_gpus: scaling.ttft_s[name] for scaling in found}, look)
-        above = {scaling.num_gpus: _above(scaling, name) for scaling in found}
+        _scaling_line(left, results, {scaling.num_gpus: scaling.ttft_s[name] for scaling in results}, look)
+        above = {scaling.num_gpus: _above(scaling, name) for scaling in results}
         if name != "no-communication":
-            _scaling_line(right, found, above, look)
-    _printed_points(left, found)
-    _scaling_axes(left, right, found)
-    right.axhline(0, color=NO_COMMUNICATION.colour, linestyle=NO_COMMUNICATION.dashes, linewidth=1.5)
+            _scaling_line(right, results, above, look)
+    _printed_points(left, results)
+    _scaling_axes(left, right, results)
+    right.axhline(0, **NO_COMMUNICATION.line)
     most = 100 * printed.kvr_s_above_no_communication
-    right.axhline(most, color=LOOKS["kvr-s"].colour, linestyle=(0, (1, 3)), linewidth=1)
-    note: dict[str, Any] = dict(xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8.5, color=GREY)
-    right.annotate(f"the paper's KVR-S: up to {most:g} %", xy=(found[-1].num_gpus, most), **note)
+    text, last = f"the paper's KVR-S: up to {most:g} %", results[-1].num_gpus
+    claim_line(right, most, text, right=last, colour=LOOKS["kvr-s"].colour)
     left.legend(loc="lower left", frameon=False, fontsize=9, handlelength=2.8, labelcolor=INK)
     return png(figure)
 
@@ -196,40 +196,31 @@ def _above(scaling: Scaling, name: str) -> float:
     return 100 * (scaling.ttft_s[name] / scaling.ttft_s["no-communication"] - 1)
 
 
-def _scaling_line(axes: Axes, found: tuple[Scaling, ...], values: Mapping[int, float], look: Look) -> None:
-    axes.plot(
-        list(values), list(values.values()), color=look.colour, linestyle=look.dashes, linewidth=1.5, label=look.label
-    )
-    for scaling in found:
+def _scaling_line(axes: Axes, scalings: tuple[Scaling, ...], values: Mapping[int, float], look: Look) -> None:
+    axes.plot(list(values), list(values.values()), label=look.label, **look.line)
+    for scaling in scalings:
         face = look.colour if scaling.fits else "white"
         style: dict[str, Any] = dict(marker=look.marker, markersize=4, color=look.colour, markerfacecolor=face)
         axes.plot([scaling.num_gpus], [values[scaling.num_gpus]], zorder=3, **style)
 
 
-def _printed_points(axes: Axes, found: tuple[Scaling, ...]) -> None:
-    for scaling in found:
+def _printed_points(axes: Axes, scalings: tuple[Scaling, ...]) -> None:
+    for scaling in scalings:
         for strategy, ttft_s in scaling.reported_s.items():
-            look = LOOKS[strategy]
-            style: dict[str, Any] = dict(marker=look.marker, markersize=9, color=look.colour, markeredgecolor="white")
-            axes.plot([scaling.num_gpus], [ttft_s], zorder=4, **style)
+            axes.plot([scaling.num_gpus], [ttft_s], zorder=4, **LOOKS[strategy].printed | {"markersize": 9})
 
 
-def _scaling_axes(left: Axes, right: Axes, found: tuple[Scaling, ...]) -> None:
-    counts = [scaling.num_gpus for scaling in found]
+def _scaling_axes(left: Axes, right: Axes, results: tuple[Scaling, ...]) -> None:
+    counts = [scaling.num_gpus for scaling in results]
     for axes, title in ((left, "TTFT"), (right, "above TTFT(p)")):
         axes.set_xscale("log", base=2)
         ticks(axes.xaxis, counts, [str(count) for count in counts])
         axes.set_xlabel("GPUs, p")
         tidy(axes, title)
-    left.set_yscale("log")
-    low_s, high_s = left.get_ylim()
-    shown = [value for value in (0.2, 0.5, 1.0, 2.0, 5.0, 10.0) if low_s <= value <= high_s]
-    ticks(left.yaxis, shown, [f"{value:g}" for value in shown])
+    second_ticks(left, (0.2, 0.5, 1.0, 2.0, 5.0, 10.0))
     left.set_ylabel("TTFT, seconds")
     right.set_ylabel("per cent above TTFT(p)")
 
-
-# -- partitions by context, and interpolated ones against searched ones: the paper's figure 10
 
 _HEIGHT = 0.74  # of a bar
 _ROOM = 0.055  # share of the context in which a number can be read
@@ -238,21 +229,22 @@ _COLOURS = (LOOKS["kvr-s"].colour, LOOKS["tsp"].colour)
 
 
 def draw_breakdown(scope: Scope, predictions: Predictions, printed: Printed) -> bytes:
-    """PNG: shares of KVR-S's partitions by context, one panel a number of GPUs."""
+    """PNG: shares of KVR-S's partitions by context, one panel per number of GPUs."""
     title = f"{scope.partition_model}: KVR-S's partitions over NVLink"
     subtitle = "Each rank's share in per cent, first rank on the left. Triangles: boundaries that the paper prints."
     contexts = breakdown_contexts(scope)
     figure = new_figure(10.5, 1.5 + 0.3 * len(contexts), title, subtitle)
-    panels = figure.subplots(1, len(scope.gpu_counts), sharey=True, squeeze=False)[0]
-    for axes, num_gpus in zip(panels, scope.gpu_counts, strict=True):
+    by_count = panels(figure, scope.gpu_counts)
+    for num_gpus, axes in by_count.items():
         for position, tokens in enumerate(contexts):
             chunks = predictions.of(scope.partition_model, tokens, num_gpus, "kvr-s").partition
             _bar(axes, position, [chunk / tokens for chunk in chunks])
+            case = (scope.partition_model, tokens, num_gpus)
             for partition in printed.partitions:
-                if _matches(partition, scope.partition_model, tokens, num_gpus):
+                if (partition.model, partition.context_len, partition.num_gpus) == case:
                     _marks(axes, position, partition)
-        _share_axes(axes, num_gpus, contexts)
-    panels[0].set_ylabel("context, tokens")
+        _share_axes(axes, contexts)
+    by_count[scope.gpu_counts[0]].set_ylabel("context, tokens")
     return png(figure)
 
 
@@ -260,10 +252,6 @@ def breakdown_contexts(scope: Scope) -> tuple[int, ...]:
     """The lookup table's contexts, and those halfway between."""
     halfway = [(low + high) // 2 for low, high in zip(scope.knots, scope.knots[1:], strict=False)]
     return tuple(sorted({*scope.knots, *halfway}))
-
-
-def _matches(partition: PrintedPartition, model: str, context_len: int, num_gpus: int) -> bool:
-    return (partition.model, partition.context_len, partition.num_gpus) == (model, context_len, num_gpus)
 
 
 def _bar(axes: Axes, position: int, shares: list[float]) -> None:
@@ -286,8 +274,7 @@ def _marks(axes: Axes, position: int, partition: PrintedPartition) -> None:
         axes.scatter(ends, [edge] * len(ends), marker=marker, s=30, color=INK, linewidth=0, zorder=4)
 
 
-def _share_axes(axes: Axes, num_gpus: int, contexts: tuple[int, ...]) -> None:
-    tidy(axes, f"{num_gpus} GPUs")
+def _share_axes(axes: Axes, contexts: tuple[int, ...]) -> None:
     axes.grid(visible=False)
     axes.set_xlim(0, 1)
     axes.set_ylim(len(contexts) - 0.4, -0.6)
@@ -310,7 +297,6 @@ class Interpolated:
     searched: tuple[int, ...]  # KVR-S
     ttft_s: float  # of KVR-P
     searched_s: float
-    even_s: float
     tsp_s: float
 
     @property
@@ -337,7 +323,6 @@ def interpolated(
         searched=searched.partition,
         ttft_s=predictions.with_partition(model, context_len, chunk_lens).ttft_s,
         searched_s=searched.ttft_s,
-        even_s=predictions.of(model, context_len, num_gpus, "kvr-e").ttft_s,
         tsp_s=predictions.of(model, context_len, num_gpus, "tsp").ttft_s,
     )
 
@@ -391,51 +376,38 @@ def comparison(scope: Scope, predictions: Predictions, num_gpus: int, knots: tup
 
 
 def draw_kvr_p(scope: Scope, predictions: Predictions, printed: Printed) -> bytes:
-    """PNG: TTFT of KVR-P above KVR-S by context, one panel a number of GPUs."""
+    """PNG: TTFT of KVR-P above KVR-S by context, one panel per number of GPUs."""
     title = f"{scope.partition_model}: KVR-P, partitions looked up and interpolated, against KVR-S, searched"
     subtitle = (
         "Predicted TTFT of KVR-P above that of KVR-S's own search at the same context. Dots: entries of the table."
     )
     figure = new_figure(10.5, 3.9, title, subtitle)
-    panels = figure.subplots(1, len(scope.lookup_gpu_counts), sharey=True, squeeze=False)[0]
-    for axes, num_gpus in zip(panels, scope.lookup_gpu_counts, strict=True):
+    by_count = panels(figure, scope.lookup_gpu_counts)
+    most = 100 * max(printed.kvr_p_above_kvr_s)
+    for num_gpus, axes in by_count.items():
         for colour, (name, knots) in zip(_COLOURS, tables(scope).items(), strict=True):
-            found = comparison(scope, predictions, num_gpus, knots)
-            _curve(axes, found, knots, colour, name)
-        _excess_axes(axes, scope, num_gpus)
-        _claim(axes, scope, printed)
-    panels[0].set_ylabel("KVR-P above KVR-S, % of TTFT")
-    panels[0].legend(loc="upper left", frameon=False, fontsize=9)
+            _curve(axes, comparison(scope, predictions, num_gpus, knots), knots, colour, name)
+        token_ticks(axes.xaxis, scope.knots)
+        axes.set_xlabel("context, tokens")
+        axes.set_ylim(-0.12, _MOST_SHOWN)
+        claim_line(axes, most, f"the paper: up to {most:g} %", right=scope.knots[-1], colour=GREY)
+    first = by_count[scope.lookup_gpu_counts[0]]
+    first.set_ylabel("KVR-P above KVR-S, % of TTFT")
+    first.legend(loc="upper left", frameon=False, fontsize=9)
     return png(figure)
 
 
-def _curve(axes: Axes, found: list[Interpolated], knots: tuple[int, ...], colour: str, name: str) -> None:
-    percent = {one.context_len: 100 * one.above_searched for one in found}
+def _curve(axes: Axes, compared: list[Interpolated], knots: tuple[int, ...], colour: str, name: str) -> None:
+    percent = {one.context_len: 100 * one.above_searched for one in compared}
     axes.plot(list(percent), list(percent.values()), color=colour, linewidth=1.5, label=name)
     dots: dict[str, Any] = dict(marker="o", markersize=6, linestyle="", color=colour, markeredgecolor="white", zorder=3)
     axes.plot(list(knots), [percent.get(tokens, 0.0) for tokens in knots], **dots)
-    worst = max(found, key=lambda one: one.above_searched)
+    worst = max(compared, key=lambda one: one.above_searched)
     if 100 * worst.above_searched > _MOST_SHOWN:
         text = f"up to {worst.above_searched:.0%}\nat {format_tokens(worst.context_len)}"
         style: dict[str, Any] = dict(fontsize=8.5, color=colour, ha="center", va="top")
         axes.text(sum(worst.neighbours) / 2, 0.98 * _MOST_SHOWN, text, **style)
 
-
-def _claim(axes: Axes, scope: Scope, printed: Printed) -> None:
-    most = 100 * max(printed.kvr_p_above_kvr_s)
-    axes.axhline(most, color=GREY, linestyle=(0, (1, 3)), linewidth=1)
-    note: dict[str, Any] = dict(xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8.5, color=GREY)
-    axes.annotate(f"the paper: up to {most:g} %", xy=(scope.knots[-1], most), **note)
-
-
-def _excess_axes(axes: Axes, scope: Scope, num_gpus: int) -> None:
-    tidy(axes, f"{num_gpus} GPUs")
-    ticks(axes.xaxis, scope.knots, [format_tokens(tokens) for tokens in scope.knots])
-    axes.set_xlabel("context, tokens")
-    axes.set_ylim(-0.12, _MOST_SHOWN)
-
-
-# -- a noisy network: the paper's figure 11 (c)
 
 _WIDTH = 0.26  # of a bar
 
@@ -450,64 +422,56 @@ class Increase:
     mean: float
     low: float  # 95 % confidence limits of the mean
     high: float
-    p95: float
 
 
 def increases(scope: Scope, predictions: Predictions, printed: Printed) -> tuple[Increase, ...]:
-    """One a context, number of GPUs and strategy, in this order."""
+    """By number of GPUs, context and strategy, in this order."""
     noisy = printed.noisy_network
-    return tuple(
-        _increase(scope, predictions, noisy.model, tokens, num_gpus, strategy)
-        for num_gpus in noisy.num_gpus
-        for tokens in noisy.context_lens
-        for strategy in LOOKS
-    )
+    cases = product(noisy.num_gpus, noisy.context_lens, LOOKS)
+    return tuple(_increase(scope, predictions, noisy.model, *case) for case in cases)
 
 
 def _increase(
-    scope: Scope, predictions: Predictions, model: str, tokens: int, num_gpus: int, strategy: str
+    scope: Scope, predictions: Predictions, model: str, num_gpus: int, tokens: int, strategy: str
 ) -> Increase:
-    found = predictions.noisy(model, tokens, num_gpus, strategy, noise=scope.noise, samples=scope.noise_samples)
-    low_s, high_s = found.mean.low_s or found.mean.value_s, found.mean.high_s or found.mean.value_s
-    mean, low, high, p95 = (
-        value / found.quiet_s - 1 for value in (found.mean.value_s, low_s, high_s, found.p95.value_s)
-    )
-    return Increase(context_len=tokens, num_gpus=num_gpus, strategy=strategy, mean=mean, low=low, high=high, p95=p95)
+    ttft = predictions.noisy(model, tokens, num_gpus, strategy, noise=scope.noise, samples=scope.noise_samples)
+    limits_s = (ttft.mean.value_s, ttft.mean.low_s or ttft.mean.value_s, ttft.mean.high_s or ttft.mean.value_s)
+    mean, low, high = (seconds / ttft.quiet_s - 1 for seconds in limits_s)
+    return Increase(context_len=tokens, num_gpus=num_gpus, strategy=strategy, mean=mean, low=low, high=high)
 
 
-def mean_increase(found: tuple[Increase, ...], strategy: str) -> float:
+def mean_increase(all_increases: tuple[Increase, ...], strategy: str) -> float:
     """Mean of a strategy over all contexts and numbers of GPUs."""
-    own = [one.mean for one in found if one.strategy == strategy]
+    own = [one.mean for one in all_increases if one.strategy == strategy]
     return sum(own) / len(own)
 
 
 def draw_noise(scope: Scope, predictions: Predictions, printed: Printed) -> bytes:
-    """PNG: increase of TTFT by context, one panel a number of GPUs."""
+    """PNG: increase of TTFT by context, one panel per number of GPUs."""
     noisy = printed.noisy_network
-    found = increases(scope, predictions, printed)
+    all_increases = increases(scope, predictions, printed)
     title = f"{noisy.model}: how much a noisy network adds to TTFT"
     subtitle = f"Bars: mean of {scope.noise_samples} simulated runs each. Dotted: what the paper prints, at most."
     figure = new_figure(10.5, 4.2, title, subtitle)
-    panels = figure.subplots(1, len(noisy.num_gpus), sharey=True, squeeze=False)[0]
-    for axes, num_gpus in zip(panels, noisy.num_gpus, strict=True):
-        _panel(axes, [one for one in found if one.num_gpus == num_gpus], noisy.context_lens)
+    by_count = panels(figure, noisy.num_gpus)
+    for num_gpus, axes in by_count.items():
+        _noise_panel(axes, [one for one in all_increases if one.num_gpus == num_gpus], noisy.context_lens)
         for strategy, share in noisy.shares.items():
             axes.axhline(100 * share, color=LOOKS[strategy].colour, linestyle=(0, (1, 2)), linewidth=1.2)
-        tidy(axes, f"{num_gpus} GPUs")
-    panels[0].set_ylabel("mean TTFT above quiet, %")
-    panels[0].legend(frameon=False, fontsize=9, labelcolor=GREY)
+    first = by_count[noisy.num_gpus[0]]
+    first.set_ylabel("mean TTFT above quiet, %")
+    first.legend(frameon=False, fontsize=9, labelcolor=GREY)
     return png(figure)
 
 
-def _panel(axes: Axes, found: list[Increase], contexts: tuple[int, ...]) -> None:
-    for place, (strategy, look) in enumerate(LOOKS.items()):
-        own = [one for one in found if one.strategy == strategy]
-        spots = [contexts.index(one.context_len) + (place - 1) * _WIDTH for one in own]
+def _noise_panel(axes: Axes, increases: list[Increase], contexts: tuple[int, ...]) -> None:
+    for index, (strategy, look) in enumerate(LOOKS.items()):
+        own = [one for one in increases if one.strategy == strategy]
+        centres = [contexts.index(one.context_len) + (index - 1) * _WIDTH for one in own]
         heights = [100 * one.mean for one in own]
-        style: dict[str, Any] = dict(width=_WIDTH, color=look.colour, label=look.label, zorder=2)
-        axes.bar(spots, heights, **style)
-        for spot, height in zip(spots, heights, strict=True):
-            axes.annotate(f"{height:.1f}", xy=(spot, height), ha="center", va="bottom", fontsize=8, color=GREY)
+        axes.bar(centres, heights, width=_WIDTH, color=look.colour, label=look.label, zorder=2)
+        for centre, height in zip(centres, heights, strict=True):
+            axes.annotate(f"{height:.1f}", xy=(centre, height), ha="center", va="bottom", fontsize=8, color=GREY)
     axes.set_xticks(range(len(contexts)), labels=[format_tokens(tokens) for tokens in contexts])
     axes.set_xlabel("context, tokens")
 
@@ -515,22 +479,14 @@ def _panel(axes: Axes, found: list[Increase], contexts: tuple[int, ...]) -> None
 def noise_section(scope: Scope, predictions: Predictions, printed: Printed, picture: str) -> list[str]:
     """The page's part on the noisy network."""
     noisy = printed.noisy_network
-    found = increases(scope, predictions, printed)
-    shown = {strategy: f"{mean_increase(found, strategy):.1%}" for strategy in LOOKS}
-    said = ", ".join(f"{LOOKS[name].label} {share:.1%}" for name, share in noisy.shares.items())
-    cells = [
-        (
-            f"{num_gpus}, {format_tokens(tokens)}",
-            *(
-                f"{one.mean:.1%} ({one.low:.1%} to {one.high:.1%})"
-                for one in found
-                if (one.num_gpus, one.context_len) == (num_gpus, tokens)
-            ),
-        )
-        for num_gpus in noisy.num_gpus
-        for tokens in noisy.context_lens
-    ]
-    cells.append(("mean", *shown.values()))
+    all_increases = increases(scope, predictions, printed)
+    limits = ", ".join(f"{LOOKS[name].label} {share:.1%}" for name, share in noisy.shares.items())
+    cells = []
+    for num_gpus, tokens in product(noisy.num_gpus, noisy.context_lens):
+        own = [one for one in all_increases if (one.num_gpus, one.context_len) == (num_gpus, tokens)]
+        ranges = (f"{one.mean:.1%} ({one.low:.1%} to {one.high:.1%})" for one in own)
+        cells.append((f"{num_gpus}, {format_tokens(tokens)}", *ranges))
+    cells.append(("mean", *(f"{mean_increase(all_increases, strategy):.1%}" for strategy in LOOKS)))
     cells.append(("the paper, at most", *(f"{noisy.shares[strategy]:.1%}" for strategy in LOOKS)))
     return [
         "## A noisy network (Fig. 11)",
@@ -539,7 +495,7 @@ def noise_section(scope: Scope, predictions: Predictions, printed: Printed, pict
         "",
         *paragraph(
             f"Noise `{scope.noise}`: {parse_noise(scope.noise).describe()}. Its parameters were calibrated on the",
-            f"three increases of TTFT that the paper prints, each an upper limit ({said}): agreement of the means is",
+            f"three increases of TTFT that the paper prints, each an upper limit ({limits}): agreement of the means is",
             "therefore no evidence; the order of the strategies and the spread over contexts and GPUs are the test.",
             "The paper reports TSP's increase as over 10 % on average and at most 11.8 %, so it is nearly constant; in",
             "the simulation it falls with the context and rises with the number of GPUs, as the all-gather's share",

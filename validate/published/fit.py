@@ -1,14 +1,14 @@
 """Fit profile a100-eager to the published rows: `python -m validate.published.fit`.
 
 Six constants are fitted; everything else is counted or measured elsewhere.
-- bytes a second of the score matrices, element-wise kernels and copies, never above the datasheet's;
-- host seconds a layer and a kernel of it, more a rank that takes part in an all-gather, and what the device idles
-  after communication that held it;
-- bytes that Falcon's code moves a score element: its code counts 12 to 16 without ALiBi and 44 with it, and the rows
+- bytes per second of the score matrices, element-wise kernels and copies, never above the datasheet's;
+- host seconds per layer and per kernel, per rank of an all-gather, and the idle time of the device after communication
+  that held it;
+- bytes that Falcon's code moves per score element: its code counts 12 to 16 without ALiBi and 44 with it, and the rows
   of both models ask for the same, about 24. Llama's 28 are counted.
-Host seconds a kernel come from Llama (40 kernels a layer; 42 with shared KV heads), Falcon 7B (38) and Falcon 1B (19)
-together. Rows of one family alone hardly tell them, or Falcon's bytes: priors say 10 us a kernel and Llama's bytes,
-within a factor of two.
+Host seconds per kernel come from Llama (40 kernels per layer; 42 with shared KV heads), Falcon 7B (38) and Falcon 1B
+(19) together. Rows of one family alone hardly determine them, or Falcon's bytes: priors are 10 us per kernel and
+Llama's bytes, within a factor of two.
 Counted: kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and
 copies of K and V in the paper's pseudo-code (stacked by all; concatenated where a prefix came before; twice where
 torch's list all-gather unpacks pieces that are then concatenated).
@@ -115,7 +115,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
 
 @cache
 def _measured() -> CalibrationProfile:
-    """What is measured elsewhere."""
+    """The profile of what is measured elsewhere."""
     profile = load_profile(_MEASURED)
     return replace(profile, kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, measured=())))
 
@@ -132,14 +132,14 @@ def full_bandwidth_scenario(row: Row, profile: CalibrationProfile) -> Scenario:
 
 def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str = "analytical") -> Partitions:
     """The partition of each row, searched with this profile where the strategy says so."""
-    found = {}
+    partitions = {}
     for row in rows:
         scenario, strategy = full_bandwidth_scenario(row, profile), get_strategy(row.strategy)
         if strategy.partition_rule == "search":
-            found[row] = search(scenario, strategy, method=method).partition
+            partitions[row] = search(scenario, strategy, method=method).partition
         else:
-            found[row] = Partition.even(row.context_len, row.num_gpus)
-    return found
+            partitions[row] = Partition.even(row.context_len, row.num_gpus)
+    return partitions
 
 
 def ttft_s(row: Row, profile: CalibrationProfile, partition: Partition) -> float:
@@ -159,7 +159,7 @@ ENGINE = _SHIPPED / "engines" / "hf-2023.json"
 LEFT_OUT = DATA / "a100_eager_left_out.json"
 _MOST = np.log([2.039e12, 1.0, 1.0, 1.0, 1.0, 100.0])  # NVIDIA A100 80GB SXM: HBM bytes/s
 _STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # how far each constant may move at first
-PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # of constants that the rows may not tell
+PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # of constants that the rows may not determine
 _PRIOR_SD = np.log(2.0)
 _ROUNDS = 4
 _LEAST_GAIN = 2e-3  # of a round; less ends the fit
@@ -211,8 +211,8 @@ def _prior_errors(constants: Array) -> Array:
 
 def _cost(rows: Sequence[Row], weight: Array, partitions: Partitions, constants: Array) -> float:
     """What `solve` minimises: the soft absolute value of the weighted errors."""
-    found = weight * errors(rows, profile_of(constants, None), partitions)
-    scaled = np.append(found, _prior_errors(constants)) / _NOISE
+    weighted = weight * errors(rows, profile_of(constants, None), partitions)
+    scaled = np.append(weighted, _prior_errors(constants)) / _NOISE
     return float(np.mean(np.sqrt(1.0 + scaled**2) - 1.0))
 
 
@@ -222,16 +222,16 @@ def predicted(rows: Sequence[Row], constants: Array) -> Errors:
     return dict(zip(rows, errors(rows, profile, partitions_for(rows, profile, "auto")), strict=True))
 
 
-def ape(found: Errors) -> Array:
+def ape(logs: Errors) -> Array:
     """Relative errors without sign."""
-    return np.abs(np.expm1(list(found.values())))
+    return np.abs(np.expm1(list(logs.values())))
 
 
-def speedup_errors(found: Errors) -> Array:
+def speedup_errors(logs: Errors) -> Array:
     """Relative errors, without sign, of KVR-S's speed-up over TSP."""
-    tsp = {(row.model, row.context_len, row.num_gpus): error for row, error in found.items() if row.strategy == "tsp"}
-    logs = [tsp[row.model, row.context_len, row.num_gpus] - found[row] for row in found if row.strategy == "kvr-s"]
-    return np.abs(np.expm1(logs))
+    tsp = {(row.model, row.context_len, row.num_gpus): error for row, error in logs.items() if row.strategy == "tsp"}
+    ratios = [tsp[row.model, row.context_len, row.num_gpus] - logs[row] for row in logs if row.strategy == "kvr-s"]
+    return np.abs(np.expm1(ratios))
 
 
 def p80_ape(left_out: Errors) -> float:
@@ -253,9 +253,9 @@ def coverage(left_out: Errors) -> float:
     return float(np.mean(inside))
 
 
-def _by_model(found: Errors) -> dict[str, Array]:
-    models = dict.fromkeys(row.model for row in found)
-    return {model: ape({row: error for row, error in found.items() if row.model == model}) for model in models}
+def _by_model(logs: Errors) -> dict[str, Array]:
+    models = dict.fromkeys(row.model for row in logs)
+    return {model: ape({row: error for row, error in logs.items() if row.model == model}) for model in models}
 
 
 def family(row: Row) -> str:
@@ -264,9 +264,9 @@ def family(row: Row) -> str:
 
 
 def _fit_and_predict(name: str, train: Sequence[Row], test: Sequence[Row]) -> Errors:
-    found = predicted(test, fit(train))
-    _say(f"{name}: mean absolute error {ape(found).mean():.1%}")
-    return found
+    logs = predicted(test, fit(train))
+    _say(f"{name}: mean absolute error {ape(logs).mean():.1%}")
+    return logs
 
 
 def _split(name: str, rows: Sequence[Row], used: Callable[[Row], bool]) -> tuple[str, list[Row], list[Row]]:
@@ -284,8 +284,8 @@ def main() -> None:
     splits.append(_split("up to 4 GPUs, on 8", rows, lambda row: row.num_gpus <= 4))
     tasks = [delayed(_fit_and_predict)(*split) for split in splits]
     *left_out, longer, more_gpus = Parallel(n_jobs=-1)(tasks)
-    crossed = {row: error for found in left_out[: len(models)] for row, error in found.items()}
-    others = {row: error for found in left_out[len(models) :] for row, error in found.items()}
+    crossed = {row: error for logs in left_out[: len(models)] for row, error in logs.items()}
+    others = {row: error for logs in left_out[len(models) :] for row, error in logs.items()}
     constants = fit(rows)
     own = predicted(rows, constants)
     figures = {
