@@ -24,7 +24,7 @@ from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.capacity.times import StrategyPolicy
 from planner.deploy import DeployEngine, Launch, deploy_engine, launch_of, names_for
-from validate.report import RESULTS, table, write_page
+from validate.report import RESULTS, fill, table, write_page
 
 PAGE = RESULTS / "engine_flags.md"
 QUESTIONS: tuple[dict[str, Any], ...] = (
@@ -60,15 +60,6 @@ for arguments in json.load(sys.stdin):
         refused.append(arguments)
 print("\\n" + json.dumps({{"version": importlib.metadata.version("{package}"), "refused": refused}}))
 """
-_ABOUT = """# Flags read by the engines
-
-`python -m validate.engine_flags {command}` on {date}. Launches are those that `kvrsim plan --emit`
-prints for every strategy that the engine has, for six models and machines, and those of two fleets of
-`kvrsim capacity --emit`. The engine's own argument parser, from the package of this version, reads each. It also reads
-each option that [kvrsim/data/deploy.json](../../kvrsim/data/deploy.json) lists, once with each listed value. Nothing is
-started: whether a model, the GPUs and the version support a combination is not checked.
-"""
-_MISSING = "TensorRT-LLM's package on the index is a placeholder, so its options are checked against its source only."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,13 +145,13 @@ def page(engines: Sequence[Parsed]) -> list[str]:
         for one in engines
     ]
     refused = [(one.engine.name, text) for one in engines for text in (*one.refused_launches, *one.refused_options)]
-    return [
-        _ABOUT.format(command=command, date=f"{datetime.now(UTC):%Y-%m-%d}"),
-        *table(heads, rows),
-        *(f"- {name} refuses `{text}`" for name, text in refused),
-        *[""] * bool(refused),
-        _MISSING,
-    ]
+    return fill(
+        "engine_flags",
+        command=command,
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        engines=table(heads, rows),
+        refused="".join(f"- {name} refuses `{text}`\n" for name, text in refused) + "\n" * bool(refused),
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

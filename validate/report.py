@@ -1,9 +1,8 @@
-"""Pages of docs/results: Markdown tables and paragraphs, and the command that writes a page."""
+"""Pages of docs/results: templates of prose, Markdown tables, and commands that write a page."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
+_TEMPLATES = Path(__file__).parent / "pages"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, rule: str = "---") -> list[str]:
@@ -24,9 +24,10 @@ def numbers_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> lis
     return table(heads, rows, rule="---:")
 
 
-def paragraph(*sentences: str) -> list[str]:
-    """Prose, wrapped, and an empty line."""
-    return [*textwrap.wrap(" ".join(sentences), width=118, break_on_hyphens=False, break_long_words=False), ""]
+def fill(name: str, **values: object) -> list[str]:
+    """Lines of the template validate/pages/NAME.md, with values in place of its {fields}; a list is joined as lines."""
+    texts = {key: "\n".join(value).rstrip() if isinstance(value, list) else value for key, value in values.items()}
+    return [*(_TEMPLATES / f"{name}.md").read_text("utf-8").format(**texts).rstrip().split("\n"), ""]
 
 
 def write_page(path: Path, lines: Iterable[str]) -> None:

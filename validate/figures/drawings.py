@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.noise import parse_noise
 from kvrsim.results.results import Plan
 from kvrsim.units import format_tokens
 from kvrsim.views.style import INK
@@ -33,7 +32,6 @@ from validate.figures.cases import (
     token_ticks,
 )
 from validate.published.compare import Row
-from validate.report import numbers_table, paragraph
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -474,34 +472,3 @@ def _noise_panel(axes: Axes, increases: list[Increase], contexts: tuple[int, ...
             axes.annotate(f"{height:.1f}", xy=(centre, height), ha="center", va="bottom", fontsize=8, color=GREY)
     axes.set_xticks(range(len(contexts)), labels=[format_tokens(tokens) for tokens in contexts])
     axes.set_xlabel("context, tokens")
-
-
-def noise_section(scope: Scope, predictions: Predictions, printed: Printed, picture: str) -> list[str]:
-    """The page's part on the noisy network."""
-    noisy = printed.noisy_network
-    all_increases = increases(scope, predictions, printed)
-    limits = ", ".join(f"{LOOKS[name].label} {share:.1%}" for name, share in noisy.shares.items())
-    cells = []
-    for num_gpus, tokens in product(noisy.num_gpus, noisy.context_lens):
-        own = [one for one in all_increases if (one.num_gpus, one.context_len) == (num_gpus, tokens)]
-        ranges = (f"{one.mean:.1%} ({one.low:.1%} to {one.high:.1%})" for one in own)
-        cells.append((f"{num_gpus}, {format_tokens(tokens)}", *ranges))
-    cells.append(("mean", *(f"{mean_increase(all_increases, strategy):.1%}" for strategy in LOOKS)))
-    cells.append(("the paper, at most", *(f"{noisy.shares[strategy]:.1%}" for strategy in LOOKS)))
-    return [
-        "## A noisy network (Fig. 11)",
-        "",
-        picture,
-        "",
-        *paragraph(
-            f"Noise `{scope.noise}`: {parse_noise(scope.noise).describe()}. Its parameters were calibrated on the",
-            f"three increases of TTFT that the paper prints, each an upper limit ({limits}): agreement of the means is",
-            "therefore no evidence; the order of the strategies and the spread over contexts and GPUs are the test.",
-            "The paper reports TSP's increase as over 10 % on average and at most 11.8 %, so it is nearly constant; in",
-            "the simulation it falls with the context and rises with the number of GPUs, as the all-gather's share",
-            "does. More in [noise.md](../how-to/noise.md).",
-        ),
-        f"Mean increase of TTFT over {scope.noise_samples} runs each, with 95 % confidence limits:",
-        "",
-        *numbers_table(("GPUs, tokens", *(look.label for look in LOOKS.values())), cells),
-    ]

@@ -22,23 +22,12 @@ from typing import Any
 
 from kvrsim.io.files import write_atomically
 from validate.gpu.steps import STEPS, Finding, Scope, Step
-from validate.report import table, write_page
+from validate.report import fill, table, write_page
 
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
     " fast or how right kvrsim is on a GPU."
 )
-_ABOUT = """\
-`make gpu` (or `python -m validate.gpu`) is the first command to run on a GPU node. It checks, in this order, everything
-that measured times depend on. Each step runs in a separate process with a time-out. A step that fails does not stop the
-others. `gpu-report/report.md` and `report.json` are rewritten after each step, and the output of each step is beside
-them. `--steps transport,clock` runs some steps again and replaces their results in the report. The exit code is 1 if a
-step failed.
-
-kvrsim's code for CUDA and NCCL has been reviewed and tested with stand-ins; **no GPU was available when this page was
-written**. Allow about an hour on eight GPUs. Without a GPU the same steps run on the CPU with a tiny model, in a few
-minutes. Steps that need missing hardware are skipped, with a note.
-"""
 _MOST_CHARACTERS = 400  # of a line
 _LOG_LINES = 3  # of a step that ended without a result
 _FAILURES = ("failed", "timed out")
@@ -127,8 +116,7 @@ class Report:
 def page(report: Report) -> list[str]:
     """docs/how-to/gpu.md: what the steps are, and a report."""
     rows = [(f"`{step.name}`", cell(step.must_show), cell(step.otherwise)) for step in STEPS]
-    steps = table(("step", "must show", "otherwise"), rows)
-    return ["# The first hour on a GPU node", "", _ABOUT, *steps, report.to_markdown(level=2)]
+    return fill("gpu", steps=table(("step", "must show", "otherwise"), rows), report=report.to_markdown(level=2))
 
 
 def cell(text: str) -> str:

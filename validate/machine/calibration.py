@@ -29,7 +29,7 @@ from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
 from kvrsim.scenario import Partition
-from validate.report import RESULTS, numbers_table, write_page
+from validate.report import RESULTS, fill, numbers_table, write_page
 
 PAGE = RESULTS / "calibration.md"
 MODELS = Path(__file__).parents[1] / "models"
@@ -118,26 +118,9 @@ def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]
     return [f"## {name}", "", sentence, "", *numbers_table(heads, rows)]
 
 
-def head(conditions: Mapping[str, Any], command: str, prefills: Mapping[str, Sequence[Prefill]]) -> list[str]:
-    """The page's head: the set-up, and the errors of each model."""
-    return [
-        "# A calibration against whole prefills",
-        "",
-        f"`{command}` (`make calibration`) on {date.today().isoformat()}. TTFT of one process,",
-        f"{KERNEL} attention, models of 8 layers with hidden size 512 and 8 heads, random weights. None of the",
-        "contexts is a chunk of the calibration's grid; measured: the median of repeated prefills, contexts in turn,",
-        "after the calibration and not at the same time.",
-        "",
-        *conditions_line(conditions),
-        *(f"- {name}: {error_summary(own)}" for name, own in prefills.items()),
-        f"- all: {error_summary([one for own in prefills.values() for one in own])}",
-        "",
-    ]
-
-
-def conditions_line(conditions: Mapping[str, Any]) -> list[str]:
+def conditions_line(conditions: Mapping[str, Any]) -> str:
     """The machine and software of measurements, but for the model."""
-    return ["; ".join(f"{name} {value}" for name, value in conditions.items() if name != "model") + ".", ""]
+    return "; ".join(f"{name} {value}" for name, value in conditions.items() if name != "model") + "."
 
 
 @contextlib.contextmanager
@@ -171,7 +154,17 @@ def main() -> None:
                 by_model.setdefault(name, []).extend(prefills)
     words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
     command = " ".join(["python -m validate.machine.calibration", *words])
-    write_page(PAGE, [*head(report.conditions, command, by_model), *sections])
+    lines = fill(
+        "calibration",
+        command=command,
+        date=date.today().isoformat(),
+        kernel=KERNEL,
+        conditions=conditions_line(report.conditions),
+        errors=[f"- {name}: {error_summary(prefills)}" for name, prefills in by_model.items()],
+        all_errors=error_summary([prefill for prefills in by_model.values() for prefill in prefills]),
+        sections=sections,
+    )
+    write_page(PAGE, lines)
     print(PAGE.read_text("utf-8"))
 
 

@@ -23,7 +23,7 @@ from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 from planner.api import confirm
 from validate.machine.calibration import KERNEL, MODELS, calibrate, conditions_line, output_folder
 from validate.machine.sleep_ranks import Sleepers, SleepRun, ring_traffic, sleep
-from validate.report import RESULTS, numbers_table, run_command, write_page
+from validate.report import RESULTS, fill, numbers_table, run_command, write_page
 
 PAGE = RESULTS / "confirmation.md"
 LINKS: dict[str, dict[str, Any]] = {
@@ -145,20 +145,16 @@ def _sleep(repeats: int) -> list[SleepRun]:
 
 def page(sections: Sequence[Section], runs: Sequence[SleepRun], command: str) -> list[str]:
     """Lines of docs/results/confirmation.md."""
-    origin = "of this machine" if "--profile" in command else "of this machine, made just before"
-    return [
-        "# Plans against this machine",
-        "",
-        f"`{command}` on {date.today().isoformat()}.",
-        "Output of `kvrsim confirm` for small models (8 layers, hidden size 512, random weights) on two ranks of one",
-        f"thread, over gloo: TTFT predicted from a calibration {origin},",
-        "and measured round-robin. No prediction uses a prefill on two ranks.",
-        "",
-        *(conditions_line(sections[0][1]["conditions"]) if sections else []),
-        *_summary([result for _, result in sections], runs),
-        *(line for name, result in sections for line in _section(name, result)),
-        *_sleeping(runs),
-    ]
+    lines = [conditions_line(sections[0][1]["conditions"]), ""] if sections else []
+    lines += _summary([result for _, result in sections], runs)
+    lines += [line for name, result in sections for line in _section(name, result)]
+    return fill(
+        "confirmation",
+        command=command,
+        date=date.today().isoformat(),
+        origin="of this machine" if "--profile" in command else "of this machine, made just before",
+        sections=lines + _sleeping(runs),
+    )
 
 
 def _summary(results: Sequence[Result], runs: Sequence[SleepRun]) -> list[str]:
@@ -277,15 +273,7 @@ def _sleeping(runs: Sequence[SleepRun]) -> list[str]:
         times = (f"{seconds:.3f}" for seconds in (run.simulated_s, run.measured_s, run.iqr_s))
         rows.append((run.num_ranks, run.name, *times, f"{run.error:+.1%}", *increases))
     heads = ("ranks", "strategy", "simulated, s", "measured, s", "IQR, s", "error", "side traffic, simulated")
-    return [
-        "## 4 and 8 ranks, and side traffic",
-        "",
-        "Real messages over emulated links, compute replaced by sleeps; simulated by the event executor from the same",
-        "durations. The last columns: how much longer TTFT gets (median) when others' messages take 30 % of the time",
-        "of every link, the paper's noise experiment in miniature: TSP suffers more.",
-        "",
-        *numbers_table((*heads, "measured"), rows),
-    ]
+    return fill("confirmation_sleep", runs=numbers_table((*heads, "measured"), rows))
 
 
 if __name__ == "__main__":

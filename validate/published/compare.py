@@ -22,7 +22,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.views.figure import save_figure
 from kvrsim.views.style import styled
 from planner.simulate import run_simulation
-from validate.report import table
+from validate.report import fill, table
 
 DATA = Path(__file__).parents[1] / "data"
 Link = Literal["none", "300GB/s", "10GB/s", "1GB/s"]
@@ -170,25 +170,31 @@ def write_report(result: Mapping[str, Any], path: str | Path) -> None:
     write_atomically(page, "\n".join(lines).encode(), argument="report")
 
 
-_BLIND_UNTIL = "2026-11-21"
-_ABOUT = """## 1. The paper
-
-TTFTs that KV-Runahead (ICML 2024, arXiv:2405.05329) prints in its appendix, all 161, predicted with profile
-`a100-eager`: Hugging Face models of 2023 on 8 x A100, eager attention, FP16. An error is predicted / reported - 1. The
-profile's six constants are fitted to the 141 rows over NVLink and on one GPU (*used*). No constant is fitted to the 20
-rows at 10 and 1 GB/s; the form of the model for that network was chosen with those at 10 GB/s in view, see
-[slow_links.md](slow_links.md). No form that was tried explains the rows at 1 GB/s. [falcon.md](falcon.md) compares the
-bytes that Falcon's code counts with its rows. [figures.md](figures.md) shows the paper's figures.
-*Inside* is the share of rows whose printed value, within its rounding, lies in the 80 % prediction
-interval."""
-
-
 def part(result: Mapping[str, Any], picture: Path) -> list[str]:
     """Markdown lines of the part; writes the plot."""
     with styled():
         _plot(result, picture)
-    lines = [_ABOUT, "", f"![predicted over reported]({picture.name})", ""]
-    return [*lines, *_groups(result), *_models(result), *_held_out(), *_blind(), *_rows(result)]
+    left_out = json.loads((DATA / "a100_eager_left_out.json").read_text("utf-8"))["rel_error"]
+    used = [row for row in read_rows() if row.used_for_calibration]
+    by_model = {model: [left_out[row.case] for row in used if row.model == model] for model in result["by_model"]}
+    never_blind = [left_out[row.case] for row in used if not row.blind_until]
+    mean, median = _mean_median(never_blind)
+    residual = _residual()
+    blind = [(row["rows"], row["error"]) for row in read_table("kv_runahead_blind_test.csv")]
+    return fill(
+        "accuracy_paper",
+        picture=picture.name,
+        groups=_groups(result),
+        models=_models(result, by_model),
+        never_blind=len(never_blind),
+        mean=mean,
+        median=median,
+        held_out=_held_out(residual),
+        p80_ape=residual.p80_ape,
+        coverage=residual.coverage,
+        blind=table(("rows", "error on that day"), blind),
+        rows=_rows(result),
+    )
 
 
 def _groups(result: Mapping[str, Any]) -> list[str]:
@@ -204,24 +210,18 @@ def _groups(result: Mapping[str, Any]) -> list[str]:
     return table(("rows", "n", "mean", "median", "largest", "inside"), rows)
 
 
-def _models(result: Mapping[str, Any]) -> list[str]:
+def _models(result: Mapping[str, Any], left_out: Mapping[str, Sequence[float]]) -> list[str]:
     """Errors of each model's used rows, with the model in the fit and left out of it."""
-    left_out = json.loads((DATA / "a100_eager_left_out.json").read_text("utf-8"))["rel_error"]
-    used = [row for row in read_rows() if row.used_for_calibration]
-    rows = []
-    for model, own in result["by_model"].items():
-        shares = [f"{own[key]:.1%}" for key in ("mape", "median_ape", "max_ape")]
-        rows.append((model, own["n"], *shares, *_mean_median([left_out[r.case] for r in used if r.model == model])))
-    never_blind = [left_out[row.case] for row in used if not row.blind_until]
-    mean, median = _mean_median(never_blind)
-    return [
-        "By model (rows used), and with the model's rows left out of the fit:",
-        "",
-        *table(("model", "n", "mean", "median", "largest", "left out: mean", "median"), rows),
-        f"Of the {len(never_blind)} rows that were never blind, with their model left out: mean {mean}, median"
-        f" {median}.",
-        "",
-    ]
+    rows = (
+        (
+            model,
+            own["n"],
+            *(f"{own[key]:.1%}" for key in ("mape", "median_ape", "max_ape")),
+            *_mean_median(left_out[model]),
+        )
+        for model, own in result["by_model"].items()
+    )
+    return table(("model", "n", "mean", "median", "largest", "left out: mean", "median"), rows)
 
 
 def _mean_median(errors: Sequence[float]) -> tuple[str, str]:
@@ -230,8 +230,7 @@ def _mean_median(errors: Sequence[float]) -> tuple[str, str]:
     return f"{sizes.mean():.1%}", f"{np.median(sizes):.1%}"
 
 
-def _held_out() -> list[str]:
-    residual = _residual()
+def _held_out(residual: Residual) -> list[str]:
     models = (
         residual.cross_validated_mape,
         residual.cross_validated_median_ape,
@@ -243,36 +242,13 @@ def _held_out() -> list[str]:
         ("contexts above 4k", f"{residual.longer_mape:.1%}", "", ""),
         ("8 GPUs", f"{residual.more_gpus_mape:.1%}", "", ""),
     ]
-    return [
-        "Errors on rows that were held out of the fit:",
-        "",
-        *table(("held out", "mean", "median", "speed-up of KVR-S over TSP"), rows),
-        f"With one model left out at a time, and each model counted the same, 80 % of the errors are below"
-        f" {residual.p80_ape:.1%}. This is the half-width of the interval. An interval derived from the errors of the"
-        f" other models holds {residual.coverage:.0%} of a model's rows, on average over the models. The form of the"
-        " model (what is counted, and how Falcon's code is read) was chosen with all rows in view; held-out errors do"
-        " not cover that choice.",
-        "",
-    ]
+    return table(("held out", "mean", "median", "speed-up of KVR-S over TSP"), rows)
 
 
 def _residual() -> Residual:
     residual = load_profile("a100-eager").residual
     assert residual is not None
     return residual
-
-
-def _blind() -> list[str]:
-    rows = ((row["rows"], row["error"]) for row in read_table("kv_runahead_blind_test.csv"))
-    return [
-        f"### Rows that were blind until {_BLIND_UNTIL}",
-        "",
-        "Until that date nothing had been fitted to these rows, and no form chosen by them. The profile of that day,",
-        "with four constants fitted to the other rows, predicted them with these errors. They are no test any more:",
-        "today's profile is fitted to them, except those at 1 GB/s.",
-        "",
-        *table(("rows", "error on that day"), rows),
-    ]
 
 
 def _rows(result: Mapping[str, Any]) -> list[str]:
@@ -288,7 +264,7 @@ def _rows(result: Mapping[str, Any]) -> list[str]:
         for row in result["rows"]
     )
     heads = ("case", "reported s", "predicted s", "error", "used", "blind until")
-    return ["### Every row", "", *table(heads, rows)]
+    return table(heads, rows)
 
 
 def _plot(result: Mapping[str, Any], path: Path) -> None:
