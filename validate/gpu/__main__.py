@@ -103,8 +103,9 @@ class Report:
         parts = [f"{head} Report", f"`{self.command}`{again}"]
         if not self.scope.on_gpu:
             parts.append(_NO_GPU)
-        rows = [(step.name, finding.status, f"{seconds:.0f} s") for step, finding, seconds in self.done]
-        parts.append("\n".join(table(("step", "result", "time"), rows)).rstrip())
+        if self.done:
+            rows = [(step.name, finding.status, f"{seconds:.0f} s") for step, finding, seconds in self.done]
+            parts.append("\n".join(table(("step", "result", "time"), rows)).rstrip())
         for step, finding, _ in self.done:
             lines = "\n".join(f"- {_escape(line)}" for line in finding.lines)
             parts += [f"{sub} {step.title}", f"Must show: {step.must_show}.", f"**{finding.status}**", lines]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,15 +18,7 @@ if TYPE_CHECKING:
     from calibrate.measure.forward import ComputeSetup
 
 # Small enough for two busy cores; its products take longer than the disturbances of a busy machine.
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,
-}
+TINY = Path(__file__).parents[1] / "models" / "tiny.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +64,12 @@ class Scope:
     @property
     def model(self) -> str:
         """Name or path: a tiny one on a CPU."""
-        return "llama-7b" if self.on_gpu else self._tiny
+        return "llama-7b" if self.on_gpu else str(TINY)
 
     @property
     def long_model(self) -> str:
         """A model for the long context."""
-        return "llama-3-8b" if self.on_gpu else self._tiny
+        return "llama-3-8b" if self.on_gpu else str(TINY)
 
     @property
     def calibration_minutes(self) -> float:
@@ -90,13 +82,6 @@ class Scope:
     def profile(self) -> Path:
         """The file that the step `calibrate` writes."""
         return Path(self.folder, "mine.json")
-
-    @cached_property
-    def _tiny(self) -> str:
-        path = Path(self.folder, "tiny.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(TINY), encoding="utf-8")
-        return str(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
