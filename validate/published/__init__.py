@@ -1,1 +1,1 @@
-"""Published TTFTs, and the predictions beside them."""
+"""Published TTFTs, compared with the predictions."""

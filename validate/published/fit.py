@@ -183,8 +183,8 @@ def fit(rows: Sequence[Row]) -> Array:
         if cost >= best_cost * (1 - _LEAST_GAIN):
             break
         best, best_cost = solved, cost
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in zip(NAMES, np.exp(best), strict=True))
-        _say(f"  round {round_ + 1}: {shown}, cost {best_cost:.5f}")
+        constants = ", ".join(f"{name} {value:.4g}" for name, value in zip(NAMES, np.exp(best), strict=True))
+        _say(f"  round {round_ + 1}: {constants}, cost {best_cost:.5f}")
     return best
 
 

@@ -1,1 +1,1 @@
-"""Prefills measured on serving engines: the engines' terms fitted to them, and predictions beside them."""
+"""Prefills measured on serving engines: fits of the engines' terms, and comparisons with predictions."""

@@ -150,16 +150,21 @@ class ServingError:
         """Whether most of the time may be what the engine adds."""
         return self.row.tokens < SHORT_TOKENS
 
+    def around(self, predicted_s: float) -> ServingError:
+        """Another prediction, with an interval of the same relative width."""
+        scale = predicted_s / self.predicted_s
+        return replace(self, predicted_s=predicted_s, low_s=scale * self.low_s, high_s=scale * self.high_s)
+
 
 def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
     """Every row predicted under one engine."""
-    found = []
+    errors = []
     for row in rows:
         case = case_of(row, engine)
         predicted_s = case.ttft_s()
         sure = interval(case.scenario, case.strategy, case.partition, predicted_s)
-        found.append(ServingError(row=row, predicted_s=predicted_s, low_s=sure.low_s, high_s=sure.high_s))
-    return found
+        errors.append(ServingError(row=row, predicted_s=predicted_s, low_s=sure.low_s, high_s=sure.high_s))
+    return errors
 
 
 FOLDER = Path(__file__).parents[2] / "kvrsim" / "data" / "engines"
@@ -248,12 +253,23 @@ def _fit(engine: Engine, rows: Sequence[ServingRow], solution: Solution) -> Engi
         solution.after_s / measured_s - 1,
         solution.left_out_s / measured_s - 1,
     )
-    predicted_s = list(map(float, solution.left_out_s))
-    bare = errors_of(rows, without_width(engine, fit))
-    fit = replace(fit, log_sd=_rounded(both_sides(unexplained(bare, predicted_s, least=_LEAST_LONG))))
-    is_inside = np.array(inside(rows, replace(engine, fit=fit), predicted_s))
-    short = np.array([row.tokens < SHORT_TOKENS for row in rows])
-    return replace(fit, coverage=_rounded(is_inside[~short].mean()), short_coverage=_rounded(is_inside[short].mean()))
+
+    def left_out(engine: Engine) -> list[ServingError]:
+        errors = zip(errors_of(rows, engine), solution.left_out_s, strict=True)
+        return [error.around(float(predicted_s)) for error, predicted_s in errors]
+
+    off = unexplained(left_out(without_width(engine, fit)), least=_LEAST_LONG)
+    fit = replace(fit, log_sd=_rounded(both_sides(off)))
+    return _with_coverage(fit, left_out(replace(engine, fit=fit)))
+
+
+def _with_coverage(fit: EngineFit, errors: Sequence[ServingError]) -> EngineFit:
+    """The fit with the shares of short and longer rows inside their intervals."""
+    coverage, short = (
+        _rounded(np.mean([error.inside for error in errors if error.is_short is is_short]))
+        for is_short in (False, True)
+    )
+    return replace(fit, coverage=coverage, short_coverage=short)
 
 
 def _errors_only(source: str, left_out: str, own: Array, without: Array) -> EngineFit:
@@ -326,11 +342,8 @@ def serving_of(engines: Mapping[str, Engine], rows: Mapping[str, Sequence[Servin
         longer_log=_rounded(longer),
     )
     wide = {name: replace(prior, fit=fit) for name, prior in priors.items()}  # widths of all, terms of the others
-    found = [error for name, own in rows.items() for error in errors_of(own, wide[name])]
-    coverage, short = (
-        _rounded(np.mean([error.inside for error in found if error.is_short is is_short])) for is_short in (False, True)
-    )
-    return replace(engine, fit=replace(fit, coverage=coverage, short_coverage=short))
+    errors = [error for name, own in rows.items() for error in errors_of(own, wide[name])]
+    return replace(engine, fit=_with_coverage(fit, errors))
 
 
 def between_gpus(engines: Sequence[Engine]) -> dict[str, float]:
@@ -366,25 +379,22 @@ def without_width(engine: Engine, fit: EngineFit) -> Engine:
     return replace(engine, fit=replace(fit, log_sd=0.0, shorter_log=side, longer_log=side))
 
 
-def unexplained(bare: Sequence[ServingError], predicted_s: Sequence[float] | None = None, least: int = 1) -> Array:
+def unexplained(bare: Sequence[ServingError], least: int = 1) -> Array:
     """log(measured / predicted) of each row beyond the end of an interval, by squares; 0 inside.
 
-    bare: with the intervals of the terms alone. predicted_s: of each, instead of the errors' own. least: with fewer
-    rows of 512 tokens and more, all rows count.
+    bare: with the intervals of the terms alone. least: with fewer rows of 512 tokens and more, all rows count.
     """
-    found, only_long = [], sum(not error.is_short for error in bare) >= least
-    for index, error in enumerate(bare):
-        if error.is_short and only_long:
-            continue
-        then_s = error.predicted_s if predicted_s is None else predicted_s[index]
-        off = float(np.log(error.row.ttft_s / then_s))
+    long = [error for error in bare if not error.is_short]
+    excess = []
+    for error in long if len(long) >= least else bare:
+        off = float(np.log(error.row.ttft_s / error.predicted_s))
         end = float(np.log((error.high_s if off > 0 else error.low_s) / error.predicted_s))
-        found.append(np.sign(off) * np.sqrt(max(off**2 - end**2, 0.0)))
-    return np.array(found)
+        excess.append(np.sign(off) * np.sqrt(max(off**2 - end**2, 0.0)))
+    return np.array(excess)
 
 
 def both_sides(off: Array) -> float:
-    """Log standard deviation by which four of five rows lie inside; of a few rows, as far as so few can tell."""
+    """Log standard deviation by which four of five rows lie inside; of a few rows, by a small-sample estimate."""
     if len(off) >= _MANY:
         return float(np.quantile(np.abs(off), 0.8) / DEVIATES_OF_80_PERCENT)
     return left_out_log_sd(np.exp(off), np.ones_like(off))
@@ -394,15 +404,6 @@ def each_side(off: Array) -> tuple[float, float]:
     """What a tenth of the rows exceeds: log(predicted / measured), and log(measured / predicted)."""
     low, high = np.quantile(off, (0.1, 0.9))
     return max(0.0, -float(low)), max(0.0, float(high))
-
-
-def inside(rows: Sequence[ServingRow], engine: Engine, predicted_s: Sequence[float]) -> list[bool]:
-    """Whether each measurement lies in an interval as wide as the engine's around `predicted_s`."""
-    found = []
-    for error, then_s in zip(errors_of(rows, engine), predicted_s, strict=True):
-        low, high = error.low_s / error.predicted_s, error.high_s / error.predicted_s
-        found.append(low * then_s <= error.row.ttft_s <= high * then_s)
-    return found
 
 
 if __name__ == "__main__":
