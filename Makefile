@@ -84,7 +84,7 @@ fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.published.fit
 	$(BIN)/python -m calibrate.shipped.page
 
-models: $(VENV)/.core ## write the catalogue of model types and its page anew (transformers' classes)
+models: $(VENV)/.dev ## write the catalogue of model types and its page anew (transformers' classes)
 	$(BIN)/python -m calibrate.catalogue
 	$(BIN)/python -m validate.models
 

@@ -2,8 +2,8 @@
 
 No family is named. The class is built on torch's meta device and runs a prefill of a few tokens there; hooks record
 what runs in which order. Each module with parameters is then classified: a projection of a mixer, an MLP, a router,
-experts, a norm. What fits nowhere is refused by its name. Three gates compare the result with the class: the number of
-parameters, the FLOPs that torch counts in products of matrices, and the bytes of the KV cache.
+experts, a norm. What fits nowhere is refused by its name. Two gates compare the result with the class: the number of
+parameters, and the FLOPs that torch counts in products of matrices.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MODEL_MAPPING, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from kvrsim.model.gemm import Gemm, Split
 from kvrsim.model.mixers import (
@@ -42,6 +44,7 @@ from kvrsim.model.mixers import (
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 TOKENS = 16  # of the prefill that is run
+_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
 SHARED_INDEXERS = "layers with a shared indexer take the choice of the layer before them at no cost"
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.randn, torch.rand)
@@ -150,6 +153,9 @@ def _watched(function: Any, name: str, run: _Run) -> Any:
 def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     """The configuration, the class on the meta device, and the sizes of its tensors."""
     fields = dict(fields)
+    for key in _ACTIVATIONS & fields.keys():
+        if fields[key] not in ACT2FN:  # a name that transformers lacks: an element-wise function costs the same
+            fields[key] = "silu"
     config = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
     text = config.get_text_config(decoder=True)
     if text is not config:  # a type of several models: the keys are those of its text model
@@ -198,12 +204,16 @@ def known_type(model_type: str) -> bool:
 
 def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
     """The model that transformers builds from a configuration's keys; RefusedError for one that cannot be described."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # kernels that are missing here matter to nobody who only counts
     try:
         config, model, sizes = build(fields)
         run = _run(model)
     except Exception as error:  # whatever transformers raises for numbers that do not fit together
         lines = str(error).strip().splitlines() or [""]
         raise RefusedError(f"transformers: {type(error).__name__} {lines[-1].strip()[:200]}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     reader = _Reader(config=config, model=model, sizes=sizes, run=run)
     spec = reader.spec(name)
     reader.compare(spec)
