@@ -8,14 +8,7 @@ from kvrsim.choices import DTYPES
 from kvrsim.engine import HostRates
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.gemm import Product
-from kvrsim.kernels.profile import (
-    OPERATION_KINDS,
-    CalibrationProfile,
-    LinkRates,
-    OperationFit,
-    SendStyle,
-    ValidRange,
-)
+from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile, LinkRates, OperationFit, SendStyle, ValidRange
 from tests.building.drawing import Draws, log, maybe
 from tests.building.machines import any_link
 from tests.building.rates import any_kernels

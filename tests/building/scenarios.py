@@ -79,10 +79,7 @@ def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
         kernels,
         gemm=replace(kernels.gemm, head_bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -3, 0)),
         attention={"flash": any_blocked(rng, gpu), "eager": eager, "sdpa": any_blocked(rng, gpu)},
-        elementwise=replace(
-            kernels.elementwise,
-            mask_element_s=maybe(rng, 0.0, lambda: log(rng, -12, -8)),
-        ),
+        elementwise=replace(kernels.elementwise, mask_element_s=maybe(rng, 0.0, lambda: log(rng, -12, -8))),
         copies=replace(kernels.copies, own=maybe(rng, 0.0, lambda: 1.0)),
         whole_attention=rng.random() < 0.5,
     )
@@ -234,10 +231,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
         peak_flops=tuple((dtype, flops * factor) for dtype, flops in cluster.gpu.peak_flops),
     )
     cluster = replace(
-        cluster,
-        gpu=gpu,
-        link=scale(cluster.link, 1 / factor),
-        network=scale(cluster.network, 1 / factor),
+        cluster, gpu=gpu, link=scale(cluster.link, 1 / factor), network=scale(cluster.network, 1 / factor)
     )
     if profile is not None:
         kernels = replace(

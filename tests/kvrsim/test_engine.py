@@ -148,14 +148,6 @@ def test_executors_agree_under_an_engine(strategy: str) -> None:
     assert np.ptp(both) <= 1e-9 * both[0]
 
 
-def test_a_breakdown_names_what_the_engine_adds() -> None:
-    engine = with_host(request_s=0.25, step_s=0.125)
-    rows = kvrsim.simulate(**ALONE, profile="a100-flash", engine=engine, breakdown=True).breakdown.rows
-    assert {row.kind: row.seconds for row in rows if row.kind in ("engine", "resume")} == {
-        "engine": pytest.approx(0.375)
-    }
-
-
 def test_a_decode_step_behind_a_long_context_reads_its_keys_once() -> None:
     """Llama 2 7B holds 0.5 MiB of K and V a token; an A100 reads 1.6 TB/s of them."""
     decodes = replace(NOTHING, decode_step=True)

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.load import config_path, read_config
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Compute, Op, Recv, Send
+from kvrsim.program import Op, Recv, Send
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step
 from kvrsim.strategies.gather import pieces
@@ -170,19 +169,6 @@ def test_rings_hold_results_in_fp32(name: str) -> None:
     assert {part.activations for part in even} == {1024 * (2 * 4096 + 3 * 11008) * 2}
     alone = memory_of(scenario.on_gpus(1), STRATEGIES[name], Partition(chunk_lens=(4096,)))
     assert alone == memory_of(scenario.on_gpus(1), STRATEGIES["single"], Partition(chunk_lens=(4096,)))
-
-
-def test_a_program_that_says_nothing_holds_the_whole_context() -> None:
-    """Too much rather than too little."""
-
-    def silent(step: Step, rank: int) -> Iterator[Op]:
-        yield Compute(name="all of it", device_s=np.ones_like(step.chunks[rank]))
-
-    strategy = replace(KVR, name="silent", layer=silent, chains=False)
-    for part in memory_of(scenario_of("4k", 2), strategy, Partition(chunk_lens=(3072, 1024))):
-        assert part.kv_cache == 4096 * 2**19
-    quarter = memory_of(scenario_of("4k", 2), strategy, Partition(chunk_lens=(3072, 1024)))[1]
-    assert quarter.scores == 32 * 1024 * 4096 * EAGER_SCORE_PEAK_BYTES
 
 
 def test_the_eager_score_matrix() -> None:

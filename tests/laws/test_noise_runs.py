@@ -56,17 +56,6 @@ def quiet_s(scenario: Scenario, program: Program) -> Array:
     return run_batch(program, scenario.cluster)[:, 0]
 
 
-@pytest.mark.parametrize("name", SHARED)
-@given(rng=draws())
-@examples(60)
-def test_a_draw_of_no_noise_changes_nothing(name: str, rng: Draws) -> None:
-    scenario, program = program_of(rng, name)
-    draw = NoiseDraw(Noise(), program.num_ranks, seed=0, samples=range(2))
-    for sample in range(2):
-        finish_s = run_batch(program, scenario.cluster, draw)[:, 0, sample]
-        assert finish_s == pytest.approx(quiet_s(scenario, program), rel=EXACT, abs=0)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws(), seed=SEEDS)
 @examples(12)

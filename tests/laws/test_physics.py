@@ -96,10 +96,7 @@ def test_more_work_may_end_earlier_on_a_bus() -> None:
     assert [finish_s(seconds, "switch") for seconds in (1.0, 2.0)] == pytest.approx([12.0, 12.0])
 
 
-@given(
-    scenario=scenarios(num_gpus=(1, 5), topologies=("switch", "chain")),
-    factor=st.floats(1.0, 100.0),
-)
+@given(scenario=scenarios(num_gpus=(1, 5), topologies=("switch", "chain")), factor=st.floats(1.0, 100.0))
 @examples(25)
 def test_a_search_never_loses_with_bandwidth(scenario: Scenario, factor: float) -> None:
     better = scenario.cluster.with_measured(scale(scenario.cluster.link, 1 / factor))

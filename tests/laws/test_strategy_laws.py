@@ -18,14 +18,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.candidates import Search
 from planner.simulate import run_simulation
-from tests.building import (
-    Draws,
-    any_placed,
-    draws,
-    examples,
-    measured_scenarios,
-    weights_of,
-)
+from tests.building import Draws, any_placed, draws, examples, measured_scenarios, weights_of
 
 HYBRIDS = (
     *("tp2+kvr-s", "tp2+kvr-direct", "tp2+ring", "tp4+striped", "tp2+zigzag-ring", "tp2+zigzag"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from kvrsim.cli.mistakes import command_of, error_line
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import RankError, faults_of
 
-ROOT = Path(kvrsim.__file__).parents[1]
-
 
 @pytest.mark.parametrize(
     ("arguments", "error", "line"),
@@ -25,12 +22,8 @@ ROOT = Path(kvrsim.__file__).parents[1]
         (["plan"], ("gpus", 0, "1"), "--gpus: got '0', accepted: 1"),
         (["plan"], ("link_bandwidth", 0, "1"), "--link-bandwidth: got '0', accepted: 1"),
         (["plan"], ("model a.json: hidden_size", 0, "1"), "--model a.json: hidden_size: got '0', accepted: 1"),
-        (["plan"], ("noise dwell", 0, "1"), "--noise dwell: got '0', accepted: 1"),
-        (["plan"], ("--gpus", 0, "1"), "--gpus: got '0', accepted: 1"),
         (["plan"], ("slo_ttft", 0, "1"), "slo_ttft: got '0', accepted: 1"),  # an option of another command
-        (["plan"], ("model.csv: header", 0, "1"), "model.csv: header: got '0', accepted: 1"),
         (["simulate"], ("strategies", 0, "1"), "--strategy: got '0', accepted: 1"),
-        (["plan"], ("strategy", 0, "1"), "--strategies: got '0', accepted: 1"),
         (["models", "show"], ("model", 0, "1"), "model: got '0', accepted: 1"),
         (["capacity"], ("objective", "cost", "with `price_per_gpu_hour`"), "with --price-per-gpu-hour"),
         (
@@ -61,86 +54,45 @@ def test_the_same_mistake_in_both_places(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == f"kvrsim: error: --{str(caught.value).replace('link_b', 'link-b')}\n"
 
 
-def test_only_the_command_line_writes_dashes() -> None:
-    dashed = re.compile(r"InputError\(\s*f?\"--|argument: str = \"--|argument=\"--")
-    files = [path for room in ("kvrsim", "planner", "calibrate", "validate") for path in (ROOT / room).rglob("*.py")]
-    core = [path for path in files if "cli" not in path.relative_to(ROOT).parts]
-    assert len(core) > 100
-    assert [str(path) for path in core if dashed.search(path.read_text(encoding="utf-8"))] == []
-
-
 PLAN = ("plan", "--gpus", "2", "--ctx", "512")
 SIMULATE = ("simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512")
 
 MISTAKES = [
     (("plna",), "plna"),
-    (("profiles",), "profiles"),
-    (("--frobnicate",), "--frobnicate"),
     (("plan",), "--ctx"),
-    (("plan", "--ctx"), "--ctx"),
     (("plan", "--gpu", "8", "--ctx", "1k"), "--gpu"),
-    ((*PLAN, "more"), "more"),
     ((*PLAN, "--json=yes"), "--json"),
     (("plan", "--gpus", "0", "--ctx", "512"), "--gpus"),
-    (("plan", "--gpus", "two", "--ctx", "512"), "--gpus"),
-    (("plan", "--gpus", "", "--ctx", "512"), "--gpus"),
     (("plan", "--gpus", "8", "--ctx", "4"), "--gpus"),
     (("plan", "--ctx", "0"), "--ctx"),
-    (("plan", "--ctx", "sixteen"), "--ctx"),
-    (("plan", "--ctx", "inf"), "--ctx"),
     (("plan", "--ctx", "9" * 100), "--ctx"),
     ((*PLAN, "--model", "gpt-99"), "--model"),
-    ((*PLAN, "--model", ""), "--model"),
-    ((*PLAN, "--model", "truncated.json"), "--model"),
-    ((*PLAN, "--model", "empty"), "--model"),
     ((*PLAN, "--model", "binary.json"), "--model"),
-    ((*PLAN, "--profile", "b300"), "--profile"),
-    ((*PLAN, "--profile", "truncated.json"), "--profile"),
     ((*PLAN, "--profile", "profile_nan.json"), "flops_per_s"),
     ((*PLAN, "--profile", "profile_old.json"), "schema_version"),
-    ((*PLAN, "--profile", "empty"), "--profile"),
-    ((*PLAN, "--cluster", "moon"), "--cluster"),
-    ((*PLAN, "--cluster", "truncated.json"), "--cluster"),
     ((*PLAN, "--cluster", "cluster_nan.json"), "--cluster"),
     ((*PLAN, "--link-bandwidth", "10"), "--link-bandwidth"),
-    ((*PLAN, "--link-bandwidth", "infGB/s"), "--link-bandwidth"),
-    ((*PLAN, "--link-latency", "5"), "--link-latency"),
     ((*PLAN, "--link-latency", "-5us"), "--link-latency"),
-    ((*PLAN, "--topology", "torus"), "--topology"),
-    ((*PLAN, "--attention", "flesh"), "--attention"),
     ((*PLAN, "--attention", "flash", "--profile", "a100-eager"), "--attention"),
     ((*PLAN, "--batch", "0"), "--batch"),
     ((*PLAN, "--cached-prefix", "512"), "--cached-prefix"),
-    ((*PLAN, "--dtype", "int4"), "--dtype"),
     ((*PLAN, "--memory-fraction", "90"), "--memory-fraction"),
     ((*PLAN, "--dtype", "fp8", "--profile", "roofline"), "--dtype"),
-    ((*PLAN, "--strategies", "tsp,,kvr-s"), "--strategies"),
     ((*PLAN, "--strategies", "tsp,rank"), "--strategies"),
     ((*PLAN, "--strategies", "kvr-p"), "--table"),
-    ((*PLAN, "--strategies", "kvr-p", "--table", "missing.json"), "--table"),
     ((*PLAN, "--strategies", "tp2+pp2+cp2+cp1"), "--strategies: got 'tp2+pp2+cp2+cp1'"),
     ((*PLAN, "--prefix-placement", "remote:fast"), "--prefix-placement: got 'remote:fast'"),
-    ((*PLAN, "--prefix-placement", "sharded:5GB/s"), "--prefix-placement: got 'sharded:5GB/s'"),
     ((*PLAN, "--method", "magic"), "--method"),
     ((*PLAN, "--stride", "0"), "--stride"),
-    ((*PLAN, "--stride", "4000"), "--stride"),
     ((*PLAN, "--seed", "-1"), "--seed"),
     ((*PLAN, "--trace", "missing/trace.json"), "--trace"),
-    ((*PLAN, "--trace", ""), "--trace"),
-    ((*PLAN, "--plot", "missing/gantt.png"), "--plot"),
     ((*PLAN, "--plot", "gantt.gif"), "--plot"),
     (("simulate", "--gpus", "2", "--ctx", "512"), "--strategy"),
-    (("simulate", "--strategy", "rank", "--gpus", "2", "--ctx", "512"), "--strategy"),
     (("simulate", "--strategy", "tsp,kvr-e", "--gpus", "2", "--ctx", "512"), "--strategy"),
     ((*SIMULATE, "--partition", "256,255"), "--partition"),
-    ((*SIMULATE, "--partition", "512,0"), "--partition"),
-    ((*SIMULATE, "--partition", "500,a"), "--partition"),
     ((*SIMULATE, "--executor", "threads"), "--executor"),
     ((*SIMULATE, "--executor", "batch", "--trace", "trace.json"), "--executor"),
     (("profiles", "show"), "NAME|PATH"),
-    (("profiles", "show", "nothing"), "nothing"),
-    (("models", "show", "nothing"), "nothing"),
-    (("clusters", "show", "nothing"), "nothing"),
     (("validate", "published", "--report", "missing/report.md"), "--report"),
 ]
 
@@ -189,22 +141,14 @@ def test_devices_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 MEANT = {
     "plna --ctx 8k": "kvrsim plan",
-    "tables build": "kvrsim table",
-    "table look table.json": "kvrsim table lookup",
     "plan --context 8k": "--ctx",
     "plan --ctx 8k --gpu 4": "--gpus",
     "plan --ctx 8k --strategy tp": "--strategies",
     "plan --ctx 8k --model llama3-8b": "llama-3-8b",
-    "plan --ctx 8k --cluster h100-nvlnk": "h100-nvlink",
-    "plan --ctx 8k --profile H100_flash": "h100-flash",
-    "plan --ctx 8k --strategies KVR-S,tsp": "kvr-s",
     "simulate --ctx 8k --strategy kvrs": "kvr-s",
     "plan --ctx 8k --emit trt-llm": "trtllm",
     "plan --frobnicate": None,
-    "frobnicate": None,
-    "plan --ctx 8k more": None,
     "plan --ctx 8k --model gpt-99": None,
-    "plan --ctx sixteen": None,
     "plan --ctx 8k --cached-prefix 8k": None,  # a number near to a limit is no name
 }
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import typer
 
-from kvrsim.choices import SECTIONS
 from kvrsim.cli import main as cli
 from tests.building.snapshot import assert_recorded
 from tests.test_docs import parse
@@ -76,20 +75,6 @@ def test_every_command_has_a_summary_and_an_example(path: str) -> None:
         assert cli.COMMANDS[path][0] == first
     assert example[: 1 + len(path.split())] == ["kvrsim", *path.split()]
     parse(tuple(example[1:]))
-
-
-@pytest.mark.parametrize("columns", [60, 80, 200])
-@pytest.mark.parametrize("path", ["plan", "capacity", "confirm"])
-def test_sections_in_order(
-    path: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = helped(capsys, path, "-h").splitlines()
-    titles = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert titles == [title for title in [*SECTIONS, "Example"] if title in titles]
-    assert len(titles) >= 6
-    prose = [line for line in lines if "kvrsim" not in line and "|" not in line]
-    assert max(map(len, prose)) <= min(columns, 100)
 
 
 @pytest.mark.parametrize(

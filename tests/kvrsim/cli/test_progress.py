@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 
 import pytest
 
@@ -23,11 +21,6 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -62,32 +55,3 @@ def test_short_work_prints_nothing(clock: Clock, capsys: pytest.CaptureFixture[s
     clock.now_s += 9
     progress(1, 2, "entries")
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_gets_a_bar(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress("starting ranks", is_timed=True) as progress:
-        assert progress._bar is not None
-        assert progress._bar.tasks[0].description == "starting ranks"
-        for done in (1, 2, 3):
-            progress(done, 3, "prefills")
-            (task,) = progress._bar.tasks
-            assert (task.completed, task.total) == (done, 3)
-
-
-def test_work_that_reports_nothing_for_long_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(module, "FIRST_LINE_S", 0.001)
-    printed = ""
-    with Progress() as progress:
-        progress._next_line_s = 1e9
-        progress(0, None, "fleets")
-        progress._next_line_s = 0.0
-        for _ in range(500):  # ten seconds at most
-            printed += capsys.readouterr().err
-            if printed:
-                break
-            module.time.sleep(0.02)
-    assert printed.startswith("kvrsim: fleets, after")

@@ -126,12 +126,3 @@ def test_a_failure_leaves_the_old_file_and_no_other(
     with pytest.raises(InputError, match=r"output.*No space left"):
         wrote(tmp_path / "a")
     assert (os.listdir(tmp_path), (tmp_path / "a").read_bytes()) == (["a"], b"old")
-
-
-PLAN = ("plan", "--gpus", "2", "--ctx", "512", "--strategies", "single,kvr-e")
-OUTPUTS = [
-    (*PLAN, "--plot"),
-    (*PLAN, "--trace"),
-    ("table", "build", "--gpus", "2", "--ctx", "1k", "-o"),
-    ("map", "--gpus", "2", "--ctx", "1k", "--plot"),
-]

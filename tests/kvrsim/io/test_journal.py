@@ -94,8 +94,6 @@ HEAD = json.dumps({"format": "test 1", "about": ABOUT}) + "\n"
     "content",
     [
         "precious notes\n",
-        "precious notes without an end",
-        '{"format": "test 1", my precious notes',
         '{"format": "test 1"}\n',
         '{"format": "another 1", "about": {}}\n',
         '{"value": 1}\n',  # without its head

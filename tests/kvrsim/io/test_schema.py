@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, Keys, NonNegative, read, to_json, write_json
+from kvrsim.io.schema import JsonObject, Keys, NonNegative, read, to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +86,6 @@ def test_pairs_are_read_from_an_object() -> None:
         JsonObject(fields={"rates": {"r": 1}}, where="a.json").get("rates", Pairs)
 
 
-def test_arrays_of_numbers_are_written_in_one_line(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", {"rows": (1, 2), "names": ["a"]})
-    assert (tmp_path / "x.json").read_text() == '{\n  "rows": [ 1, 2 ],\n  "names": [\n    "a"\n  ]\n}\n'
-
-
 def test_defaults_comments_and_white_space() -> None:
     assert parse(WHOLE | {"_note": "any", "rate": None, "name": " a \n b "}) == Outer(
         name="a b", seconds=0.0, inner=(Inner(rows=(1, 2), span=(1.0, 2.5)),)
@@ -101,20 +96,15 @@ def test_defaults_comments_and_white_space() -> None:
     ("change", "message"),
     [
         ({"seconds": -1}, "seconds: got '-1', accepted: a finite number of at least 0"),
-        ({"seconds": True}, "seconds: got 'true'"),
         ({"seconds": float("nan")}, "seconds: got 'NaN'"),
         ({"rate": 0}, "rate: got '0', accepted: a finite number above 0"),
-        ({"name": " "}, "accepted: a text"),
-        ({"flag": 1}, "accepted: true or false"),
         ({"inner": {}}, "inner: got '{}', accepted: an array"),
-        ({"inner": [1]}, "inner[0]: got '1', accepted: an object"),
         ({"inner": [{"rows": [1.5], "span": [1, 2]}]}, "inner[0].rows[0]: got '1.5', accepted: a whole number from 1"),
         ({"inner": [{"rows": [2, 1], "span": [1, 2]}]}, "inner[0].rows: got '[2, 1]', accepted: rising whole numbers"),
         ({"inner": [{"rows": [], "span": [1]}]}, "inner[0].span: got '[1]', accepted: an array of 2"),
         ({"inner": [{"rows": []}]}, "inner[0].span: got 'nothing', accepted: an array of 2"),
         ({"inner": [{"rows": [], "span": [1, 2], "kind": "c"}]}, "inner[0].kind: got 'c', accepted: a or b"),
         ({"by_name": {"k": {"rows": [], "span": [1, 2], "no": 1}}}, "key in by_name.k: got 'no', accepted: rows, span"),
-        ({"either": {"depth": 0, "kind": "x"}}, "either.depth: got '0'"),
         ({"either": 7}, "accepted: an object ({...}) or an object ({...}) or a text, or null"),
     ],
 )
@@ -155,11 +145,6 @@ def test_json_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "model")
 
 
-def test_json_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.json", b'\xef\xbb\xbf{"a": 1}')
-    assert JsonObject.read(path, "model").integer("a") == 1
-
-
 def some_json(**fields: object) -> JsonObject:
     return JsonObject(fields=fields, where="model f.json")
 
@@ -174,17 +159,6 @@ def test_json_integer_refused(value: object) -> None:
 def test_json_number_refused(value: object) -> None:
     with pytest.raises(InputError, match=r"^model f\.json: a: got"):
         some_json(a=value).number("a")
-
-
-def test_json_other_kinds_refused() -> None:
-    content = some_json(a=1, b={"c": "x"})
-    for method in (content.text, content.sequence, content.child, lambda key: content.flag(key, True)):
-        with pytest.raises(InputError, match="got '1'"):
-            method("a")
-    with pytest.raises(InputError, match=r"f\.json: b\.c: got 'x'"):
-        content.child("b").integer("c")
-    with pytest.raises(InputError, match="got 'nothing'"):
-        content.integer("absent")
 
 
 def test_json_defaults_and_comments() -> None:

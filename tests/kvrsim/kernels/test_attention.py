@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,18 +15,9 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.io.schema import JsonObject
 from kvrsim.io.schema import read as read_schema
-from kvrsim.kernels.attention import (
-    AttentionCall,
-    AttentionRates,
-    BlockedRates,
-    EagerRates,
-    FlashRates,
-    LatentRates,
-    MeasuredSizes,
-)
+from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, LatentRates, MeasuredSizes
 from kvrsim.kernels.cost import CalibratedCost
-from kvrsim.kernels.elementwise import PYTORCH_SHARE, merge, upcast
-from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.elementwise import merge, upcast
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Attention
@@ -59,25 +49,22 @@ STEPS = FlashRates(  # a second a step, nothing else
 )
 
 
-def flash_s(
-    rates: FlashRates,
-    chunk: float,
-    prefix: float,
-    heads: int = 1,
-    kv_heads: int = 1,
-    batch: int = 1,
-    head_dim: int = 128,
-) -> float:
-    call = AttentionCall(
-        chunk=tokens(chunk),
-        prefix=tokens(prefix),
-        causal=tokens(chunk * (prefix + chunk / 2)),
+def call_of(chunk: Array, prefix: Array, heads: int, kv_heads: int, head_dim: int) -> AttentionCall:
+    """Causal attention of a chunk behind a prefix, with the score bytes of eager code."""
+    return AttentionCall(
+        chunk=chunk,
+        prefix=prefix,
+        causal=chunk * (prefix + chunk / 2),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         score_bytes=28.0,
     )
-    return float(rates.seconds(call, batch, 2).item())
+
+
+def flash_s(rates: FlashRates, chunk: float, prefix: float, **shape: int) -> float:
+    heads = shape.get("heads", 1), shape.get("kv_heads", 1), shape.get("head_dim", 128)
+    return float(rates.seconds(call_of(tokens(chunk), tokens(prefix), *heads), shape.get("batch", 1), 2).item())
 
 
 def test_tiles_step_over_the_keys_that_they_see() -> None:
@@ -140,15 +127,7 @@ def test_what_else_a_flash_call_takes() -> None:
 
 
 def test_eager_covers_the_rectangle() -> None:
-    call = AttentionCall(
-        chunk=tokens(3),
-        prefix=tokens(7),
-        causal=tokens(3 * 8.5),
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        score_bytes=28.0,
-    )
+    call = call_of(tokens(3), tokens(7), 2, 1, 16)
     rates = EagerRates(flops_per_s=4.0, bytes_per_s=2.0, start_s=9.0)
     for batch, element_bytes in ((1, 2), (5, 1)):
         want = 9 + batch * 2 * 30 * (16 + 28 * element_bytes / 2 / 2)
@@ -157,26 +136,12 @@ def test_eager_covers_the_rectangle() -> None:
 
 
 BLOCKED = BlockedRates(  # a second an element of a head of 16, nothing else
-    causal_flops_per_s=64.0,
-    rectangle_flops_per_s=64.0,
-    start_s=0.0,
-    query_s=0.0,
-    key_block=1,
-    skips_masked=False,
+    causal_flops_per_s=64.0, rectangle_flops_per_s=64.0, start_s=0.0, query_s=0.0, key_block=1, skips_masked=False
 )
 
 
 def blocked_s(rates: BlockedRates, chunk: float, prefix: float, heads: int = 1, batch: int = 1) -> float:
-    call = AttentionCall(
-        chunk=tokens(chunk),
-        prefix=tokens(prefix),
-        causal=tokens(chunk * (prefix + chunk / 2)),
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=16,
-        score_bytes=28.0,
-    )
-    return float(rates.seconds(call, batch, 4).item())
+    return float(rates.seconds(call_of(tokens(chunk), tokens(prefix), heads, heads, 16), batch, 4).item())
 
 
 def test_a_mask_costs_the_whole_rectangle() -> None:
@@ -209,16 +174,6 @@ def test_blocks_that_the_diagonal_cuts_are_whole() -> None:
     assert blocked_s(replace(whole, skips_masked=True), 8, 5) == pytest.approx(44 + 40)
 
 
-def test_what_else_a_blocked_call_takes() -> None:
-    """A start, queries, and a factor by their number; between sizes on a log scale."""
-    sizes = MeasuredSizes(sizes=(4.0, 16.0), factors=(4.0, 1.0))
-    for chunk, factor in ((1, 4), (4, 4), (8, 2), (16, 1), (64, 1)):
-        half = chunk * chunk / 2
-        assert blocked_s(replace(BLOCKED, measured=sizes), chunk, 0) == pytest.approx(factor * half)
-    late = replace(BLOCKED, start_s=5.0, query_s=0.5, measured=sizes)
-    assert blocked_s(late, 16, 0, heads=2) == pytest.approx(5 + 16 + 256)
-
-
 def test_factors_fall_no_faster_than_sizes_rise() -> None:
     def read(sizes: list[float], factors: list[float]) -> MeasuredSizes:
         return read_schema(MeasuredSizes, JsonObject(fields={"sizes": sizes, "factors": factors}, where="test"))
@@ -236,22 +191,8 @@ def test_scores_that_leave_the_cache_take_longer() -> None:
     rates = EagerRates(
         flops_per_s=64.0, bytes_per_s=1e30, start_s=9.0, measured=MeasuredSizes(sizes=(60.0, 240.0), factors=(1.0, 4.0))
     )
-    call = AttentionCall(
-        chunk=tokens(3, 6, 60),
-        prefix=tokens(7, 14, 0),
-        causal=tokens(1, 1, 1),
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        score_bytes=28.0,
-    )
+    call = call_of(tokens(3, 6, 60), tokens(7, 14, 0), 2, 2, 16)
     assert rates.seconds(call, 1, 4) == pytest.approx([9 + 60, 9 + 240 * 4, 9 + 7200 * 4])
-
-
-def test_a_flash_section_may_be_of_either_kind() -> None:
-    for rates in (STEPS, replace(BLOCKED, skips_masked=True, measured=MeasuredSizes(sizes=(2.0,), factors=(1.5,)))):
-        fields = {"flash": json.loads(json.dumps(asdict(rates)))}
-        assert JsonObject(fields=fields, where="test").get("flash", AttentionRates) == rates
 
 
 CHUNK = np.array([1.0, 128.0, 4096.0])
@@ -266,24 +207,12 @@ EXPANDED = AttentionCall(
     score_bytes=28.0,
     latent=True,
 )
-ABSORBED = replace(EXPANDED, num_key_value_heads=1, head_dim=576, v_head_dim=512)
 H200 = load_profile("h200-flash").kernels
 
 
 def rates() -> LatentRates:
     assert H200.latent is not None
     return H200.latent
-
-
-def test_each_form_has_its_rates() -> None:
-    found = rates()
-    assert found.absorbed is not None
-    for call, form in ((EXPANDED, found.expanded), (ABSORBED, found.absorbed)):
-        assert found.of(call) is form
-        assert (found.seconds(call, 1, 2) == form.seconds(call, 1, 2)).all()
-        assert (found.least_seconds(call, 1, 2) == form.least_seconds(call, 1, 2)).all()
-    assert replace(found, absorbed=None).of(ABSORBED) is found.expanded
-    assert found.describe().count("TFLOP/s") == 2
 
 
 def test_a_latent_call_takes_them_and_no_other_does() -> None:
@@ -411,35 +340,3 @@ def test_executors_agree_where_messages_hold_multiprocessors(name: str, sends: s
     event = EventSimulation(program, scenario.cluster, record=False).finish_s
     assert run_batch(program, scenario.cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
     assert scenario.without_communication().message_share == 0.0
-
-
-@given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
-@examples(25)
-def test_separate_kernels_are_pytorchs(rng: Draws, tokens: int, part: bool) -> None:
-    """Whatever rates an engine's own kernels have; one fused kernel is the engine's."""
-    scenario = any_scenario(rng, roofline=False)
-    chunk = np.array([float(tokens)])
-    separate, fused = (with_merges(scenario, fused=fused, sms=0).layer_costs()[0] for fused in (False, True))
-    for costs in (separate, fused):
-        width = costs.setting.batch * costs.setting.element_bytes / 2
-        step = merge(costs.layer.mixer, fused=costs.cost.traits.fused_merge, part=part)
-        own_s = costs.cost.traffic_s(chunk, (step,))
-        least_s = tokens * step.nbytes * width / (PYTORCH_SHARE * scenario.cluster.gpu.hbm_bytes_per_s)
-        took_s = costs.merging.merge_s(chunk, part=part)
-        assert took_s >= own_s
-        assert took_s == own_s if costs is fused else took_s >= least_s
-        assert costs.merging.upcast_s(chunk) < took_s
-
-
-@given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
-@examples(25)
-def test_sequences_of_a_batch_are_merged_together(rng: Draws, tokens: int, part: bool) -> None:
-    """As many times the bytes, in the same kernels."""
-    costs = any_scenario(rng, roofline=False).layer_costs()[0]
-    both = []
-    for batch in (1, 3):
-        cost = replace(costs.cost, traits=replace(costs.cost.traits, batch=batch))
-        both.append(LayerCosts(replace(costs.setting, cost=cost), costs.layer))
-    one_s, three_s = (own.merging.merge_s(np.array([float(tokens)]), part=part) for own in both)
-    start_s = both[0].merging.merge_s(np.zeros(1), part=part)
-    assert three_s - start_s == pytest.approx(3 * (one_s - start_s))

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.kernels.attention import LatentCost
-from kvrsim.kernels.coverage import coverage_notes, head_dims
-from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, merged, summed
+from kvrsim.kernels.coverage import coverage_notes
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, summed
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import config_path
 from kvrsim.scenario import Scenario
@@ -42,21 +41,6 @@ def test_what_is_counted_is_said(model: str, missing: list[str]) -> None:
     assert len(notes) == len(missing)
     assert all(f"profile h100-flash has no rates of {one}" in note for one, note in zip(missing, notes, strict=True))
     assert model == "nemotron-h-56b" or not list(coverage_notes(spec, FLASH, 2))
-
-
-def test_a_recurrence_without_rates_takes_those_of_another() -> None:
-    """The tables that h100-flash was fitted to have no Mamba-2."""
-    (note,) = coverage_notes(kvrsim.load_model("nemotron-h-56b"), FLASH, 2)
-    assert note.endswith("priced as the most similar recurrence that it has")
-
-
-def test_widths_of_heads_that_attention_prices() -> None:
-    """Latents with rates of their own, chosen keys and states are not among them."""
-    found = {name: head_dims(kvrsim.load_model(name), FLASH.kernels) for name in ("llama-3-8b", "deepseek-v3")}
-    assert found == {"llama-3-8b": (128,), "deepseek-v3": ()}
-    assert head_dims(kvrsim.load_model("deepseek-v3"), BARE.kernels) == (192,)
-    assert head_dims(kvrsim.load_model("deepseek-v3.2"), BARE.kernels) == ()
-    assert head_dims(kvrsim.load_model("qwen3.5-27b"), FLASH.kernels) == (256,)
 
 
 def test_a_decoded_token_absorbs_once() -> None:
@@ -143,15 +127,10 @@ def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
     [
         (AWQ, {"fp8": 2.0}, None, "priced as fp16, which leaves out the dequantising: TTFT may be a little short"),
         (AWQ, {"int4_wo": 0.5}, 0.5, None),
-        (FP8, {}, None, "priced as fp16, which takes longer: TTFT of a long prompt is too long"),
         (FP8, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
-        (AWQ, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
-        (FP8, {"fp8_block": 1.5}, 1.5, "priced as FP8 with scales by block"),
         (FP8 | {"weight_block_size": [128, 128]}, {"fp8": 2.0}, 2.0, "priced as FP8"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"fp8": 2.0}, 2.0, "priced as FP8"),
         ({"quant_algo": "NVFP4"}, {"fp8": 2.0}, None, "before Blackwell"),
         ({"quant_algo": "NVFP4"}, {"int4_wo": 0.9, "fp8": 2.0}, 0.9, "priced as half precision from 4-bit weights"),
-        ({"quant_algo": "NVFP4"}, {"nvfp4": 3.0}, 3.0, None),
     ],
 )
 def test_a_type_without_rates_is_priced_as_the_most_similar(
@@ -205,11 +184,6 @@ def test_costs_with_different_steps_add_up() -> None:
     assert summed([smooth.row_cost((Product(8, 8),), 2)] * 2)(rows) == pytest.approx(2 * rows * 128 / 1e9)
 
 
-def test_products_of_two_types_are_not_merged() -> None:
-    one, other = Product(64, 8, compute="fp8"), Product(64, 8)
-    assert merged([one, other, one]) == (Product(64, 16, compute="fp8"), other)
-
-
 def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
     """The products of the layers; activations, K and V stay in half precision."""
     profile = profile_with(fp8=2.0)
@@ -222,12 +196,6 @@ def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
     ]
     with pytest.raises(InputError, match=r"dtype: got 'fp8', accepted: what profile h100-flash has: fp16, bf16$"):
         made(profile_with(int4_wo=1.0, int8_wo=1.0), model="llama-3-8b", dtype="fp8")
-
-
-def test_a_checkpoints_own_format_stays_under_fp8(tmp_path: Path) -> None:
-    scenario, notes = made(profile_with(fp8=2.0), model=quantized(tmp_path, AWQ), dtype="fp8")
-    assert scenario.model.layers[0].mixer.output[0].compute == "int4_wo"
-    assert "(awq, 4 bits)" in notes[0]
 
 
 def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
@@ -267,15 +235,6 @@ def test_experts_in_four_bits() -> None:
     for one, other in zip(slow.layer_costs(), fast.layer_costs(), strict=True):
         assert one.qkv_s(CHUNK) == pytest.approx(other.qkv_s(CHUNK))
         assert one.output_mlp_s(CHUNK)[1] > 1.5 * other.output_mlp_s(CHUNK)[1]
-
-
-def test_a_profile_shows_types_without_their_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile_with(fp8=2.0).write(tmp_path / "mine.json")
-    assert cli.main(["profiles", "show", str(tmp_path / "mine.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "fp8" in shown
-    assert len(shown.splitlines()) < 600
-    assert load_profile(tmp_path / "mine.json").kernels.gemm_types["fp8"].measured
 
 
 def test_a_quantised_product_is_measured_where_its_own_type_was() -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.io.schema import JsonObject, read, to_json
-from kvrsim.kernels.experts import ExpertRates, ExpertsCall, mean_imbalance
+from kvrsim.kernels.experts import ExpertsCall, mean_imbalance
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.units import scale
@@ -53,12 +52,6 @@ def test_laws_of_grouped_products(rng: Draws, batch: int) -> None:
     np.testing.assert_allclose(rates.seconds(call, 2 * batch, 2), twice)
     wider = rates.seconds(replace(call, intermediate_size=2 * call.intermediate_size), batch, 2)
     assert (wider > seconds).all()
-
-
-@given(rng=draws())
-def test_rates_survive_json(rng: Draws) -> None:
-    rates = any_experts(rng, any_gpu(rng))
-    assert read(ExpertRates, JsonObject(fields=to_json(rates), where="test")) == rates
 
 
 def test_a_type_without_rates_is_priced_as_the_most_similar() -> None:

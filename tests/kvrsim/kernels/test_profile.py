@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.hardware import AllReduceRates, MeasuredAllReduce
 from kvrsim.io.schema import JsonObject
@@ -110,10 +109,6 @@ def paths(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
                 yield from paths(part, place)
 
 
-SECTIONS = ("latent", "sparse", "experts", "recurrence")  # of kernels
-LINK_OPTIONAL = ("source", "short_bytes_per_s", "gather", "all_reduce", "like", "profile")
-
-
 @pytest.mark.parametrize("name", builtin_profiles())
 def test_shipped_profiles_come_back(name: str, tmp_path: Path) -> None:
     profile = load_profile(name)
@@ -138,79 +133,29 @@ def test_a_key_of_an_older_version_is_refused_unless_it_is_null(fields: dict[str
         read(changed(fields, "kernels.gemm.sustained_flops_per_s", 1e12))
 
 
-def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
-    optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
-    optional |= {"kernels.clock", "links.all_reduce", *(f"kernels.{kind}" for kind in SECTIONS)}
-    optional |= {
-        "kernels.head_on_all_tokens",
-        "kernels.elementwise.fused",
-        "kernels.elementwise.fused_merge",
-        "kernels.elementwise.merge_bytes_per_s",
-        "host.resume_s",
-    }
-    optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
-    optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
-    optional |= {path.replace(".gemm.", ".gemm_types.fp8.") for path in optional}
-    optional |= {"kernels.gemm_types", "kernels.gemm_types.fp8"}
-    optional |= {"host.prepare_s", "host.message_s", "host.kernel_s", "links.pending_share", "engine"}
-    optional |= {f"host.{key}" for key in ("token_s", "step_s", "collective_s")}
-    optional |= {"links.message_sms", "kernels.repeats_rotary", "kernels.attention.eager.score_bytes"}
-    optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
-    optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s", "block_flops_per_s")}
-    optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
-    optional |= {
-        "cluster.gpu.source",
-        "cluster.gpu.memory_source",
-        *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES),
-    }
-    optional |= {"kernels.attention.eager", "kernels.attention.flash"}
-    flash_defaults = (
-        "causal",
-        "packs_heads",
-        "splits_keys",
-        "query_s",
-        "split_s",
-        "split_share",
-        "diagonal_cost",
-        "softmax_s",
-    )
-    optional |= {f"kernels.attention.flash.{key}" for key in flash_defaults}
-    optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
-    for path in paths(fields):
-        if path in optional or path.startswith("provenance.") or ".seen." in path:
-            continue
-        if path.endswith(("interpolated_log_sd", "systematic_log_sd", ".gather")):
-            continue
-        with pytest.raises(InputError) as caught:
-            read(changed(fields, path, ...))
-            pytest.fail(f"{path} is not missed")
-        assert caught.value.parameter == f"profile test.json: {path}"
+@pytest.mark.parametrize("value", [None, ...])
+def test_optional_keys_may_be_absent(value: Any, fields: dict[str, Any]) -> None:
+    bare = changed(changed(fields, "operations", {}), "kernels.attention.eager", ...)
+    for path in (
+        "links.gather",
+        "links.all_reduce",
+        "kernels.clock",
+        "kernels.gemm.tiles",
+        "cluster",
+        "host.request_s",
+    ):
+        bare = changed(bare, path, value)
+    profile = read(bare)
+    assert (profile.cluster, profile.kernels.clock, profile.links.all_reduce, profile.links.gather) == (None,) * 4
+    assert (profile.host.request_s, profile.kernels.gemm.tiles) == (0, ())
+    assert (profile.attention_kernels, profile.operations) == (("flash",), {})
 
 
-def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
-    for value in (None, ...):
-        bare = fields
-        gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured"))
-        for path in ("links.short_bytes_per_s", "links.gather", "links.all_reduce", "kernels.clock", *gemm):
-            bare = changed(bare, path, value)
-        for path in ("cluster", "host.request_s", "kernels.copies.own", "kernels.gemm.head_bytes_per_s"):
-            bare = changed(bare, path, value)
-        for path in (
-            "kernels.gemm_types",
-            "kernels.whole_attention",
-            "kernels.elementwise.mask_element_s",
-            "kernels.attention.sdpa",
-        ):
-            bare = changed(bare, path, ...)
-        bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
-        assert read(bare).cluster is None
-        assert (read(bare).kernels.copies.own, read(bare).host.request_s) == (0, 0)
-        profile = read(changed(bare, "host.resume_s", value))
-        assert (profile.host.resume_s, profile.kernels.clock, profile.links.all_reduce) == (0, None, None)
-        assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
-        assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
-        assert (profile.attention_kernels, profile.operations) == (("flash",), {})
-        assert profile.kernels.gemm_types == {}
+@pytest.mark.parametrize("path", ["name", "kernels.gemm.flops_per_s", "links.bandwidth_bytes_per_s", "valid.dtypes"])
+def test_a_required_key_is_missed_by_its_path(path: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        read(changed(fields, path, ...))
+    assert caught.value.parameter == f"profile test.json: {path}"
 
 
 def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
@@ -227,18 +172,13 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
     ("path", "values"),
     [
         ("schema_version", [0, 1, 3, "2", 2.5, True]),
-        ("name", ["", "  ", 7]),
         ("kernels.gemm.flops_per_s", [0, -1, "fast", True, None, float("nan"), float("inf"), 1e31]),
-        ("kernels.gemm.launch_s", [-1e-9, None, True, "5us", float("nan")]),
-        ("kernels.attention.sdpa.key_block", [0, 1.5, None]),
         ("kernels.attention.eager.measured.sizes", [[], [1], [2, 1, 3], [0, 1], [1, "2"], None, 7]),
         ("kernels.attention.eager.measured.factors", [[8.01, 1], [-1, 1], ["1", 1]]),
         ("links.sends", ["async", "", None, 1]),
         ("valid.context_len", [[], [1], [1, 2, 3], [2, 1], [0, 5], [1.5, 2], ["1", "2"], None, [True, 2]]),
-        ("valid.dtypes", [[], None, "fp16", ["fp13"], [16]]),
         ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
         ("cluster.topology", ["ring", 7, None]),
-        ("provenance.source", [7, "", ["paper"]]),
     ],
 )
 def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, Any]) -> None:
@@ -247,24 +187,6 @@ def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, An
             read(changed(fields, path, value))
             pytest.fail(f"{path} may be {value!r}")
         assert caught.value.parameter.startswith(f"profile test.json: {path}")
-
-
-UNKNOWN = (
-    *("speed", "kernels.speed", "kernels.copies.x", "links.loss", "valid.x", "host.x", "links.gather.x"),
-    *("kernels.gemm.x", "kernels.gemm.tiles[1].x", "kernels.gemm.measured[0].x", "kernels.elementwise.x"),
-    *("kernels.gemm_types.fp7", "kernels.gemm_types.fp8.x"),
-    *("kernels.attention.sparse", "kernels.attention.eager.x", "kernels.attention.flash.x"),
-    *("operations.magic", "operations.gemm.x"),
-)
-
-
-@pytest.mark.parametrize("path", UNKNOWN)
-def test_unknown_keys_are_named(path: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        read(changed(fields, path, 1))
-    assert caught.value.value == path.split(".")[-1]
-    if "." in path:
-        assert caught.value.parameter.endswith(path.rsplit(".", 1)[0])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "7", "{", '{"schema_version": 1}', "null"])

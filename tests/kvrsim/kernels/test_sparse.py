@@ -23,7 +23,7 @@ from kvrsim.kernels.sparse import (
     sparse_call,
 )
 from kvrsim.model.gemm import Gemm
-from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention
+from kvrsim.model.mixers import Attention, CompressedAttention, Indexer
 from kvrsim.program import Array
 from kvrsim.units import scale
 
@@ -99,14 +99,6 @@ def test_few_queries_take_as_long_as_those_that_fill_the_device() -> None:
     )
 
 
-def test_entries_are_scored_by_a_kernel_of_their_own() -> None:
-    half = replace(KERNELS.score, entries_share=0.5)
-    four = np.asarray(4)
-    whole = KERNELS.score.seconds(tokens(9.0), tokens(7.0), four, 8) - 1
-    assert half.seconds(tokens(9.0), tokens(7.0), four, 8) - 1 == pytest.approx(whole)
-    assert half.seconds(tokens(9.0), tokens(7.0), four, 8, entries=True) - 1 == pytest.approx(2 * whole)
-
-
 def test_kinds_have_kernels_of_their_own() -> None:
     other = replace(KERNELS, select=None)
     rates = SparseRates(keys=KERNELS, blocks=other)
@@ -165,17 +157,6 @@ def test_without_rates_it_is_counted(name: str) -> None:
 CHUNK, PREFIX = np.array([1000.0]), np.array([8000.0])
 INDEXER = Indexer(num_heads=4, head_dim=128, top_k=2048)
 ONE = (Gemm(name="q", in_features=8, out_features=8),)
-LATENT = LatentAttention(
-    projections=ONE,
-    expand=ONE[0],
-    output=ONE,
-    num_attention_heads=16,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    indexer=INDEXER,
-)
 COMPRESSED = CompressedAttention(
     projections=ONE,
     output=ONE,
@@ -186,18 +167,6 @@ COMPRESSED = CompressedAttention(
     compress_ratio=4,
     indexer=INDEXER,
 )
-
-
-def test_latents_are_keys_and_values() -> None:
-    call = sparse_call(LATENT, CHUNK, PREFIX)
-    assert (call.head_dim, call.v_head_dim, call.num_attention_heads) == (576, 512, 16)
-    assert (call.top_k, call.index_heads, call.index_head_dim, call.block) == (2048, 4, 128, 1)
-    assert (call.attended, call.chooses) == (2048, 1)
-
-
-def test_a_layer_that_takes_another_s_choice_scores_nothing() -> None:
-    call = sparse_call(replace(LATENT, indexer=replace(INDEXER, shared=True)), CHUNK, PREFIX)
-    assert (call.attended, call.chooses, call.score_flops) == (2048, 0, 0)
 
 
 def test_entries_and_the_window() -> None:

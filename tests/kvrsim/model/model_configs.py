@@ -188,13 +188,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "sliding_window": 8,
 }
-GEMMA4_MOE = {
-    **GEMMA4,
-    "enable_moe_block": True,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 24,
-}
+GEMMA4_MOE = {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
 MIMO = {**ROUTED, "model_type": "mimo_v2_flash", "head_dim": 24, "v_head_dim": 16, "sliding_window": 8}
 STEP = {**ROUTED, "model_type": "step3p7", "sliding_window": 8, "share_expert_dim": 40}
 STEP |= {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 2}

@@ -182,20 +182,8 @@ def test_a_trace_appears_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_missing_folder_is_named(timeline: Timeline, tmp_path: Path) -> None:
-    with pytest.raises(InputError) as caught:
-        timeline.write_chrome_trace(tmp_path / "missing" / "trace.json")
-    assert caught.value.parameter == "trace"
-
-
 def test_as_a_table(timeline: Timeline) -> None:
     frame = timeline.to_frame()
     assert list(frame.columns) == list(Span.__slots__)
     assert len(frame) == len(timeline.spans)
     assert frame.end_s.max() == timeline.end_s
-
-
-def test_an_empty_timeline() -> None:
-    empty = Timeline(strategy="none", num_ranks=1, spans=())
-    assert empty.end_s == 0.0
-    assert all(event["ph"] == "M" for event in empty.chrome_events())

@@ -222,15 +222,6 @@ def test_the_fastest_kernel_that_torch_allows_is_taken(
     assert asked[0].key.shape[1] == 2
 
 
-def test_tensors_on_cuda_take_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCuda:
-        is_cuda = True
-
-    monkeypatch.setattr(attention, "_on_cuda", lambda *arguments: arguments)
-    query, key, value = OnCuda(), torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8)
-    assert attention.chunk_attention(query, key, value, 0.5) == (query, key, value, 0.5)
-
-
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "falcon-mqa", "falcon-grouped"])
 def test_every_layer_of_a_flash_model_runs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
@@ -247,12 +238,3 @@ def test_every_layer_of_a_flash_model_runs_it(name: str, monkeypatch: pytest.Mon
     calls.clear()
     load_model(CONFIGS[name], attention="sdpa")(input_ids=ids)
     assert calls == []
-
-
-def test_bfloat16_comes_back_as_bfloat16() -> None:
-    query, key, value = (one.bfloat16() for one in tensors(6, 10, 2, 2, 1))
-    found = attention.chunk_attention(query, key, value)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        found.float(), masked(query.float(), key.float(), value.float(), None), atol=2e-2, rtol=2e-2
-    )

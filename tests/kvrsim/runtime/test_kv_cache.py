@@ -15,7 +15,6 @@ from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
 from kvrsim.runtime.kv_cache import (
     CacheListener,
     Chunk,
-    KvBuffer,
     PrefixCache,
     StateBuffer,
     UpdateEvent,
@@ -23,11 +22,11 @@ from kvrsim.runtime.kv_cache import (
     make_buffers,
 )
 from kvrsim.runtime.measure import shared_memory
-from kvrsim.runtime.model import ModelForward, load_model
+from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
-from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
+from tests.kvrsim.runtime.runtime_models import KINDS, kinds, variants
 from tests.kvrsim.runtime.runtime_workers import model_of
 
 BATCH, ELEMENT_BYTES = 2, 4
@@ -72,17 +71,6 @@ def test_decoding_continues_from_the_cache(name: str, kernel: str) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
-def test_prefix_and_whole_are_one_stretch_of_memory() -> None:
-    geometry = Geometry.of(model_of("llama-gqa"))
-    (buffer, *_) = make_buffers(geometry, chunk_of(5, 3, batch=2))
-    assert isinstance(buffer, KvBuffer)
-    assert buffer.incoming().is_contiguous()
-    assert buffer.outgoing().is_contiguous()
-    assert buffer.incoming().nbytes == 5 * 2 * geometry.token_bytes(0)
-    assert buffer.incoming().data_ptr() == buffer.outgoing().data_ptr() == buffer.data.data_ptr()
-    assert buffer.keys_values()[0].data_ptr() == buffer.data.data_ptr()
-
-
 @pytest.mark.parametrize("name", ["llama-gqa", "falcon-mqa"])
 def test_the_first_rank_of_dense_tsp_computes_the_masked_half_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, masks = torch.nn.functional.scaled_dot_product_attention, []
@@ -98,14 +86,6 @@ def test_the_first_rank_of_dense_tsp_computes_the_masked_half_too(name: str, mon
     ModelForward(model)(ids[:, :5], 0, PrefixCache(buffers), is_last=False)
     assert len(masks) == geometry.num_hidden_layers
     assert all(tuple(mask.shape[-2:]) == (5, 12) and not mask[..., 5:].any() for mask in masks)
-
-
-def test_half_precision_keeps_its_dtype() -> None:
-    for kernel in ("sdpa", "flash"):
-        model = load_model(CONFIGS["llama-gqa"], "bf16", "cpu", kernel, seed=1)  # type: ignore[arg-type]
-        logits, cache = in_chunks(model, prompt())
-        assert logits.dtype == cache.buffers[0].data.dtype == torch.bfloat16
-        assert torch.isfinite(logits).all()
 
 
 def test_a_stub_does_not_grow_and_reports_every_update() -> None:
@@ -145,29 +125,6 @@ def test_a_layer_hands_on_what_the_model_says_that_later_tokens_need(name: str) 
                 end = min(end, kept.sliding_window - 1)  # the token that sees the window is one of it
             needed = BATCH * float(layer.mixer.needed_bytes(end, ELEMENT_BYTES))
             assert buffer.outgoing().nbytes == needed
-
-
-def test_a_layer_with_a_window_holds_its_chunk_and_the_windows_tail() -> None:
-    geometry = Geometry.of(model_of("gemma3", "eager"))
-    window, full, _ = make_buffers(geometry, chunk_of(20, 4))
-    assert isinstance(window, KvBuffer)
-    assert isinstance(full, KvBuffer)
-    assert (len(window.data), len(full.data)) == (5 + 4, 24)
-    assert (len(window.incoming()), len(window.outgoing())) == (5, 5)
-    assert window.incoming().is_contiguous()
-    assert window.outgoing().is_contiguous()
-    keys, _ = window.keys_values()
-    assert tuple(keys.shape) == (1, 2, 9, 16)
-
-
-@pytest.mark.parametrize(("window", "seen"), [(39, (0, 10)), (40, (0, 40)), (4096, (0, 40)), (6, (0, 10))])
-def test_under_dense_tsp_only_a_window_of_the_whole_context_looks_behind_the_chunk(
-    window: int, seen: tuple[int, int]
-) -> None:
-    geometry = Geometry.of(load_model(KINDS["mistral-window"] | {"sliding_window": window}))
-    buffer = make_buffers(geometry, chunk_of(0, 10, total_len=40, visible_len=40))[0]
-    assert isinstance(buffer, KvBuffer)
-    assert (buffer.first_seen, buffer.visible_len) == seen
 
 
 def test_memory_that_plans_share_has_the_rows_that_each_layer_needs() -> None:

@@ -110,10 +110,7 @@ def test_others_take_their_share_of_a_link() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "option"),
-    [
-        ({"bandwidth_bytes_per_s": 0}, "link_bandwidth"),
-        ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "link_latency"),
-    ],
+    [({"bandwidth_bytes_per_s": 0}, "link_bandwidth"), ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "link_latency")],
 )
 def test_a_link_that_cannot_be_is_refused(settings: dict[str, float], option: str) -> None:
     with pytest.raises(InputError) as error:

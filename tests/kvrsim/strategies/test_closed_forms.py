@@ -11,7 +11,7 @@ import kvrsim
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.kernels.tensor_parallel import group_of, share_of
+from kvrsim.kernels.tensor_parallel import group_of
 from kvrsim.program import AllGather, Array, Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
@@ -287,16 +287,3 @@ def test_an_all_reduce_over_nodes_uses_every_gpus_network() -> None:
     across = cluster.network.latency_s + 1e9 / 16 / cluster.network.bandwidth_bytes_per_s
     expected = 2 * (inside + across)
     assert number(group_of(cluster, 16, scenario.model).all_reduce_s(nbytes)) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_share_of_the_model() -> None:
-    """Eight GPUs hold an eighth of the matrices each, norms whole; sixteen hold each KV head of eight twice."""
-    model = kvrsim.load_model("llama-3-70b")
-    eighth, sixteenth = share_of(model, 8), share_of(model, 16)
-    norms = sum(layer.other_parameters for layer in model.layers) + model.final_norm_parameters
-    assert eighth.num_parameters - norms == (model.num_parameters - norms) / 8
-    assert (eighth.num_attention_heads, eighth.num_key_value_heads) == (8, 1)
-    assert sixteenth.num_key_value_heads == 1
-    assert sixteenth.kv_bytes_per_token(2) * 16 == 2 * model.kv_bytes_per_token(2)
-    with pytest.raises(kvrsim.InputError, match="64 heads and 8 KV heads"):
-        share_of(model, 24)

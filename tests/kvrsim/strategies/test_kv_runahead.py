@@ -118,16 +118,3 @@ def test_a_plan_says_how_many() -> None:
 def test_latents_are_refused(model: str) -> None:
     with pytest.raises(kvrsim.InputError, match="latent"):
         kvrsim.simulate(model=model, ctx="8k", gpus=2, strategy="kvr-b")
-
-
-def test_many_chunks_that_are_the_same_are_asked_for_once() -> None:
-    """And take what they take alone."""
-    costs = eager().layer_costs()[0]
-    rng = np.random.default_rng(0)
-    chunk, prefix = rng.integers(1, 9, size=(2, 4, 200)) * 512.0
-    seconds, calls = costs.attention_in_blocks((1, 2, 4), chunk, prefix)
-    for rank in range(len(chunk)):  # too few to look for the same
-        alone_s, alone = costs.attention_in_blocks((1, 2, 4), chunk[rank], prefix[rank])
-        assert (seconds[rank] == alone_s).all()
-        assert (calls[rank] == alone).all()
-    assert calls.max() > 1

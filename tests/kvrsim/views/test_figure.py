@@ -12,7 +12,6 @@ from kvrsim.errors import InputError
 from kvrsim.views.figure import SUFFIXES, check_suffix, encoded, save_figure
 
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
-REPOSITORY = Path(__file__).parents[3]
 
 
 def figure() -> Figure:
@@ -53,11 +52,3 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_old_picture(tmp_path: Path) ->
     with pytest.raises(ValueError, match="frac"):
         save_figure(wrong, path)
     assert (os.listdir(tmp_path), path.read_bytes()) == (["a.png"], b"old")
-
-
-def test_no_other_place_saves_figures() -> None:
-    places = [
-        path for room in ("kvrsim", "calibrate", "planner", "validate") for path in (REPOSITORY / room).rglob("*.py")
-    ]
-    saving = [path.name for path in places if ".savefig(" in path.read_text()]
-    assert saving == ["figure.py"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
-from kvrsim.results.timeline import Span, Timeline
+from kvrsim.results.timeline import Timeline
 from kvrsim.strategies import STRATEGIES
-from kvrsim.views import gantt
-from kvrsim.views.gantt import (
-    MAX_DETAILED_RANKS,
-    covered_shares,
-    is_pipeline,
-    is_solid,
-    legend_entries,
-    mean_colours,
-    number_layers,
-    write_gantt,
-)
+from kvrsim.views.gantt import MAX_DETAILED_RANKS, covered_shares, is_solid, legend_entries, mean_colours, write_gantt
 from kvrsim.views.style import OPERATIONS, operation_of
 
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -59,19 +48,6 @@ def test_every_strategy_can_be_drawn(strategy: str, gpus: int, tmp_path: Path) -
     assert (tmp_path / "gantt.PNG").stat().st_size > 10_000
 
 
-def test_a_pipeline_has_close_ups_of_pieces(tmp_path: Path) -> None:
-    """Eight or more numbers of layers, each on one rank alone: a close-up of two of them holds nothing of the last."""
-    result = kvrsim.simulate(strategy="pp", ctx=4096, gpus=8, model="llama-3-8b", timeline=True, partition=[256] * 16)
-    assert result.timeline is not None
-    assert is_pipeline(result.timeline)
-    windows = gantt._windows(result.timeline)
-    assert [window.name for window in windows] == ["fills", "midway"]
-    for window in windows:
-        on = {span.rank for span in result.timeline.spans if window.start_s <= span.start_s <= window.end_s}
-        assert on == set(range(8))
-    write_gantt(result.timeline, tmp_path / "pp.png", title="pp")
-
-
 # What each strategy's messages are, and what its ranks do besides projecting, appending, attending and the MLP.
 CHAIN, RING = ({"KV"}, set[str]()), ({"KV"}, {"merge"})
 DOES: dict[str, tuple[set[str], set[str]]] = {
@@ -103,21 +79,6 @@ def test_operations_are_drawn_as_what_they_are(strategy: str) -> None:
             assert first_word == span.op
 
 
-def test_every_strategy_is_tested() -> None:
-    assert set(STRATEGIES) - set(DOES) == {"kvr-p"}, "which is kvr-s with a table"
-
-
-def test_a_layer_is_numbered_once() -> None:
-    from matplotlib.figure import Figure
-
-    timeline = timeline_of("ring", gpus=8, model="llama-3-8b")
-    axes = Figure(figsize=(13, 4)).add_subplot()
-    number_layers(axes, timeline.spans, 0.0, timeline.end_s / 20)
-    placed = [(text.get_text(), round(text.get_position()[1])) for text in axes.texts]
-    assert placed
-    assert len(set(placed)) == len(placed), "a number twice in one lane"
-
-
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
     """However thin the bars are, the pixels of two colours hold their time."""
@@ -134,34 +95,9 @@ def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
         assert pixels[:, channel].sum() * end_s / bins == pytest.approx(covered_s, rel=1e-9, abs=1e-9)
 
 
-def test_slow_links_and_a_bus(tmp_path: Path) -> None:
-    write_gantt(timeline_of("kvr-e", 4, link_bandwidth="10MB/s", topology="bus"), tmp_path / "a.png", title="bus")
-
-
 def test_many_ranks_are_drawn_without_close_ups(tmp_path: Path) -> None:
     many = timeline_of("kvr-e", MAX_DETAILED_RANKS + 1)
     write_gantt(many, tmp_path / "many.svg", title="many")
     few = timeline_of("kvr-e", MAX_DETAILED_RANKS)
     write_gantt(few, tmp_path / "few.svg", title="few")
     assert (tmp_path / "many.svg").stat().st_size < (tmp_path / "few.svg").stat().st_size
-
-
-def test_it_is_fast(timeline: Timeline, tmp_path: Path) -> None:
-    write_gantt(timeline, tmp_path / "warm.png", title="imports matplotlib")
-    start_s = time.process_time()
-    write_gantt(timeline, tmp_path / "gantt.png", title="8 ranks, 32 layers")
-    assert time.process_time() - start_s < 3  # about 0.5 s on an idle machine
-
-
-def test_a_tiny_timeline(tmp_path: Path) -> None:
-    span = Span(rank=0, kind="compute", op="other", name="unheard of", layer=0, start_s=0.0, end_s=1e-9)
-    write_gantt(Timeline(strategy="x", num_ranks=1, spans=(span,)), tmp_path / "tiny.png", title="tiny")
-    assert (tmp_path / "tiny.png").exists()
-
-
-@pytest.mark.parametrize("name", ["gantt.gif", "gantt", "png", "missing/gantt.png"])
-def test_mistakes_name_the_argument(name: str, timeline: Timeline, tmp_path: Path) -> None:
-    with pytest.raises(kvrsim.InputError) as caught:
-        write_gantt(timeline, tmp_path / name, title="x")
-    assert caught.value.parameter == "plot"
-    assert list(tmp_path.iterdir()) == []

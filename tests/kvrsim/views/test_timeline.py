@@ -13,7 +13,6 @@ from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
-from kvrsim.views.plan import plan_page
 from kvrsim.views.timeline import LabelledTimeline, legend, to_data
 from planner.candidates import choose_partition, per_rank_scenario
 from planner.plan import make_plan, span_count
@@ -67,29 +66,6 @@ def test_spans_come_back_to_within_a_tick(spans: list[Span]) -> None:
     for row, span in zip(kept, sorted(asked, key=lambda span: round(span.start_s / tick_s)), strict=True):
         assert abs(row[-2] - span.start_s) <= tick_s
     assert sum(row[-1] - row[-2] for row in kept) <= sum(span.duration_s for span in spans) + 2 * tick_s * len(spans)
-
-
-def test_a_plans_page_has_every_strategy_with_the_basis_of_each_span() -> None:
-    scenario, _ = make_scenario(model="llama-7b", gpus=2, ctx="2k")
-    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ulysses"], timelines="all")
-    assert plan.timeline is plan.timelines[plan.best.strategy]
-    data = plan_page(plan).data
-    assert [one["name"] for one in data["timelines"]] == [one.strategy for one in plan.strategies]
-    assert set(data["memory"]["of"]) == {one.strategy for one in plan.strategies}
-    bases = [kind["basis"] for one in data["timelines"] for kind in one["kinds"]]
-    assert all(bases)
-    words = {word for basis in bases for word in basis.replace(",", "").split() if word.isalpha()}
-    assert words <= {
-        "measured",
-        "interpolated",
-        "extrapolated",
-        "fitted",
-        "datasheet",
-        "simulated",
-        "set",
-        "by",
-        "hand",
-    }
 
 
 def test_colours_of_a_legend_are_those_that_are_drawn() -> None:

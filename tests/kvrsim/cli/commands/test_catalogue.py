@@ -1,9 +1,7 @@
-"""`kvrsim strategies`: every strategy in words, as a table, as JSON, CSV and Markdown."""
+"""`kvrsim strategies` and `kvrsim models`: what is listed and shown, as text and as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,11 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.cli.commands.catalogue import about
+from kvrsim.model.load import load_model
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy import engines_with
+from tests.kvrsim.model.model_configs import GQA
 
 ROOT = Path(__file__).parents[4]
 
@@ -67,14 +67,63 @@ def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert (found["name"], found["runs_here"], found["engines"], found["docs"]) == ("mine", False, [], None)
 
 
-def test_tables_hold_what_json_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    found = listed(capsys)
-    rows = list(csv.DictReader(io.StringIO(printed(capsys, "list", "--format", "csv"))))
-    assert [row["name"] for row in rows] == [one["name"] for one in found]
-    assert [row["engines"] for row in rows] == [",".join(one["engines"]) for one in found]
-    assert [row["runs_here"] for row in rows] == [str(one["runs_here"]).lower() for one in found]
-    head, rule, *lines = printed(capsys, "list", "--format", "md").splitlines()
-    assert head.startswith("| name | title | ")
-    assert set(rule) == {"|", "-"}
-    assert len(lines) == len(found)
-    assert {line.count(" | ") for line in [head, *lines]} == {head.count(" | ")}
+# `kvrsim models` shows what a model has, as text and as JSON.
+
+# What `models show --json` had before layers had mixers.
+LEGACY = (
+    *("name", "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "gated_mlp"),
+    *("alibi", "learned_positions", "parallel_attn", "qk_norm", "norms_before_attention", "norms_after_attention"),
+    *("final_norm_parameters", "embedding_norm_parameters", "lm_head", "quantization", "layer_kinds"),
+    *("layer_kind_index", "num_parameters", "active_parameters", "weight_bytes", "kv_bytes_per_token"),
+)
+LEGACY_OF_A_LAYER = (
+    *("num_layers", "qkv", "output", "mlp", "num_experts", "num_experts_per_tok", "router", "shared_mlp"),
+    *("sliding_window", "norm_parameters"),
+)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["models", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(shown(capsys, *arguments, "--json"))
+
+
+def test_fields_of_softmax_attention_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    model = as_json(capsys, "show", "qwen3-8b")
+    assert set(LEGACY) <= set(model)
+    (kind,) = model["layer_kinds"]
+    assert set(LEGACY_OF_A_LAYER) <= set(kind)
+    assert (model["qk_norm"], model["gated_mlp"], model["head_dim"], kind["num_layers"]) == (True, True, 128, 36)
+    assert [gemm["name"] for gemm in kind["qkv"]] == ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    assert kind["output"]["name"] == "self_attn.o_proj"
+    assert kind["mixer"]["kind"] == "Attention"
+    assert kind["norm_parameters"] == kind["other_parameters"] == 2 * 4096 + 2 * 128
+
+
+def test_kinds_of_layers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = as_json(capsys, "show", "gpt-oss-20b")
+    assert model["mixers"] == [
+        {"mixer": "window of 128", "num_layers": 12},
+        {"mixer": "full attention", "num_layers": 12},
+    ]
+    assert [kind["sliding_window"] for kind in model["layer_kinds"]] == [128, None]
+
+
+def test_what_is_approximated_is_told(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the model's page, by JSON and by every plan."""
+    path = tmp_path / "seeing.json"
+    text = {"model_type": "qwen3_vl_text", **GQA}
+    path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 2}}))
+    assert load_model(path).model_type == "qwen3_vl_text"
+    assert as_json(capsys, "show", str(path))["approximations"] == ["the vision tower is left out"]
+    assert "the vision tower is left out" in shown(capsys, "show", str(path))
+    assert (
+        cli.main(["plan", "--gpus", "2", "--ctx", "512", "--strategies", "kvr-e", "--model", str(path), "--json"]) == 0
+    )
+    assert "seeing: the vision tower is left out" in json.loads(capsys.readouterr().out)["warnings"]

@@ -150,17 +150,3 @@ def test_a_plan_must_fit_the_ranks() -> None:
             exchange_of(name).chunk_of(run_plan(name, 12, 12), 0, 3)
     with pytest.raises(InputError, match="strategy: got 'pp-x', accepted: what the runtime runs: single"):
         run_strategy("pp-x")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "chunk_lens", "settings", "message"),
-    [
-        ("single", (4, 4), {}, "one chunk"),
-        ("kvr", (4, 4), {"batch": 0}, "at least 1 prompt"),
-    ],
-)
-def test_a_plan_that_makes_no_sense_is_refused(
-    strategy: str, chunk_lens: tuple[int, ...], settings: dict[str, int], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        run_plan(strategy, *chunk_lens, **settings)

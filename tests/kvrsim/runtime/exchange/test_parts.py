@@ -53,7 +53,7 @@ class InThreads:
     """Threads that add up their parts, one for each rank."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.barrier, self.parts = threading.Barrier(num_ranks, timeout=60), [torch.empty(0)] * num_ranks
+        self.barrier, self.parts = threading.Barrier(num_ranks, timeout=300), [torch.empty(0)] * num_ranks
 
     def of(self, rank: int) -> InThreads.Rank:
         return InThreads.Rank(self, rank)
