@@ -11,7 +11,6 @@ from tests.building.models import any_model, models, products_of, weights_of
 from tests.building.profiles import any_operation, any_profile
 from tests.building.rates import any_blocked, any_eager, any_elementwise, any_experts, any_flash, any_gemm, any_sizes
 from tests.building.scenarios import (
-    any_cut,
     any_divisible,
     any_partition,
     any_placed,
@@ -19,12 +18,9 @@ from tests.building.scenarios import (
     any_run,
     any_scenario,
     as_measured,
-    cut_scenarios,
-    divisible_scenarios,
     faster,
     measured_scenarios,
     partitions,
-    placed_scenarios,
     scenario_in,
     scenarios,
 )

@@ -202,16 +202,7 @@ def any_partition(rng: Draws, num_tokens: int, num_ranks: int) -> tuple[int, ...
     return noted((*chunks, 1 + left))
 
 
-def any_cut(rng: Draws, **options: Any) -> tuple[Scenario, tuple[int, ...]]:
-    """A scenario and chunks of any length, one a GPU."""
-    scenario = any_scenario(rng, **options)
-    return scenario, any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
-
-
 scenarios = strategy_of(any_scenario)
-cut_scenarios = strategy_of(any_cut)
-placed_scenarios = strategy_of(any_placed)
-divisible_scenarios = strategy_of(any_divisible)
 partitions = strategy_of(any_partition)
 
 
@@ -234,15 +225,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
         cluster, gpu=gpu, link=scale(cluster.link, 1 / factor), network=scale(cluster.network, 1 / factor)
     )
     if profile is not None:
-        kernels = replace(
-            profile.kernels,
-            gemm=scale(profile.kernels.gemm, 1 / factor),
-            gemm_types=scale(profile.kernels.gemm_types, 1 / factor),
-            attention=scale(profile.kernels.attention, 1 / factor),
-            elementwise=scale(profile.kernels.elementwise, 1 / factor),
-            experts=scale(profile.kernels.experts, 1 / factor),
-        )
-        profile = replace(profile, kernels=kernels)
+        profile = replace(profile, kernels=scale(profile.kernels, 1 / factor))
     return replace(scenario, cluster=cluster, profile=profile)
 
 

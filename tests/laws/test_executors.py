@@ -44,6 +44,7 @@ def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tu
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["switch", "bus"])
 @pytest.mark.parametrize("name", ["kvr-s", "kvr-direct", "tsp", "ring", "zigzag", "ulysses", "tp2+pp", "pp2+cp2"])
 @given(rng=draws())

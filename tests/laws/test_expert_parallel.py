@@ -39,6 +39,7 @@ def program_of(scenario: Scenario, name: str, cut: tuple[int, ...]) -> Program:
     return build_program(scenario, get_strategy(name), columns(cut))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
 @examples(20)
@@ -62,6 +63,7 @@ def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
             assert sent[here, to] <= placed.request.batch * cut[here] * widths[0]
 
 
+@pytest.mark.slow
 @given(rng=draws())
 @examples(20)
 def test_each_expert_is_held_once(rng: Draws) -> None:
