@@ -9,7 +9,7 @@ import pytest
 import kvrsim
 from planner.capacity.page import capacity_page
 from planner.capacity.result import CapacityPlan, TriedFleet
-from tests.building.browser import PHONE, Opened
+from tests.building.browser import Opened
 
 pytestmark = pytest.mark.browser
 OVER = "#fleets .u-over"
@@ -87,14 +87,3 @@ def test_the_queue_and_the_ttfts_are_zoomed_together(opened: Callable[..., Opene
     page.click("#queue .group button:nth-child(3)")
     again = page.script(shown)[0]
     assert again == pytest.approx(whole[0], abs=1.0)
-
-
-def test_a_price_can_be_tried_on_a_phone_in_the_dark(opened: Callable[..., Opened], plan: CapacityPlan) -> None:
-    page = opened(capacity_page(plan), PHONE)
-    page.prefers("dark")
-    page.script("""
-        const field = document.querySelector("input[type=number]");
-        field.value = 3;
-        field.dispatchEvent(new Event("input"));
-    """)
-    assert f"${3 * plan.first.num_gpus} an hour" in read_off(page)

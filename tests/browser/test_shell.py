@@ -110,12 +110,6 @@ def test_a_chart_zooms_switches_series_and_reads_out_values(opened: Callable[...
     assert page.script("return chart.plot().series[1].show") is False
 
 
-def test_a_page_without_scripts_of_its_own_still_says_all(opened: Callable[..., Opened]) -> None:
-    page = opened(Page(title="Facts", answer="The answer", facts={"model": "llama-7b"}, notes=["one", "two"]))
-    shown = page.text("body")
-    assert all(word in shown for word in ("Facts", "The answer", "llama-7b", "two"))
-
-
 def test_a_script_that_fails_says_so(opened: Callable[..., Opened]) -> None:
     page = opened(Page(title="Broken", sections=[Section(title="One", body=join(["text"]))]))
     page.script("kv.ready(() => { throw new Error('no such lane'); })")

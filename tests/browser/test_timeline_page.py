@@ -59,17 +59,6 @@ def test_hover_and_keys_say_what_an_operation_is(opened: Callable[..., Opened], 
     assert seen.script("return document.getElementById('kv-tip').hidden")
 
 
-def test_dark_is_the_systems_choice_or_the_readers(opened: Callable[..., Opened], page: Page) -> None:
-    seen = opened(page)
-    ground = "return getComputedStyle(document.querySelector('section')).backgroundColor"
-    light = seen.script(ground)
-    seen.prefers("dark")
-    dark = seen.script(ground)
-    assert dark != light
-    seen.click("#kv-theme")
-    assert seen.script(ground) == light
-
-
 def test_on_a_phone_any_two_timelines_are_stacked(opened: Callable[..., Opened], page: Page) -> None:
     seen = opened(page, PHONE)
     panels = "return kvTimelineChart.panels().map((panel) => panel.timeline.name)"

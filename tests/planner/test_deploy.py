@@ -90,14 +90,10 @@ def test_types_and_experts() -> None:
     [
         ("single", Degrees()),
         ("tp", Degrees(tensor=8)),
-        ("pp", Degrees(pipeline=8)),
         ("pp-s", Degrees(pipeline=8, uneven_pieces=True)),
-        ("tp2+pp", Degrees(tensor=2, pipeline=4)),
         ("tp2+pp2+cp2", Degrees(tensor=2, pipeline=2, context=2)),
         ("tp4+zigzag", Degrees(tensor=4, context=2)),
-        ("tp2+pp2+cp4", None),
         ("kvr-s", None),
-        ("tp2+ring", None),
     ],
 )
 def test_degrees(name: str, degrees: Degrees | None) -> None:
@@ -145,7 +141,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "start"),
     [
         (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
-        (("--only-deployable", "tgi"), "--only-deployable: got 'tgi'"),
         (("--emit", "vllm", "--strategies", "kvr-s,tp"), "--emit: got 'vllm', accepted: a best strategy that vllm"),
         (("--only-deployable", "vllm", "--strategies", "kvr-s"), "--strategies: got 'kvr-s', accepted: what vllm"),
     ],

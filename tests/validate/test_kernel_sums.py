@@ -14,7 +14,6 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.importers import read_source
-from kvrsim.kernels.profile import load_profile
 from planner.simulate import run_simulation
 from validate.kernel_sums import (
     PAGE,
@@ -102,13 +101,6 @@ def test_prefills_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     assert [found.tokens for found in kernel_sums(study(1024, 1536, 2048), rows)] == [1024]
 
 
-def test_the_prediction_has_no_host_and_is_of_the_profiles_gpu() -> None:
-    scenario, profile = scenario_of("h200-flash", "llama-2-7b", 1024), load_profile("h200-flash")
-    assert scenario.profile is not None
-    assert scenario.profile.host.layer_s == 0 < profile.host.layer_s
-    assert scenario.cluster.gpu.name == profile.gpu
-
-
 # ---- between measurements
 
 
@@ -129,27 +121,6 @@ def test_the_slope_beyond_a_grid_is_not_that_of_two_points_side_by_side() -> Non
     found = grid.at(502)
     assert found is not None
     assert found.seconds == pytest.approx(5.0 * 2 ** (math.log(5) / math.log(2.51)))
-
-
-def test_a_size_with_one_value_leads_nowhere() -> None:
-    grid = Grid.of(("x", "y"), [((1, 4), 1.0), ((1, 8), 2.0)])
-    assert grid.at(1, 6) is not None
-    assert grid.at(2, 4) is None
-    assert Grid.of(("x",), []).at(1) is None
-
-
-def test_rows_of_one_point_are_their_median_and_rows_without_sizes_are_passed_over() -> None:
-    grid = Grid.of(("x",), [((1,), 3.0), ((1,), 1.0), ((1,), 2.0), ((None,), 9.0)])
-    assert grid.points == {(1,): 2.0}
-
-
-def test_totals_keep_what_was_not_measured() -> None:
-    one, other = Reading(seconds=1.0, between=frozenset("x")), Reading(seconds=2.0, beyond=frozenset("y"))
-    total = Reading.total([one, other])
-    assert total is not None
-    assert (total.seconds, total.source) == (3.0, "between x; beyond y")
-    assert Reading.total([one, None]) is None
-    assert Reading.total([]) is None
 
 
 def test_grids_hold_half_precision_and_calls_without_a_prefix() -> None:

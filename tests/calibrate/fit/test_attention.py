@@ -16,7 +16,6 @@ from calibrate.fit.profile import FitChoices, UsableRows
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.attention import AttentionCall, FlashRates
-from kvrsim.kernels.profile import load_profile
 
 H100 = load_gpu("h100")
 TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].start["block_s"])
@@ -78,14 +77,6 @@ def products() -> list[Measurement]:
         for tokens in (64, 128, 256, 512, 1024, 2048)
         for width in (1024, 2048, 4096, 8192)
     ]
-
-
-@pytest.mark.parametrize("name", ["h100-flash", "b200-flash", "b300-flash"])
-def test_shipped_profiles_have_it(name: str) -> None:
-    """More than half of a step with heads of 128, so that heads of 64 gain little."""
-    rates = load_profile(name).kernels.attention["flash"]
-    assert isinstance(rates, FlashRates)
-    assert 0.5 < rates.softmax_s / rates.block_s < 1.0
 
 
 # -- The fit of latent attention finds the rates that made the rows, in both forms.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibrate.data import Measurement
-from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
+from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_all_reduce, fit_send_recv
 from calibrate.measure.links import LinkPoint, link_points, measured_link
 from kvrsim.hardware import GatherRates
 
@@ -67,14 +67,6 @@ def test_links_without_a_datasheet_come_back(seed: int, sends: SendRates) -> Non
     np.testing.assert_allclose(messages.rates.seconds(sizes), sends.seconds(sizes), rtol=NOISE)
     assert gathers.own.errors().mape < NOISE
     assert gathers.cross_validated.errors().mape < 2 * NOISE
-
-
-def test_only_messages_by_themselves_are_fitted() -> None:
-    rows = timed(made(LOOPBACK), 0)
-    assert max(row.messages for row in rows) == 4
-    kept = usable_link_rows(rows, "send_recv")
-    assert {row.messages for row in kept} == {1}
-    assert fit_send_recv(rows, measured_link(rows, "mine")).own.measured_s.size == len(kept)
 
 
 @pytest.mark.parametrize(("ring", "faster", "slower"), [(0.7, "gloo_p2p_ring", "gloo"), (1.4, "gloo", "gloo_p2p_ring")])

@@ -159,7 +159,7 @@ def test_repeats_of_a_shape_become_their_median(package: Package) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"attn_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}, {"window_size": 128}, {"beam_width": 4}],
+    [{"kv_cache_dtype": "fp8"}, {"window_size": 128}],
     ids=lambda changed: next(iter(changed)),
 )
 def test_attention_is_plain_attention(package: Package, changed: dict[str, Any]) -> None:
@@ -170,14 +170,7 @@ def test_attention_is_plain_attention(package: Package, changed: dict[str, Any])
 
 @pytest.mark.parametrize(
     "kernels",
-    [
-        ("vllm_flash_attn_fa3", "vllm_flash_attn_fa4"),
-        ("fa3", "triton"),
-        ("flash_attention", "flashinfer"),
-        ("trtllm_mha", "flashinfer", "triton"),
-        ("vllm_flashinfer_trtllmprefill", "vllm_flashinfer_trtllmdecode"),
-        ("something new", "triton"),
-    ],
+    [("vllm_flash_attn_fa3", "vllm_flash_attn_fa4"), ("trtllm_mha", "flashinfer", "triton")],
     ids=lambda kernels: kernels[0],
 )
 def test_each_head_dim_takes_one_kernel(package: Package, kernels: tuple[str, ...]) -> None:
@@ -190,11 +183,8 @@ def test_each_head_dim_takes_one_kernel(package: Package, kernels: tuple[str, ..
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("aiconfigurator:", "a system among t1_sxm"),
         ("aiconfigurator:../t1_sxm", "a system among t1_sxm"),
-        ("aiconfigurator:*", "a system among t1_sxm"),
         (f"{SOURCE}/onnx", "a framework among vllm"),
-        (f"{SOURCE}/vllm/2.0", "a version among 1.0"),
         (f"{SOURCE}/vllm/1.0/more", "aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]"),
     ],
 )
@@ -205,12 +195,8 @@ def test_what_aiconfigurator_does_not_have_is_refused(package: Package, source: 
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"latency": -1.0}, "latency, row 1: got '-1.0', accepted: ms above 0"),
         ({"latency": float("nan")}, "latency, row 1: got 'nan'"),
-        ({"latency": float("inf")}, "latency, row 1: got 'inf'"),
-        ({"m": 0}, "tokens: got '0', accepted: a whole number"),
         ({"m": 1.5}, "m, row 1: got '1.5', accepted: a whole number"),
-        ({"k": None}, "k, row 1: got 'nan', accepted: a whole number"),
         ({"kernel_source": None}, "kernel_source, row 1:"),
     ],
 )
@@ -219,13 +205,6 @@ def test_a_bad_value_in_a_parquet_table_is_named(package: Package, changed: dict
     message = package.refusal()
     assert message.startswith(f"--from {path}: ")
     assert complaint in message
-
-
-def test_a_parquet_table_without_a_column_or_that_is_none(package: Package) -> None:
-    path = package.write("gemm/vllm/1.0", {name: value for name, value in GEMM.items() if name != "latency"})
-    assert "accepted: latency among them" in package.refusal()
-    path.write_bytes(b"not a table")
-    assert "accepted: a parquet file" in package.refusal()
 
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

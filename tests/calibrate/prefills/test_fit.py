@@ -13,7 +13,6 @@ from calibrate.prefills.fit import (
     PrefillFit,
     check_prefills,
     fit_prefills,
-    left_out_log_sd,
     make_cases,
     with_clock,
 )
@@ -94,30 +93,6 @@ def test_the_profile_predicts_as_the_fit_does(fit: PrefillFit) -> None:
     assert [case.ttft_s() for case in cases] == pytest.approx(fit.solution.after_s, rel=2e-3)
 
 
-def test_the_record_says_what_later_intervals_rest_on(fit: PrefillFit) -> None:
-    record = fit.engine.fit
-    assert record is not None
-    assert (record.num_rows, record.left_out) == (6, "row")
-    assert record.log_sd == pytest.approx(left_out_log_sd(fit.solution.left_out_s, fit.measured_s))
-    assert fit.engine.spread["layer_s"] < PRIOR.spread["layer_s"]
-    assert fit.engine.spread["model"] == pytest.approx(fit.solution.noise_log_sd, rel=0.01)
-
-
-def test_long_prompts_do_not_identify_the_host() -> None:
-    found = fitted(measured(TRUTH, (8192, 16384)))
-    host = next(term for term in found.terms if term.prior.name == "layer_s")
-    assert host.value == pytest.approx(PRIOR.host.layer_s, rel=1e-2)
-    assert not host.identified
-    assert host.log_sd == pytest.approx(PRIOR.spread["layer_s"], rel=1e-2)
-
-
-def test_repeated_rows_are_left_out_together() -> None:
-    once = measured(TRUTH, (1024, 4096))
-    twice = fitted((*once, *once))
-    assert twice.solution.left_out_s[:2] == pytest.approx(twice.solution.left_out_s[2:])
-    assert twice.solution.left_out_s[:2] == pytest.approx(fitted(once).solution.left_out_s, rel=0.02)
-
-
 def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
     """A case is placed once; an engine that is set later counts as one that was named."""
     rows = [row(4096, num_gpus=8, strategy="tp"), row(4096, num_gpus=8, strategy="tp2+kvr-e")]
@@ -152,11 +127,6 @@ def test_the_clock_is_a_term_of_a_profile_that_has_one() -> None:
     assert "sustained_share" not in {prior.name for prior in EngineTerms.of(steady, PRIOR).priors}
 
 
-def test_an_engine_without_spreads_is_no_prior() -> None:
-    with pytest.raises(InputError, match="engine: got 'prior', accepted: an engine with terms that have a spread"):
-        EngineTerms.of(PROFILE, replace(PRIOR, spread={"model": 0.1}))
-
-
 def test_check_reports_errors_and_coverage() -> None:
     cases = measured(TRUTH)
     found = check_prefills(cases, interval).to_dict()
@@ -178,12 +148,6 @@ def test_rows_of_another_gpu_are_left_out() -> None:
         "2 rows of A100-SXM-80GB left out: profile h100-flash is of h100",
         "1 row of A800 left out: profile h100-flash is of h100",
     )
-
-
-@pytest.mark.parametrize(("gpu", "notes"), [("NVIDIA H100 80GB HBM3", 0), ("h100", 0), ("L4", 1), ("H800-SXM", 1)])
-def test_names_of_gpus(gpu: str, notes: int) -> None:
-    found = make_cases([row(1024, gpu=gpu)], PROFILE, partition_of, {"engine": PRIOR})
-    assert len([note for note in found.notes if note.startswith("GPU")]) == notes
 
 
 def test_a_row_that_cannot_be_simulated_names_its_line() -> None:

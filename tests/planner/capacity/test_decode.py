@@ -45,17 +45,6 @@ def test_a_step_reads_weights_and_caches_once() -> None:
     assert more < 3 * alone  # of 64 sequences, which share the weights
 
 
-def test_sequences_at_once_and_their_mean_context() -> None:
-    decoded = sequences(10, every_s=1.0)
-    assert decoded.most_at_once(0.04) == 4  # 100 steps take 4 s: the fifth begins as the first ends
-    assert decoded.most_at_once(0.001) == 1
-    assert decoded.mean_context == 1051
-    never = Sequences(
-        first_token_s=np.array([0.0, np.inf]), context_len=np.array([10, 10]), output_tokens=np.array([5, 5])
-    )
-    assert never.most_at_once(1.0) == 1
-
-
 def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
     scenario = large()
     loose = decode_fleet(scenario, FleetLimits(sizes=(2, 4)), sequences(2000), 0.2)

@@ -88,7 +88,6 @@ def test_a_group_of_an_engine_runs_one_strategy() -> None:
     ("arguments", "start"),
     [
         (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
-        (("--only-deployable", "tgi"), "--only-deployable: got 'tgi'"),
         (
             ("--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4"),
             "--strategies: got 'kvr-s', accepted: a strategy that runs on",

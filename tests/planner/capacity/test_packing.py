@@ -17,7 +17,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet import Overlap, Pool, PoolRun, Service, run_pool
-from planner.capacity.packing import Begun, Packing, PackingRule, Piece, StepCosts, check_packs
+from planner.capacity.packing import Packing, PackingRule, Piece, StepCosts, check_packs
 from tests.building import examples
 
 LAYOUTS = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4)]
@@ -56,13 +56,6 @@ def test_steps_are_filled_in_order(new: list[int], cached: int, budget: int, mos
     for step in steps:
         assert 0 < sum(piece.tokens for piece in step) <= budget
         assert len(step) == 1 or sum(piece.context for piece in step) <= most
-
-
-def test_a_begun_prompt_goes_first() -> None:
-    rule, queue = PackingRule([500, 10], [0, 0], 100), deque([1])
-    pieces, begun = rule.step(Begun(0, 450), lambda: queue[0] if queue else None, queue.popleft)
-    assert [(piece.prompt, piece.tokens) for piece in pieces] == [(0, 50), (1, 10)]
-    assert begun is None
 
 
 @pytest.mark.parametrize(("name", "gpus"), LAYOUTS)

@@ -47,11 +47,6 @@ def test_what_does_not_fit_is_left_out_with_the_reference_and_said() -> None:
     assert result.notes[-1] == NO_REFERENCE
 
 
-def test_what_fits_is_all_measured_and_nothing_is_said() -> None:
-    scenario, candidates = question(4096)
-    assert feasible(scenario, candidates) == Feasible(candidates=candidates, reference=True, notes=())
-
-
 def test_where_nothing_fits_the_least_is_named() -> None:
     with pytest.raises(InputError, match=r"a context that fits: .* takes .* GiB of 1.00 GiB"):
         feasible(*question(4096), 2**30)
@@ -102,9 +97,3 @@ def test_run_skips_a_check_that_does_not_fit_and_says_so(tmp_path: Path, monkeyp
     assert (code, found["max_logit_error"], len(found["samples_s"])) == (0, None, 1)
     assert NO_REFERENCE in found["warnings"]
     assert NO_REFERENCE in errors
-
-
-def test_the_reference_of_a_run_is_one_process() -> None:
-    for ctx, expected in ((4096, True), (16384, False)):
-        _, candidates = question(ctx)
-        assert confirm_run.reference_fits(candidates["kvr-s"], Hardware(config="llama-7b", device="cuda")) is expected

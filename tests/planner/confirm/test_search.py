@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvrsim.builder import make_scenario
-from kvrsim.errors import InputError, NotWrittenError
-from kvrsim.io.journal import Journal
+from kvrsim.errors import InputError
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Partition, Scenario
 from planner.confirm.hardware import Hardware
@@ -82,13 +80,6 @@ def test_it_ends_near_what_the_machine_likes(seed: Chunks, liked: Chunks, tmp_pa
     assert found.conditions == {"device": "made up"}
 
 
-def test_it_never_does_worse_than_the_plan(tmp_path: Path) -> None:
-    found = HardwareSearch()
-    found.run(task_of(scenario_of(2), (2048, 2048), tmp_path), Bowl((2048, 2048)))
-    assert found.best.partition == (2048, 2048)
-    assert found.best.samples_s == found.seed.samples_s
-
-
 def test_the_time_bounds_it(tmp_path: Path) -> None:
     found, machine = HardwareSearch(), Bowl((2300, 1796), each_s=10.0)
     found.run(task_of(scenario_of(2), (2048, 2048), tmp_path, budget_s=60.0), machine)
@@ -134,7 +125,7 @@ def test_a_journal_keeps_what_is_whole(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("wrong", [{"chunks": ["3", 1]}, {"chunks": [[3], 1]}, {"stage": 0.5}, {"ttft_s": None}])
+@pytest.mark.parametrize("wrong", [{"chunks": ["3", 1]}, {"ttft_s": None}])
 def test_what_no_search_has_written_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
     path, about = tmp_path / "t.json.search", {"context": 4}
     keep(path, about, SAMPLE)
@@ -143,20 +134,6 @@ def test_what_no_search_has_written_is_named(wrong: dict[str, object], tmp_path:
     with pytest.raises(InputError, match=rf"output .*, line 3: {next(iter(wrong))}.*: .*remove the file"):
         search_journal(path, about).resume(read_sample)
     assert path.read_text() == content
-
-
-def test_a_copy_that_was_sent_to_a_rank_creates_no_journal(tmp_path: Path) -> None:
-    path, about = tmp_path / "t.json.search", {"context": 4}
-    with closing(search_journal(path, about)) as journal:
-        journal.resume(read_sample)
-        copy: Journal = pickle.loads(pickle.dumps(journal))
-        copy.append(asdict(SAMPLE))
-    with closing(search_journal(path, about)) as journal:
-        assert journal.resume(read_sample) == [SAMPLE]
-        journal.remove()
-    with pytest.raises(NotWrittenError):
-        copy.append(asdict(SAMPLE))
-    assert not path.exists()
 
 
 @pytest.mark.slow

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import kvrsim
-from kvrsim.cli import main as cli
 from kvrsim.views.page import render, unpacked
 from planner.map.map import StrategyMap
 from planner.map.view import map_data
@@ -47,11 +45,3 @@ def test_names_of_others_are_text_and_the_data_come_back(found: StrategyMap) -> 
     assert "<img" not in text
     assert "<b>note" not in text
     assert unpacked(text) == page.data
-
-
-def test_the_command_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "map.html"
-    assert cli.main(["map", "--ctx", "1k,2k", "--gpus", "2", "--strategies", "tsp", "--plot", str(path)]) == 0
-    assert "fastest" in capsys.readouterr().out.lower()
-    assert unpacked(path.read_text("utf-8"))["contexts"] == [1024, 2048]
-    assert path.stat().st_size < 250_000

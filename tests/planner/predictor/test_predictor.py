@@ -79,10 +79,8 @@ def test_the_reader_is_short_and_needs_no_package() -> None:
     ("asked", "named"),
     [
         ({"ctx": 8193}, "ctx"),
-        ({"ctx": 7}, "ctx"),
         ({"ctx": 4096, "cached_prefix": 4095}, "cached_prefix"),
         ({"ctx": 4096, "batch": 4}, "batch"),
-        ({"ctx": 4096, "batch": 0}, "batch"),
     ],
 )
 def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], named: str) -> None:

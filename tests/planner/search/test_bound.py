@@ -119,7 +119,7 @@ def test_slow_links_few_ranks(sends: str, rng: Draws, seed: int) -> None:
     assert_nothing_beats_the_bound(scenario, seed, 300)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral", "qwen3_moe", "mixed"])
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "mixed"])
 @given(rng=draws(), seed=SEEDS)
 @examples(8)
 def test_every_kind_of_layer(kind: str, rng: Draws, seed: int) -> None:
@@ -142,13 +142,6 @@ def test_query_blocks(rng: Draws, seed: int, measured: bool) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 4))
     scenario = as_measured(rng, scenario) if measured else scenario
     assert_nothing_beats_the_bound(scenario, seed, 60, BLOCKS)
-
-
-@given(rng=draws(), seed=SEEDS)
-@examples(8)
-def test_the_datasheet(rng: Draws, seed: int) -> None:
-    scenario = any_scenario(rng, num_gpus=(2, 8), roofline=True)
-    assert_nothing_beats_the_bound(scenario, seed, 300)
 
 
 @given(rng=draws(), seed=SEEDS)

@@ -74,7 +74,7 @@ def test_the_papers_worked_example(objective: Any) -> None:
     assert follow(counted, (32, 64), (8, 4, 2), 96) == (28, 70)
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4, 5, 6])
+@pytest.mark.parametrize("num_ranks", [3, 5])
 def test_five_values_a_boundary_and_level(num_ranks: int) -> None:
     """5^(p - 1) candidates a level, less those in which two boundaries meet."""
     tokens = 4096 * num_ranks

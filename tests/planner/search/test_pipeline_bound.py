@@ -63,7 +63,7 @@ def test_no_pipeline_is_faster(rng: Draws) -> None:
     never_beaten(rng, scenario)
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "deepseek-v3", "qwen3-next-80b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("engine", ["none", "serving"])
 def test_no_pipeline_of_published_models_is_faster(model: str, engine: str) -> None:
     """Of latents, windows, states, experts and first dense layers."""

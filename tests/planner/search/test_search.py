@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import example, given
-from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.builder import make_scenario
@@ -18,14 +17,12 @@ from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.units import format_seconds
 from planner.search.minimise import Evaluator
 from planner.search.search import default_stride, search
 from tests.building import Draws, any_partition, any_scenario, draws, examples, scenario_in, scenarios
 
 KVR = STRATEGIES["kvr-s"]
 CLOSE = 1.001  # within 0.1 %
-SEEDS = st.integers(0, 2**32)
 
 
 def all_partitions(tokens: int, ranks: int, stride: int) -> Array:
@@ -87,24 +84,6 @@ def test_the_default_stride_is_fine_enough(scenario: Scenario) -> None:
     assert search(scenario, KVR).ttft_s <= search(scenario, KVR, stride=1).ttft_s * CLOSE
 
 
-@pytest.mark.parametrize("cached", ["1", "4k", "12k"])
-def test_a_cached_prefix(cached: str) -> None:
-    """New tokens alone are cut, and the later they start, the more even their chunks."""
-    scenario, _ = kvrsim.make_scenario(ctx="16k", gpus=4, cached_prefix=cached)
-    found = search(scenario, KVR)
-    assert sum(found.partition.chunk_lens) == scenario.request.new_tokens
-    cuts = random_partitions_of(scenario.request.new_tokens, 4)
-    assert found.ttft_s <= Evaluator(scenario, KVR).ttft_s(cuts).min() * CLOSE
-
-
-def random_partitions_of(tokens: int, ranks: int) -> Array:
-    """Around the even one, where good ones are."""
-    rng = np.random.default_rng(0)
-    ends = np.sort(rng.integers(1, tokens, size=(2000, ranks - 1)), axis=1)
-    chunks = np.diff(np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens))), axis=1)
-    return chunks[(chunks >= 1).all(axis=1)].astype(float)
-
-
 @pytest.mark.parametrize("method", METHODS)
 @given(scenario=scenarios(num_gpus=(1, 5)))
 @examples(10)
@@ -122,15 +101,6 @@ def test_every_method_answers_with_a_partition(method: str, scenario: Scenario) 
 def test_a_token_a_rank(ranks: int, method: str) -> None:
     scenario, _ = kvrsim.make_scenario(ctx=ranks, gpus=ranks)
     assert search(scenario, KVR, method=method).partition.chunk_lens == (1,) * ranks
-
-
-def test_progress_is_told() -> None:
-    scenario, _ = kvrsim.make_scenario(ctx="4k", gpus=3)
-    reports: list[tuple[float, float | None, str]] = []
-    found = search(scenario, KVR, on_progress=lambda *values: reports.append(values))
-    assert reports[-1][0] <= found.report.evaluations
-    assert [done for done, _, _ in reports] == sorted(done for done, _, _ in reports)
-    assert reports[-1][2].endswith(f"best TTFT {format_seconds(found.ttft_s)}")
 
 
 def test_mistakes_name_the_argument() -> None:
@@ -190,11 +160,6 @@ def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatc
     assert [note for note in plan.warnings if note.startswith("kvr-s: its search on a bus ended at 60 partitions")]
     ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
     assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
-
-
-def test_up_to_eight_gpus_no_search_on_a_bus_is_cut_short() -> None:
-    plan = kvrsim.plan(ctx=256, gpus=3, topology="bus", strategies=["kvr-s"])
-    assert plan.search.limit is None
 
 
 @pytest.mark.parametrize("name", ["kvr-b", "kvr-direct"])

@@ -57,13 +57,6 @@ def test_bases_say_what_was_measured() -> None:
     assert bases("qwen2.5-7b", "3k")["gemm", "18944→3584"] == "interpolated"
 
 
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "4k", "--breakdown"]) == 0
-    out, _ = capsys.readouterr()
-    for word in ("roofline", "attention", "4096→11008", "after messages", "all-gather", "fitted"):
-        assert word in out
-
-
 def test_it_needs_the_event_executor(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "1k", "--breakdown", "--executor", "batch"]
     assert cli.main(asked) == 2

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.kernels.attention import ATTENTION
 from kvrsim.kernels.profile import OperationFit, load_profile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, interval_of
 from planner.uncertainty.intervals import is_indistinguishable as tied
-from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities, Sensitivity, doublings_beyond, sensitivities
+from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities, Sensitivity, doublings_beyond
 from tests.building import Draws, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-e"]
@@ -62,14 +61,6 @@ def test_what_an_operation_does_not_move_does_not_widen_it() -> None:
     fits = flash().profile.operations  # type: ignore[union-attr]
     assert log_sd["attention"] < fits["attention"].log_sd  # a part of TTFT
     assert log_sd["gemm"] < fits["gemm"].log_sd  # several shapes, each on its own
-
-
-def test_worse_operations_make_it_wider() -> None:
-    scenario = with_systematic(flash(), None)
-    profile = scenario.profile
-    assert profile is not None
-    worse = {kind: replace(fit, log_sd=2 * fit.log_sd) for kind, fit in profile.operations.items()}
-    assert width(replace(scenario, profile=replace(profile, operations=worse))) > 1.3 * width(scenario)
 
 
 def with_systematic(scenario: Scenario, log_sd: float | None) -> Scenario:
@@ -147,22 +138,6 @@ def test_any_profile_has_one(rng: Draws) -> None:
     assert not set(kinds) & set(sure.by_source)
 
 
-def test_answers_carry_it() -> None:
-    plan = kvrsim.plan(ctx="8k", gpus=2, profile="a100-flash", model="llama-3-8b")
-    run = kvrsim.simulate(strategy="tsp", ctx="8k", gpus=2, profile="a100-flash", model="llama-3-8b")
-    tsp = next(row for row in plan.strategies if row.strategy == "tsp")
-    assert (tsp.ttft_low_s, tsp.ttft_high_s) == (run.ttft_low_s, run.ttft_high_s)
-    assert run.ttft_low_s < run.ttft_s < run.ttft_high_s
-
-
-def test_rows_that_the_recurrence_does_not_know_keep_their_weights() -> None:
-    """The host is slow enough that for some causes only the program is exact: its rows have weights of their own."""
-    found = kvrsim.simulate(
-        strategy="kvr-e", ctx="1k", gpus=8, model="llama-3-8b", cluster="h100-nvlink", link_bandwidth="10GB/s"
-    )
-    assert found.ttft_low_s < found.ttft_s < found.ttft_high_s
-
-
 sides = st.tuples(st.floats(-0.5, 0.0), st.floats(0.0, 0.5)).map(lambda pair: Sensitivity(*pair))
 apart = st.floats(0.0, 0.3)
 factors = st.floats(1.0, 2.0)
@@ -172,13 +147,6 @@ any_sensitivities = st.builds(
     apart,
 )
 ttft_s = st.floats(1e-4, 1e3)
-
-
-def sensitivities_of(strategy: str, scenario: Scenario) -> Sensitivities:
-    """With even chunks."""
-    placed = for_strategy(scenario, STRATEGIES[strategy])
-    even = Partition.even(scenario.request.new_tokens, placed.cluster.num_gpus)
-    return sensitivities(placed, STRATEGIES[strategy], even)
 
 
 @given(found=any_sensitivities, seconds=ttft_s)
@@ -232,43 +200,6 @@ def test_what_only_the_slower_one_has_makes_a_tie() -> None:
     hidden = replace(waits, by_source={**waits.by_source, "links": Sensitivity(0.0, 0.1)})
     assert not tied(alone, hidden, 1.0, math.exp(0.01)), "links can only make the slower one slower still"
     assert tied(hidden, alone, 1.0, math.exp(0.09)), "they may make the faster one slower"
-
-
-@given(rng=draws())
-@examples(20)
-def test_moves_of_any_scenario_hold_the_prediction(rng: Draws) -> None:
-    scenario = any_scenario(rng, topologies=("switch", "chain", "bus"))
-    sure = interval_of(sensitivities_of("kvr-e", scenario), 1.0)
-    assert sure.low_s <= 1.0 <= sure.high_s
-
-
-def test_a_table_that_is_off_as_a_whole_makes_no_ties() -> None:
-    scenario, _ = make_scenario(ctx="16k", gpus=4, model="llama-3-8b", profile="a100-flash", engine="none")
-    profile = scenario.profile
-    assert profile is not None
-    fits = profile.operations
-    off = {kind: replace(fits[kind], systematic_log_sd=0.3) for kind in ("gemm", "attention", "elementwise")}
-    unsure = replace(scenario, profile=replace(profile, operations={**fits, **off}))
-    tsp, kvr = sensitivities_of("tsp", unsure), sensitivities_of("kvr-e", unsure)
-    assert tsp.by_source["table and clock"].high > 0.25
-    assert not tied(kvr, tsp, 1.0, 1.1)
-
-
-@pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
-def test_links_that_nobody_measured_make_more_ties(profile: str) -> None:
-    """TSP waits for all of K and V, KVR for what is left of it: slower links move one more than the other."""
-    measured, _ = make_scenario(ctx="8k", gpus=4, model="llama-7b", profile=profile, engine="none")
-    nominal, _ = make_scenario(
-        ctx="8k", gpus=4, model="llama-7b", profile=profile, link_bandwidth="20GB/s", engine="none"
-    )
-    least = [_tellable(one) for one in (measured, nominal)]
-    assert least[1] > 1.01 * least[0]
-
-
-def _tellable(scenario: Scenario) -> float:
-    """The least ratio of TSP's TTFT over one GPU's that is no tie."""
-    alone, tsp = sensitivities_of("single", scenario), sensitivities_of("tsp", scenario)
-    return next(1 + step / 1000 for step in range(2000) if not tied(alone, tsp, 1.0, 1 + step / 1000))
 
 
 def test_a_strategy_under_two_names_ties() -> None:
