@@ -11,11 +11,20 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.fit import attention as latent
-from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, AttentionRows, fit_flash, fit_latent
+from calibrate.fit.attention import (
+    NARROW_HEAD_DIM,
+    PRESETS,
+    fit_blocked,
+    fit_eager,
+    fit_flash,
+    fit_latent,
+)
 from calibrate.fit.profile import FitChoices, UsableRows
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
 from kvrsim.hardware import load_gpu
-from kvrsim.kernels.attention import AttentionCall, FlashRates
+from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, MeasuredSizes
+from tests.building import measurements as small
+from tests.building.tables import perf_table
 
 H100 = load_gpu("h100")
 TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].start["block_s"])
@@ -23,25 +32,12 @@ TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].st
 
 def timed(head_dim: int, rates: FlashRates = TRUE) -> list[Measurement]:
     """Calls with these rates' times."""
-    rows = [
-        Measurement(
-            operation="attention",
-            median_s=1.0,
-            kernel="fa3",
-            device="H100",
-            dtype="bf16",
-            source="made up",
-            chunk=chunk,
-            prefix=0,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 4,
-            head_dim=head_dim,
-        )
-        for chunk in (128, 256, 512, 1024, 2048, 4096, 8192)
+    shapes = [
+        {"chunk": 2**power, "prefix": 0, "num_attention_heads": heads, "num_key_value_heads": heads // 4}
+        for power in range(7, 14)
         for heads in (4, 8, 16, 32)
     ]
-    seconds = AttentionRows.of(rows).predicted_s(rates)
-    return [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
+    return small.attention_rows(rates, shapes, head_dim=head_dim, kernel="fa3", device="H100", dtype="bf16")
 
 
 def test_the_constant_comes_back() -> None:
@@ -62,20 +58,11 @@ def test_few_narrow_calls_are_left_out(narrow: Any) -> None:
 
 def products() -> list[Measurement]:
     """Enough to fit."""
+    shapes = [(tokens, width) for tokens in (64, 128, 256, 512, 1024, 2048) for width in (1024, 2048, 4096, 8192)]
+    about: dict[str, Any] = {"kernel": "cublas", "device": "H100", "dtype": "bf16", "out_features": 4096}
     return [
-        Measurement(
-            operation="gemm",
-            median_s=1e-5 * tokens * width / 2**20,
-            kernel="cublas",
-            device="H100",
-            dtype="bf16",
-            source="made up",
-            tokens=tokens,
-            in_features=width,
-            out_features=4096,
-        )
-        for tokens in (64, 128, 256, 512, 1024, 2048)
-        for width in (1024, 2048, 4096, 8192)
+        small.row("gemm", 1e-5 * tokens * width / 2**20, tokens=tokens, in_features=width, **about)
+        for tokens, width in shapes
     ]
 
 
@@ -92,8 +79,6 @@ def truth(form: LatentForm) -> Any:
 
 def write(folder: Path, form: LatentForm, framework: str) -> None:
     """A table whose times are those of the truth; with single queries that take ten times as long."""
-    import pandas
-
     rows = []
     for heads in (1, 4, 16, 64, 128):
         for chunk in (1, 64, 256, 1024, 2048, 4096, 8192, 16384):
@@ -114,14 +99,10 @@ def write(folder: Path, form: LatentForm, framework: str) -> None:
             rows.append(
                 about | {"batch_size": 1, "isl": chunk, "step": 0, "num_heads": heads, "latency": seconds * 1e3}
             )
-    path = folder / f"aiconfigurator_core/systems/data/t1/mla/{framework}/1.0/context_mla_perf.parquet"
-    path.parent.mkdir(parents=True)
-    pandas.DataFrame(rows).to_parquet(path)
+    perf_table(folder, f"t1/mla/{framework}/1.0/context_mla", rows)
 
 
 def test_rates_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
     sources: dict[LatentForm, str] = {
         "expanded": "aiconfigurator:t1/trtllm/1.0",
         "absorbed": "aiconfigurator:t1/sglang/1.0",
@@ -142,3 +123,46 @@ def test_rates_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     labels = [line.label for line in fitted.lines()]
     assert any(label.startswith("absorbed") for label in labels)
     assert fitted.source.count("t1/mla") == 2
+
+
+# -- a machine of one's own
+
+SDPA = BlockedRates(
+    causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
+)
+MERGED = replace(SDPA, rectangle_flops_per_s=60e9, key_block=64, skips_masked=True, join_s=2e-7)
+EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
+PAGED = replace(EAGER, measured=MeasuredSizes(sizes=(8e6, 1.2e7, 4e7), factors=(1.0, 2.2, 2.6)))
+
+
+@pytest.mark.parametrize(
+    ("rates", "name"),
+    [(SDPA, "sdpa"), (MERGED, "flash")],
+)
+def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) -> None:
+    found = fit_blocked(small.calls(rates, name), small.cpu(), name=name, skips_masked=rates.skips_masked, head_dim=64)
+    assert found.own.errors().mape < 0.01
+    assert found.cross_validated.errors().mape < 0.02
+    assert found.rates.key_block == rates.key_block
+    assert found.rates.rectangle_flops_per_s == pytest.approx(rates.rectangle_flops_per_s, rel=0.02)
+    assert found.rates.causal_flops_per_s == pytest.approx(rates.causal_flops_per_s, rel=0.02)
+    assert found.rates.measured is None
+
+
+def test_factors_by_queries_come_back() -> None:
+    true = replace(SDPA, measured=MeasuredSizes(sizes=(64.0, 256.0, 1024.0), factors=(1.6, 1.2, 1.0)))
+    found = fit_blocked(small.calls(true, "sdpa"), small.cpu(), name="sdpa", skips_masked=False, head_dim=64)
+    assert found.rates.measured is not None
+    assert found.own.errors().mape < 0.04
+
+
+def test_eager_scores_that_leave_the_cache_come_back() -> None:
+    rows = small.calls(PAGED, "eager")
+    found = fit_eager(rows, small.cpu(), head_dim=64)
+    assert found.rates.measured is not None
+    assert len(found.rates.measured.sizes) <= 20
+    assert found.own.errors().median_ape < 0.02
+    assert found.own.errors().mape < 0.05
+    plain = fit_eager(small.calls(EAGER, "eager"), small.cpu(), head_dim=64)
+    assert plain.rates.measured is None
+    assert plain.own.errors().mape < 0.002

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from calibrate.data import Measurement
 from calibrate.fit.attention import AttentionRows, with_blocks
-from calibrate.fit.elementwise import with_merges
+from calibrate.fit.elementwise import fit_prepare, with_merges
 from kvrsim.kernels.attention import BlockedRates
 from kvrsim.kernels.elementwise import ElementwiseRates
-
-
-def row(operation: str, median_s: float, kernel: str = "torch", **fields: Any) -> Measurement:
-    told: dict[str, Any] = dict(device="CPU", dtype="fp32", source="made")
-    return Measurement(operation=operation, median_s=median_s, kernel=kernel, **told, **fields)
+from tests.building import measurements as small
 
 
 @pytest.mark.parametrize("rate", [2e9, 6e10])
@@ -25,16 +19,26 @@ def test_blocks_and_merges_of_a_ring_come_back(rate: float) -> None:
     plain = BlockedRates(causal_flops_per_s=4e10, rectangle_flops_per_s=3e10, start_s=1e-5, query_s=1e-9, key_block=64)
     own = replace(plain, block_flops_per_s=rate)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    rows = [row("block", 1.0, kernel="sdpa", chunk=chunk, prefix=chunk, **sizes) for chunk in (512, 1024, 2048)]
+    rows = [small.row("block", 1.0, kernel="sdpa", chunk=chunk, prefix=chunk, **sizes) for chunk in (512, 1024, 2048)]
     call = replace(AttentionRows.of(rows).call, own=False)
     seconds = own.seconds(call, 1, 4)
-    timed_rows = [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
-    assert with_blocks(plain, timed_rows).block_flops_per_s == pytest.approx(rate, rel=1e-4)
+    assert with_blocks(plain, small.timed(rows, seconds)).block_flops_per_s == pytest.approx(rate, rel=1e-4)
     assert with_blocks(plain, []) == plain
     assert (own.least_seconds(call, 1, 4) <= seconds).all()
     whole = replace(call, own=True)
     np.testing.assert_array_equal(own.seconds(whole, 1, 4), plain.seconds(whole, 1, 4))
     rates = ElementwiseRates.uniform(1e10, fused=False)
-    merges = [row("merge", nbytes / rate, tokens=nbytes, bytes=nbytes) for nbytes in (2**20, 2**22)]
+    merges = [small.row("merge", nbytes / rate, tokens=nbytes, bytes=nbytes) for nbytes in (2**20, 2**22)]
     assert with_merges(rates, merges).merge_bytes_per_s == pytest.approx(rate, rel=1e-4)
     assert with_merges(rates, []) == rates
+
+
+# -- a machine of one's own
+
+
+def test_what_comes_before_the_first_layer() -> None:
+    found = fit_prepare(small.prepare_rows())
+    assert found.step_s == pytest.approx(small.REQUEST_S, rel=0.02)
+    assert found.mask_element_s == pytest.approx(small.MASK_S, rel=0.02)
+    no_mask = fit_prepare([replace(one, kernel="flash", median_s=small.REQUEST_S) for one in small.prepare_rows()])
+    assert (no_mask.step_s, no_mask.mask_element_s) == (pytest.approx(small.REQUEST_S), 0.0)

@@ -16,6 +16,7 @@ from kvrsim.hardware import load_gpu
 from kvrsim.kernels.experts import GroupedRates
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import load_profile
+from tests.building.tables import perf_table
 
 ROW: dict[str, Any] = {
     **{"device": "NVIDIA T1", "kernel_source": "moe_torch_flow", "moe_dtype": "bfloat16", "num_tokens": 1024},
@@ -26,13 +27,7 @@ SOURCE = "aiconfigurator:t1_sxm/trtllm/1.0"
 
 
 def table(folder: Path, *rows: dict[str, Any]) -> Path:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    root = folder / "aiconfigurator_core"
-    path = root / "systems/data/t1_sxm/moe/trtllm/1.0/moe_perf.parquet"
-    path.parent.mkdir(parents=True)
-    pandas.DataFrame([ROW | row for row in rows]).to_parquet(path)
-    return root
+    return perf_table(folder, "t1_sxm/moe/trtllm/1.0/moe", (ROW | row for row in rows))
 
 
 def test_rows_are_read_by_type(tmp_path: Path) -> None:

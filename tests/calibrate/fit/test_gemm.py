@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from calibrate.data import Measurement
-from calibrate.fit.gemm import at_burst, fit_clock
+from calibrate.fit.fit import has_waves
+from calibrate.fit.gemm import at_burst, fit_clock, fit_gemm, head_bytes_per_s
 from calibrate.fit.profile import systematic_log_sd
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.gemm import GEMM_TYPES, Product
 from kvrsim.kernels.profile import Clock
+from tests.building import measurements as small
 from tests.calibrate.fit.test_profile import FLASH, GEMM, H100, fit, gemm_rows, timed
 
 GPU = load_gpu("h100")
@@ -35,21 +38,8 @@ def rows(
         if clock is not None:
             ends = clock.stretched_s(np.array([warmups * burst_s, (warmups + repeats) * burst_s]))
             seconds = float(ends[1] - ends[0]) / repeats
-        found.append(
-            Measurement(
-                operation="gemm",
-                kernel="k",
-                device="d",
-                dtype="bf16",
-                tokens=tokens,
-                in_features=fan_in,
-                out_features=fan_out,
-                warmups=warmups,
-                repeats=repeats,
-                median_s=seconds,
-                source=source,
-            )
-        )
+        about: dict[str, Any] = {"tokens": tokens, "in_features": fan_in, "out_features": fan_out, "dtype": "bf16"}
+        found.append(small.row("gemm", seconds, warmups=warmups, repeats=repeats, source=source, **about))
     return found
 
 
@@ -65,16 +55,7 @@ def test_a_clock_comes_back(noise: float) -> None:
 
 def test_no_clock_where_nothing_falls_or_nothing_is_known_of_loops() -> None:
     assert fit_clock(rows(None, noise=0.1), GPU) is None
-    unknown = [
-        Measurement(
-            **{name: getattr(row, name) for name in ("operation", "kernel", "device", "dtype", "tokens")},
-            in_features=row.in_features,
-            out_features=row.out_features,
-            median_s=row.median_s,
-            source="a",
-        )
-        for row in rows(CLOCK)
-    ]
+    unknown = [replace(row, warmups=None, repeats=None) for row in rows(CLOCK)]
     assert fit_clock(unknown, GPU) is None
     assert at_burst(unknown, CLOCK) == unknown
     assert at_burst(rows(CLOCK), None) == rows(CLOCK)
@@ -88,10 +69,7 @@ def test_rows_come_back_to_the_burst_clock() -> None:
 
 def test_the_systematic_error_is_how_far_other_tables_are() -> None:
     own, twice, half = rows(None), rows(None, source="b"), rows(None, source="c")
-    near = [
-        Measurement(**{name: getattr(row, name) for name in Measurement.__slots__} | {"median_s": 1.1 * row.median_s})
-        for row in twice
-    ]
+    near = [replace(row, median_s=1.1 * row.median_s) for row in twice]
     assert systematic_log_sd("gemm", own, near) == pytest.approx(np.log(1.1))
     assert systematic_log_sd("gemm", own, [*near, *half]) == pytest.approx(np.log(1.1) / np.sqrt(2))
     assert systematic_log_sd("gemm", own, near[:5]) is None
@@ -101,6 +79,7 @@ def test_the_systematic_error_is_how_far_other_tables_are() -> None:
 # -- Quantised products have rates of their own; products too fast for random data are refused; decoding is compared.
 
 
+@pytest.mark.slow
 def test_products_that_no_random_data_reach_are_refused() -> None:
     """At 280 of 312 TFLOP/s and with starts it is 88 %; a tenth faster is too fast."""
     faster = [replace(one, median_s=one.median_s / 1.1) for one in gemm_rows()]
@@ -109,6 +88,7 @@ def test_products_that_no_random_data_reach_are_refused() -> None:
         fit([*faster, *timed(FLASH)])
 
 
+@pytest.mark.slow
 def test_quantised_products_have_rates_of_their_own() -> None:
     """FP8 at twice the rate, with the pass that quantises; types with few rows, or that the GPU lacks, have none."""
     width, double = GEMM_TYPES["fp8"], replace(GEMM, flops_per_s=560e12, concurrent_tiles=132)
@@ -125,3 +105,27 @@ def test_quantised_products_have_rates_of_their_own() -> None:
     want = double.form_s(tokens, product, width)
     assert rates["fp8"].seconds(tokens, (product,), width) == pytest.approx(want, rel=0.05)
     assert fit(rows)[0].kernels.gemm_types == {}
+
+
+# -- a machine of one's own
+
+
+def test_products_of_a_cpu_hardly_step() -> None:
+    found = fit_gemm(small.gemm_rows(), small.cpu(), keep_shapes={(512, 512), (512, 1376), (1376, 512), (512, 256)})
+    assert not has_waves(small.cpu())
+    assert has_waves(load_gpu("l40s"))
+    assert found.rates.step == 16
+    assert len(found.rates.measured) == 4
+    tokens = np.arange(64.0, 2048.0, 16.0)
+    for shape in ((512, 512), (512, 1376), (1376, 512)):
+        predicted = found.rates.seconds(tokens, (Product(*shape),), 4)
+        true = np.array([small.gemm_s(one, *shape) for one in tokens])
+        np.testing.assert_allclose(predicted, true, rtol=0.03)
+        assert (np.diff(predicted) / predicted[1:] < 0.25).all()
+
+
+def test_logits_stream_their_weights() -> None:
+    head = small.row("head", 512 * 32000 * 4 / small.HEAD, in_features=512, out_features=32000)
+    assert head_bytes_per_s([head], small.cpu()) == pytest.approx(small.HEAD, rel=1e-3)
+    assert head_bytes_per_s([replace(head, median_s=1e-9)], small.cpu()) == small.cpu().hbm_bytes_per_s
+    assert head_bytes_per_s([], small.cpu()) is None

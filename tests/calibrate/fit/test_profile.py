@@ -15,11 +15,15 @@ from calibrate.fit.elementwise import fit_elementwise
 from calibrate.fit.gemm import GemmRows, fit_gemm, with_tables
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.profile import FitChoices, Label, fit_profile
-from calibrate.measure.device import link_of
+from calibrate.fit.report import LAYERS, layer_costs
+from calibrate.measure.device import gpu_of, link_of
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import GatherRates, load_gpu, load_link
-from kvrsim.kernels.attention import AttentionRates, EagerRates
+from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates
 from kvrsim.kernels.gemm import GemmRates, Product, Tile
+from kvrsim.kernels.profile import CalibrationProfile
+from tests.building import measurements as small
 
 A100, NVLINK3 = load_gpu("a100-80gb"), load_link("nvlink3")
 H100 = load_gpu("h100")
@@ -44,8 +48,7 @@ WIDTHS = (1024, 2048, 4096, 8192)
 
 
 def row(operation: str, seconds: float, **fields: Any) -> Measurement:
-    defaults: dict[str, Any] = {"kernel": "some", "device": DEVICE, "dtype": "fp16", "source": "made up"}
-    return Measurement(operation=operation, median_s=float(seconds), **(defaults | fields))
+    return small.row(operation, seconds, **({"kernel": "some", "device": DEVICE, "dtype": "fp16"} | fields))
 
 
 def gemm_rows() -> list[Measurement]:
@@ -67,26 +70,15 @@ def gemm_rows() -> list[Measurement]:
 FEW = gemm_rows()[::5]
 
 
-def timed(rates: AttentionRates, kernel: str = "flash", **fields: Any) -> list[Measurement]:
+def timed(rates: AttentionRates, kernel: str = "flash") -> list[Measurement]:
     """Calls with these rates' times."""
-    rows = [
-        row(
-            "attention",
-            1.0,
-            kernel=kernel,
-            chunk=chunk,
-            prefix=prefix,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 4,
-            head_dim=128,
-            **fields,
-        )
+    shapes = [
+        {"chunk": chunk, "prefix": prefix, "num_attention_heads": heads, "num_key_value_heads": heads // 4}
         for chunk in (64, 128, 256, 512, 1024, 2048, 4096)
         for prefix in (0, 1024, 4096)
         for heads in (4, 8, 16, 32)
     ]
-    seconds = AttentionRows.of(rows).predicted_s(rates)
-    return [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
+    return small.attention_rows(rates, shapes, head_dim=128, kernel=kernel, device=DEVICE, dtype="fp16")
 
 
 FLASH = PRESETS["fa2"].rates(A100, {"launch_s": 8e-6, "tile_s": 3e-6, "block_s": 5.5e-6, "alone_share": 0.6})
@@ -331,3 +323,112 @@ def test_all_gathers_that_follow_no_ring_are_left_to_the_datasheet() -> None:
     assert profile.operations["all_gather"].num_rows == 0
     assert "the form has an error of" in profile.not_covered
     assert any("far from the form" in note for note in report.notes)
+
+
+# -- a machine of one's own
+
+SDPA = BlockedRates(
+    causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
+)
+MERGED = replace(SDPA, rectangle_flops_per_s=60e9, key_block=64, skips_masked=True, join_s=2e-7)
+OWN_EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
+
+
+def fit_own(rows: list[Measurement], *origins: dict[str, Any]) -> Any:
+    origins = origins or (small.ORIGIN, small.LINKS)
+    gpu = gpu_of(rows, None, origins)
+    return fit_profile(rows, Label(name="mine"), gpu=gpu, link=link_of(gpu, None, origins), origins=origins)
+
+
+@pytest.fixture(scope="module")
+def own_machine() -> Any:
+    rows = [
+        *small.other_rows(),
+        *small.calls(MERGED, "flash"),
+        *small.calls(SDPA, "sdpa"),
+        *small.calls(OWN_EAGER, "eager"),
+        *small.link_rows(),
+    ]
+    return fit_own(rows)
+
+
+def test_element_wise_rates_and_copies_come_back(own_machine: Any) -> None:
+    profile: CalibrationProfile = own_machine[0]
+    rates = profile.kernels.elementwise
+    for op, rate in small.BYTES_PER_S.items():
+        assert getattr(rates, op) == pytest.approx(rate, rel=0.02), op
+    assert rates.start_s == pytest.approx(small.START_S, rel=0.02)
+    assert rates.copy == pytest.approx(small.COPY, rel=0.02)
+    assert not rates.fused
+    assert profile.kernels.whole_attention
+    copies = profile.kernels.copies
+    assert (copies.own, copies.keep, copies.append, copies.gather) == (1, 0, 0, 0)
+    assert profile.kernels.gemm.head_bytes_per_s == pytest.approx(small.HEAD, rel=1e-3)
+    assert profile.host.step_s == pytest.approx(small.REQUEST_S, rel=0.02)
+    assert profile.host.layer_s == 0
+
+
+def test_a_plan_is_for_the_machine_that_was_measured(own_machine: Any) -> None:
+    profile: CalibrationProfile = own_machine[0]
+    assert profile.cluster is not None
+    scenario, notes = make_scenario(ctx=2048, gpus=2, model=small.MODEL, profile=profile)
+    assert (scenario.cluster.gpu, scenario.cluster.topology, scenario.request.dtype) == (small.cpu(), "bus", "fp32")
+    assert scenario.cluster.link.bandwidth_bytes_per_s == pytest.approx(2e9, rel=0.02)
+    assert scenario.links_are_measured
+    assert not notes
+    _, far = make_scenario(ctx=2**20, gpus=8, model=small.MODEL, profile=profile)
+    longer, *extrapolated = far
+    assert longer == "mine has 2 GPUs; 8 are simulated on a longer bus"
+    assert [note.split(":")[0] for note in extrapolated] == ["extrapolated"] * 2
+    elsewhere, said = make_scenario(ctx=2048, gpus=2, model=small.MODEL, profile=profile, cluster="a100-nvlink")
+    assert elsewhere.cluster.gpu.name == "a100-80gb"
+    assert any("was measured on a-cpu, not on a100-80gb" in note for note in said)
+
+
+def layer_rows(profile: CalibrationProfile, factor: float) -> list[Measurement]:
+    rows = []
+    for kernel in profile.attention_kernels:
+        costs = layer_costs(profile, small.MODEL, kernel, "fp32")
+        for chunk in (64, 1024):
+            tokens, prefix = np.array([float(chunk)]), np.array([512.0])
+            seconds = (
+                costs.qkv_s(tokens) + costs.mixer.append_s(tokens, prefix) + costs.mixer.attention_s(tokens, prefix)
+            )
+            seconds = (seconds + costs.output_mlp_s(tokens)) * factor
+            rows.append(small.row("layer", seconds[0], kernel=kernel, chunk=chunk, prefix=512))
+    return rows
+
+
+def test_layers_are_compared_but_not_fitted(own_machine: Any) -> None:
+    profile: CalibrationProfile = own_machine[0]
+    same = [
+        *small.other_rows(),
+        *small.calls(MERGED, "flash"),
+        *small.calls(SDPA, "sdpa"),
+        *small.calls(OWN_EAGER, "eager"),
+        *small.link_rows(),
+    ]
+    again, report = fit_own([*same, *layer_rows(profile, 1.25)])
+    assert again == profile
+    assert report.layers is not None
+    assert report.layers.label == LAYERS
+    errors = report.layers.errors()
+    assert (errors.num_rows, errors.bias) == (6, pytest.approx(-0.2, abs=1e-6))
+    assert report.to_dict()["layers"]["mape"] == pytest.approx(0.2, abs=1e-6)
+    assert "6 whole layers, which were not own_machine" in report.to_markdown()
+    assert own_machine[1].layers is None
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.2, False), (0.3, True)])
+def test_a_campaign_may_spread_further(share: float, refused: bool) -> None:
+    rows = [replace(one, spread_s=one.median_s * share) for one in [*small.other_rows(), *small.calls(SDPA, "sdpa")]]
+    if refused:
+        with pytest.raises(InputError, match="gemm rows with a median spread of 30%"):
+            fit_own(rows)
+    else:
+        assert fit_own(rows)[0].attention_kernels == ("sdpa",)
+
+
+def test_a_bad_origin_is_named() -> None:
+    with pytest.raises(InputError, match=r"origin: topology: got 'ring', accepted: switch"):
+        fit_own([*small.other_rows(), *small.calls(SDPA, "sdpa")], small.ORIGIN | small.LINKS | {"topology": "ring"})

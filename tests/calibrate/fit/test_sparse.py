@@ -20,9 +20,7 @@ from kvrsim.hardware import load_gpu
 from kvrsim.kernels.profile import load_profile
 from kvrsim.kernels.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
 from kvrsim.program import Array
-
-pandas = pytest.importorskip("pandas")
-pytest.importorskip("pyarrow")
+from tests.building.tables import perf_table
 
 GPU = load_gpu("h200")
 PROFILE = load_profile("h200-flash")
@@ -34,11 +32,9 @@ CHUNKS, PREFIXES = (1, 128, 512, 2048, 8192), (0, 4096, 16384, 65536, 131072)
 SHAPES = list(product(CHUNKS, PREFIXES))
 
 
-def write(root: Path, name: str, rows: list[dict[str, Any]], table: str = "sparse_attention") -> None:
+def write(folder: Path, name: str, rows: list[dict[str, Any]], table: str = "sparse_attention") -> Path:
     about = {"device": "d", "kernel_source": "k", "batch_size": 1}
-    path = root / f"systems/data/t1/{table}/sglang/1.0/{name}_perf.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pandas.DataFrame([about | row for row in rows]).to_parquet(path)
+    return perf_table(folder, f"t1/{table}/sglang/1.0/{name}", (about | row for row in rows))
 
 
 def rows_of(**columns: Any) -> Iterator[dict[str, Any]]:
@@ -61,11 +57,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     for name, seconds in times.items():
         more = {"score_mode": "top_last"} if "topk" in name else {}
-        write(root, name, list(rows_of(**more)))
+        write(tmp_path, name, list(rows_of(**more)))
         read = read_kernel(SOURCE, name, root=root)
         timed = zip(read.chunk, read.prefix, seconds(read), strict=True)
         found = {(int(chunk), int(prefix)): 1000 * float(one) for chunk, prefix, one in timed}
-        write(root, name, [row | {"latency": found.get((row["isl"], row["step"]), 0.0)} for row in rows_of(**more)])
+        write(tmp_path, name, [row | {"latency": found.get((row["isl"], row["step"]), 0.0)} for row in rows_of(**more)])
     monkeypatch.setattr(sparse, "read_kernel", lambda text, name, argument: read_kernel(text, name, argument, root))
     return root
 
@@ -111,7 +107,7 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     (root / "model_configs" / "MiniMaxAI--MiniMax-M3_config.json").write_text(json.dumps(CONFIG))
     about = {"op_name": "msa_context_module", "model": MODEL, "kv_cache_dtype": "bfloat16", "gemm_type": "bfloat16"}
     rows = [row | about | {"num_heads": heads} for row in rows_of() for heads in (8, 16, 64)]
-    write(root, "msa_context_module", [row | {"latency": 1e3 * (1 + row["isl"])} for row in rows], table="msa")
+    write(tmp_path, "msa_context_module", [row | {"latency": 1e3 * (1 + row["isl"])} for row in rows], table="msa")
     timed: dict[tuple[int, int, int], float] = {}
     for one in read_modules(SOURCE, root=root):
         heads = one.mixer.num_attention_heads
@@ -124,7 +120,7 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     shortest = min(timed.values()) / 2
     keys = [(row["num_heads"], row["isl"], row["step"]) for row in rows]
     known = [row | {"latency": timed.get(key, shortest)} for key, row in zip(keys, rows, strict=True)]
-    write(root, "msa_context_module", known, table="msa")
+    write(tmp_path, "msa_context_module", known, table="msa")
     monkeypatch.setattr(
         blocks,
         "read_modules",

@@ -20,6 +20,7 @@ from calibrate.importers.aiconfigurator import (
     with_loop,
 )
 from kvrsim.errors import InputError
+from tests.building.tables import perf_table
 
 
 def refusal(source: str, **options: Any) -> str:
@@ -54,14 +55,9 @@ class Package:
 
     def write(self, place: str, *rows: dict[str, Any]) -> Path:
         """A parquet table under the test's system, such as gemm/vllm/1.0."""
-        pandas = pytest.importorskip("pandas")
-        pytest.importorskip("pyarrow")
-        kind = place.split("/")[0]
-        name = {"gemm": "gemm", "attention": "context_attention", "comm": "nccl"}[kind]
-        path = self.root / "systems/data/t1_sxm" / place / f"{name}_perf.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pandas.DataFrame(list(rows)).to_parquet(path)
-        return path
+        name = {"gemm": "gemm", "attention": "context_attention", "comm": "nccl"}[place.split("/")[0]]
+        root = perf_table(self.root.parent, f"t1_sxm/{place}/{name}", rows)
+        return root / f"systems/data/t1_sxm/{place}/{name}_perf.parquet"
 
     def read(self, source: str = SOURCE) -> list[Measurement]:
         return read_source(source, aiconfigurator_root=self.root)
@@ -263,13 +259,8 @@ SOURCE_LATENT = "aiconfigurator:t1/trtllm/1.0"
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """An unpacked package with one table."""
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    folder = tmp_path / "aiconfigurator_core/systems/data/t1/mla/trtllm/1.0"
-    folder.mkdir(parents=True)
     rows = [ROW, ROW | {"latency": 0.3}, ROW | {"kv_cache_dtype": "fp8"}, ROW | {"isl": 1024, "latency": 0.4}]
-    pandas.DataFrame(rows).to_parquet(folder / "context_mla_perf.parquet")
-    return tmp_path / "aiconfigurator_core"
+    return perf_table(tmp_path, "t1/mla/trtllm/1.0/context_mla", rows)
 
 
 def test_expanded_heads_have_keys_of_their_own(root: Path) -> None:
@@ -294,20 +285,11 @@ ROW_RECURRENCE: dict[str, Any] = {
 }
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> Path:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    root = folder / "aiconfigurator_core"
-    path = root / "systems/data/t1_sxm/linear_attention/sglang/1.0/gdn_perf.parquet"
-    path.parent.mkdir(parents=True)
-    pandas.DataFrame(list(rows)).to_parquet(path)
-    return root
-
-
 def test_scans_and_convolutions_of_a_prefill(tmp_path: Path) -> None:
     convolution = ROW_RECURRENCE | {"kernel_source": "causal_conv1d_fn", "latency": 0.1}
     decoding = ROW_RECURRENCE | {"phase": "generation", "kernel_source": "fused_recurrent_gated_delta_rule"}
-    root = write(tmp_path, ROW_RECURRENCE, ROW_RECURRENCE | {"latency": 0.7}, convolution, decoding)
+    rows_written = [ROW_RECURRENCE, ROW_RECURRENCE | {"latency": 0.7}, convolution, decoding]
+    root = perf_table(tmp_path, "t1_sxm/linear_attention/sglang/1.0/gdn", rows_written)
     rows = read_recurrence("aiconfigurator:t1_sxm/sglang", "gated_delta", root=root)
     assert rows.is_scan.tolist() == [True, False]
     assert rows.seconds == pytest.approx([6e-4, 1e-4])  # the median of two rows of one shape
@@ -329,12 +311,7 @@ SOURCE_SPARSE = "aiconfigurator:t1/sglang/1.0"
 
 
 def write_of_sparse(folder: Path, name: str, *rows: dict[str, Any], table: str = "sparse_attention") -> Path:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    path = folder / f"aiconfigurator_core/systems/data/t1/{table}/sglang/1.0/{name}_perf.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pandas.DataFrame(list(rows)).to_parquet(path)
-    return folder / "aiconfigurator_core"
+    return perf_table(folder, f"t1/{table}/sglang/1.0/{name}", rows)
 
 
 def test_scores_are_of_the_keys_that_queries_see(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
-from calibrate.data import Measurement
 from calibrate.fit.elementwise import fit_host, fit_pending_share
 from calibrate.measure.compute import compute_rows
 from calibrate.measure.forward import ComputeSetup
@@ -34,6 +33,7 @@ from kvrsim.runtime.ranks import Command, RankSlot
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import examples
+from tests.building.measurements import row as measured
 
 SMALL = 2**16
 SYNCHRONISE_S = 0.003
@@ -209,26 +209,24 @@ def test_what_arrives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- A layer beside a receive that waits: measured on two ranks, fitted, and used where a rank receives.
 
 
-def row(operation: str, seconds: float, **fields: Any) -> Measurement:
-    common: dict[str, Any] = {"kernel": "sdpa", "device": "x", "source": "test", "dtype": "fp16"}
-    return Measurement(operation=operation, median_s=seconds, **(common | fields))
-
-
 def test_the_share_is_what_the_layer_loses_of_its_rate() -> None:
-    rows = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 4e-3, chunk=512, prefix=0)]
+    rows = [measured("layer_alone", 3e-3, chunk=512, prefix=0), measured("layer_pending", 4e-3, chunk=512, prefix=0)]
     assert fit_pending_share(rows) == pytest.approx(0.25)
     assert fit_pending_share([]) == 0.0
-    assert fit_pending_share([row("layer_pending", 4e-3, chunk=64, prefix=0), rows[0]]) == 0.0, "of another shape"
-    faster = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 2.9e-3, chunk=512, prefix=0)]
+    assert fit_pending_share([measured("layer_pending", 4e-3, chunk=64, prefix=0), rows[0]]) == 0.0, "of another shape"
+    faster = [
+        measured("layer_alone", 3e-3, chunk=512, prefix=0),
+        measured("layer_pending", 2.9e-3, chunk=512, prefix=0),
+    ]
     assert fit_pending_share(faster) == 0.0, "waiting makes nothing faster"
 
 
 def test_a_message_takes_the_host_as_long_as_was_measured() -> None:
-    layers = [row("host_layer", 1e-3, dtype=None)]
-    rates, operation = fit_host(layers, [], [row("host_message", 4e-5, dtype=None)])
+    layers = [measured("host_layer", 1e-3, dtype=None)]
+    rates, operation = fit_host(layers, [], [measured("host_message", 4e-5, dtype=None)])
     assert (rates.message_s, rates.gather_piece_s) == (pytest.approx(4e-5), pytest.approx(8e-5))
     assert operation.num_rows == 2
-    gathers = [row("host_collective", 6e-5, dtype=None, ranks=2)]
+    gathers = [measured("host_collective", 6e-5, dtype=None, ranks=2)]
     assert fit_host(layers, gathers, [])[0].gather_piece_s == pytest.approx(6e-5)
 
 

@@ -64,6 +64,7 @@ def test_as_good_as_trying_all(rng: Draws) -> None:
     assert found.ttft_s <= best_s * CLOSE
 
 
+@pytest.mark.slow
 @given(rng=draws())
 @examples(8)
 def test_nothing_near_or_random_is_better(rng: Draws) -> None:

@@ -14,6 +14,7 @@ from validate.figures.cases import FAST, PROFILE, Predictions, Scope, full_scope
 from validate.figures.drawings import between, interpolated, neighbours, whole_tokens
 from validate.published.compare import Row, read_rows
 
+pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[3] / "docs" / "results"
 MOST_BYTES = 150_000
 MODEL = "llama-7b"
@@ -92,7 +93,6 @@ def test_a_curve_passes_through_the_prediction_of_each_row(predictions: Predicti
             assert same.ttft_s == predictions.of_row(row).ttft_s
 
 
-@pytest.mark.slow
 def test_the_files_are_written(small: Scope, predictions: Predictions, tmp_path: Path) -> None:
     written = list(write(small, predictions, tmp_path))
     assert written == [path for path, _ in steps(small, predictions, tmp_path)]

@@ -1,0 +1,20 @@
+"""Made-up tables of aiconfigurator-core, as its package unpacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def perf_table(folder: Path, place: str, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write the table at a place such as t1/gemm/vllm/1.0/gemm; the folder of the unpacked package."""
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    root = folder / "aiconfigurator_core"
+    path = root / f"systems/data/{place}_perf.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(list(rows)).to_parquet(path)
+    return root
