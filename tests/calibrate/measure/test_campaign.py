@@ -198,7 +198,7 @@ def test_killed_at_ten_random_moments_it_ends_with_the_same_grid(tmp_path: Path)
         time.sleep(chance.uniform(0.02, 0.12))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-        process.join(10)
+        process.join(300)
         path = journal_path(tmp_path / "x.csv")
         if path.exists():
             journal = CampaignJournal.open(path, {"fake": True}, "--output")

@@ -37,7 +37,7 @@ from tests.building.measurements import row as measured
 
 SMALL = 2**16
 SYNCHRONISE_S = 0.003
-WAIT_S = 3.0  # for each other
+WAIT_S = 300.0  # for each other
 
 
 class Tensor(np.ndarray[Any, Any]):

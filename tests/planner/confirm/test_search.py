@@ -150,7 +150,7 @@ def test_a_search_that_is_killed_goes_on_and_writes_a_table(tmp_path: Path) -> N
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)  # type: ignore[call-overload]
     try:
-        wait_until_s = time.monotonic() + 240
+        wait_until_s = time.monotonic() + 300
         while not journal.exists() or len(journal.read_text().splitlines()) < 5:
             assert time.monotonic() < wait_until_s
             assert process.poll() is None
