@@ -85,16 +85,3 @@ def test_the_table_of_strategies_sorts_and_memory_follows_the_timelines(
     ]
     seen.click("#timelines summary")
     assert seen.script("return document.querySelectorAll('#times tbody tr').length") == 8
-
-
-def test_it_prints_in_light_colours_without_tools(opened: Callable[..., Opened], page: Page) -> None:
-    seen = opened(page)
-    seen.prefers("dark")
-    colours = "return kvTimelineChart.panels()[0].colours[0]"
-    dark = seen.script(colours)
-    drawn = "const before = kvTimelineChart.drawn(); dispatchEvent(new Event('beforeprint'));"
-    assert seen.script(f"{drawn} return kvTimelineChart.drawn() - before") == 1  # at once: the browser does not wait
-    assert seen.script("return document.documentElement.dataset.theme") == "light"
-    assert seen.script(colours) != dark
-    seen.script("dispatchEvent(new Event('afterprint'))")
-    assert seen.script(colours) == dark

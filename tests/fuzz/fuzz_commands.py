@@ -8,23 +8,8 @@ from fuzz_law import check_command
 
 WRONG = (
     *("", " ", "-1", "0", "nan", "inf", "1e9", "1e400", "9" * 400, "x", "all", "8x", "0x10", "1.5", "-", "--", "-o"),
-    *(
-        "\0",
-        "\x1b[2J",
-        "é",
-        "١٢",
-        "\n",
-        "a\nb",
-        ",",
-        "1,,2",
-        "1:2",
-        "5:1:1",
-        "1:1m:1",
-        "/",
-        ".",
-        "/dev/null",
-        "none.json",
-    ),
+    *("\0", "\x1b[2J", "é", "١٢", "\n", "a\nb", ",", "1,,2", "1:2", "5:1:1", "1:1m:1"),
+    *("/", ".", "/dev/null", "none.json"),
     *("$x^2$", "[red]", "{}", "%s", "../../x", "synthetic:", "synthetic:poisson", "tp2+", "tp0+ring", "all,tsp"),
 )
 _MACHINE: dict[str, tuple[str, ...]] = {
@@ -46,19 +31,8 @@ _NOISE = {
     "--seed": ("0", "7"),
 }
 _STRATEGY = (
-    "single",
-    "tsp",
-    "kvr-e",
-    "kvr-s",
-    "kvr-direct",
-    "ring",
-    "striped",
-    "zigzag-ring",
-    "zigzag",
-    "ulysses",
-    "tp",
-    "pp",
-    "pp-s",
+    *("single", "tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "striped"),
+    *("zigzag-ring", "zigzag", "ulysses", "tp", "pp", "pp-s"),
 )
 _MANY = {"--ctx": ("512,1k", "256:1k:256", "1k:4k:x2"), "--gpus": ("2", "1,2", "2,4")}
 _FLAG = ("--json",)
@@ -81,9 +55,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
         _PREFILL
         | _NOISE
         | {"--partition": ("512,512", "256,256", "1000,2000", "1"), "--executor": ("batch", "event")}
-        | {
-            "--trace": ("t.json",),
-        },
+        | {"--trace": ("t.json",)},
         (*_FLAG, "--breakdown"),
     ),
     (

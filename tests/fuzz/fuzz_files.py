@@ -69,21 +69,9 @@ def originals() -> dict[str, bytes]:
     """A valid file of each kind, made in the current folder the first time."""
     table = kvrsim.build_table(ctx=[512, 1024], gpus=[2], profile="roofline").to_dict()
     noise = {"side_traffic": {"duty": 0.5, "share": 0.5, "slowdown": 0.1, "dwell_s": 0.01}, "slow_gpus": []}
-    rows = [
-        Measurement(
-            operation="send_recv",
-            kernel="gloo",
-            device="h100",
-            bytes=2**size,
-            ranks=2,
-            nodes=1,
-            src=0,
-            dst=1,
-            median_s=1e-5 * size,
-            source="made",
-        )
-        for size in range(10, 20)
-    ]
+    about: dict[str, Any] = {"operation": "send_recv", "kernel": "gloo", "device": "h100", "source": "made"}
+    about |= {"ranks": 2, "nodes": 1, "src": 0, "dst": 1}
+    rows = [Measurement(**about, bytes=2**size, median_s=1e-5 * size) for size in range(10, 20)]
     write_measurements("links.csv", rows, origin={"gpu": "h100"})
     azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,100,10\n2023-11-16 18:15:48.68,300,20\n"
     request = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}

@@ -51,17 +51,6 @@ def test_flags_are_documented(engine: str, question: dict[str, Any]) -> None:
         assert launch.command.endswith("0.9") or "--nnodes" in found or engine == "trtllm"
 
 
-def test_a_pipeline_says_its_pieces() -> None:
-    launch = launched("vllm", "tp2+pp", model="llama-3-70b", cluster="h100-nvlink", batch=2)
-    found = options(launch)
-    assert (found["--tensor-parallel-size"], found["--pipeline-parallel-size"]) == ("2", "4")
-    assert "--enable-chunked-prefill" in found
-    assert int(found["--max-num-batched-tokens"] or 0) < 2 * 16384
-    assert found["--max-model-len"] == "16385"
-    trtllm = options(launched("trtllm", "tp2+pp", model="llama-3-70b", cluster="h100-nvlink", batch=2))
-    assert trtllm["--max_num_tokens"] == found["--max-num-batched-tokens"]
-
-
 def test_uneven_pieces_are_sglangs() -> None:
     scenario, _ = make_scenario(ctx="16k", gpus=8)
     uneven, pieces = replace(STRATEGIES["pp"], name="tp2+pp-s", title="searched pieces"), (6000, 5000, 4000, 1384)

@@ -12,8 +12,3 @@ def test_even_chunks_will_do_where_the_host_sets_the_pace() -> None:
 
 def test_they_will_not_where_attention_is_long() -> None:
     assert not any(note.startswith("even chunks are") for note in kvrsim.plan(gpus=4, ctx="16k").warnings)
-
-
-def test_nothing_is_said_where_they_were_not_compared() -> None:
-    plan = kvrsim.plan(gpus=4, ctx="1k", strategies=["tsp", "kvr-s"])
-    assert not any(note.startswith("even chunks are") for note in plan.warnings)

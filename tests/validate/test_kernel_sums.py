@@ -23,8 +23,6 @@ from validate.kernel_sums import (
     Ratios,
     Reading,
     Study,
-    attention_grid,
-    gemm_grid,
     kernel_sums,
     page,
     scenario_of,
@@ -87,15 +85,6 @@ def test_all_kernels_of_a_prefill_are_added_up(tmp_path: Path) -> None:
     assert found.error == pytest.approx(found.predicted_s / found.sum_s - 1)
 
 
-def test_without_a_layer_table_element_wise_kernels_are_the_profiles_own(tmp_path: Path) -> None:
-    rows = tables(tmp_path, [layer(4096)], [attention(4096, 0.4)])
-    (measured,), (own,) = (list(kernel_sums(study(4096, layers=layers), rows)) for layers in (True, False))
-    assert own.gemm == measured.gemm
-    assert own.own_s == own.head_s + own.elementwise_s
-    assert own.elementwise_s == pytest.approx(measured.elementwise_s, rel=0.5)
-    assert own.predicted_s == measured.predicted_s
-
-
 def test_prefills_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     rows = tables(tmp_path, [layer(1024), layer(2048)], [attention(1024, 0.4)])
     assert [found.tokens for found in kernel_sums(study(1024, 1536, 2048), rows)] == [1024]
@@ -121,22 +110,6 @@ def test_the_slope_beyond_a_grid_is_not_that_of_two_points_side_by_side() -> Non
     found = grid.at(502)
     assert found is not None
     assert found.seconds == pytest.approx(5.0 * 2 ** (math.log(5) / math.log(2.51)))
-
-
-def test_grids_hold_half_precision_and_calls_without_a_prefix() -> None:
-    about = dict(kernel="k", device="d", source="s", median_s=1.0)
-    gemms = [
-        Measurement(operation="gemm", dtype=dtype, tokens=1, in_features=2, out_features=3, **about)
-        for dtype in ("fp8", "bf16")
-    ]
-    heads = dict(operation="attention", dtype="bf16", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    calls = [
-        Measurement(chunk=chunk, prefix=prefix, batch=batch, **heads, **about)
-        for chunk, prefix, batch in ((16, 0, 1), (32, 16, 1), (64, 0, 2))
-    ]
-    assert list(gemm_grid([*gemms[:1], *calls]).points) == []
-    assert list(gemm_grid(gemms).points) == [(2, 3, 1)]
-    assert list(attention_grid([*gemms, *calls]).points) == [(4, 8, 2, 16)]
 
 
 # ---- the page

@@ -19,7 +19,6 @@ from calibrate.fit.attention import (
     fit_flash,
     fit_latent,
 )
-from calibrate.fit.profile import FitChoices, UsableRows
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, MeasuredSizes
@@ -46,24 +45,6 @@ def test_the_constant_comes_back() -> None:
     assert found.seen["head_dim"] == (NARROW_HEAD_DIM, 128)
     check = next(line for line in found.lines() if "heads of 64" in line.label)
     assert check.mape < 0.02
-
-
-@pytest.mark.parametrize("narrow", [(), timed(NARROW_HEAD_DIM)[:5]])
-def test_few_narrow_calls_are_left_out(narrow: Any) -> None:
-    rows = [*products(), *timed(128), *narrow]
-    assert UsableRows.of(rows, FitChoices(attention_kernel="fa3"), "rows").narrow == []
-    rows += timed(NARROW_HEAD_DIM)
-    assert len(UsableRows.of(rows, FitChoices(attention_kernel="fa3"), "rows").narrow) >= 28
-
-
-def products() -> list[Measurement]:
-    """Enough to fit."""
-    shapes = [(tokens, width) for tokens in (64, 128, 256, 512, 1024, 2048) for width in (1024, 2048, 4096, 8192)]
-    about: dict[str, Any] = {"kernel": "cublas", "device": "H100", "dtype": "bf16", "out_features": 4096}
-    return [
-        small.row("gemm", 1e-5 * tokens * width / 2**20, tokens=tokens, in_features=width, **about)
-        for tokens, width in shapes
-    ]
 
 
 # -- The fit of latent attention finds the rates that made the rows, in both forms.

@@ -79,19 +79,6 @@ def test_the_faster_all_gather_is_fitted_and_named(ring: float, faster: str, slo
     assert fitted.rates == fit_all_gather([row for row in rows if row.kernel == faster], measured_link(rows, "")).rates
 
 
-@pytest.mark.parametrize(("ring", "faster"), [(0.7, "ring"), (1.4, "collective")])
-def test_all_reduces_of_this_machine_are_those_of_one_kernel(ring: float, faster: str) -> None:
-    rows = timed(seconds_of := made(LOOPBACK, ring), 0)
-    fitted = fit_all_reduce(rows)
-    assert fitted.operation.gather == faster
-    kernel = "gloo_p2p_ring" if faster == "ring" else "gloo"
-    for nbytes in (2**16, 2**20, MAX_BYTES):
-        point = LinkPoint(kind="reduce", kernel=kernel, num_ranks=4, nbytes=nbytes)
-        assert float(fitted.rates.seconds(np.array(float(nbytes)), 4)) == pytest.approx(
-            seconds_of(point), rel=2 * NOISE
-        )
-
-
 def _count(rows: Sequence[Measurement], kernel: str) -> int:
     return sum(row.operation == "all_gather" and row.kernel == kernel for row in rows)
 

@@ -256,19 +256,6 @@ def test_same_rows_same_profile_and_what_was_not_measured_is_the_datasheets() ->
     assert any("not measured" in note for note in report.notes)
 
 
-def test_what_messages_take_of_host_and_device_is_in_the_profile_and_its_report() -> None:
-    host = [row("host_layer", 1e-3, dtype=None), row("host_message", 4e-5, dtype=None)]
-    host += [row("host_prepare", 2e-3, dtype=None)]
-    beside = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 4e-3, chunk=512, prefix=0)]
-    profile, report = fit(FEW + timed(EAGER, "eager") + host + beside)
-    assert profile.links.pending_share == pytest.approx(0.25)
-    assert (profile.host.message_s, profile.host.prepare_s) == (pytest.approx(4e-5), pytest.approx(2e-3))
-    assert profile.host.gather_piece_s == pytest.approx(8e-5), "a send and a receive of the runtime's ring"
-    page = report.to_markdown()
-    assert "25.0% of the compute rate" in page
-    assert "a message" in page
-
-
 # -- what is refused
 
 

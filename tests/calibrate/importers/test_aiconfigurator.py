@@ -14,7 +14,6 @@ from calibrate.importers import read_source
 from calibrate.importers.aiconfigurator import (
     read_kernel,
     read_latent,
-    read_module,
     read_recurrence,
     version_key,
     with_loop,
@@ -221,19 +220,6 @@ def test_decoding_is_read_where_the_kernels_of_a_prefill_do_it(package: Package)
     assert (decoding.chunk, decoding.prefix, decoding.batch, decoding.kernel) == (1, 4095, 1, "fa3")
 
 
-def test_all_reduces_of_the_framework_are_those_of_its_graph(package: Package) -> None:
-    about = NCCL | {"op_name": "all_reduce", "device": "NVIDIA T1", "num_gpus": 2}
-    rows = [
-        about | {"kernel_source": f"Custom_{mode}", "latency": ms} for mode, ms in (("eager", 0.04), ("graph", 0.005))
-    ]
-    written = package.write("comm/other/1.0", *rows)
-    folder = package.root / "systems/data/t1_sxm/comm/vllm/1.0"
-    folder.mkdir(parents=True)
-    written.rename(folder / "custom_allreduce_perf.parquet")
-    (custom,) = (row for row in package.read() if row.kernel.startswith("custom"))
-    assert (custom.operation, custom.kernel, custom.bytes, custom.median_s) == ("all_reduce", "custom_graph", 512, 5e-6)
-
-
 def test_how_often_tensorrt_llm_repeats_a_product_depends_on_the_cache() -> None:
     """50 MiB of L2: 8 MiB of weights five times, 32 MiB twice, 128 MiB once; of FP8 half as many bytes."""
 
@@ -346,13 +332,3 @@ def test_attention_takes_as_many_keys_for_each_query(tmp_path: Path) -> None:
     write_of_sparse(tmp_path, "dsv4_hca_attn_module", ROW_SPARSE)
     entries = read_kernel(SOURCE_SPARSE, "dsv4_hca_attn_module", root=root)
     assert (entries.keys.tolist(), entries.width) == ([128 + 96], 1024)
-
-
-def test_modules_keep_what_tells_them_apart(tmp_path: Path) -> None:
-    about = {"op_name": "msa_context_module", "model": "m", "kv_cache_dtype": "fp8", "gemm_type": "bfloat16"}
-    root = write_of_sparse(
-        tmp_path, "msa_context_module", ROW_SPARSE | about, ROW_SPARSE | about | {"model": "n"}, table="msa"
-    )
-    rows = read_module(SOURCE_SPARSE, "msa_context_module", root=root)
-    assert rows.texts["model"].tolist() == ["m", "n"]
-    assert rows.take(rows.text("model") == "n").seconds == pytest.approx([2e-3])

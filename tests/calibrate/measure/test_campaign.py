@@ -116,17 +116,6 @@ def test_a_point_that_cannot_be_measured_is_skipped_with_its_reason(tmp_path: Pa
     assert [row.chunk for row in outcome.rows] == [1, 5]
 
 
-def test_a_resumed_campaign_measures_the_points_that_it_set_out_to(tmp_path: Path) -> None:
-    journal = journal_in(tmp_path)
-    journal.plan(["1", "5"])
-    journal.add(Sample(point="1", seconds={"layer": 0.001}, busy_cores=None))
-    journal.close()
-    bench = FakeBench()
-    outcome = run_campaign(bench, journal_in(tmp_path), QUIET)
-    assert [row.chunk for row in outcome.rows] == [1, 5]
-    assert set(outcome.skipped) == {"2"}
-
-
 def test_a_finished_campaign_is_not_measured_anew(tmp_path: Path) -> None:
     first = run_campaign(FakeBench(), journal_in(tmp_path), QUIET)
     again = FakeBench()

@@ -15,7 +15,6 @@ from calibrate.measure import compute as compute_bench
 from calibrate.measure import forward as forward_timer
 from calibrate.measure.campaign import Skipped
 from calibrate.measure.compute import BARE_LAYER, ComputeBench, Point, compute_rows, grid
-from calibrate.measure.device import Reading
 from calibrate.measure.forward import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
@@ -165,20 +164,6 @@ def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> N
     assert taken["layer"] == pytest.approx(10e-3), "26 marks of 1 ms each are in none of it"
     for part in ("cache_append", "rotary", "activation", "residual", "norm", "attention", "prepare"):
         assert taken[part] == pytest.approx(0.0, abs=1e-12), part
-
-
-def test_clock_and_power_are_read_while_the_device_is_at_work(on_cuda: ComputeBench, fake_cuda: Any) -> None:
-    class Watch:
-        def read(self) -> Reading:
-            assert not fake_cuda.synchronized, "the device has ended already"
-            return Reading(sm_clock_hz=1.2e9, power_w=650.0, power_limit_w=700.0, throttled=("sw_power_cap",))
-
-    on_cuda.timer._watch = Watch()  # type: ignore[assignment]
-    assert on_cuda.conditions() is None
-    on_cuda.sample("sdpa 64+0")
-    told = on_cuda.conditions()
-    assert told is not None
-    assert (told["sm_clock_hz"], told["throttled"]) == (1.2e9, ["sw_power_cap"])
 
 
 def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from calibrate.prefills.fit import (
     check_prefills,
     fit_prefills,
     make_cases,
-    with_clock,
 )
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
@@ -22,7 +21,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.profile import CalibrationProfile, Clock, load_profile
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from planner.candidates import partition_of
@@ -112,19 +111,6 @@ def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     assert found.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
     alone = fit_prefills(cases[:1], PROFILE, unknowing, name="mine", source="rows.csv")
     assert alone.engine.host.token_s == 0.0
-
-
-def test_the_clock_is_a_term_of_a_profile_that_has_one() -> None:
-    clocked = replace(PROFILE, kernels=replace(PROFILE.kernels, clock=Clock(sustained_share=0.9, time_constant_s=0.1)))
-    assert EngineTerms.of(clocked, PRIOR).priors[-1].name == "sustained_share"
-    shares = []
-    for value in (0.85, 1.2):
-        clock = with_clock(clocked, {"sustained_share": value}).kernels.clock
-        assert clock is not None
-        shares.append(clock.sustained_share)
-    assert shares == [0.85, 1.0]
-    steady = replace(PROFILE, kernels=replace(PROFILE.kernels, clock=None))
-    assert "sustained_share" not in {prior.name for prior in EngineTerms.of(steady, PRIOR).priors}
 
 
 def test_check_reports_errors_and_coverage() -> None:

@@ -13,9 +13,8 @@ from calibrate.fit.fit import Comparison, Fitted
 from calibrate.fit.report import FitReport
 from calibrate.shipped.page import PAGE
 from calibrate.shipped.recipes import Recipe, fit_sections, recipe_names
-from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.hardware import builtin_clusters, load_gpu
+from kvrsim.hardware import load_gpu
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 
@@ -86,10 +85,3 @@ def test_products_of_unfilled_memory_are_refused() -> None:
     recipe = Recipe(name="mine", data=JsonObject(fields={"sources": [source]}, where="recipes"), vidur=Path())
     with pytest.raises(InputError, match=r"sources\[0\].source: .* accepted: for gemm a table of random data"):
         recipe.rows()
-
-
-def test_a_cluster_has_the_profile_of_its_gpu() -> None:
-    for name in builtin_clusters():
-        scenario, _ = make_scenario(ctx=4096, gpus=2, cluster=name, model="llama-3-8b")
-        gpu = scenario.cluster.gpu.name
-        assert (None if scenario.profile is None else scenario.profile.gpu) == (None if gpu == "a100-40gb" else gpu)

@@ -131,20 +131,12 @@ def test_a_tpot_that_no_group_keeps_is_exit_code_1(capsys: pytest.CaptureFixture
     assert "no group decodes at 0.01 ms a token" in out
 
 
-def test_groups_span_nodes_where_the_cluster_has_them() -> None:
-    plan = kvrsim.capacity(
-        requests="synthetic:poisson,rate=1,requests=60,context=lognormal:60k:0.2,max=128k",
-        slo_ttft="5s",
-        model="llama-3.1-70b",
-        cluster="h100-2x8-ndr400",
-        profile="h100-flash",
-        strategies=["tp8+kvr-s", "tp8+zigzag", "tp"],
-        replications=1,
-        uniform_only=True,
-        max_gpus=256,
+def test_sequences_at_once_and_their_mean_context() -> None:
+    decoded = sequences(10, every_s=1.0)
+    assert decoded.most_at_once(0.04) == 4  # 100 steps take 4 s: the fifth begins as the first ends
+    assert decoded.most_at_once(0.001) == 1
+    assert decoded.mean_context == 1051
+    never = Sequences(
+        first_token_s=np.array([0.0, np.inf]), context_len=np.array([10, 10]), output_tokens=np.array([5, 5])
     )
-    assert plan.to_dict()["question"]["group_sizes"] == [1, 2, 4, 8, 16]
-    assert [group.gpus_per_group for group in plan.first.groups] == [16]
-    assert plan.feasible
-    assert plan.first.groups[0].strategy.startswith("tp8+")
-    assert {one.code for one in plan.infeasible if one.gpus_per_group == 8} == {"alone"}  # one node is too slow
+    assert never.most_at_once(1.0) == 1

@@ -60,19 +60,6 @@ def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp
     assert any(note.startswith("a router sends each prompt") for note in told["notes"])
 
 
-def test_one_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, err = run(
-        capsys, tmp_path, 0, "--emit", "vllm", "--strategies", "tp2+pp", "--group-sizes", "4", "--uniform-only"
-    )
-    command = shlex.split(out.splitlines()[0])
-    found = read_flags("vllm", command[2:])
-    assert (found["--tensor-parallel-size"], found["--pipeline-parallel-size"]) == ("2", "2")
-    assert "--enable-chunked-prefill" in found
-    assert "kv-transfer" not in out
-    assert "servers were planned to prefill only" in err
-    assert "of 4 GPUs (tp2+pp)" in err
-
-
 def test_a_group_of_an_engine_runs_one_strategy() -> None:
     scenario, _ = make_scenario(ctx="8k", gpus=4, model="deepseek-v3", cluster="b200-nvlink5")
     engine = deploy_engine("vllm")

@@ -142,18 +142,6 @@ def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: p
     assert sure["target_high_s"] <= 1.0
 
 
-def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(planning, "LONG", 500)
-    monkeypatch.setattr(planning, "_STRETCH", 300)
-    path = trace(tmp_path / "trace.csv", count=900)
-    found = kvrsim.capacity(requests=path, slo_ttft="1s", group_sizes="1,2")
-    assert found.answer is not None
-    assert sum(group.requests for group in found.answer.groups) == 900
-    assert found.answer.in_time >= 0.99
-
-
 def test_a_page_that_fails_costs_the_page_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,3 +192,15 @@ def test_partitions_may_come_from_a_table(capsys: pytest.CaptureFixture[str], tm
     assert "--group-sizes: got '4'" in err
     other = answer(capsys, *asked, "--group-sizes", "2", "--table", "table.json", "--link-bandwidth", "10GB/s")
     assert any("another setting" in note for note in other["warnings"])
+
+
+def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(planning, "LONG", 500)
+    monkeypatch.setattr(planning, "_STRETCH", 300)
+    path = trace(tmp_path / "trace.csv", count=900)
+    found = kvrsim.capacity(requests=path, slo_ttft="1s", group_sizes="1,2")
+    assert found.answer is not None
+    assert sum(group.requests for group in found.answer.groups) == 900
+    assert found.answer.in_time >= 0.99

@@ -105,16 +105,6 @@ def test_prices_decide_where_they_differ(workload: Workload, times: ServiceTimes
     assert best.cost == limits.cost_per_hour(best.fleet)
 
 
-def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:
-    half = workload.select(slice(0, len(workload) // 2))
-    both = simulator([workload, half], times, 1.0)
-    search = FleetSearch(both)
-    fit = search.fits(search.uniform())[0]
-    late = np.concatenate([run.ttft_s for run in both.runs(fit.fleet)]) > 1.0
-    assert late.sum() <= both.allowed
-    assert both.requests == len(workload) + len(half)
-
-
 def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Workload, times: ServiceTimes) -> None:
     simulated = simulator([workload, workload], times, 1.0)
     design = (bucket(1, 1, 1500), bucket(1, 1501, 8192))
@@ -163,3 +153,13 @@ def test_more_requests_in_the_same_time_wait_longer(explored: CapacityPlan) -> N
         rising = sorted((one.rate, one.ttft_s) for one in explored.front.tried if one.fleet == name)
         for (_, slow), (_, fast) in itertools.pairwise(rising):
             assert all(a <= b * (1 + 1e-9) for a, b in zip(slow, fast, strict=True))
+
+
+def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:
+    half = workload.select(slice(0, len(workload) // 2))
+    both = simulator([workload, half], times, 1.0)
+    search = FleetSearch(both)
+    fit = search.fits(search.uniform())[0]
+    late = np.concatenate([run.ttft_s for run in both.runs(fit.fleet)]) > 1.0
+    assert late.sum() <= both.allowed
+    assert both.requests == len(workload) + len(half)

@@ -13,6 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
+from kvrsim.memory import fits, memory_of
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
@@ -156,18 +157,6 @@ def test_strategies_that_need_the_same_weights_share_a_layout() -> None:
     }
 
 
-def test_what_is_asked_for_is_what_groups_run() -> None:
-    policy = StrategyPolicy(names=("tp4+kvr-s",))
-    assert {weights: [one.name for one in some] for weights, some in policy.layouts(large(8)).items()} == {
-        "tp4": ["tp4+kvr-s"]
-    }
-    assert policy.layouts(large(1)) == policy.layouts(large(2)) == {}
-    assert [one.name for one in StrategyPolicy(names=("kvr-s",)).layouts(large(1))[WHOLE]] == ["single"]
-    assert "kvr-direct" in StrategyPolicy().left_out(large(4))
-    assert "kvr-direct" in {one.name for one in StrategyPolicy(names=("all",)).layouts(large(4))[WHOLE]}
-    assert StrategyPolicy(names=("all",)).left_out(large(4)) == ()
-
-
 @pytest.mark.parametrize(("names", "parameter"), [((), "strategies"), (("tq",), "strategies"), (("kvr-p",), "table")])
 def test_what_cannot_be_run_is_refused(names: tuple[str, ...], parameter: str) -> None:
     with pytest.raises(InputError) as caught:
@@ -206,12 +195,11 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
     assert ends_s[-1] == pytest.approx(times.ttft_s[0], rel=1e-6)
 
 
-def test_only_layouts_that_fit_are_kinds_of_groups() -> None:
-    times = ServiceTimes(large(1), 4096, 0, StrategyPolicy(names=("single", "kvr-s", "tp", "pp")))
-    assert times.types(1) == (GroupType(1),)
-    assert times.grids(GroupType(1))[0].most_new_tokens == 0
-    assert times.types(4) == (GroupType(4, "tp4"), GroupType(4, "pp4"))
-    new, none = np.array([100, 4096]), np.zeros(2, dtype=np.int64)
-    assert np.isinf(times.seconds(GroupType(4), new, none)).all()
-    assert np.isfinite(times.seconds(GroupType(4, "tp4"), new, none)).all()
-    assert (times.least_s(4, new, none) <= times.seconds(GroupType(4, "pp4"), new, none)).all()
+def test_the_longest_prompt_that_fits_is_the_plans() -> None:
+    times = Prefills(large(2), strategy := get_strategy("tp")).times(0, np.array([1, 65536], dtype=np.int64))
+    assert times is not None
+    most = times.most_new_tokens
+    assert 1 < most < 65536
+    for tokens, fit in ((most, True), (most + 1, False)):
+        placed = for_strategy(large(2, tokens), strategy)
+        assert fits(placed, memory_of(placed, strategy, partition_of(placed, strategy))) is fit

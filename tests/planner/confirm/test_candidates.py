@@ -62,17 +62,6 @@ def test_a_candidate_is_measured_exactly_where_each_of_its_ranks_fits(ctx: int, 
         assert list(feasible(scenario, candidates, limit_bytes).candidates) == fit
 
 
-def test_ranks_on_one_device_need_their_memory_together() -> None:
-    scenario, candidates = question(4096, gpus=4)
-    apart, together, virtual = budget_of(scenario, 4), budget_of(scenario, 2), budget_of(scenario, 4, "virtual")
-    assert (apart.num_ranks, together.num_ranks, virtual.num_ranks) == (1, 2, 1)
-    weights = scenario.model.weight_bytes(2)
-    for one in candidates.values():
-        alone = apart.needed_bytes(one)
-        assert alone + weights < together.needed_bytes(one) <= 2 * alone
-        assert weights < virtual.needed_bytes(one) <= virtual.needed_bytes(candidates["single"])
-
-
 def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = MemoryBudget.needed_bytes
 
@@ -97,3 +86,14 @@ def test_run_skips_a_check_that_does_not_fit_and_says_so(tmp_path: Path, monkeyp
     assert (code, found["max_logit_error"], len(found["samples_s"])) == (0, None, 1)
     assert NO_REFERENCE in found["warnings"]
     assert NO_REFERENCE in errors
+
+
+def test_ranks_on_one_device_need_their_memory_together() -> None:
+    scenario, candidates = question(4096, gpus=4)
+    apart, together, virtual = budget_of(scenario, 4), budget_of(scenario, 2), budget_of(scenario, 4, "virtual")
+    assert (apart.num_ranks, together.num_ranks, virtual.num_ranks) == (1, 2, 1)
+    weights = scenario.model.weight_bytes(2)
+    for one in candidates.values():
+        alone = apart.needed_bytes(one)
+        assert alone + weights < together.needed_bytes(one) <= 2 * alone
+        assert weights < virtual.needed_bytes(one) <= virtual.needed_bytes(candidates["single"])

@@ -20,11 +20,8 @@ from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import Candidate
-from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
-from planner.confirm.candidates import strategies_here
 from planner.confirm.hardware import Hardware
 from planner.confirm.result import PARTS
-from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 from validate.machine.confirmation import page
 
@@ -144,15 +141,6 @@ def test_run_measures_one_strategy_checks_it_and_goes_on(folder: Path) -> None:
     assert json.loads((folder / "run.json").read_text())["traceEvents"]
 
 
-def test_run_without_a_profile_takes_what_suits_the_device(folder: Path) -> None:
-    words = ["run", "--strategy", "tsp", "--gpus", "2", "--ctx", "50", "--model", str(folder / "model.json")]
-    code, found, errors = said([*words, "--device", "cpu", *SHORT])
-    assert code == 0, errors
-    assert (found["dtype"], found["attention"], found["predicted_ttft_s"]) == ("fp32", "sdpa", None)
-    code, text, _ = said([*words[:-2], *words[-2:], "--device", "cpu", "--repeats", "1"])
-    assert (code, text.splitlines()[0].startswith("TTFT: ") and "tsp on 2 GPUs" in text) == (0, True)
-
-
 @pytest.mark.slow
 def test_under_torchrun_one_rank_speaks(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -227,22 +215,6 @@ def test_named_strategies_are_measured_beside_their_predictions(folder: Path) ->
     for one, seconds in (("predicted_rank", "predicted_ttft_s"), ("measured_rank", "measured_ttft_s")):
         ranked = sorted(found["candidates"], key=lambda candidate: candidate[one])
         assert [row[seconds] for row in ranked] == sorted(row[seconds] for row in ranked)
-
-
-def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_path: Path) -> None:
-    scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
-    hardware = Hardware(config=str(folder / "model.json"))
-    assert set(strategies_here(scenario, ["all"], "ranks", hardware)[0]) == set(RUN_STRATEGIES) - {"kvr-p"}
-    names, notes = strategies_here(scenario, ["all"], "virtual", hardware)
-    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b"}
-    assert any("tp, " in note and "can replay" in note for note in notes)
-    assert strategies_here(scenario, ["ring", "all"], "ranks", hardware)[0][0] == "ring"
-    (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
-    scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
-    names, notes = strategies_here(scenario, ["all"], "ranks", Hardware(config=str(tmp_path / "states.json")))
-    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
-    assert any("not measured: tp: takes" in note for note in notes)
-    assert any("ring" in note and "its layers keep states" in note for note in notes)
 
 
 def test_a_rank_that_fails_is_a_reason_too(folder: Path) -> None:

@@ -152,3 +152,9 @@ def test_a_place_without_a_token_for_every_gpu_costs_only_itself(capsys: pytest.
 def test_where_no_place_has_enough_tokens_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["map", "--ctx", "4", "--gpus", "8"]) == 2
     assert "at most one GPU a token" in capsys.readouterr().err
+
+
+def test_one_gpu_wins_where_the_gain_cannot_be_told() -> None:
+    for tsp, pays in ((0.985, False), (0.97, True)):
+        (winner,) = map_of({"single": [1.0], "tsp": [tsp]}).winners()
+        assert winner.pays is pays

@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 from planner.search.minimise import (
     around,
     chunks_between,
-    combinations,
     distinct,
     rounded,
-    shifts,
-    unique_rows,
     valid,
 )
-from tests.building import examples
 
 
 @st.composite
@@ -46,18 +42,3 @@ def test_neighbours_are_within_two_strides(count: int, stride: int, tokens: int)
     assert valid(rows, tokens).all()
     assert (abs(rows - center) <= 2 * stride).all()
     assert (rows == center).all(axis=1).any()
-
-
-@given(st.integers(1, 4), st.integers(0, 400), st.integers(1, 400))
-def test_shifts_come_in_blocks(count: int, first: int, size: int) -> None:
-    everything = shifts(count)
-    assert len(np.unique(everything, axis=0)) == combinations(count)
-    assert (shifts(count, first, first + size) == everything[first : first + size]).all()
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=9))
-@examples(20)
-def test_unique_rows_are_numpys(rows: list[list[int]]) -> None:
-    assert unique_rows(np.array(rows)).tolist() == np.unique(rows, axis=0).tolist()
-    flat = np.array([row[0] for row in rows])
-    assert unique_rows(flat).tolist() == np.unique(flat).tolist()

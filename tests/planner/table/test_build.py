@@ -81,16 +81,6 @@ def test_the_printed_partition_is_recovered(tables: dict[str, PartitionTable]) -
     assert np.abs(np.array(found.fractions) - [0.350, 0.255, 0.210, 0.185]).max() < 0.012
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_gpus", [2, 4, 8])
-def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
-    """A search ends at any of many equals there; a table must not, or its neighbours suffer."""
-    entry = make_table(scenario_of("a100-eager"), (num_gpus,), (1024,)).entries[0]
-    draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
-    assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
-    assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s
-
-
 def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, path, lengths = scenario_of("roofline"), tmp_path / "table.json.partial", (512, 1024, 1536)
     setting, seen = TableSetting.of(scenario), []
@@ -206,18 +196,6 @@ def test_a_table_with_a_cached_prefix() -> None:
     assert ttft_s(at(scenario, 2, 6000), found.partition) <= 1.015 * best_s
 
 
-def test_the_facade_builds_tables() -> None:
-    seen: list[tuple[float, float | None, str]] = []
-    table = kvrsim.build_table(
-        ctx="512:1k:512", gpus="2", profile="roofline", on_progress=lambda *progress: seen.append(progress)
-    )
-    assert isinstance(table, kvrsim.PartitionTable)
-    assert [entry.context_len for entry in table.entries] == [512, 1024]
-    assert seen[-1] == (2, 2, "entries")
-    assert len(table.to_frame()) == 2
-    assert kvrsim.build_table(ctx=[1024, 512], gpus=[2], profile="roofline") == table
-
-
 @pytest.mark.parametrize(
     ("argument", "wrong"),
     [("ctx", {"ctx": []}), ("gpus", {"gpus": "512", "ctx": "256"}), ("jobs", {"jobs": "many"})],
@@ -243,3 +221,21 @@ def test_tables_and_maps_of_too_many_entries_are_refused_at_once() -> None:
         assert caught.value.parameter == "ctx"
     with pytest.raises(kvrsim.InputError, match="got '2 x 1 x 10001 values'"):
         kvrsim.map_strategies(ctx="1k,2k", gpus=[2], link_bandwidths=range(1, 10002))
+
+
+def test_beyond_the_last_entry_shares_go_on(tables: dict[str, PartitionTable]) -> None:
+    table = tables["a100-eager"]
+    for context_len in (16384, 24576):
+        scenario = at(scenario_of("a100-eager"), 4, context_len)
+        found = look_up(table, 4, context_len)
+        assert ttft_s(scenario, found.partition) <= 1.01 * search(scenario, KVR).ttft_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_gpus", [2, 4, 8])
+def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
+    """A search ends at any of many equals there; a table must not, or its neighbours suffer."""
+    entry = make_table(scenario_of("a100-eager"), (num_gpus,), (1024,)).entries[0]
+    draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
+    assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
+    assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s

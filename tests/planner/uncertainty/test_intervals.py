@@ -100,9 +100,7 @@ def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
     assert widths[3] > 1.28 * 0.3
 
 
-@pytest.mark.parametrize(
-    "asked", [{"ctx": 131072}, {"gpus": 16}, {"model": "qwen2.5-72b", "gpus": 32}, {"link_bandwidth": 1e9}]
-)
+@pytest.mark.parametrize("asked", [{"ctx": 131072}, {"link_bandwidth": 1e9}])
 def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
     """By a cause of its own: other GPUs may hide what another cause moves."""
     inside, outside = above(flash()), above(flash(**asked))

@@ -128,12 +128,6 @@ def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
         assert not is_indistinguishable(one, other, 1.0, 1.08)
 
 
-def test_collectives_are_of_tensor_parallelism() -> None:
-    engine = replace(NOTHING, host=replace(NO_HOST, collective_s=1e-3), spread={"collective_s": 1.0})
-    assert "collectives" not in sensitivities_of(engine, "kvr-e").by_source
-    assert sensitivities_of(engine, "tp").by_source["collectives"].high > 0.01
-
-
 def test_answers_say_what_their_intervals_held() -> None:
     plan = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"])
     residual = load_profile("a100-eager").residual
@@ -196,3 +190,20 @@ def test_an_interval_widens_by_the_recurrence(engine: str) -> None:
         assert low < -0.001
         assert high > 0.001
     assert "recurrence" not in kvrsim.simulate(model="qwen3-32b", **asked).interval_causes
+
+
+def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> None:
+    """They count between strategies alone."""
+    compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03}, fit=replace(COMPARED, log_sd=0.03))
+    _, sure = around(compared)
+    assert set(sure.by_source) == {"kernels", "model"}
+    assert sure.by_source["model"].high == pytest.approx(1.2816 * 0.03)
+    assert 0.9 * 1.2816 * 0.04 < sure.by_source["kernels"].high <= 1.2816 * 0.04
+    between = sensitivities_of(compared, "kvr-e").in_differences
+    assert {"attention", "elementwise", "gemm"} <= {getattr(cause, "kind", cause) for cause in between}
+    _, unsure = around(NOTHING)
+    assert {"gemm", "attention", "elementwise", "run to run"} <= set(unsure.by_source)
+    assert measured_coverage(with_engine(NOTHING)[0]) is None
+    assert measured_coverage(with_engine(replace(NOTHING, fit=COMPARED))[0]) == 0.8
+    _, from_fit = around(replace(NOTHING, fit=COMPARED))
+    assert from_fit.by_source["model"].high == pytest.approx(1.2816 * 0.04)

@@ -128,13 +128,6 @@ def test_the_page_says_what_the_planner_says(small: Scope, predictions: Predicti
     )
 
 
-def test_interpolation_at_an_entry_is_the_entry(predictions: Predictions) -> None:
-    for tokens in (8192, 12288):
-        one = interpolated(predictions, MODEL, tokens, 4, (8192, 12288))
-        assert one.chunk_lens == one.searched
-        assert one.ttft_s == one.searched_s
-
-
 def test_the_printed_interpolation(predictions: Predictions) -> None:
     """10k on four GPUs, from 8k and 12k: near what the paper prints, the first share 1.2 % of the context larger."""
     known = next(one for one in read_printed().partitions if one.method.startswith("interpolated"))

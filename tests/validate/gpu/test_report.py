@@ -81,7 +81,7 @@ def test_a_step_that_hangs_or_dies_is_a_finding(
 def test_what_a_step_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a step that hangs must not disturb those that come after."""
     script, pid_file = tmp_path / "python", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {pid_file}\nwait\n")
+    script.write_text(f"#!/bin/sh\nsleep 3000 &\necho $! > {pid_file}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setattr(command.sys, "executable", str(script))
     finding = command.run_apart(_fake("one", timeout_s=1.0), scope_in(tmp_path))
@@ -114,25 +114,6 @@ def test_a_failed_step_is_reported_and_the_next_one_runs(tmp_path: Path, monkeyp
     assert "What to do: `nvidia-smi -pm 1`" in page
     assert "- broken \\| &lt;b>" in page
     assert "- fine" in page
-
-
-def test_a_step_that_is_run_again_takes_its_place_in_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    findings = {"environment": Finding(status="failed", lines=["broken"]), "clock": finding_of(["fine"], [], {"a": 1})}
-    monkeypatch.setattr(command, "run_apart", lambda step, scope: findings[step.name])
-    assert command.main(["--steps", "environment,clock", "--output", str(tmp_path)]) == 1
-    findings["environment"] = finding_of(["mended"], [], {})
-    assert command.main(["--steps", "environment", "--output", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [(step["name"], step["status"]) for step in report["steps"]] == [
-        ("environment", "passed"),
-        ("clock", "passed"),
-    ]
-    assert report["again"] == ["environment"]
-    assert "mended" in (tmp_path / "report.md").read_text()
-    (tmp_path / "report.json").write_text("[]")
-    assert command.main(["--steps", "clock", "--output", str(tmp_path)]) == 0, "what is no report is written over"
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,13 +180,6 @@ def test_on_a_gpu_what_a_step_must_show_is_judged(tmp_path: Path, monkeypatch: p
     assert checks.kernels(two).status == "passed"
     monkeypatch.setattr(probes, "kernel_names", lambda *_: {"flash": ["fmha_cutlassF_f16", "aten::item"]})
     assert len([line for line in checks.kernels(two).lines if line.startswith("flash, alone: ")]) >= 2
-
-
-def test_a_product_is_timed_for_as_long_as_asked() -> None:
-    found = probes.products("cpu", "fp32", (0.02, 0.05), (32, 32, 32))
-    assert [one["asked_s"] for one in found] == [0.02, 0.05]
-    assert all(one["seconds"] >= one["asked_s"] for one in found)
-    assert all(one["flops_per_s"] > 0 and one["at_the_end"] is None for one in found)
 
 
 def test_the_profiler_tells_flash_from_eager_attention(tmp_path: Path) -> None:
