@@ -15,18 +15,7 @@ import pytest
 from calibrate.data import Measurement
 from calibrate.importers import read_source
 from planner.simulate import run_simulation
-from validate.kernel_sums import (
-    PAGE,
-    STUDIES,
-    Grid,
-    KernelSum,
-    Ratios,
-    Reading,
-    Study,
-    kernel_sums,
-    page,
-    scenario_of,
-)
+from validate.kernel_sums import PAGE, STUDIES, Grid, KernelSum, Ratios, Reading, Study, kernel_sums, page, scenario_of
 
 LAYERS = 32  # of Llama 2 7B
 TIMES = {

@@ -11,14 +11,7 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.fit import attention as latent
-from calibrate.fit.attention import (
-    NARROW_HEAD_DIM,
-    PRESETS,
-    fit_blocked,
-    fit_eager,
-    fit_flash,
-    fit_latent,
-)
+from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, fit_blocked, fit_eager, fit_flash, fit_latent
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, MeasuredSizes
@@ -116,10 +109,7 @@ EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
 PAGED = replace(EAGER, measured=MeasuredSizes(sizes=(8e6, 1.2e7, 4e7), factors=(1.0, 2.2, 2.6)))
 
 
-@pytest.mark.parametrize(
-    ("rates", "name"),
-    [(SDPA, "sdpa"), (MERGED, "flash")],
-)
+@pytest.mark.parametrize(("rates", "name"), [(SDPA, "sdpa"), (MERGED, "flash")])
 def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) -> None:
     found = fit_blocked(small.calls(rates, name), small.cpu(), name=name, skips_masked=rates.skips_masked, head_dim=64)
     assert found.own.errors().mape < 0.01

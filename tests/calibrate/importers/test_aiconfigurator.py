@@ -11,13 +11,7 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.importers import read_source
-from calibrate.importers.aiconfigurator import (
-    read_kernel,
-    read_latent,
-    read_recurrence,
-    version_key,
-    with_loop,
-)
+from calibrate.importers.aiconfigurator import read_kernel, read_latent, read_recurrence, version_key, with_loop
 from kvrsim.errors import InputError
 from tests.building.tables import perf_table
 
@@ -153,9 +147,7 @@ def test_repeats_of_a_shape_become_their_median(package: Package) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"kv_cache_dtype": "fp8"}, {"window_size": 128}],
-    ids=lambda changed: next(iter(changed)),
+    "changed", [{"kv_cache_dtype": "fp8"}, {"window_size": 128}], ids=lambda changed: next(iter(changed))
 )
 def test_attention_is_plain_attention(package: Package, changed: dict[str, Any]) -> None:
     package.write("attention/vllm/1.0", CONTEXT | {"isl": 64, "step": 32}, CONTEXT | changed)

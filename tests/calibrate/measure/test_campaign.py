@@ -207,8 +207,7 @@ ABOUT = {"model": {"hidden_size": 64}, "threads": 1}
 
 
 @pytest.mark.parametrize(
-    ("key", "line"),
-    [("s", {"point": "p"}), ("layer", {"point": "p", "s": {"layer": -1}}), ("points", {"points": [1]})],
+    ("key", "line"), [("s", {"point": "p"}), ("layer", {"point": "p", "s": {"layer": -1}}), ("points", {"points": [1]})]
 )
 def test_what_no_campaign_has_written_is_named(tmp_path: Path, key: str, line: dict[str, Any]) -> None:
     path = tmp_path / "j"

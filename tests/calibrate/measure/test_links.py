@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrate.data import Measurement
-from calibrate.measure.links import (
-    Flow,
-    LinkBench,
-    find_layout,
-    link_points,
-    measured_link,
-    patterns,
-)
+from calibrate.measure.links import Flow, LinkBench, find_layout, link_points, measured_link, patterns
 from calibrate.measure.ranks import LinkSetup
 from kvrsim.errors import InputError
 

@@ -7,14 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibrate.prefills.fit import (
-    EngineTerms,
-    PrefillCase,
-    PrefillFit,
-    check_prefills,
-    fit_prefills,
-    make_cases,
-)
+from calibrate.prefills.fit import EngineTerms, PrefillCase, PrefillFit, check_prefills, fit_prefills, make_cases
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
@@ -37,9 +30,7 @@ PRIOR = Engine(
     spread={"request_s": 1.0, "token_s": 1.0, "layer_s": 1.0, "kernel_scale": 0.1, "model": 0.05},
 )
 TRUTH = replace(
-    PRIOR,
-    host=replace(PRIOR.host, layer_s=8e-4, request_s=1.2e-2, token_s=1e-6),
-    kernel_scale={PROFILE.gpu: 1.08},
+    PRIOR, host=replace(PRIOR.host, layer_s=8e-4, request_s=1.2e-2, token_s=1e-6), kernel_scale={PROFILE.gpu: 1.08}
 )
 LENGTHS = (128, 256, 1024, 2048, 4096, 8192)
 

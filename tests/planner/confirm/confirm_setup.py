@@ -33,13 +33,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
     )
     link = LinkSpec(name="loopback", bandwidth_bytes_per_s=1e9, latency_s=1e-4, source="made up")
     fit = OperationFit(
-        source="made up",
-        num_rows=3,
-        mape=0.1,
-        cross_validated_mape=0.1,
-        log_sd=0.1,
-        seen={},
-        gather="ring",
+        source="made up", num_rows=3, mape=0.1, cross_validated_mape=0.1, log_sd=0.1, seen={}, gather="ring"
     )
     kernels = base.kernels
     eager = scale(kernels.attention["eager"], 1000.0)

@@ -101,9 +101,7 @@ def test_a_regret_counts_beyond_the_spread_only() -> None:
 
 @examples(30)
 @given(samples=st.lists(TIMES, min_size=2, max_size=6))
-def test_pairs_are_orders_or_ties_and_the_exact_prediction_orders_them_all(
-    samples: list[tuple[float, ...]],
-) -> None:
+def test_pairs_are_orders_or_ties_and_the_exact_prediction_orders_them_all(samples: list[tuple[float, ...]]) -> None:
     exact = confirmation(*(candidate(str(i), sorted(s)[1], s) for i, s in enumerate(samples)))
     orders, places = exact.orders, exact.places()
     assert orders.right == len(orders.significant)

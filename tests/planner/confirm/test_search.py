@@ -20,14 +20,7 @@ from kvrsim.errors import InputError
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Partition, Scenario
 from planner.confirm.hardware import Hardware
-from planner.confirm.search import (
-    Chunks,
-    HardwareSearch,
-    Sample,
-    SearchTask,
-    read_sample,
-    search_journal,
-)
+from planner.confirm.search import Chunks, HardwareSearch, Sample, SearchTask, read_sample, search_journal
 from tests.planner.confirm.confirm_setup import arguments, folder_with, made_up_profile, said
 
 ROOT = Path(__file__).parents[3]

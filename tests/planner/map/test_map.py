@@ -34,11 +34,7 @@ def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) 
         for index, one in enumerate(times)
     ]
     scenario, _ = kvrsim.make_scenario(ctx="1k", gpus=2)
-    return StrategyMap(
-        question=Question.of(scenario),
-        points=tuple(points),
-        warnings=(),
-    )
+    return StrategyMap(question=Question.of(scenario), points=tuple(points), warnings=())
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +117,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--strategies", "nonsense"), ("--link-bandwidths", "10GB/s,,1GB/s"), ("--plot", "map.txt")],
+    ("option", "value"), [("--strategies", "nonsense"), ("--link-bandwidths", "10GB/s,,1GB/s"), ("--plot", "map.txt")]
 )
 def test_mistakes_name_the_option(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"--ctx": "1k", "--gpus": "2"} | {option: value}

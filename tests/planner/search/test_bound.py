@@ -17,16 +17,7 @@ from kvrsim.strategies import STRATEGIES, Strategy
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
-from tests.building import (
-    Draws,
-    any_scenario,
-    as_measured,
-    draws,
-    examples,
-    scenario_in,
-    scenarios,
-    strategy_of,
-)
+from tests.building import Draws, any_scenario, as_measured, draws, examples, scenario_in, scenarios, strategy_of
 
 KVR = STRATEGIES["kvr-s"]
 BLOCKS = replace(STRATEGIES["kvr-b"], query_blocks=(1, 3, 8), refuses=None)

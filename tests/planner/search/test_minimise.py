@@ -6,13 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.search.minimise import (
-    around,
-    chunks_between,
-    distinct,
-    rounded,
-    valid,
-)
+from planner.search.minimise import around, chunks_between, distinct, rounded, valid
 
 
 @st.composite

@@ -138,10 +138,7 @@ def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) 
         assert path.read_bytes().startswith(before), "a resumed build rewrites nothing"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("partition", [300, 300]), ("num_gpus", 3), ("ttft_s", float("nan"))],
-)
+@pytest.mark.parametrize(("key", "value"), [("partition", [300, 300]), ("num_gpus", 3), ("ttft_s", float("nan"))])
 def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: str, value: object) -> None:
     path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
     content = head_line(scenario) + draft_line() + draft_line(**{key: value})
@@ -197,8 +194,7 @@ def test_a_table_with_a_cached_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [("ctx", {"ctx": []}), ("gpus", {"gpus": "512", "ctx": "256"}), ("jobs", {"jobs": "many"})],
+    ("argument", "wrong"), [("ctx", {"ctx": []}), ("gpus", {"gpus": "512", "ctx": "256"}), ("jobs", {"jobs": "many"})]
 )
 def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> None:
     with pytest.raises(kvrsim.InputError) as caught:

@@ -62,10 +62,7 @@ def engine_of(**terms: float) -> Engine:
 
 @pytest.mark.parametrize(
     "truth",
-    [
-        {"step_s": 4e-3, "layer_s": 2e-5, "kernel_scale": 1.12},
-        {"step_s": 1e-3, "layer_s": 6e-4, "kernel_scale": 0.97},
-    ],
+    [{"step_s": 4e-3, "layer_s": 2e-5, "kernel_scale": 1.12}, {"step_s": 1e-3, "layer_s": 6e-4, "kernel_scale": 0.97}],
 )
 def test_a_known_engine_is_found_again(truth: dict[str, Any]) -> None:
     """Prefills that an engine of known terms predicts lead back to them, as far as they can tell them apart."""
