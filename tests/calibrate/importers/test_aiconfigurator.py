@@ -13,6 +13,7 @@ from calibrate.data import Measurement
 from calibrate.importers import read_source
 from calibrate.importers.aiconfigurator import read_kernel, read_latent, read_recurrence, version_key, with_loop
 from kvrsim.errors import InputError
+from tests.building.measurements import row
 from tests.building.tables import perf_table
 
 
@@ -71,37 +72,15 @@ def package(tmp_path: Path) -> Package:
 
 def test_one_system_of_aiconfigurator(package: Package) -> None:
     half, eighth, block, attention, gather, reduce = package.read()
-    assert half == Measurement(
-        operation="gemm",
-        kernel="linear",
-        device="NVIDIA T1",
-        dtype="bf16",
-        tokens=64,
-        in_features=1024,
-        out_features=4096,
-        median_s=2e-5,
-        warmups=18,
-        repeats=36,
-        source="aiconfigurator-core 9.8.7 t1_sxm/gemm/vllm/1.0",
-    )
+    about: dict[str, Any] = {"device": "NVIDIA T1", "dtype": "bf16"}
+    source = "aiconfigurator-core 9.8.7 t1_sxm"
+    product: dict[str, Any] = {"tokens": 64, "in_features": 1024, "out_features": 4096, "warmups": 18, "repeats": 36}
+    assert half == row("gemm", 2e-5, kernel="linear", source=f"{source}/gemm/vllm/1.0", **about, **product)
     assert eighth.dtype == "fp8"
     assert (block.dtype, block.warmups, block.repeats) == ("fp8_block", 3, 6)
-    assert attention == Measurement(
-        operation="attention",
-        kernel="fa3",
-        device="NVIDIA T1",
-        dtype="bf16",
-        chunk=512,
-        prefix=0,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        batch=2,
-        median_s=1e-4,
-        warmups=3,
-        repeats=6,
-        source="aiconfigurator-core 9.8.7 t1_sxm/attention/vllm/1.0",
-    )
+    call: dict[str, Any] = {"chunk": 512, "prefix": 0, "batch": 2, "warmups": 3, "repeats": 6}
+    call |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    assert attention == row("attention", 1e-4, kernel="fa3", source=f"{source}/attention/vllm/1.0", **about, **call)
     assert (gather.operation, gather.bytes, gather.ranks, gather.nodes) == ("all_gather", 512, 4, 1)
     assert replace(reduce, operation="all_gather") == gather
     assert (gather.device, gather.source) == ("t1_sxm", "aiconfigurator-core 9.8.7 t1_sxm/comm/nccl/2.27.3")
@@ -123,18 +102,8 @@ def test_the_newest_version_that_has_a_table(package: Package) -> None:
 
 
 def test_versions_are_ordered_as_they_came_out() -> None:
-    versions = [
-        "0.1.dev19262",
-        "0.1",
-        "0.5.6",
-        "0.5.6.post2",
-        "0.5.14",
-        "1.3.0rc9",
-        "1.3.0rc20",
-        "1.3.0",
-        "2.23",
-        "2.27.3",
-    ]
+    early = ["0.1.dev19262", "0.1", "0.5.6", "0.5.6.post2", "0.5.14"]
+    versions = [*early, "1.3.0rc9", "1.3.0rc20", "1.3.0", "2.23", "2.27.3"]
     keys = [version_key(version) for version in versions]
     assert keys == sorted(set(keys))
 

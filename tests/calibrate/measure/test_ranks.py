@@ -202,6 +202,7 @@ def test_gpus_are_timed_until_they_have_what_they_receive() -> None:
 
 def test_what_arrives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Torch, "irecv", lambda self, tensor, src, group: Work(lambda: None))
+    monkeypatch.setitem(globals(), "WAIT_S", 1.0)
     with pytest.raises(RuntimeError, match="what rank 0 sent has not arrived"):
         Threads(2, gpus=2, hosts=["a", "a"])
 

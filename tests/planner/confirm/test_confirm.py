@@ -72,24 +72,6 @@ def test_parts_add_up_to_the_error_and_stand_on_the_page(confirmed: tuple[dict[s
     assert f"{len(found['candidates']) - 1};" in text.split("over all strategies:")[1]  # but for "kvr-s #2"
 
 
-def test_predicted_and_real_stand_in_one_trace_and_one_picture(
-    confirmed: tuple[dict[str, Any], str], folder: Path
-) -> None:
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    for kind in ("predicted", "measured"):
-        ranks = [
-            pid
-            for pid, name in names.items()
-            if name.startswith("kvr-s ") and "#" not in name and f", {kind}, " in name
-        ]
-        assert len(ranks) == 2
-        assert all(any(event["ph"] == "X" and event["pid"] == pid for event in events) for pid in ranks)
-    picture = (folder / "pair.svg").read_text()
-    assert "predicted" in picture
-    assert "one measured prefill" in picture
-
-
 def test_a_target_that_is_not_met_is_the_exit_code_and_the_reason(folder: Path) -> None:
     link = ("--link-bandwidth", "200MB/s", "--link-latency", "100us", "--side-traffic", "0.2")
     few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--max-error", "0", "--json")

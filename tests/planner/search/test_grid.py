@@ -111,12 +111,6 @@ def test_two_ranks_take_a_binary_search(tokens: int, stride: int, share: float) 
     assert counted.rows <= 2 * math.ceil(math.log2(places)) + 1
 
 
-def test_one_rank_has_no_boundary() -> None:
-    counted = Counted(lambda *_: 5.0)
-    assert Grid(num_tokens=7, num_ranks=1, evaluate=counted).search(1) == ((), 5.0)
-    assert counted.rows == 1
-
-
 def test_many_ranks_move_a_few_boundaries_at_a_time() -> None:
     """All combinations of 15 boundaries are 5^15 a level: windows of four are tried in their place."""
     counted = Counted(near(*(100 * rank + 20 for rank in range(1, 16))))

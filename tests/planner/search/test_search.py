@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,25 +105,22 @@ def test_a_token_a_rank(ranks: int, method: str) -> None:
     assert search(scenario, KVR, method=method).partition.chunk_lens == (1,) * ranks
 
 
-def test_mistakes_name_the_argument() -> None:
-    scenario, _ = kvrsim.make_scenario(ctx=100, gpus=4)
-    for stride in (0, -1, 34, 100):
-        with pytest.raises(InputError) as caught:
-            search(scenario, KVR, stride=stride)
-        assert caught.value.parameter == "stride"
-    assert sum(search(scenario, KVR, stride=33).partition.chunk_lens) == 100
+@pytest.mark.parametrize(
+    ("about", "gpus", "asked", "parameter"),
+    [
+        ({}, 4, {"stride": 0}, "stride"),
+        ({}, 4, {"stride": 34}, "stride"),
+        ({}, 4, {"method": "exhaustive"}, "method"),
+        ({}, 101, {}, "gpus"),
+        ({"cached_prefix": 98}, 3, {}, "gpus"),
+    ],
+)
+def test_mistakes_name_the_argument(about: Any, gpus: int, asked: Any, parameter: str) -> None:
+    scenario, _ = kvrsim.make_scenario(ctx=100, gpus=2, **about)
+    assert sum(search(scenario, KVR).partition.chunk_lens) == scenario.request.new_tokens
     with pytest.raises(InputError) as caught:
-        search(scenario, KVR, method="exhaustive")
-    assert caught.value.parameter == "method"
-    crowded = scenario.on_gpus(101)
-    for method in METHODS:
-        with pytest.raises(InputError) as caught:
-            search(crowded, KVR, method=method)
-        assert caught.value.parameter == "gpus"
-    cached, _ = kvrsim.make_scenario(ctx=100, cached_prefix=98, gpus=3)
-    with pytest.raises(InputError) as caught:
-        search(cached, KVR)
-    assert caught.value.parameter == "gpus"
+        search(scenario.on_gpus(gpus), KVR, **asked)
+    assert caught.value.parameter == parameter
 
 
 @pytest.mark.slow

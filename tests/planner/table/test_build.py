@@ -81,36 +81,6 @@ def test_the_printed_partition_is_recovered(tables: dict[str, PartitionTable]) -
     assert np.abs(np.array(found.fractions) - [0.350, 0.255, 0.210, 0.185]).max() < 0.012
 
 
-def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario, path, lengths = scenario_of("roofline"), tmp_path / "table.json.partial", (512, 1024, 1536)
-    setting, seen = TableSetting.of(scenario), []
-
-    def counted(one: Scenario, strategy: Strategy) -> object:
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        seen.append(one.request.context_len)
-        return draft_of(one, strategy)
-
-    monkeypatch.setattr(table_build, "draft_of", counted)
-    interrupted = TableJournal(path, setting)
-    with pytest.raises(KeyboardInterrupt):
-        make_table(scenario, (2,), lengths, journal=interrupted)
-    interrupted.close()
-    with path.open("a") as file:
-        file.write('{"num_gpus": 2, "context_')  # a line that was cut off
-    monkeypatch.setattr(table_build, "draft_of", draft_of)
-    partial = TableJournal(path, setting)
-    assert "2 entries" in partial.note
-    seen.clear()
-    counting = lambda one, strategy: seen.append(one.request.context_len) or draft_of(one, strategy)  # noqa: E731
-    monkeypatch.setattr(table_build, "draft_of", counting)
-    table = make_table(scenario, (2,), lengths, journal=partial)
-    assert len(seen) == 1
-    assert table.to_json() == make_table(scenario, (2,), lengths).to_json()
-    partial.remove()
-    assert not path.exists()
-
-
 HEAD = {"format": "kvrsim partition table, unfinished 2"}
 
 
@@ -235,3 +205,33 @@ def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> Non
     draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
     assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
     assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s
+
+
+def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, path, lengths = scenario_of("roofline"), tmp_path / "table.json.partial", (512, 1024, 1536)
+    setting, seen = TableSetting.of(scenario), []
+
+    def counted(one: Scenario, strategy: Strategy) -> object:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(one.request.context_len)
+        return draft_of(one, strategy)
+
+    monkeypatch.setattr(table_build, "draft_of", counted)
+    interrupted = TableJournal(path, setting)
+    with pytest.raises(KeyboardInterrupt):
+        make_table(scenario, (2,), lengths, journal=interrupted)
+    interrupted.close()
+    with path.open("a") as file:
+        file.write('{"num_gpus": 2, "context_')  # a line that was cut off
+    monkeypatch.setattr(table_build, "draft_of", draft_of)
+    partial = TableJournal(path, setting)
+    assert "2 entries" in partial.note
+    seen.clear()
+    counting = lambda one, strategy: seen.append(one.request.context_len) or draft_of(one, strategy)  # noqa: E731
+    monkeypatch.setattr(table_build, "draft_of", counting)
+    table = make_table(scenario, (2,), lengths, journal=partial)
+    assert len(seen) == 1
+    assert table.to_json() == make_table(scenario, (2,), lengths).to_json()
+    partial.remove()
+    assert not path.exists()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import kvrsim
 from validate.figures.__main__ import appendix, page, steps, write
 from validate.figures.cases import FAST, PROFILE, Predictions, Scope, full_scope, read_printed
-from validate.figures.drawings import between, interpolated, neighbours, whole_tokens
+from validate.figures.drawings import between, interpolated, whole_tokens
 from validate.published.compare import Row, read_rows
 
 pytestmark = pytest.mark.slow
@@ -135,11 +135,6 @@ def test_the_printed_interpolation(predictions: Predictions) -> None:
     assert one.shares == pytest.approx(known.shares, abs=0.013)
     claimed = max(read_printed().kvr_p_above_kvr_s)
     assert abs(one.above_searched) < claimed
-
-
-@pytest.mark.parametrize(("tokens", "ends"), [(4, (4, 8)), (5, (4, 8)), (8, (4, 8)), (9, (8, 16)), (16, (8, 16))])
-def test_neighbours(tokens: int, ends: tuple[int, int]) -> None:
-    assert neighbours(tokens, (4, 8, 16)) == ends
 
 
 @example(chunks=[(998, 1), (1, 1), (1, 998)], weight=0.0, num_tokens=8)
