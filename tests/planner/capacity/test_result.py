@@ -23,6 +23,7 @@ def test_the_interval_of_a_trace_holds_its_percentile_and_widens_with_fewer_requ
     assert trace_interval(np.append(few, [np.inf] * 500), 99, 0) == (None, None)
 
 
+@pytest.mark.slow
 def test_the_bootstrap_covers_as_often_as_it_says() -> None:
     true, covered = -np.log(0.05), 0
     for seed in range(120):

@@ -13,6 +13,7 @@ from kvrsim.engine import NO_HOST, Engine, load_engine
 from validate.serving.compare import FIGURES, Comparison, compare, page, part, rows_left_out
 from validate.serving.fit import ENGINES, case_of, errors_of, fit_engine, left_out_engines, prior_of, read_rows
 
+pytestmark = pytest.mark.slow
 MOST_WORSE = 0.01  # of an error, against the figures that are recorded; more is a regression
 
 
