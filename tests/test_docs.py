@@ -76,6 +76,9 @@ def parse(arguments: tuple[str, ...]) -> None:
     """Parse a command as `kvrsim` does, without running it."""
     command: click.Command = typer.main.get_command(cli.app)
     context = command.make_context("kvrsim", list(arguments[:1]), resilient_parsing=True)
+    if arguments[0].startswith("--"):
+        assert arguments[0] in [name for parameter in command.params for name in parameter.opts]
+        return
     rest = list(arguments)
     while hasattr(command, "resolve_command"):
         name, command, rest = command.resolve_command(context, rest)

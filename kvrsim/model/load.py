@@ -66,7 +66,7 @@ def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") ->
     if _hub_folder(source):
         name = source.rpartition("/")[2] if name == path.resolve().parent.name else name
     if not re.fullmatch(r"[\w.][\w.-]*", name) or name in builtin_models():
-        raise InputError("--name", name, "letters, digits, dots and hyphens, and no built-in name")
+        raise InputError("name", name, "letters, digits, dots and hyphens, and no built-in name")
     config = _read(path, argument)
     model = read_config(config, name)
     kinds = [freeze(kind) for kind in model.layer_kinds]
