@@ -42,7 +42,7 @@ def any_gemm(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> Gem
 
 
 def _measured(rng: Draws, rates: GemmRates, product: Product, share: float) -> MeasuredShape:
-    """Up to four times slower than the form or faster, as far as the datasheet allows; never less time for more rows."""
+    """Up to four times slower than the form or faster, as the datasheet allows; more rows never take less time."""
     rows = sorted(rng.sample(range(1, 9000), rng.randint(1, 6)))
     form_s = rates.form_s(np.array(rows, dtype=float), product, 2)
     seconds = [float(one) * max(share, log(rng, -0.6, 0.6)) for one in form_s]
