@@ -1,4 +1,4 @@
-"""Narrow heads wait for softmax: the constant comes back from their calls, and shipped profiles have it."""
+"""Rates of attention come back from their own times: FlashAttention with narrow heads, latents, kernels of a CPU."""
 
 from __future__ import annotations
 

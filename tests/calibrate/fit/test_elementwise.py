@@ -1,4 +1,4 @@
-"""What a ring adds to a layer comes back from its rows: attention to blocks, and merging."""
+"""Merges of a ring, attention to its blocks, and the work before the first layer come back from their rows."""
 
 from __future__ import annotations
 

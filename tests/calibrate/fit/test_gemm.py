@@ -1,4 +1,4 @@
-"""A clock comes back from rows that it made in loops, and rows come back to the burst clock."""
+"""Matrix products: a clock comes back from rows made in loops, rows come back to the burst clock; rates of a CPU."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from calibrate.fit import sparse
-from calibrate.fit import sparse as blocks
 from calibrate.fit.sparse import fit_blocks, fit_keys, read_modules
 from calibrate.importers.aiconfigurator import SparseRows, read_kernel
 from kvrsim.hardware import load_gpu
@@ -121,7 +120,7 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     keys = [(row["num_heads"], row["isl"], row["step"]) for row in rows]
     known = [row | {"latency": timed.get(key, shortest)} for key, row in zip(keys, rows, strict=True)]
     write(tmp_path, "msa_context_module", known, table="msa")
-    monkeypatch.setattr(blocks, "read_modules", lambda text, argument: read_modules(text, argument, root))
+    monkeypatch.setattr(sparse, "read_modules", lambda text, argument: read_modules(text, argument, root))
     fitted = fit_blocks(SOURCE, PROFILE, GPU)
     assert fitted.own.errors().mape < 0.01
     assert fitted.cross_validated.errors().mape < 0.01

@@ -20,8 +20,11 @@ from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import Candidate
+from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
+from planner.confirm.candidates import strategies_here
 from planner.confirm.hardware import Hardware
 from planner.confirm.result import PARTS
+from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 from validate.machine.confirmation import page
 
@@ -145,6 +148,9 @@ MISTAKES = [
     (("confirm", "--max-regret", "few"), "--max-regret", "3% or 0.03"),
     (("confirm", "--search", "--output", "table.json", "--minutes", "0"), "--minutes", "above 0"),
     (("confirm", "--search", "--output", "table.json", "--gpus", "1"), "--gpus", "at least 2"),
+    (("run", "--strategy", "zigzag", "--generate", "2"), "--generate", "nothing for zigzag"),
+    (("confirm", "--strategies", "ring,kvr-p"), "--strategies", "what the runtime runs without a table: single"),
+    (("confirm", "--strategies", "ring", "--virtual"), "--strategies", "what one device can replay in turn: single"),
 ]
 
 
@@ -212,3 +218,28 @@ def test_what_only_the_ranks_can_tell_is_still_the_users_mistake() -> None:
     fault = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
     assert RankError([fault]).exit_code == 2
     assert RankError([Fault(rank=1, kind="died", message="killed"), fault]).exit_code == 1
+
+
+def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_path: Path) -> None:
+    scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
+    hardware = Hardware(config=str(folder / "model.json"))
+    assert set(strategies_here(scenario, ["all"], "ranks", hardware)[0]) == set(RUN_STRATEGIES) - {"kvr-p"}
+    names, notes = strategies_here(scenario, ["all"], "virtual", hardware)
+    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b"}
+    assert any("tp, " in note and "can replay" in note for note in notes)
+    assert strategies_here(scenario, ["ring", "all"], "ranks", hardware)[0][0] == "ring"
+    (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
+    scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
+    names, notes = strategies_here(scenario, ["all"], "ranks", Hardware(config=str(tmp_path / "states.json")))
+    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
+    assert any("not measured: tp: takes" in note for note in notes)
+    assert any("ring" in note and "its layers keep states" in note for note in notes)
+
+
+def test_without_a_profile_it_is_refused(folder: Path) -> None:
+    blocks = ("--strategy", "kvr-b", "--partition", "48,48")
+    for command, more in (("confirm", ()), ("run", ("--strategy", "kvr-s")), ("run", blocks)):
+        words = [command, "--gpus", "2", "--ctx", "96", "--model", str(folder / "model.json"), *more]
+        code, _, errors = said(words)
+        assert code == 2
+        assert "kvrsim calibrate all makes one" in errors
