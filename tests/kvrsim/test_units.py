@@ -146,14 +146,6 @@ def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-def test_format_sizes() -> None:
-    assert format_bytes(13 * 2**30) == "13.0 GiB"
-    assert format_bytes(1536) == "1.50 KiB"
-    assert format_bytes(7) == "7 B"
-    assert format_bandwidth(3e11) == "300 GB/s"
-    assert format_bandwidth(1.5e12) == "1.50 TB/s"
-
-
 def test_scaling_reads_units_from_names() -> None:
     link = load_cluster().link
     slower = scale(link, 2.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
@@ -16,7 +15,6 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
-SEEDS = st.integers(0, 2**32)
 SHARED = ("tsp", "kvr-s")  # kvr-e and kvr-p run kvr-s's program
 
 
