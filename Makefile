@@ -24,10 +24,10 @@ test: $(VENV)/.dev ## the tests of the edit loop, without the slow ones (WORKERS
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow"
 
 test-all: $(VENV)/.dev ## all tests, the slow ones too (what CI runs)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile full --timeout 600
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile full
 
 test-browser: $(VENV)/.dev ## drive every page in Chromium (apt install chromium chromium-driver); a missing browser fails
-	KVRSIM_BROWSER=1 $(BIN)/python -m pytest tests/browser --timeout 120
+	KVRSIM_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 screenshots: $(VENV)/.dev ## make the documentation's pictures again, of pages and others (HERE=PROFILE.json of this machine: that of confirm, too)
 	$(BIN)/kvrsim simulate --strategy kvr-s --gpus 8 --ctx 16k --plot docs/images/plan.png >/dev/null

@@ -60,7 +60,6 @@ def test_no_order_of_results_changes_a_byte() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("backend", "package"), [("loky", "joblib"), ("dask", "distributed"), ("ray", "ray")])
 def test_no_backend_changes_a_byte(backend: str, package: str) -> None:

@@ -14,7 +14,7 @@ from validate import accuracy as operations
 from validate.published import compare as gate
 from validate.published.compare import part, read_rows, run, summary
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # 161 cases, 78 of them searched
+pytestmark = pytest.mark.slow  # 161 cases, 78 of them searched
 
 ACCURACY = Path(__file__).parents[3] / "docs" / "results" / "accuracy.md"
 

@@ -185,7 +185,6 @@ def end(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 def test_killed_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     process = start(*LONG, "--jobs", "2")
     before = wait_for_entries(process, 3)
@@ -228,7 +227,6 @@ def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: f
     wait_for_the_end_of_its_group(process.pid)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_interrupted_work_ends_with_one_line(jobs: str) -> None:
     process = start(*LONG, "--jobs", jobs)

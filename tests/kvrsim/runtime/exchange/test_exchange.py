@@ -49,7 +49,6 @@ def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> None:
     models = [*variants(), *kinds("sdpa" if num_ranks == 3 else "eager", "flash")]
