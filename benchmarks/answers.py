@@ -110,7 +110,8 @@ def questions(folder: Path) -> Iterator[str]:
         yield f"capacity {workload} --replications 2 {extra}"
     yield f"capacity {workload} --replications 2 --model llama-3-8b --cluster h100-nvlink"
     predictor = folder / "predictor.json"
-    yield f"predictor build --model llama-3-8b --cluster h100-nvlink --gpus 2 --ctx 8k --strategy tp --jobs 1 -o {predictor}"
+    machine = "--model llama-3-8b --cluster h100-nvlink --gpus 2"
+    yield f"predictor build {machine} --ctx 8k --strategy tp --jobs 1 -o {predictor}"
     for ctx, cached in itertools.product(("1k", "3000", "6k"), (0, 512)):
         yield f"predictor lookup {predictor} --ctx {ctx} --cached-prefix {cached}"
     for kind in ("profiles", "models", "clusters", "engines"):
