@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,13 @@ def working(transport, folder):
         sum(range(10000))
 """
 linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder with a short name: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="k-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
