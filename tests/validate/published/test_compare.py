@@ -63,7 +63,7 @@ def test_targets(result: dict[str, Any]) -> None:
 def test_the_page_has_every_row_in_parts(result: dict[str, Any], tmp_path: Path) -> None:
     json.dumps(result, allow_nan=False)
     paper = part(result, tmp_path / "accuracy.png")
-    page = accuracy.page([paper, operations.part()])
+    page = "\n".join(accuracy.page([paper, operations.part()]))
     assert (tmp_path / "accuracy.png").stat().st_size > 0
     assert all(f"| {row['case']} |" in page for row in result["rows"])
     heads = re.findall(r"^## (\d)", page, re.M)
