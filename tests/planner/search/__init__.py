@@ -1,1 +1,0 @@
-"""TODO docstring of the package."""
