@@ -32,7 +32,7 @@ a part of the rank's queries     the new values are copied back, r4w4           
 first and last                   the first block's output to fp32, r2w4; the merged one back to half, r4w2   = 6 each
 
 TorchScript compiles that function and may fuse it; the times that the project publishes are those of separate kernels
-(docs/results/rings.md). One fused kernel moves r6w4 = 10 per element, and r8w4 = 12 per log-sum-exp.
+(docs/results/studies.md). One fused kernel moves r6w4 = 10 per element, and r8w4 = 12 per log-sum-exp.
 
 Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate is for the bytes that any code
 moves: per element and per log-sum-exp both results are read and one is written, in fp32.

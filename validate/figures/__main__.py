@@ -199,40 +199,36 @@ def _increases(scope: Scope, predictions: Predictions, printed: Printed) -> list
     return numbers_table(("GPUs, tokens", *(look.label for look in LOOKS.values())), cells)
 
 
-def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
-    """Rows by publication, table, model and link, in the order of the data."""
-    grouped: dict[tuple[str, str, str, str], list[Row]] = {}
+def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Rows by table, model and link, in the order of the data."""
+    grouped: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        grouped.setdefault((row.source, row.table, row.model, row.link), []).append(row)
+        grouped.setdefault((row.table, row.model, row.link), []).append(row)
     return grouped
 
 
 def appendix(rows: Iterable[Row], predictions: Predictions) -> list[str]:
-    """One section per table, model and link: every published row, reported and predicted."""
+    """One table per table of the paper, model and link: every TTFT, reported / predicted, by context."""
     lines: list[str] = []
-    for (source, table, model, link), group in by_table(rows).items():
-        results = [predictions.of_row(row) for row in group]
+    for (name, model, link), group in by_table(rows).items():
+        results = {row: predictions.of_row(row) for row in group}
         where = "on one GPU" if link == "none" else f"at {link}"
-        lines += [f"### {source}, table {table}: {model} {where}", "", _summary_line(group, results), ""]
-        heads = ("tokens", "GPUs", "strategy", "reported s", "predicted s", "low–high s", "error", "within", "used")
-        cells = [row_cells(row, result) for row, result in zip(group, results, strict=True)]
-        lines += numbers_table(heads, cells)
+        contexts = sorted({row.context_len for row in group})
+        cells: dict[tuple[int, str], dict[int, str]] = {}
+        for row, result in results.items():
+            mark = "" if is_within(row, result) else " *"
+            cells.setdefault((row.num_gpus, row.strategy), {})[row.context_len] = (
+                f"{row.ttft_s:g} / {result.ttft_s:.3f}{mark}"
+            )
+        lines += [f"**Table {name}, {model} {where}.** {_summary_line(group, list(results.values()))}", ""]
+        lines += numbers_table(
+            ("GPUs, strategy", *map(format_tokens, contexts)),
+            [
+                (f"{num_gpus}, {strategy}", *(row_cells.get(c, "") for c in contexts))
+                for (num_gpus, strategy), row_cells in cells.items()
+            ],
+        )
     return lines
-
-
-def row_cells(row: Row, result: SimResult) -> tuple[str, ...]:
-    """The reported and the predicted TTFT, and the error."""
-    return (
-        str(row.context_len),
-        str(row.num_gpus),
-        row.strategy,
-        f"{row.ttft_s:g}",
-        f"{result.ttft_s:.3f}",
-        f"{result.ttft_low_s:.3f}–{result.ttft_high_s:.3f}",
-        f"{result.ttft_s / row.ttft_s - 1:+.1%}",
-        "yes" if is_within(row, result) else "**no**",
-        "yes" if row.used_for_calibration else "no",
-    )
 
 
 def is_within(row: Row, result: SimResult) -> bool:

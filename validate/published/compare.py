@@ -98,7 +98,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
 
     Below NVLink's bandwidth GPU-direct is off and every transfer crosses the host: one bus that all flows
     share. "kvr" rows are simulated with even chunks at 10 GB/s; at 1 GB/s, where even chunks alone would send for
-    longer than the printed TTFTs, with searched ones. See docs/results/slow_links.md.
+    longer than the printed TTFTs, with searched ones. See docs/results/studies.md.
     """
     link: dict[str, Any] = {}
     if row.link in _BANDWIDTH:
@@ -193,7 +193,6 @@ def part(result: Mapping[str, Any], picture: Path) -> list[str]:
         p80_ape=residual.p80_ape,
         coverage=residual.coverage,
         blind=table(("rows", "error on that day"), blind),
-        rows=_rows(result),
     )
 
 
@@ -249,22 +248,6 @@ def _residual() -> Residual:
     residual = load_profile("a100-eager").residual
     assert residual is not None
     return residual
-
-
-def _rows(result: Mapping[str, Any]) -> list[str]:
-    rows = (
-        (
-            row["case"],
-            f"{row['reported_s']:g}",
-            f"{row['simulated_s']:.3f}",
-            f"{row['rel_error']:+.1%}",
-            "yes" if row["used_for_calibration"] else "no",
-            row["blind_until"],
-        )
-        for row in result["rows"]
-    )
-    heads = ("case", "reported s", "predicted s", "error", "used", "blind until")
-    return table(heads, rows)
 
 
 def _plot(result: Mapping[str, Any], path: Path) -> None:

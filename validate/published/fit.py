@@ -18,7 +18,7 @@ QK^T and PV run at the rate of those products in full waves. Each kernel takes 2
 that vidur timed.
 A message over NVLink holds the compute streams of both ends: torch.distributed's send and recv do, and this
 reading puts the searched partitions where the paper prints them. Staged through the host it does not: that reading
-is nearest to the 10 GB/s rows. No constant is fitted to the rows at 10 and 1 GB/s (docs/results/slow_links.md).
+is nearest to the 10 GB/s rows. No constant is fitted to the rows at 10 and 1 GB/s (docs/results/studies.md).
 
 These choices of form were made with the paper's figures in view, so the cross-validated error does not cover them.
 
