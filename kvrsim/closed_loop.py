@@ -1,0 +1,70 @@
+"""Mean TTFT of closed-loop users, from the time of one prefill, and the prefill from the mean.
+
+Benchmarks of engines keep C requests in flight: each user sends the next prompt when the last answer is complete. The
+mean TTFT of such a run at light load is
+
+    mean = T (1 + (C - 1) / 20 + collisions) + wait_steps x TPOT
+    collisions = 0.9 (C - 1) / 2 x T / (T + output_tokens x TPOT)
+
+with T the prefill of one prompt on an idle engine. The C prompts of the first of ten waves arrive together and wait in
+line, (C - 1) / 2 prefills each; in the other nine a prompt waits half a prefill for each other user that is in one at
+that moment. An engine that also decodes finishes the running step first. Above some 30 users, or where prompts wait for
+memory, the mean grows faster than this.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
+OUTPUT_TOKENS = 1024  # per request, where nobody says: the length of public benchmarks
+HALF_STEP = 0.5  # decode steps: a prompt arrives during one
+DISAGGREGATED = 0.0  # decode steps, where other GPUs decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedLoop:
+    """Users that each wait for their answer before they send the next prompt."""
+
+    users: int  # requests in flight, 1 or more
+    tpot_s: float  # seconds per output token while they all decode
+    output_tokens: float = OUTPUT_TOKENS  # mean of a request
+    wait_steps: float = HALF_STEP  # decode steps before a prefill starts; an engine that looks for prompts in
+    # every tenth step alone (SGLang's --scheduler-recv-interval 10): 5.5
+
+    def mean_ttft_s(self, prefill_s: float) -> float:
+        """Mean TTFT of all requests, from the seconds of one prefill on an idle engine."""
+        decode_s = self.output_tokens * self.tpot_s
+        in_prefill = prefill_s / (prefill_s + decode_s) if prefill_s else 0.0  # share of a user's time
+        queue = self._others * (FIRST_WAVE + (1 - FIRST_WAVE) * in_prefill)
+        return prefill_s * (1 + queue) + self.wait_steps * self.tpot_s
+
+    def prefill_s(self, mean_ttft_s: float) -> float | None:
+        """Seconds of one prefill, from the mean TTFT; None: the wait for decode steps alone takes that long."""
+        decode_s = self.output_tokens * self.tpot_s
+        rest_s = mean_ttft_s - self.wait_steps * self.tpot_s
+        if rest_s <= 0:
+            return None
+        first, later = 1 + self._others * FIRST_WAVE, self._others * (1 - FIRST_WAVE)
+        # rest = T (first + later T / (T + decode)), a quadratic equation for T
+        half = (first * decode_s - rest_s) / 2
+        root = math.sqrt(half**2 + (first + later) * rest_s * decode_s)
+        return rest_s * decode_s / (half + root) if half > 0 else (root - half) / (first + later)
+
+    @property
+    def _others(self) -> float:
+        """Half of the other users: the prefills that a prompt waits for behind all of them, on average."""
+        return (self.users - 1) / 2
+
+
+def prefill_of_means(means: Iterable[tuple[ClosedLoop, float]]) -> float | None:
+    """Seconds of one prefill, from the mean TTFTs of one setting under several numbers of users.
+
+    The median of what each says (the geometric mean of the middle two), so that one run with stalls does not
+    count. None where none says anything.
+    """
+    logs = [math.log(one) for loop, mean_s in means if (one := loop.prefill_s(mean_s)) is not None]
+    return math.exp(statistics.median(logs)) if logs else None
