@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvrsim.version import __version__ as __version__
 
 _HOMES = {  # of each lazy name
-    "kvrsim.errors": ("InputError", "KvrsimError"),
+    "kvrsim.errors": ("InputError", "KvrsimError", "NothingFits"),
     "kvrsim.hardware": ("Cluster", "GpuSpec", "LinkSpec", "load_cluster"),
     "kvrsim.engine": ("Engine", "load_engine"),
     "kvrsim.model.load": ("load_model",),
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.engine import load_engine as load_engine
     from kvrsim.errors import InputError as InputError
     from kvrsim.errors import KvrsimError as KvrsimError
+    from kvrsim.errors import NothingFits as NothingFits
     from kvrsim.hardware import Cluster as Cluster
     from kvrsim.hardware import GpuSpec as GpuSpec
     from kvrsim.hardware import LinkSpec as LinkSpec

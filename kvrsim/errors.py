@@ -4,9 +4,10 @@ KvrsimError                 anything a caller may want to catch
 ├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
 ├── NotWrittenError         a file cannot be written, such as on a full disk: names it (exit 74)
 ├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
-└── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
+├── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
+└── NothingFits             the best strategy was read of a plan in which no strategy fits in memory (exit 1)
 
-Where nothing satisfies a well-put question (nothing fits, a target is missed), the answer says so: `feasible` is False.
+An answer to a well-put question says itself where nothing fits or a target is missed: `feasible` is False.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ def _shown(value: object, most: int) -> str:
     text = " ".join(str(value).split())
     text = text if len(text) <= most else text[: most - 3] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+class NothingFits(KvrsimError):  # noqa: N818 - the name says what is wrong
+    """No strategy fits in memory, so there is no best one.
+
+    shortfall: what the nearest strategy lacks, and what would fit (kvrsim.results.results.Shortfall).
+    """
+
+    def __init__(self, message: str, shortfall: object) -> None:
+        self.shortfall = shortfall
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[NothingFits], tuple[str, object]]:
+        return type(self), (str(self), self.shortfall)
 
 
 class NotWrittenError(KvrsimError):

@@ -31,7 +31,7 @@ from planner.candidates import (
     strategies_to_compare,
     ttft_of,
 )
-from planner.deploy import engines_with
+from planner.deploy import Degrees, degrees_of, engines_with
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
@@ -47,6 +47,7 @@ MOST_SPANS = 200_000  # of all timelines together but the first: what a page hol
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, from which fewer GPUs cannot be as fast
 _LEAST_GAIN = 0.0005  # smaller gains would be printed as 0.0 %
+_NEAR = 0.02  # of the fastest TTFT, within which a tie may be the best
 _AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
 
@@ -73,13 +74,13 @@ def make_plan(
     if disturbance is not None:
         scenario = disturbance.fixed(scenario)
     ranking = Ranking.of(scenario, compared, search, disturbance)
-    results = [ranking.result(one) for one in (ranking.ranked if compared.ranked else ranking.candidates)]
-    best = next(one for one in results if one.strategy == ranking.best.strategy.name)
+    results = [ranking.result(one) for one in ranking.ranked]
+    first = next(one for one in results if one.strategy == ranking.best.strategy.name)
     bounds = ranking.bounds()
     spans, untimed = ranking.timelines(timelines)
     return Plan(
         question=_question(scenario, strategies, search, disturbance, seed),
-        best=best,
+        first=first,
         ties=ranking.ties(),
         strategies=tuple(results),
         yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
@@ -89,7 +90,7 @@ def make_plan(
         rests_on=provenance(scenario),
         warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
-        timeline=spans.get(best.strategy),
+        timeline=spans.get(first.strategy),
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
@@ -138,10 +139,25 @@ class Ranking:
             )
         )
 
-    @property
+    @cached_property
     def best(self) -> Candidate:
-        """The fastest exact candidate that fits; if none fits, the fastest."""
-        return self.ranked[0]
+        """The fastest exact candidate that fits; if none fits, the one that needs the least memory.
+
+        Of those that tie with the fastest within 2 % it is one that an engine has, and then the one with the fewest
+        GPUs and the fewest stages.
+        """
+        fastest, *others = self.ranked
+        if not fastest.fits:
+            return min(self.candidates, key=lambda one: max(rank.total for rank in one.memory))
+        most_s = self._ranking_s(fastest) * (1 + _NEAR)
+        near = [one for one in others if self._is_tied(fastest, one) and self._ranking_s(one) <= most_s]
+        return min((fastest, *near), key=self._effort)
+
+    def _effort(self, one: Candidate) -> tuple[bool, int, int]:
+        """What deploying it takes: whether no engine has it, its GPUs, and its stages."""
+        sizes = degrees_of(one.strategy.name, self.scenario.num_gpus) or Degrees()
+        gpus = 1 if one.strategy.name == "single" else self.scenario.num_gpus
+        return not engines_with(one.strategy, self.scenario), gpus, sizes.pipeline
 
     def _ranking_s(self, one: Candidate) -> float:
         return self.noisy[one.strategy.name].mean.value_s if self.noisy else one.ttft_s
@@ -158,14 +174,14 @@ class Ranking:
 
     def ties(self) -> tuple[str, ...]:
         """Strategies as exact and feasible as the best whose TTFT is statistically indistinguishable from its."""
-        best, *others = self.ranked
-        return tuple(
-            other.strategy.name
-            for other in others
-            if (other.fits, other.strategy.approximate is None) == (best.fits, best.strategy.approximate is None)
-            and is_indistinguishable(
-                best.sensitivities, other.sensitivities, self._ranking_s(best), self._ranking_s(other)
-            )
+        return tuple(one.strategy.name for one in self.ranked if one is not self.best and self._is_tied(self.best, one))
+
+    def _is_tied(self, one: Candidate, other: Candidate) -> bool:
+        if (other.fits, other.strategy.approximate is None) != (one.fits, one.strategy.approximate is None):
+            return False
+        faster, slower = sorted((one, other), key=self._ranking_s)
+        return is_indistinguishable(
+            faster.sensitivities, slower.sensitivities, self._ranking_s(faster), self._ranking_s(slower)
         )
 
     def result(self, one: Candidate) -> StrategyResult:
@@ -247,7 +263,7 @@ class Ranking:
             return {}, []
         spans: dict[str, Timeline] = {}
         missing, room = [], MOST_SPANS
-        for one in self.ranked if wanted == "all" else self.ranked[:1]:
+        for one in sorted(self.ranked, key=lambda one: one is not self.best) if wanted == "all" else (self.best,):
             count = span_count(one.program)
             if spans and count > room:
                 missing.append(one.strategy.name)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvrsim.choices import PrefixAccess
+from kvrsim.errors import NothingFits
 from kvrsim.hardware import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
+from kvrsim.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -293,7 +295,7 @@ class Plan(Answer):
 
     view: ClassVar[str] = "kvrsim.views.plan"
     question: Question
-    best: StrategyResult  # the fastest exact one that fits; where none fits, the fastest
+    first: StrategyResult  # the best one; where none fits, the one that needs the least memory
     ties: tuple[str, ...]  # strategies whose difference from the best is within its prediction interval
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
@@ -311,15 +313,44 @@ class Plan(Answer):
     @property
     def feasible(self) -> bool:
         """Whether any strategy fits in memory."""
-        return self.best.fits
+        return self.first.fits
+
+    def __getitem__(self, strategy: str) -> StrategyResult:
+        """The result of a strategy, by name; KeyError where it was not compared."""
+        return {one.strategy: one for one in self.strategies}[strategy]
+
+    @property
+    def best(self) -> StrategyResult:
+        """The fastest exact strategy that fits; of those that tie within 2 %, the easiest to deploy.
+
+        Raises NothingFits, with the shortfall, where none fits.
+        """
+        if self.shortfall is not None:
+            raise NothingFits(self.misfit, self.shortfall)
+        return self.first
+
+    @property
+    def nearest(self) -> StrategyResult | None:
+        """Where nothing fits, the strategy that needs the least memory; its TTFT is an estimate that no GPU reaches."""
+        return None if self.feasible else self.first
+
+    @property
+    def misfit(self) -> str:
+        """Where nothing fits, how much is missing, in one line; else empty."""
+        if (short := self.shortfall) is None:
+            return ""
+        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"
+        needs = f"needs {format_bytes(short.peak_bytes)} of {format_bytes(self.memory_limit.nbytes)} on a GPU"
+        return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs}, {format_bytes(short.over_bytes)} too much"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        best = self.best.to_dict()
+        first = self.first.to_dict()
         chosen = ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus")
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
-        content["best"] = {key: best[key] for key in chosen} | {"ties": list(self.ties)}
+        about = {key: first[key] for key in chosen} | {"ties": list(self.ties)}
+        content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
         content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
         content |= fields_to_json(self, "interval_coverage", "shortfall")
         content["warnings"] = list(self.warnings)

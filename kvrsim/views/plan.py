@@ -44,7 +44,7 @@ def figure(plan: Plan) -> Figure:
     if plan.ties:
         line = f"cannot be told from {', '.join(plan.ties)} · {line}"
     if plan.timeline is not None:
-        return draw_gantt(plan.timeline, answer(plan), f"{plan.best.title} · {line}")
+        return draw_gantt(plan.timeline, answer(plan), f"{plan.first.title} · {line}")
     bars = [
         Bar(
             strategy=one.strategy,
@@ -73,7 +73,7 @@ def summary(plan: Plan) -> Summary:
     ties = f"The difference to {' and '.join(plan.ties)} is within the error of prediction."
     table = strategies_table(plan)
     return Summary(
-        answer=f"{answer(plan)} ({format_interval(plan.best.ttft_low_s, plan.best.ttft_high_s)})",
+        answer=f"{answer(plan)} ({format_interval(plan.first.ttft_low_s, plan.first.ttft_high_s)})",
         question=question_line(plan),
         caption="strategies",
         columns=table.columns,
@@ -84,7 +84,7 @@ def summary(plan: Plan) -> Summary:
 
 def answer(plan: Plan) -> str:
     """In one line."""
-    best = plan.best
+    best = plan.first
     if not plan.feasible:
         return f"No strategy fits in memory; {best.strategy} would take {format_seconds(best.ttft_s)}"
     return f"{best.strategy}: first token after {format_seconds(best.ttft_s)}{_gain(plan, best)}"
@@ -140,7 +140,7 @@ def plan_page(plan: Plan) -> Page:
 
 
 def _page_answer(plan: Plan) -> str:
-    best = plan.best
+    best = plan.first
     if not plan.feasible:
         return _shortfall(plan)
     words = f"{best.strategy} is the fastest: TTFT {format_seconds(best.ttft_s)}"
@@ -197,7 +197,7 @@ def _strategies(plan: Plan) -> Html:
 
 
 def _named(plan: Plan, one: StrategyResult) -> Cell:
-    mark = " fastest" if one is plan.best and plan.feasible else " tied" if one.strategy in plan.ties else ""
+    mark = " fastest" if one is plan.first and plan.feasible else " tied" if one.strategy in plan.ties else ""
     if one.approximate is not None:
         mark += " approximate"
     named = join([strategy_name(one.strategy), tag("em", mark, class_="mark", title=one.approximate)])

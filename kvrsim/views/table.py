@@ -185,7 +185,7 @@ def strategies_table(plan: Plan) -> Table:
             seconds_cell(max(one.wait_s)),
             bytes_cell(max(rank.total for rank in one.memory)),
             fits_text(one.fits),
-            style="bold" if one is plan.best else None,
+            style="bold" if one is plan.first else None,
         )
     return table
 

@@ -39,27 +39,27 @@ class MapPoint(Prediction):
     link_bandwidth_bytes_per_s: float  # one way
     num_gpus: int  # that the strategy may use; `single` uses one of them
     strategy: str
+    peak_bytes: int  # of the GPU that needs the most
     sensitivities: Sensitivities = field(default=UNKNOWN, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         names = ("context_len", "link_bandwidth_bytes_per_s", "num_gpus", "strategy")
-        return fields_to_json(self, *names, "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+        return fields_to_json(self, *names, "ttft_s", "ttft_low_s", "ttft_high_s", "peak_bytes", "fits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Winner:
-    """The fastest strategy that fits in one place; of all, where none fits."""
+    """The fastest strategy that fits in one place."""
 
     context_len: int
     link_bandwidth_bytes_per_s: float
     num_gpus: int
     strategy: str
     ttft_s: float
-    fits: bool
     speedup_over_single: float  # TTFT of one GPU over this one's, whether or not one GPU's memory would do
     pays: bool  # more than one GPU is used
-    ties: tuple[str, ...]  # other strategies that a prediction cannot tell from the fastest, as feasible as it
+    ties: tuple[str, ...]  # other strategies that fit and that a prediction cannot tell from the fastest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,28 +117,40 @@ class StrategyMap(Answer):
         return self._places.get((context_len, bandwidth, num_gpus), {})
 
     def winners(self) -> Iterator[Winner]:
-        """One for each context, bandwidth and number of GPUs that can be planned."""
+        """One for each context, bandwidth and number of GPUs on which a strategy fits."""
+        return (self._winner(place) for place in self._in_order() if self._usable(place))
+
+    def winner(self, context_len: int, bandwidth: float, num_gpus: int) -> Winner | None:
+        """The winner in one place; None: nothing fits there."""
+        points = self.at(context_len, bandwidth, num_gpus)
+        return self._winner(points) if self._usable(points) else None
+
+    def nearest(self) -> Iterator[MapPoint]:
+        """For each place where nothing fits, the strategy that needs the least memory."""
+        places = (self._exact(place) for place in self._in_order() if not self._usable(place))
+        return (min(place, key=lambda point: point.peak_bytes) for place in places)
+
+    def _in_order(self) -> Iterator[dict[str, MapPoint]]:
+        """The places that can be planned, by bandwidth, context and number of GPUs."""
         for bandwidth in self.bandwidths:
             for context_len in self.lengths:
                 for num_gpus in self.gpu_counts:
                     if points := self.at(context_len, bandwidth, num_gpus):
-                        yield self._winner(points)
+                        yield points
 
     def best(self) -> Iterator[Winner]:
         """One for each context and bandwidth: the fewest GPUs that a prediction cannot tell from the fastest."""
         for bandwidth in self.bandwidths:
             for context_len in self.lengths:
                 everywhere = (self.at(context_len, bandwidth, num_gpus) for num_gpus in self.gpu_counts)
-                here = [(self._winning(place)[0], place) for place in everywhere if place]
-                usable = [one for one in here if one[0].fits] or here
-                if usable:
-                    least, _ = min(usable, key=lambda one: one[0].ttft_s)
-                    yield next(self._winner(place) for point, place in usable if is_tied(least, point))
+                here = [(self._winning(place)[0], place) for place in everywhere if self._usable(place)]
+                if here:
+                    least, _ = min(here, key=lambda one: one[0].ttft_s)
+                    yield next(self._winner(place) for point, place in here if is_tied(least, point))
 
     def _winning(self, points: dict[str, MapPoint]) -> tuple[MapPoint, list[MapPoint]]:
         """What wins in one place, and all that may be as fast: one GPU, where it is among them."""
-        alone, exact = points[ALONE], self._exact(points)
-        usable = [point for point in exact if point.fits] or exact
+        alone, usable = points[ALONE], self._usable(points)
         fastest = min(usable, key=lambda point: point.ttft_s)
         near = [point for point in usable if is_tied(fastest, point)]
         return alone if alone in near else fastest, near
@@ -151,14 +163,17 @@ class StrategyMap(Answer):
             num_gpus=best.num_gpus if best is not alone else 1,
             strategy=best.strategy,
             ttft_s=best.ttft_s,
-            fits=best.fits,
             speedup_over_single=alone.ttft_s / best.ttft_s,
             pays=best is not alone,
             ties=tuple(point.strategy for point in near if point is not best),
         )
 
+    def _usable(self, points: dict[str, MapPoint]) -> list[MapPoint]:
+        """Of the strategies in a place, those that may win and fit."""
+        return [point for point in self._exact(points) if point.fits]
+
     def _exact(self, points: dict[str, MapPoint]) -> list[MapPoint]:
-        """Of the strategies in a place, those that may win; one GPU is always among them."""
+        """Of the strategies in a place, those whose result is the model's own; one GPU is always among them."""
         return [point for point in points.values() if point.strategy not in self.approximate]
 
     def break_evens(self) -> Iterator[BreakEven]:
@@ -187,6 +202,7 @@ class StrategyMap(Answer):
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention")
         content |= self.memory_limit.to_dict() | fields_to_json(self, "points")
         parts = {"winners": self.winners(), "best": self.best(), "break_even": self.break_evens()}
+        content["nothing_fits"] = [point.to_dict() for point in self.nearest()]
         content |= {name: to_json(list(those)) for name, those in parts.items()}
         return content | fields_to_json(self, "warnings")
 
@@ -339,6 +355,7 @@ def _point(place: Scenario, strategy: Strategy) -> MapPoint:
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
         num_gpus=place.cluster.num_gpus,
         strategy=one.strategy.name,
+        peak_bytes=max(rank.total for rank in one.memory),
         ttft_s=one.ttft_s,
         ttft_low_s=one.interval.low_s,
         ttft_high_s=one.interval.high_s,

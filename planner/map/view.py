@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
@@ -43,7 +43,7 @@ def _draw_map(grid: StrategyMap) -> Figure:
     line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
     numbers = ["×: gain over one GPU"] if any(winner.pays for winner in winners) else []
     numbers += ["≈: others cannot be told from it"] if any(winner.ties for winner in winners) else []
-    numbers += [] if all(winner.fits for winner in winners) else [f"hatched: {_NOTHING}"]
+    numbers += [f"empty: {_NOTHING}"] if any(grid.nearest()) else []
     head = Head(title=_title(winners), subtitle=" · ".join((line, *numbers)), width=_WIDTH, entries=colours)
     counts, panels = len(grid.gpu_counts), len(grid.bandwidths)
     each, gap = 0.34 * counts + 0.2, 0.42
@@ -60,22 +60,23 @@ def _draw_map(grid: StrategyMap) -> Figure:
 
 def _title(winners: Sequence[Winner]) -> str:
     """Who wins most often."""
+    if not winners:
+        return "Nothing fits in memory in any place"
     counts = Counter(winner.strategy if winner.pays else "one GPU" for winner in winners)
     name, count = counts.most_common(1)[0]
     return f"{name} is the fastest in {count} of {len(winners)} places"
 
 
 def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mapping[str, str], *, labelled: bool) -> None:
-    """A cell a context and number of GPUs; hatched where nothing fits. labelled: with contexts below."""
+    """A cell per context and number of GPUs; none where nothing fits. labelled: with contexts below."""
     from matplotlib.patches import Rectangle
 
     lengths, counts = grid.lengths, grid.gpu_counts
-    places = [(length, count) for length in lengths for count in counts if grid.at(length, bandwidth, count)]
-    here = [one for one in grid.winners() if one.link_bandwidth_bytes_per_s == bandwidth]
-    for (length, count), winner in zip(places, here, strict=True):
-        corner, colour = (lengths.index(length), counts.index(count)), colours[winner.strategy]
-        hatch = None if winner.fits else "///"
-        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2, hatch=hatch))
+    for corner in product(range(len(lengths)), range(len(counts))):
+        if (winner := grid.winner(lengths[corner[0]], bandwidth, counts[corner[1]])) is None:
+            continue
+        colour = colours[winner.strategy]
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2))
         if winner.pays and len(lengths) <= _MOST_GAINS:
             text = f"{winner.speedup_over_single:.1f} ×{' ≈' if winner.ties else ''}"
             style: dict[str, Any] = dict(ha="center", va="center", fontsize=9, color=text_on(colour))
@@ -133,6 +134,8 @@ def page(grid: StrategyMap) -> Page:
 def headline(grid: StrategyMap) -> str:
     """Which strategies win, and in how many places."""
     winners = list(grid.winners())
+    if not winners:
+        return "No strategy fits in memory in any of these places."
     if not any(winner.pays for winner in winners):
         return "More than one GPU is not faster in any of these places."
     wins = Counter(winner.strategy if winner.pays else "one GPU" for winner in winners)
@@ -256,7 +259,7 @@ def _best_rows(grid: StrategyMap) -> list[tuple[str | Cell, ...]]:
         (
             Cell(shown=format_tokens(best.context_len), value=best.context_len),
             Cell(shown=format_bandwidth(best.link_bandwidth_bytes_per_s), value=best.link_bandwidth_bytes_per_s),
-            best.strategy if best.fits else f"{best.strategy} (does not fit)",
+            best.strategy,
             str(best.num_gpus),
             seconds_cell(best.ttft_s),
             Cell(shown=f"{best.speedup_over_single:.2f}×", value=best.speedup_over_single),

@@ -11,7 +11,7 @@ from kvrsim.cli.options import OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, header, headline, limit_text, show
-from kvrsim.units import format_bandwidth, format_seconds, format_tokens
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import TIED, Table, Text, columns
 
 if TYPE_CHECKING:
@@ -64,13 +64,11 @@ def show_map(result: StrategyMap) -> None:
     answer, winners, best, even = facts(), list(result.winners()), list(result.best()), list(result.break_evens())
     for bandwidth in result.bandwidths:
         here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
-        answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline("; ".join(_best_by_context(here))))
+        answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline("; ".join(_best_by_context(here)) or "nothing fits in memory"))
     parts: list[Part] = [answer, "", *header(result.question, result.cluster, f"Fastest strategy for {result.model}")]
     for bandwidth in result.bandwidths:
         parts += ["", Text(f"links of {format_bandwidth(bandwidth)}", style="bold")]
-        parts.append(
-            _winners(result, bandwidth, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best)
-        )
+        parts.append(_winners(result, bandwidth, best))
         here_even = [one for one in even if one.link_bandwidth_bytes_per_s == bandwidth]
         if here_even:
             parts += ["", _break_evens(result, here_even)]
@@ -94,35 +92,37 @@ def _best_by_context(best: list[Winner]) -> Iterator[str]:
         if others:
             span = f"from {format_tokens(first.context_len)} to {format_tokens(last.context_len)}"
             span += f", {format_seconds(first.ttft_s)} to {format_seconds(last.ttft_s)}"
-        yield f"{on} {span}" + ("" if first.fits and last.fits else " (does not fit)")
+        yield f"{on} {span}"
 
 
-def _winners(result: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
+def _winners(result: StrategyMap, bandwidth: float, best: list[Winner]) -> Table:
     """A row per context, a column per number of GPUs: the fastest strategy, its TTFT, its speedup over one GPU."""
     table = columns("context")
     several = [count for count in result.gpu_counts if count > 1]
     columns("best", *(f"{count} GPUs" for count in several), into=table)
     for context_len in result.lengths:
-        here = [one for one in winners if one.context_len == context_len]
-        planned = [count for count in result.gpu_counts if result.at(context_len, bandwidth, count)]
-        cells = dict(zip(planned, map(_cell, here), strict=True))
-        if not here:
-            continue
-        fastest = next(
-            one for one in best if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth)
-        )
-        on = f"{fastest.strategy} on {fastest.num_gpus}" if fastest.pays else "one GPU"
-        table.add_row(format_tokens(context_len), Text(on, style="bold"), *(cells.get(one, "") for one in several))
+        here = (one for one in best if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth))
+        fastest = next(here, None)
+        on = "nothing fits" if fastest is None else "one GPU"
+        if fastest is not None and fastest.pays:
+            on = f"{fastest.strategy} on {fastest.num_gpus}"
+        cells = (_cell(result, context_len, bandwidth, count) for count in several)
+        table.add_row(format_tokens(context_len), Text(on, style="bold"), *cells)
     return table
 
 
-def _cell(winner: Winner) -> str:
+def _cell(result: StrategyMap, context_len: int, bandwidth: float, num_gpus: int) -> str:
+    """The winner in a place; where nothing fits, what the nearest needs."""
+    winner = result.winner(context_len, bandwidth, num_gpus)
+    if winner is None:
+        points = result.at(context_len, bandwidth, num_gpus).values()
+        nearest = min(points, key=lambda point: point.peak_bytes, default=None)
+        limit = format_bytes(result.memory_limit.nbytes)
+        return "" if nearest is None else f"{nearest.strategy} needs {format_bytes(nearest.peak_bytes)} of {limit}"
     if not winner.pays:
-        what = f"no gain ({format_seconds(winner.ttft_s)})"
-    else:
-        ties = f" {TIED}{len(winner.ties)}" if winner.ties else ""
-        what = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×{ties}"
-    return what if winner.fits else f"{what} (does not fit)"
+        return f"no gain ({format_seconds(winner.ttft_s)})"
+    ties = f" {TIED}{len(winner.ties)}" if winner.ties else ""
+    return f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×{ties}"
 
 
 def _break_evens(result: StrategyMap, even: list[BreakEven]) -> Table:

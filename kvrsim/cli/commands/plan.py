@@ -93,7 +93,7 @@ def plan(
     if deploy.emit is not None:
         from planner.deploy import launch_of
 
-        best = result.best
+        best = result.first
         launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers)
     print_answer(output, (launch or result).to_dict, "strategies", lambda: show_plan(result, launch))
     if timeline := result.timeline:
@@ -136,12 +136,10 @@ def show_plan(plan: Plan, launch: Launch | None = None) -> None:
 
 def _headline(plan: Plan) -> str:
     """What to run and how fast it is; where nothing fits, how much is missing."""
-    best, limit = plan.best, plan.memory_limit
+    best = plan.first
     gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
-    if (short := plan.shortfall) is not None:
-        needs = f"needs {format_bytes(short.peak_bytes)} of {format_bytes(limit.nbytes)}"
-        over = f"{format_bytes(short.over_bytes)} too much"
-        return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs} on a GPU, {over}"
+    if not plan.feasible:
+        return plan.misfit
     text = f"{best.strategy} on {gpus}, TTFT "
     text += likely(best.ttft_low_s, best.ttft_s, best.ttft_high_s, plan.interval_coverage)
     if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
@@ -151,7 +149,7 @@ def _headline(plan: Plan) -> str:
 
 def _best_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """About the best strategy: its partition, ties and bound; where nothing fits, what would."""
-    best = plan.best
+    best = plan.first
     if plan.shortfall is not None:
         yield from _would_fit(plan.shortfall, plan.not_compared)
         return
@@ -187,7 +185,7 @@ def _would_fit(short: Shortfall, not_compared: Sequence[str]) -> Iterator[tuple[
 
 def _engines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Which engines have the best strategy; where none does, the fastest one that some have."""
-    best = plan.best
+    best = plan.first
     can = [one for one in plan.strategies if one.engines and one.fits and one.approximate is None]
     if best.fits and best.engines:
         yield "engines:", f"{_named(best)}: --emit {'|'.join(best.engines)} prints the launch"
@@ -206,7 +204,7 @@ def _named(result: StrategyResult) -> str:
 def _pipelines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Pieces and stages of the searched pipelines and of the best strategy, and the bound of the searched ones."""
     for result in plan.strategies:
-        if result.layers is None or (result.bound is None and result is not plan.best):
+        if result.layers is None or (result.bound is None and result is not plan.first):
             continue
         yield f"{result.strategy}:", stages_text(result.partition, result.layers)
         if (bound := result.bound) is not None:
@@ -223,7 +221,7 @@ def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
     lower = None if bounds.lower_bound_s is None else f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
     label = "kvr-s:" if bounds.gap is not None else "bounds:"
     chunks = next((result.partition for result in plan.strategies if result.strategy == "kvr-s"), ())
-    if plan.best.strategy != "kvr-s" and len(set(chunks)) > 1:
+    if plan.first.strategy != "kvr-s" and len(set(chunks)) > 1:
         yield label, f"partition {', '.join(map(str, chunks))}"
         label = ""
     if bounds.gap is not None:

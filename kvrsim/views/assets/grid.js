@@ -3,7 +3,7 @@
  *
  * kvGrid(host, {label, xTitle, yTitle, columns, rows, cell, chosen, pointed, picked}) returns {draw()}:
  *   columns, rows    texts; rows from the bottom up
- *   cell(x, y)       {fill, hatched, lines: [texts], mark: a sign where there is no room for texts}, or null: empty
+ *   cell(x, y)       {fill, lines: [texts], mark: a sign where there is no room for texts}, or null: empty
  *   chosen()         [x, y] of the cell that is kept, or null where it is not in this grid
  *   pointed(x, y, event)   the pointer is on a cell; pointed(null): it is on none
  *   picked(x, y)     the reader keeps a cell
@@ -28,7 +28,7 @@ function kvGrid(host, about) {
     const lines = sizes.length ? one.lines.slice(0, sizes.length) : [one.mark ?? ""];
     return lines.map((line, index) => part("text", {
       x: x + wide() / 2, y: y + high() / 2 + 4 + (lines.length > 1 ? (index - 0.5) * 14 : 0), "text-anchor": "middle", fill: kvInk(one.fill),
-      stroke: one.hatched ? one.fill : undefined, class: index ? "in" : "in strong", "font-size": sizes[index] ?? USUAL, text: line,
+      class: index ? "in" : "in strong", "font-size": sizes[index] ?? USUAL, text: line,
     }));
   }
   function draw() {
@@ -52,7 +52,6 @@ function kvGrid(host, about) {
         continue;
       }
       cells.push(part("rect", { ...at, fill: one.fill, class: "cell", "data-x": x, "data-y": y }));
-      if (one.hatched) cells.push(part("rect", { ...at, fill: `url(#${hatch})` }));
       cells.push(...texts(one, at.x, at.y, sizes));
     }
     const step = Math.ceil((7.4 * Math.max(...columns.map((text) => text.length)) + 8) / wide());
@@ -62,11 +61,8 @@ function kvGrid(host, about) {
         : part("text", { x: LEFT + (x + 0.5) * wide(), y: height - BOTTOM + 16, "text-anchor": "middle", text }))),
       part("text", { x: LEFT + (width - LEFT - RIGHT) / 2, y: height - 6, "text-anchor": "middle", text: about.xTitle, class: "title" }),
     ];
-    svg.replaceChildren(pattern(), ...cells, ...names, ...marked());
+    svg.replaceChildren(...cells, ...names, ...marked());
   }
-  const hatch = `hatch-${host.id}`;
-  const pattern = () => part("defs", {}, part("pattern", { id: hatch, width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-    part("line", { x1: 0, y1: 0, x2: 0, y2: 7, class: "stripe" })));
   function marked() {
     const kept = about.chosen();
     return [kept && outline(kept, "kept"), over && outline(over, "over")].filter(Boolean);

@@ -64,7 +64,7 @@ kv.ready((data) => {
     const fill = by === "winner" ? kv.colour(variable(one.best)) : kvRamp(by === "lead" ? share(one) : 1 - share(one));
     const time = kv.seconds(ttft(one.best, place));
     const lines = { winner: [name(one.best), time + tie], lead: [lead(one), name(one.best)], gpu_s: [gpuSeconds(one.gpu_s).replace(" GPU-s", "") + tie, name(one.best)] };
-    return { fill, hatched: !one.fits, lines: lines[by], mark: one.ties.length ? "≈" : "" };
+    return { fill, lines: lines[by], mark: one.ties.length ? "≈" : "" };
   }
   const gpuSeconds = (value) => `${Number(value.toPrecision(3))} GPU-s`;
 
@@ -119,14 +119,14 @@ kv.ready((data) => {
   const where = ({ b, c, g }) => `${kv.tokens(contexts[c])} tokens, ${gpuWords(gpus[g])}, links of ${links[b]}`;
   function sentence(place) {
     const one = found[numberOf(place)];
-    if (!one) return `${where(place)}: none of the strategies that are on can run.`;
+    if (!one) return `${where(place)}: none of the strategies that are on fits in memory.`;
     const number = numberOf(place);
     const winner = one.best === alone ? "one GPU" : name(one.best);
     const time = `${kv.seconds(ttft(one.best, number))} (80 % interval ${interval(one.best, number)})`;
     const faster = one.second === null ? "" : one.lead >= 1 ? `${share_of(one.lead)} as fast as` : `${share_of(one.lead)} faster than`;
     const margin = one.second === null ? (one.ranked.length > 1 ? "the only one that fits" : "the only one that is on")
       : one.ties.length ? `a tie with ${one.ties.map(name).join(", ")}` : `${faster} ${name(one.second)}`;
-    return `${where(place)}: ${winner}, ${time}, ${margin}${one.fits ? "" : ". None fits in memory"}.`;
+    return `${where(place)}: ${winner}, ${time}, ${margin}.`;
   }
   function bar(index, number, most) {
     const [low, mid, high] = ["low_s", "ttft_s", "high_s"].map((key) => strategies[index][key][number] / most);
@@ -197,9 +197,8 @@ kv.ready((data) => {
 
   function legend() {
     if (by === "winner") {
-      const hatched = found.some((one) => one && !one.fits);
       const parts = found.some((one) => one?.ties.length) ? ["≈: the fastest ties with another, the difference is within its prediction interval."] : [];
-      if (hatched) parts.push("Hatched: none of these fits in memory.");
+      if (found.some((one) => !one)) parts.push("Empty: none of these fits in memory.");
       return scale.replaceChildren(kv.el("p", { class: "lead", text: parts.join(" ") }));
     }
     const values = found.filter(Boolean).map((one) => one[by]).filter((value) => value !== null);
@@ -228,7 +227,7 @@ kv.ready((data) => {
   }
   kv.onTheme(draw);
   found = winners.all(switches.on);
-  const fitting = contexts.map((_, c) => c).filter((c) => found[numberOf({ ...kept, c })]?.fits);
+  const fitting = contexts.map((_, c) => c).filter((c) => found[numberOf({ ...kept, c })]);
   kept.c = fitting[Math.ceil((fitting.length - 1) / 2)] ?? kept.c;
   sliders.c.set(kept.c);
   refresh();

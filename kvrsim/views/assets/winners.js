@@ -1,8 +1,8 @@
 "use strict";
 /* Who wins where, among the strategies that are on: the rules of StrategyMap in planner/map/map.py.
  *
- * kvWinners(data) returns {place(b, c, g), at(place, on), all(on)}; at: {best, second, ties, fits, lead, gpu_s, ranked}, or null
- * where none of them can run. The fastest that fits wins; of all, where none fits. One GPU wins where a prediction cannot tell it
+ * kvWinners(data) returns {place(b, c, g), at(place, on), all(on)}; at: {best, second, ties, lead, gpu_s, ranked}, or null
+ * where none of them fits. The fastest that fits wins. One GPU wins where a prediction cannot tell it
  * from the fastest. Approximate strategies never win.
  */
 function kvWinners(data) {
@@ -19,9 +19,8 @@ function kvWinners(data) {
     const here = strategies.map((_, index) => index).filter((index) => on.has(index) && ttft(index) !== null);
     const ranked = here.sort((a, b) => ttft(a) - ttft(b));
     const exact = ranked.filter((index) => !strategies[index].approximate);
-    if (!exact.length) return null;
-    const fitting = exact.filter((index) => strategies[index].fits[place]);
-    const usable = fitting.length ? fitting : exact;
+    const usable = exact.filter((index) => strategies[index].fits[place]);
+    if (!usable.length) return null;
     const [fastest] = usable;
     const tied = ties[place].get(fastest) ?? new Set();
     const near = usable.filter((index) => index === fastest || tied.has(index));
@@ -30,7 +29,6 @@ function kvWinners(data) {
     return {
       best, second, ranked, near,
       ties: near.filter((index) => index !== best),
-      fits: fitting.length > 0,
       lead: second === null ? null : Math.max(0, ttft(second) / ttft(best) - 1),
       gpu_s: ttft(best) * (best === alone ? 1 : gpus[place % gpus.length]),
     };

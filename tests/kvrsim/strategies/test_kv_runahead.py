@@ -99,7 +99,7 @@ def test_the_score_matrix_is_a_block_s() -> None:
 
 def test_a_plan_says_how_many() -> None:
     plan = kvrsim.plan(model="llama-7b", ctx="8k", gpus=2, strategies=["kvr-s", "kvr-b"])
-    whole, blocks = (one.to_dict() for one in plan.strategies)
+    whole, blocks = plan["kvr-s"].to_dict(), plan["kvr-b"].to_dict()
     assert "query_blocks" not in whole
     assert min(blocks["query_blocks"]) > 1
     assert blocks["ttft_s"] < whole["ttft_s"]

@@ -72,7 +72,7 @@ def test_a_figure_says_the_answer(name: str, results: dict[str, Displayed]) -> N
     figure, result = results[name].plot(), results[name]
     title = next(text.get_text() for text in figure.texts)
     if isinstance(result, kvrsim.Plan | kvrsim.SimResult):
-        of = result.best if isinstance(result, kvrsim.Plan) else result
+        of = result.first if isinstance(result, kvrsim.Plan) else result
         assert of.strategy in title
         assert format_seconds(of.ttft_s) in title
         assert result._repr_html_().startswith(f"<div><p><strong>{title}")

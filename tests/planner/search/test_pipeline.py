@@ -138,7 +138,8 @@ def test_the_plan_says_pieces_and_layers() -> None:
     """In JSON for every pipeline, with the bound for the searched one."""
     about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"}
     plan = kvrsim.plan(strategies=["pp", "pp-s", "kvr-e"], **about).to_dict()  # type: ignore[arg-type]
-    even, searched, chunks = plan["strategies"]
+    rows = {row["strategy"]: row for row in plan["strategies"]}
+    even, searched, chunks = rows["pp"], rows["pp-s"], rows["kvr-e"]
     assert even["layers"] == [4] * 8
     assert even["pieces"] == even["partition"]
     assert sum(searched["pieces"]) == 32768

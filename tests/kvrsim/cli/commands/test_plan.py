@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,28 @@ def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str
     assert f"nothing fits on 2 GPUs: the nearest, {short['strategy']}, needs" in out
     assert "would fit:" in out
     assert TIED not in out
+
+
+def test_the_best_of_nothing_is_an_error_that_says_what_is_missing() -> None:
+    plan = kvrsim.plan(ctx="64k", gpus=2, model="llama-3-70b", cluster="h100-nvlink", strategies=["tp", "tsp"])
+    with pytest.raises(kvrsim.NothingFits, match="nothing fits on 2 GPUs") as error:
+        _ = plan.best
+    assert error.value.shortfall is plan.shortfall
+    assert pickle.loads(pickle.dumps(error.value)).shortfall == plan.shortfall
+    assert plan.nearest == next(one for one in plan.strategies if one.strategy == "tp")
+    assert kvrsim.plan(ctx="1k", gpus=2, strategies=["tp"]).nearest is None
+
+
+def test_a_tie_goes_to_what_engines_have_with_the_fewest_stages() -> None:
+    names = ["kvr-s", "pp", "tp8+pp", "tp4+pp", "tp2+pp"]
+    plan = kvrsim.plan(ctx="32k", model="llama-3.1-70b", cluster="h100-2x8-ndr400", strategies=names)
+    fitting = [one for one in plan.strategies if one.fits]
+    assert [one.ttft_s for one in fitting] == sorted(one.ttft_s for one in fitting)
+    assert [one.fits for one in plan.strategies] == sorted((one.fits for one in plan.strategies), reverse=True)
+    near = [one for one in fitting if one.ttft_s <= 1.02 * fitting[0].ttft_s]
+    stages = {one.strategy: len(one.layers) for one in near if one.layers is not None}
+    assert stages[plan.best.strategy] == min(stages.values())
+    assert plan.best.engines
 
 
 def test_a_little_more_memory_is_a_remedy() -> None:
