@@ -341,7 +341,8 @@ class Plan(Answer):
             return ""
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"
         needs = f"needs {format_bytes(short.peak_bytes)} of {format_bytes(self.memory_limit.nbytes)} on a GPU"
-        return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs}, {format_bytes(short.over_bytes)} too much"
+        over = f"{format_bytes(short.over_bytes)} too much"
+        return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs}, {over}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

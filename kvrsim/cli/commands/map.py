@@ -64,7 +64,8 @@ def show_map(result: StrategyMap) -> None:
     answer, winners, best, even = facts(), list(result.winners()), list(result.best()), list(result.break_evens())
     for bandwidth in result.bandwidths:
         here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
-        answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline("; ".join(_best_by_context(here)) or "nothing fits in memory"))
+        line = "; ".join(_best_by_context(here)) or "nothing fits in memory"
+        answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline(line))
     parts: list[Part] = [answer, "", *header(result.question, result.cluster, f"Fastest strategy for {result.model}")]
     for bandwidth in result.bandwidths:
         parts += ["", Text(f"links of {format_bandwidth(bandwidth)}", style="bold")]
