@@ -22,7 +22,7 @@ from typing import Any
 
 from kvrsim.io.files import write_atomically
 from validate.gpu.steps import STEPS, Finding, Scope, Step
-from validate.report import fill, table, write_page
+from validate.report import table
 
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
@@ -96,11 +96,10 @@ class Report:
             "steps": steps,
         }
 
-    def to_markdown(self, level: int = 1) -> str:
-        """The report under a heading of the given level."""
-        head, sub = "#" * level, "#" * (level + 1)
+    def to_markdown(self) -> str:
+        """The report."""
         again = f"; run again on their own: {', '.join(self.again)}" if self.again else ""
-        parts = [f"{head} Report", f"`{self.command}`{again}"]
+        parts = ["# Report", f"`{self.command}`{again}"]
         if not self.scope.on_gpu:
             parts.append(_NO_GPU)
         if self.done:
@@ -108,16 +107,10 @@ class Report:
             parts.append("\n".join(table(("step", "result", "time"), rows)).rstrip())
         for step, finding, _ in self.done:
             lines = "\n".join(f"- {_escape(line)}" for line in finding.lines)
-            parts += [f"{sub} {step.title}", f"Must show: {step.must_show}.", f"**{finding.status}**", lines]
+            parts += [f"## {step.title}", f"Must show: {step.must_show}.", f"**{finding.status}**", lines]
             if finding.status in _FAILURES:
                 parts.append(f"What to do: {step.otherwise}.")
         return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def page(report: Report) -> list[str]:
-    """docs/how-to/gpu.md: what the steps are, and a report."""
-    rows = [(f"`{step.name}`", cell(step.must_show), cell(step.otherwise)) for step in STEPS]
-    return fill("gpu", steps=table(("step", "must show", "otherwise"), rows), report=report.to_markdown(level=2))
 
 
 def cell(text: str) -> str:
@@ -138,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="as short as it can be: whether the steps run")
     parser.add_argument("--steps", help=f"some of {','.join(names)}")
     parser.add_argument("--output", default="gpu-report", metavar="FOLDER", help="default: gpu-report")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the steps and the report as a page, too")
     parser.add_argument("--run-step", nargs=2, metavar=("NAME", "SCOPE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run_step:
@@ -154,8 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for step in STEPS:
         if step.name in wanted:
             _run(step, report)
-    if options.page is not None:
-        write_page(options.page, page(report))
     print(
         f"{Path(options.output, 'report.md')}: {len(report.done)} steps, failed: {', '.join(report.failed) or 'none'}"
     )

@@ -124,12 +124,11 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_page_says_what_each_step_must_show() -> None:
-    """docs/how-to/gpu.md as `--page` writes it: change a step, write the page anew."""
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "gpu.md").read_text()
+    rows = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| `")}
     for step in STEPS:
-        assert f"| `{step.name}` | {cell(step.must_show)} | {cell(step.otherwise)} |" in page
-    assert "**No GPU was available.**" in page
-    assert all(f"| {name} | " in page for name in NAMES), "every step was tried"
+        (row,) = [row for names, row in rows.items() if f"`{step.name}`" in names]
+        assert row.endswith(f" | {cell(step.must_show)} | {cell(step.otherwise)} |")
 
 
 def test_steps_that_need_more_gpus_than_there_are_say_so(tmp_path: Path) -> None:
