@@ -92,7 +92,6 @@ profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of 
 	@[ -n "$(VIDUR)" ] || { echo "make profiles: VIDUR=CLONE, a git clone of https://github.com/microsoft/vidur" >&2; exit 2; }
 	@$(PIP_INSTALL) -e '.[import]' aiconfigurator-core==0.12.0
 	$(BIN)/python -m calibrate.shipped.recipes --vidur "$(VIDUR)"
-	$(BIN)/python -m validate.kernel_sums --vidur "$(VIDUR)"
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -98,8 +98,7 @@ def _links(profile: CalibrationProfile) -> str:
     """Pages about it."""
     if profile.residual is not None:
         return "[every published TTFT beside its prediction](accuracy.md)"
-    operations = f"[each operation, with a picture](profiles/{profile.name}.md)"
-    return f"{operations}, [whole prefills beside the sum of their kernels](kernel_sums.md)"
+    return f"[each operation, with a picture](profiles/{profile.name}.md)"
 
 
 if __name__ == "__main__":
