@@ -43,7 +43,13 @@ from kvrsim.views.style import rules, variable
 from kvrsim.views.table import Cell, Column
 
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
-_STYLES = {"uPlot.iife.min.js": "uPlot.min.css", "controls.js": "controls.css"}  # that a script needs
+_STYLES = {
+    "uPlot.iife.min.js": "uPlot.min.css",
+    "controls.js": "controls.css",
+    "serve.js": "serve.css",
+}  # that a script needs
+_COMPLETE = "This file is complete in itself and loads nothing."
+_LIVE = "Answers come from the kvrsim serve of this machine."
 _LONG = 28  # characters of a fact that takes two places
 
 
@@ -68,6 +74,7 @@ class Page:
     notes: Sequence[str] = ()  # what the answer rests on, and warnings
     data: Mapping[str, Any] = field(default_factory=dict)  # for the scripts: plain JSON values
     scripts: Sequence[str] = ()  # files of assets, in the order in which they run
+    live: bool = False  # whether scripts ask the server that the page is from (`kvrsim serve`)
     strategies: Sequence[str] = ()  # whose colours the page needs beyond those of kvrsim's own, such as hybrids
 
 
@@ -85,7 +92,7 @@ def render(page: Page) -> str:
     ]
     head = (
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(scripts, styles)),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(scripts, styles, live=page.live)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="generator", content=f"kvrsim {__version__}"),
@@ -96,7 +103,7 @@ def render(page: Page) -> str:
         tag("a", "Skip to the content", href="#content", class_="skip"),
         _header(page),
         tag("main", *(_section(section) for section in page.sections), *_notes(page), id="content"),
-        tag("footer", f"kvrsim {__version__}. This file is complete in itself and loads nothing."),
+        tag("footer", f"kvrsim {__version__}. {_LIVE if page.live else _COMPLETE}"),
         tag("div", id="kv-tip", role="tooltip", hidden=True),
         tag("div", id="kv-said", class_="hidden", aria_live="polite"),
         Html(f'<script type="application/octet-stream" id="kv-data">{packed(page.data)}</script>'),
@@ -126,9 +133,10 @@ def asset(name: str) -> str:
     return content
 
 
-def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Nothing but these scripts and styles, and no request at all."""
+def _policy(scripts: Sequence[str], styles: Sequence[str], *, live: bool) -> str:
+    """Nothing but these scripts and styles; no request at all, or of a live page to its own server."""
     parts = ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:")
+    parts += ("connect-src 'self'", "frame-src 'self'") if live else ()
     return "; ".join((*parts, f"script-src {_hashes(scripts)}", f"style-src {_hashes(styles)}"))
 
 

@@ -1,0 +1,205 @@
+"""`kvrsim serve`: plans in a browser. The question is edited on a page; the answer is the page of `plan --plot`.
+
+The server listens on the loopback interface, and each address holds a token that only the terminal shows. It keeps
+the last answers in memory and nothing on disk. A new question ends the search for the question before it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.arguments import argument, count, option, switch, text
+from kvrsim.cli.options import takes
+from kvrsim.errors import InputError, KvrsimError
+from kvrsim.io.schema import shipped_files
+from kvrsim.views.page import Page, Section, render, tag
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from kvrsim.results.results import Plan
+
+FIELDS = {  # of the form: the parameter of kvrsim.plan, its label, and an example
+    "model": ("Model", "llama-3.1-70b"),
+    "cluster": ("Cluster", "h100-nvlink"),
+    "ctx": ("Context", "16k, or 1k:64k:x4"),
+    "gpus": ("GPUs", "8"),
+    "engine": ("Engine", "serving"),
+    "strategies": ("Strategies", "all"),
+    "cached_prefix": ("Cached prefix", "0"),
+    "batch": ("Batch", "1"),
+    "dtype": ("Data type", "bf16"),
+    "link_bandwidth": ("Link bandwidth", "10GB/s"),
+}
+_NAMES = {"model": "models", "cluster": "clusters", "engine": "engines"}  # folders of values that the form suggests
+_DATA = Path(__file__).parents[2] / "data"
+_MOST_ANSWERS = 64  # in memory
+
+
+class SupersededError(Exception):
+    """A newer question ended this one."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """Answers by question, searched one at a time; the newest question comes first."""
+
+    kept: OrderedDict[tuple[Any, ...], Plan] = field(default_factory=OrderedDict)
+    newest: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, question: Mapping[str, str], on_progress: Callable[[str], object], *, timeline: bool = False) -> Plan:
+        """The plan for a question. Raises InputError, and SupersededError where a newer question has come."""
+        import kvrsim
+
+        if unknown := sorted(set(question) - set(FIELDS)):
+            raise InputError(unknown[0], question[unknown[0]], f"one of {', '.join(FIELDS)}")
+        if ".py" in question.get("strategies", ""):
+            raise InputError("strategies", question["strategies"], "names; a file is for the command line")
+        if "ctx" not in question:
+            raise InputError("ctx", "nothing", "a context length, such as 16k")
+        key = (timeline, *sorted(question.items()))
+        self.newest += not timeline
+        mine = self.newest
+
+        def progress(_done: float, _total: float | None, what: str) -> None:
+            if self.newest != mine:
+                raise SupersededError
+            on_progress(what)
+
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = kvrsim.plan(**question, timeline=timeline, on_progress=progress)
+                while len(self.kept) > _MOST_ANSWERS:
+                    self.kept.popitem(last=False)
+            self.kept.move_to_end(key)
+            return self.kept[key]
+
+
+def application(token: str) -> Starlette:
+    """The question at /TOKEN/, an answer as JSON lines at /TOKEN/answer, the answer's page at /TOKEN/page."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse, StreamingResponse
+    from starlette.routing import Route
+
+    answers = Answers()
+
+    def start(_request: Any) -> HTMLResponse:
+        return HTMLResponse(render(question_page()))
+
+    def answer(request: Any) -> StreamingResponse:
+        return StreamingResponse(answer_lines(answers, dict(request.query_params)), media_type="application/x-ndjson")
+
+    def page(request: Any) -> HTMLResponse:
+        from kvrsim.views.plan import plan_page
+
+        try:
+            plan = answers.of(dict(request.query_params), lambda _text: None, timeline=True)
+            return HTMLResponse(render(plan_page(plan)))
+        except (KvrsimError, SupersededError) as error:
+            title = "This question has no answer"
+            return HTMLResponse(render(Page(title=title, answer=str(error))), status_code=422)
+
+    routes = [Route(f"/{token}/{name}", view) for name, view in {"": start, "answer": answer, "page": page}.items()]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no other name resolves here
+    return Starlette(routes=routes, middleware=[hosts])
+
+
+def answer_lines(answers: Answers, question: Mapping[str, str]) -> Iterator[str]:
+    """JSON lines: {"progress": text} while the search runs, then {"plan": ..., "answer": text} or {"error": line}."""
+    lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+
+    def work() -> None:
+        from kvrsim.views.plan import plan_page
+
+        try:
+            plan = answers.of(question, lambda text: lines.put({"progress": text}))
+            lines.put({"answer": plan_page(plan).answer, "plan": plan.to_dict()})
+        except SupersededError:
+            lines.put({"error": "a newer question ended the search"})
+        except KvrsimError as error:
+            lines.put({"error": " ".join(str(error).split())})
+        except Exception as error:  # the page says what failed; the server goes on
+            lines.put({"error": f"{type(error).__name__}: {error}"})
+        finally:
+            lines.put(None)
+
+    threading.Thread(target=work, daemon=True).start()
+    while (line := lines.get()) is not None:
+        yield json.dumps(line) + "\n"
+
+
+def question_page() -> Page:
+    """The page of the question: a form, the answer, the answer's own page, and pinned answers."""
+    fields = []
+    for name, (label, example) in FIELDS.items():
+        values = shipped_files(_DATA / _NAMES[name]) if name in _NAMES else ()
+        options = tag("datalist", *(tag("option", value=value) for value in values), id=f"names-{name}")
+        about: dict[str, Any] = {"list": f"names-{name}"} if values else {}
+        box = tag(
+            "input", name=name, id=f"ask-{name}", placeholder=example, autocomplete="off", spellcheck="false", **about
+        )
+        fields.append(tag("label", label, box, *((options,) if values else ())))
+    form = tag(
+        "form", *fields, tag("button", "Plan", type="submit"), tag("button", "Pin", type="button", id="pin"), id="ask"
+    )
+    state = tag("p", id="state", class_="lead", role="status", aria_live="polite")
+    return Page(
+        title="Plan a prefill",
+        sections=[
+            Section(title="Question", body=tag("div", form, state)),
+            Section(
+                title="Answer",
+                ident="answer",
+                body=tag("div", tag("p", id="best", class_="answer"), tag("div", id="top")),
+            ),
+            Section(title="Pinned", ident="pinned", lead="Two or more stand side by side.", body=tag("div", id="pins")),
+            Section(title="Details", ident="details", body=tag("div", id="frames")),
+        ],
+        scripts=["serve.js"],
+        live=True,
+    )
+
+
+@takes()
+def serve(
+    *,
+    model: Any = argument("MODEL", "The model of the first question.", default=None),
+    cluster: Any = argument("CLUSTER", "The cluster of the first question.", default=None),
+    ctx: Any = option("LEN", "The context of the first question.", "Question", text),
+    port: Any = option("N", "Port on the loopback interface.", "Output", count(65535), 8484),
+    no_browser: Any = switch("Print the address and open no browser."),
+) -> None:
+    """Answer questions in a browser, on this machine alone.
+
+    The address holds a token; whoever has it can ask. Ctrl-C ends the server.
+
+    Example: kvrsim serve llama-3.1-70b h100-nvlink --ctx 32k
+    """
+    import webbrowser
+    from urllib.parse import urlencode
+
+    import typer
+
+    try:
+        import uvicorn
+
+        app = application(token := secrets.token_urlsafe(16))
+    except ImportError as error:
+        raise InputError("serve", error.name, "starlette and uvicorn, by: pip install 'kvrsim[serve]'") from None
+    first = {name: value for name, value in {"model": model, "cluster": cluster, "ctx": ctx}.items() if value}
+    address = f"http://127.0.0.1:{port}/{token}/" + (f"#{urlencode(first)}" if first else "")
+    typer.echo(f"kvrsim serve: {address}  (Ctrl-C ends it)")
+    if not no_browser:
+        webbrowser.open(address)
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)

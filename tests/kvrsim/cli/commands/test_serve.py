@@ -1,0 +1,114 @@
+"""The server of `kvrsim serve`, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("starlette")
+import uvicorn
+
+import kvrsim
+from kvrsim.cli.commands.serve import Answers, SupersededError, answer_lines, application
+from kvrsim.errors import InputError
+from kvrsim.views.page import unpacked
+
+QUESTION = "model=llama-7b&cluster=a100-nvlink&gpus=2&ctx=2k&strategies=tsp,kvr-e"
+
+
+@contextmanager
+def running_server(token: str) -> Iterator[str]:
+    """The server on a free port; the address of its first page."""
+    server = uvicorn.Server(uvicorn.Config(application(token), host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+    (port,) = {socket.getsockname()[1] for one in server.servers for socket in one.sockets}
+    yield f"http://127.0.0.1:{port}/{token}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server("secret") as found:
+        yield found
+
+
+def get(url: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    """Status and text of a page."""
+    try:
+        with urlopen(Request(url, headers={"Host": host})) as response:
+            return response.status, response.read().decode()
+    except HTTPError as refused:
+        with refused:
+            return refused.code, refused.read().decode()
+
+
+def lines(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_an_answer_equals_the_api_and_its_page_holds_the_timelines(address: str) -> None:
+    *progress, last = lines(get(f"{address}answer?{QUESTION}")[1])
+    plan = kvrsim.plan(model="llama-7b", cluster="a100-nvlink", gpus=2, ctx="2k", strategies="tsp,kvr-e")
+    assert [one["ttft_s"] for one in last["plan"]["strategies"]] == [one.ttft_s for one in plan.strategies]  # type: ignore[index]
+    assert last["answer"]
+    assert all("progress" in line for line in progress)
+    _, page = get(f"{address}page?{QUESTION}")
+    assert len(unpacked(page)["timelines"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "parameter"),
+    [
+        ("ctx=2k&model=nothing", "model"),
+        ("model=llama-7b", "ctx"),
+        ("ctx=2k&noise=jitter:1", "noise"),
+        ("ctx=2k&strategies=mine.py:ONE", "strategies"),
+    ],
+)
+def test_a_wrong_question_gets_one_line_that_names_the_parameter(address: str, query: str, parameter: str) -> None:
+    (line,) = lines(get(f"{address}answer?{query}")[1])
+    assert str(line["error"]).startswith(f"{parameter}: ")
+    assert get(f"{address}page?{query}")[0] == 422
+
+
+def test_no_page_without_the_token_or_under_another_host_name(address: str) -> None:
+    for url, host, code in (
+        (address.replace("secret", "guess"), "127.0.0.1", 404),
+        (address.replace("secret/", ""), "127.0.0.1", 404),
+        (address, "attacker.example", 400),
+    ):
+        assert get(url, host)[0] == code
+
+
+def test_a_newer_question_ends_the_search() -> None:
+    answers = Answers()
+    question = {"model": "llama-7b", "cluster": "a100-nvlink", "gpus": "4", "ctx": "4k", "strategies": "tsp,kvr-s"}
+
+    def on_progress(_text: str) -> None:
+        answers.newest += 1
+
+    with pytest.raises(SupersededError):
+        answers.of(question, on_progress)
+    *_, last = lines("".join(answer_lines(answers, question)))
+    assert "plan" in last
+
+
+def test_answers_in_memory_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrsim.cli.commands.serve._MOST_ANSWERS", 2)
+    answers = Answers()
+    for ctx in ("1k", "2k", "3k"):
+        question = {"model": "llama-7b", "cluster": "a100-nvlink", "gpus": "1", "ctx": ctx, "strategies": "single"}
+        answers.of(question, lambda _text: None)
+    assert len(answers.kept) == 2
+    with pytest.raises(InputError, match="ctx"):
+        answers.of({}, lambda _text: None)
