@@ -135,8 +135,8 @@ def asset(name: str) -> str:
 
 def _policy(scripts: Sequence[str], styles: Sequence[str], *, live: bool) -> str:
     """Nothing but these scripts and styles; no request at all, or of a live page to its own server."""
-    parts = ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:")
-    parts += ("connect-src 'self'", "frame-src 'self'") if live else ()
+    parts = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:"]
+    parts += ["connect-src 'self'", "frame-src 'self'"] if live else []
     return "; ".join((*parts, f"script-src {_hashes(scripts)}", f"style-src {_hashes(styles)}"))
 
 

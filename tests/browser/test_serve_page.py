@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.building.browser import Opened
-from tests.kvrsim.cli.commands.test_serve import running_server
+from tests.building.server import running_server
 
 pytestmark = pytest.mark.browser
 ANSWERED = """return document.querySelectorAll('#top tbody tr').length > 0

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
-pytest.importorskip("starlette")
-import uvicorn
-
 import kvrsim
-from kvrsim.cli.commands.serve import Answers, SupersededError, answer_lines, application
+from kvrsim.cli.commands.serve import Answers, SupersededError, answer_lines
 from kvrsim.errors import InputError
 from kvrsim.views.page import unpacked
+from tests.building.server import running_server
 
 QUESTION = "model=llama-7b&cluster=a100-nvlink&gpus=2&ctx=2k&strategies=tsp,kvr-e"
-
-
-@contextmanager
-def running_server(token: str) -> Iterator[str]:
-    """The server on a free port; the address of its first page."""
-    server = uvicorn.Server(uvicorn.Config(application(token), host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-    (port,) = {socket.getsockname()[1] for one in server.servers for socket in one.sockets}
-    yield f"http://127.0.0.1:{port}/{token}/"
-    server.should_exit = True
-    thread.join()
 
 
 @pytest.fixture(scope="module")
