@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
-from kvrsim.engine import NO_ENGINE, Engine, load_engine
+from kvrsim.engine import NO_ENGINE, SHORT_TOKENS, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
     DEFAULT_CLUSTER,
@@ -255,4 +255,10 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     if engine is not None and not engine.knows(profile.gpu):
         known, scale = ", ".join(engine.kernel_scale), engine.scale_on(profile.gpu)
         notes.append(note("engine", engine=engine.name, known=known, gpu=profile.gpu, scale=scale))
+    tokens = scenario.request.batch * scenario.request.new_tokens
+    for unknown in () if engine is None else engine.unknowns(model.model_type, profile.gpu, tokens):
+        assert engine is not None
+        if engine.fit is not None and unknown in engine.fit.widths:
+            what = {"model": model.model_type, "gpu": profile.gpu, "short": SHORT_TOKENS}.get(unknown, "")
+            notes.append(note(f"engine, {unknown}", engine=engine.name, what=what))
     return notes

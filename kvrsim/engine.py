@@ -1,26 +1,36 @@
 """Engines: what the software that serves a model adds to the kernels' own time.
 
 An Engine record holds the seconds that it adds (HostRates), the scale of its kernels, their spread and their sources.
+The software of 2023 hides launches behind kernels (HostRates.layer_s, kernel_s). Engines of 2025 and 2026 were measured
+at 1k and at 8k tokens, and the time beyond their kernels is about the same at both: it is added (HostRates.launch_s).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
+from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
 
 PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
+DEVIATES_OF_80_PERCENT = 1.2816  # standard deviations of a normal to the end of its central 80 % interval
 SHORT_TOKENS = 512  # of all prompts of a batch; below, most of the time may be what the engine adds
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
 
 # Quantities of an engine that have a spread, in the order of tables.
-TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s", "kernel_scale", "other_gpu", "model")
+TERMS = (
+    *("request_s", "token_s", "step_s", "layer_s", "launch_s", "collective_s"),
+    *("kernel_scale", "other_gpu", "model"),
+)
+WIDTHS = ("setting", "model", "gpu", "version", "short")  # what was left out of a fit, each with a width of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +45,9 @@ class EngineFit:
     left_out_median_ape: RelativeError
     left_out: str  # what was left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
-    shorter_log: NonNegative | None = None  # log(predicted / measured) that a tenth of them exceeds; None: log_sd alone
-    longer_log: NonNegative | None = None  # log(measured / predicted), likewise
+    # By what was left out: log(predicted / measured) that a tenth of the rows exceeds, and log(measured / predicted);
+    # empty: log_sd alone. "short": of prompts below SHORT_TOKENS.
+    widths: Annotated[Mapping[str, tuple[NonNegative, NonNegative]], Keys(WIDTHS)] = field(default_factory=dict)
     coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
     short_coverage: RelativeError | None = None  # below SHORT_TOKENS, and `coverage` above; None: all in one
 
@@ -50,6 +61,10 @@ class Engine:
     spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is what kernel_scale may be off by on a
         GPU that it does not name, "model" what whole TTFTs are off by whatever the terms are. A term that is absent is
         known exactly.
+    model_types: by model_type of Hugging Face, seconds of a launch over host.launch_s; shrunken towards 1. A type that
+        is absent was in no whole prefill of the engine.
+    gpus: GPUs of the profiles whose whole prefills were measured; empty: not recorded.
+    versions: seconds of a version over those of the record, shrunken towards 1.
     """
 
     name: str
@@ -58,6 +73,10 @@ class Engine:
     not_covered: str  # one sentence: what it does not stand for
     host: HostRates
     kernel_scale: Mapping[str, float] = field(default_factory=dict)
+    model_types: Mapping[str, float] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    versions: Mapping[str, float] = field(default_factory=dict)
+    is_other_version: bool = False  # whether a version was asked for that was not measured
     decode_step: bool = False  # whether TTFT holds one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
     fit: EngineFit | None = None
@@ -79,6 +98,47 @@ class Engine:
         """Whether the scale of its kernels on that GPU was measured, or stands for any."""
         return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
+    def host_of(self, model_type: str) -> HostRates:
+        """What it adds to a prefill of a model of that type."""
+        factor = self.model_types.get(model_type, 1.0)
+        return self.host if factor == 1 else replace(self.host, launch_s=factor * self.host.launch_s)
+
+    def at_version(self, version: str) -> Engine:
+        """The engine at a version, or at the nearest one that was measured. Raises InputError where none was."""
+        if not self.versions:
+            raise InputError("engine", f"{self.name}@{version}", f"{self.name}, of which no versions were measured")
+        nearest = version if version in self.versions else min(self.versions, key=lambda one: _distance(one, version))
+        factor = self.versions[nearest]
+        seconds = {one.name: getattr(self.host, one.name) for one in fields(self.host)}
+        return replace(
+            self,
+            name=f"{self.name}@{version}",
+            host=HostRates(**{name: value and factor * value for name, value in seconds.items()}),
+            kernel_scale={gpu: factor * scale for gpu, scale in (self.kernel_scale or {OTHER_GPU: 1.0}).items()},
+            is_other_version=nearest != version,
+        )
+
+    def unknowns(self, model_type: str, gpu: str, tokens: int) -> tuple[str, ...]:
+        """What of a question was in none of its whole prefills, as keys of EngineFit.widths."""
+        unknown = {
+            "model": bool(self.model_types) and model_type not in self.model_types,
+            "gpu": bool(self.gpus) and gpu not in self.gpus,
+            "version": self.is_other_version,
+            "short": tokens < SHORT_TOKENS,
+        }
+        return tuple(name for name, is_unknown in unknown.items() if is_unknown)
+
+    def sides(self, unknowns: Sequence[str]) -> tuple[float, float] | None:
+        """How far log TTFT may lie below and above a prediction: the ends of the widest 80 % interval that applies.
+
+        None: never compared with whole prefills.
+        """
+        if self.fit is not None and self.fit.widths:
+            known = [width for name, width in self.fit.widths.items() if name in ("setting", *unknowns)]
+            return max(below for below, _ in known), max(above for _, above in known)
+        log_sd = self.spread.get("model") if self.fit is None else self.fit.log_sd
+        return None if log_sd is None else (DEVIATES_OF_80_PERCENT * log_sd,) * 2
+
     def write(self, path: str | Path) -> None:
         """Write the record as JSON; the file appears whole or not at all."""
         write_json(path, self)
@@ -90,8 +150,17 @@ def builtin_engines() -> tuple[str, ...]:
 
 
 def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
-    """A built-in name or a file; InputError names `argument`, the file and the key."""
+    """A built-in name, NAME@VERSION or a file; InputError names `argument`, the file and the key."""
+    name, at, version = str(name_or_path).partition("@")
+    if at and name in builtin_engines():
+        return load_engine(name).at_version(version)
     return read(Engine, named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), NO_ENGINE))
+
+
+def _distance(one: str, other: str) -> tuple[int, ...]:
+    """How far apart two versions are, number by number."""
+    pairs = zip_longest(*([int(part) for part in re.findall(r"\d+", text)] for text in (one, other)), fillvalue=0)
+    return tuple(abs(a - b) for a, b in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +178,7 @@ class HostRates:
     prepare_s: NonNegative | None = None  # of the host, in each pass; None: not measured, as long as step_s
     message_s: NonNegative = 0.0  # to issue one send or one receive
     kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
+    launch_s: NonNegative = 0.0  # that each of these kernels takes longer on the device, whatever it computes
     collective_s: NonNegative = 0.0  # that each collective of tensor parallelism takes more than its kernel
 
 

@@ -21,6 +21,10 @@ NOTES = {
     "engine": (
         "engine {engine} was measured on {known}; its kernels on {gpu} are taken as {scale:.2f} times the profile's"
     ),
+    "engine, model": "engine {engine}: no whole prefill of a {what} was measured; the interval is that of other models",
+    "engine, gpu": "engine {engine}: no whole prefill on {what} was measured; the interval is that of other GPUs",
+    "engine, version": "engine {engine}: this version was not measured; the nearest one stands for it",
+    "engine, short": "engine {engine}: few prefills of less than {what} tokens were measured",
     # a plan
     "prefix access": "cached prefix: {ways}",
     "prefix access, chosen": "cached prefix, the faster way of each by even chunks: {ways}",

@@ -284,13 +284,13 @@ class Scenario:
     def host(self) -> HostRates:
         """What the software adds: the engine's, or what the profile was measured with."""
         if self.engine is not None:
-            return self.engine.host
+            return self.engine.host_of(self.model.model_type)
         return NO_HOST if self.profile is None else self.profile.host
 
     def with_host(self, host: HostRates) -> Scenario:
         """The same with other software."""
         if self.engine is not None:
-            return replace(self, engine=replace(self.engine, host=host))
+            return replace(self, engine=replace(self.engine, host=host, model_types={}))
         return self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
 
     @property

@@ -1,6 +1,6 @@
 """The accuracy page, of parts on the paper, on serving engines and on operations: `python -m validate.accuracy`.
 
-Rewrites docs/results/accuracy.md, serving.md and their plots. A part is Markdown lines under a heading of the second
+Rewrites docs/results/accuracy.md and its plot. A part is Markdown lines under a heading of the second
 level.
 """
 
@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrsim.kernels.profile import OPERATION_KINDS, builtin_profiles, load_profile
-from kvrsim.views.style import styled
+from validate import serving
 from validate.published import compare as paper
 from validate.published.compare import run
 from validate.report import RESULTS, fill, table, write_page
-from validate.serving import compare as serving
-from validate.serving.compare import compare, rows_left_out
 
 PAGE = RESULTS / "accuracy.md"
-ROWS = RESULTS / "serving.md"
 
 
 def page(parts: Sequence[Sequence[str]]) -> list[str]:
@@ -28,11 +25,7 @@ def page(parts: Sequence[Sequence[str]]) -> list[str]:
 def main() -> None:
     """Rewrite the pages and their plots."""
     result = run()
-    engines = compare()
-    write_page(PAGE, page([paper.part(result, PAGE.with_suffix(".png")), serving.part(engines), part()]))
-    with styled():
-        serving.plot(engines, ROWS.with_suffix(".png"))
-    write_page(ROWS, serving.page(engines, rows_left_out()))
+    write_page(PAGE, page([paper.part(result, PAGE.with_suffix(".png")), serving.part(serving.compare()), part()]))
     used = result["calibration"]
     shares = f"mean absolute error {used['mape']:.1%}, median {used['median_ape']:.1%}"
     print(f"docs/results/accuracy.md: {used['n']} rows used, {shares}")

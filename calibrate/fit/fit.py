@@ -11,9 +11,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from calibrate.data import Measurement, Some
+from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
+from kvrsim.kernels.profile import Gather, OperationFit
 from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
 

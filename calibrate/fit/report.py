@@ -12,6 +12,7 @@ import numpy as np
 
 from calibrate.data import Measurement
 from calibrate.fit.fit import Comparison, Errors, column
+from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.attention import AttentionRates
@@ -20,7 +21,7 @@ from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
 from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.mixer import LayerSetting
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, KernelRates, LinkRates
+from kvrsim.kernels.profile import CalibrationProfile, KernelRates, LinkRates
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes

@@ -17,12 +17,12 @@ from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.arguments import OnProgress
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine import PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import Cluster, builtin_clusters, builtin_gpus, load_cluster
 from kvrsim.io.schema import fields_to_json, to_json
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
+from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__

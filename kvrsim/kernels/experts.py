@@ -37,6 +37,9 @@ EXPERTS = Part("experts")
 # (sdk/models/deepseek.py; of its collector, helper.py, sample_power_law).
 POWER_LAW_LOAD_SD = 1.88
 
+# Scores, choice, counting, sorting, copying rows to their experts, weighted sum (fused_moe of vLLM and SGLang).
+_ROUTING_KERNELS = 6
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsCall:
@@ -232,10 +235,10 @@ class RoutedExperts:
 
     @property
     def kernels(self) -> int:
-        """That a call launches."""
+        """That a call launches: products, activations, and what sorts tokens by expert and adds up the results."""
         fused = self.cost.traits.fused
         products, steps = counted_experts(self.call(np.ones(1)), fused=fused)
-        return launches(products, fused=fused) + sum(step.kernels for step in steps)
+        return launches(products, fused=fused) + sum(step.kernels for step in steps) + _ROUTING_KERNELS
 
     def seconds(self, chunk: Array) -> Array:
         """Of the busiest GPU, which the others wait for; `chunk`: of each sequence, tokens that the rank computes."""

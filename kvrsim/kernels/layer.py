@@ -77,6 +77,8 @@ class LayerCosts:
             + sum(step.kernels for step in after)
             + (0 if self.experts is None else self.experts.kernels),
         )
+        self._launch_before_s = setting.host.launch_s * (self.kernels.before + self.kernels.mixer)
+        self._launch_after_s = setting.host.launch_s * self.kernels.after
 
     @property
     def has_mixer(self) -> bool:
@@ -108,8 +110,8 @@ class LayerCosts:
 
     # -- before tokens see each other
     def qkv_s(self, chunk: Array) -> Array:
-        """Input norm, projections, rotary embedding; the device idles after a wait of the host's."""
-        seconds = self._before(chunk)
+        """Input norm, projections, rotary embedding, launches up to the mixer; the device idles after a host's wait."""
+        seconds = self._before(chunk) + self._launch_before_s
         if self._repeats_rotary:
             seconds = seconds + self.setting.host.resume_s
         local_s = None if self._mixer is None else self._mixer.local_op_s(chunk)
@@ -161,7 +163,7 @@ class LayerCosts:
     # -- after tokens have seen each other
     def output_mlp_s(self, chunk: Array) -> Array:
         """Output projection, norm, MLP, residuals; routed experts too, unless ranks exchange tokens for them."""
-        seconds = self._after(chunk)
+        seconds = self._after(chunk) + self._launch_after_s
         return seconds if self.experts is None or self.experts.meets else seconds + self.experts.seconds(chunk)
 
     def exchanged_experts_s(self, chunk: Array) -> Array:

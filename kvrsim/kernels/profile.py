@@ -39,8 +39,6 @@ from kvrsim.program import Array
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
-# Standard deviations on either side of the mean that hold 80 % of a normal distribution.
-DEVIATES_OF_80_PERCENT = 1.2816
 PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
 OPERATION_KINDS = (
     *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),

@@ -20,8 +20,8 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.ends import embedding, step
+from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario

@@ -153,7 +153,7 @@ def _inside(fit: OperationFit, sizes: Mapping[str, float]) -> bool:
 
 # -- Breakdown of a simulated prefill: seconds of every part, and what each rank waited for.
 
-_RESUME, _ENGINE = Part("resume"), Part("engine")
+_RESUME, _LAUNCHES, _ENGINE = Part("resume"), Part("launches"), Part("engine")
 _ROUNDING = 1e-9
 _RANK = re.compile(r"rank \d+")
 
@@ -173,7 +173,7 @@ def breakdown(
         chunk, start = chunk_of(scenario, strategy, partition, rank)
         for part in seconds:
             if (taken := float(seconds[part][rank])) > _ROUNDING * ttft_s:
-                roofline_s = None if part in (_RESUME, _ENGINE) else float(least[part][rank])
+                roofline_s = None if part in (_RESUME, _LAUNCHES, _ENGINE) else float(least[part][rank])
                 rows.append(
                     BreakdownRow(
                         rank=rank,
@@ -197,7 +197,8 @@ def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, 
     totals = np.array([_device_s(program, rank, width) for rank in range(program.num_ranks)])
     parts_s = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
-    return parts_s | {_RESUME: totals[:, -1] - engine_s, _ENGINE: engine_s}
+    idle = _LAUNCHES if scenario.host.launch_s else _RESUME
+    return parts_s | {idle: totals[:, -1] - engine_s, _ENGINE: engine_s}
 
 
 def _device_s(program: Program, rank: int, width: int) -> Array:
@@ -228,7 +229,8 @@ def _name(scenario: Scenario, part: Part) -> str:
     steps = "norms, rotary, copies"
     kernels = {"attention": scenario.kernel, "latent": f"latent, {scenario.kernel}", "sparse": "chosen keys"}
     kernels["experts"] = "routed, as grouped products"
-    return (kernels | {"elementwise": steps}).get(part.kind, "after messages" if part == _RESUME else "request, step")
+    kernels |= {"elementwise": steps, "resume": "after messages", "launches": "of all kernels"}
+    return kernels.get(part.kind, "request, step")
 
 
 def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:

@@ -13,8 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvrsim.engine import SHORT_TOKENS, Engine
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS, Engine
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to_end_residual, sensitivities

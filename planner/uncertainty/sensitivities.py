@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.engine import Engine
+from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import CostModel, Part, WeightedCost, listing
 from kvrsim.kernels.coverage import head_dims
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
+from kvrsim.kernels.profile import CalibrationProfile, Residual, ValidRange
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
@@ -39,9 +39,15 @@ _SOURCES = {  # error sources by the engine's terms
     "token_s": "tokens",
     "step_s": "step",
     "layer_s": "host",
+    "launch_s": "launches",
     "collective_s": "collectives",
 }
-_SECONDS = {"layer_s": _ISSUED, "step_s": ("step_s",), "collective_s": ("collective_s",)}  # host rates by term
+_SECONDS = {
+    "layer_s": _ISSUED,
+    "step_s": ("step_s",),
+    "launch_s": ("launch_s",),
+    "collective_s": ("collective_s",),
+}  # host rates by term
 _ROOFLINE_FACTOR = 3.0  # a real TTFT may lie this far above the datasheet's limits
 _SD_OF_MEAN_ERROR = math.sqrt(math.pi / 2)  # standard deviation over mean absolute error of a normal distribution
 _NOTHING = 1e-9  # of log TTFT
@@ -103,7 +109,8 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
     by_source: dict[ErrorSource, Sensitivity] = {}
     in_differences: dict[ErrorSource, Sensitivity] = {}
     runs = _Runs(scenario, strategy, partition)
-    residual, sides = end_to_end_residual(scenario), engine_sides(scenario.engine)
+    residual, sides, engine = end_to_end_residual(scenario), engine_sides(scenario), scenario.engine
+    whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # of prefills of all kinds
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
         by_source["published TTFTs"] = Sensitivity(-half_width, half_width)
@@ -116,10 +123,12 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
             by_source |= {**alone, "run to run": Sensitivity.proportional(ratio_log_sd)}
         else:
             for source, one in alone.items():
-                uncompared = isinstance(source, Part) and source.kind in UNCOMPARED_KINDS
+                uncompared = isinstance(source, Part) and source.kind in UNCOMPARED_KINDS and not whole
                 (by_source if uncompared else in_differences)[source] = one
             by_source["model"] = Sensitivity(-sides[0], sides[1])
-        by_source |= {one.name: runs.to(one) for one in _software(scenario, strategy)}
+        (in_differences if whole else by_source).update(
+            {one.name: runs.to(one) for one in _software(scenario, strategy)}
+        )
     links, measured = _links(scenario), scenario.links_are_measured
     if links.log_sd and not (measured and residual is not None):
         (in_differences if measured and sides is not None else by_source)["links"] = runs.to(links)
@@ -205,18 +214,19 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
     return profile.residual
 
 
-def engine_sides(engine: Engine | None) -> tuple[float, float] | None:
-    """How far log TTFT may lie below and above the prediction, at the ends of an 80 % interval.
-
-    From rows that were left out of the engine's fit, else from the rows around it; None without such rows.
-    """
-    if engine is None:
+def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
+    """How far log TTFT may lie below and above the prediction by the engine's fit; None without one."""
+    if scenario.engine is None or scenario.profile is None:
         return None
-    fit = engine.fit
-    if fit is not None and fit.shorter_log is not None and fit.longer_log is not None:
-        return fit.shorter_log, fit.longer_log
-    log_sd = engine.spread.get("model") if fit is None else fit.log_sd
-    return None if log_sd is None else (DEVIATES_OF_80_PERCENT * log_sd,) * 2
+    return scenario.engine.sides(engine_unknowns(scenario))
+
+
+def engine_unknowns(scenario: Scenario) -> tuple[str, ...]:
+    """What of the question was in no whole prefill of the engine."""
+    engine, request = scenario.engine, scenario.request
+    if engine is None or scenario.profile is None:
+        return ()
+    return engine.unknowns(scenario.model.model_type, scenario.profile.gpu, request.batch * request.new_tokens)
 
 
 def part_errors(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
@@ -231,11 +241,10 @@ def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource
     UNCOMPARED_KINDS.
     """
     engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
-    whole = engine is not None and engine.fit is not None and engine.fit.longer_log is not None
-    if whole:  # other engines left out have had other kernels, too
-        parts = [part for part in parts if part.kind in UNCOMPARED_KINDS]
+    if engine is not None and engine.fit is not None and engine.fit.widths:  # whose errors contain the kernels'
+        return {}
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
-    if engine is not None and not whole and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
+    if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
         own = engine.fit is not None and engine.fit.left_out != "engine"
         return {"kernels": {part: log_sd if own else max(log_sd, of_table.get(part, 0.0)) for part in parts}}
     uncertain = {part: log_sd for part, log_sd in of_table.items() if log_sd}

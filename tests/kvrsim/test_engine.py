@@ -153,3 +153,41 @@ def test_a_decode_step_behind_a_long_context_reads_its_keys_once() -> None:
     decodes = replace(NOTHING, decode_step=True)
     short_s, long_s = (ttft_s(decodes, ctx=ctx) - ttft_s(NOTHING, ctx=ctx) for ctx in (1024, 17408))
     assert long_s - short_s == pytest.approx(16384 * 2**19 / 1.631e12, rel=0.05)
+
+
+def test_launches_are_added_to_the_kernels() -> None:
+    """Each kernel takes longer, at any length: unlike layer_s, which kernels hide."""
+    for ctx in (1024, 8192):
+        kernels_s = ttft_s(NOTHING, ctx=ctx)
+        added = [ttft_s(with_host(launch_s=seconds), ctx=ctx) - kernels_s for seconds in (1e-6, 2e-6)]
+        assert added[1] == pytest.approx(2 * added[0])
+        assert added[0] > 32 * 8e-6
+        assert ttft_s(with_host(layer_s=1e-6), ctx=ctx) - kernels_s < 0.1 * added[0]
+
+
+def test_a_model_type_has_a_factor_on_launches_alone() -> None:
+    engine = replace(with_host(launch_s=1e-5, request_s=1e-3), model_types={"llama": 2.0})
+    assert engine.host_of("llama") == replace(engine.host, launch_s=2e-5)
+    assert engine.host_of("mixtral") == engine.host
+    assert ttft_s(engine) == pytest.approx(ttft_s(with_host(launch_s=2e-5, request_s=1e-3)))
+
+
+def test_a_version_is_the_nearest_that_was_measured() -> None:
+    engine = load_engine("vllm")
+    exact, near = load_engine("vllm@0.18.0"), load_engine("vllm@0.18.4")
+    factor = engine.versions["0.18.0"]
+    assert exact.host.launch_s == near.host.launch_s == pytest.approx(factor * engine.host.launch_s)
+    assert (exact.is_other_version, near.is_other_version) == (False, True)
+    assert near.sides(near.unknowns("llama", "h100", 4096)) >= exact.sides(exact.unknowns("llama", "h100", 4096))
+    with pytest.raises(InputError, match="engine: got 'vllm-2023@1'"):
+        load_engine("vllm-2023@1")
+
+
+def test_what_was_never_measured_widens_the_interval_and_is_said() -> None:
+    known = kvrsim.simulate(**ALONE | {"cluster": "h100-nvlink", "model": "llama-3.1-8b"}, engine="vllm")
+    other = kvrsim.simulate(**ALONE | {"cluster": "h100-nvlink", "model": "qwen3-8b"}, engine="vllm")
+    assert {getattr(note, "code", "") for note in other.warnings} >= {"engine, model"}
+    assert "engine, model" not in {getattr(note, "code", "") for note in known.warnings}
+    assert other.ttft_high_s / other.ttft_s >= known.ttft_high_s / known.ttft_s
+    engine = load_engine("vllm")
+    assert engine.unknowns("qwen3", "l40s", 100) == ("model", "gpu", "short")

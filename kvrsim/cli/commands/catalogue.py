@@ -14,6 +14,7 @@ from kvrsim.arguments import argument, option
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
 from kvrsim.cli.text import facts, show, show_tree
+from kvrsim.engine import SHORT_TOKENS
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import Text, columns
 
@@ -573,6 +574,7 @@ TERM_MEANINGS = {  # of an engine's record
     "step_s": "before each pass through the layers",
     "layer_s": "host, to issue one layer",
     "kernel_s": "host, more for each kernel of the layer",
+    "launch_s": "each kernel of the layer, next to its own time",
     "gather_piece_s": "host, more for each rank of an all-gather",
     "resume_s": "that the GPU waits after the communication of a layer",
     "message_s": "host, to issue one send or receive",
@@ -580,7 +582,13 @@ TERM_MEANINGS = {  # of an engine's record
     "collective_s": "each collective of tensor parallelism, next to its kernel",
     "kernel_scale": "kernels' seconds over the profile's",
 }
-_BEYOND = "measured over predicted, beyond what the terms explain"
+_UNKNOWN = {  # what the ranges of whole TTFTs are for, as in EngineFit.widths
+    "setting": "measured over predicted",
+    "model": "the same for a model_type that was not measured",
+    "gpu": "the same on a GPU that was not measured",
+    "version": "the same for a version that was not measured",
+    "short": f"the same below {SHORT_TOKENS} tokens",
+}
 
 
 def show_engines(engines: Sequence[Engine]) -> None:
@@ -603,8 +611,6 @@ def show_engines(engines: Sequence[Engine]) -> None:
 
 def show_engine(engine: Engine) -> None:
     """Every term with its range, and what the record rests on."""
-    from planner.uncertainty.sensitivities import engine_sides
-
     table = columns("term")
     columns("value", "80 % range", numbers=True, into=table)
     table.add_column("meaning")
@@ -612,9 +618,10 @@ def show_engine(engine: Engine) -> None:
         for label, value in _values(engine, term):
             if value:
                 table.add_row(label, _shown(term, value), _range(term, value, engine.spread.get(term)), meaning)
-    sides = engine_sides(engine)
-    if sides is not None:
-        table.add_row("TTFT", "1", f"{math.exp(-sides[0]):.3g} to {math.exp(sides[1]):.3g}", _BEYOND)
+    for unknown, meaning in _UNKNOWN.items():
+        sides = engine.sides((unknown,))
+        if sides is not None and (unknown == "setting" or (engine.fit and unknown in engine.fit.widths)):
+            table.add_row("TTFT", "1", f"{math.exp(-sides[0]):.3g} to {math.exp(sides[1]):.3g}", meaning)
     first_token = "the prefill and one decode step" if engine.decode_step else "the prefill"
     lines = [f"{engine.name}: {engine.title}", engine.description, engine.not_covered]
     rests = [f"{key}: {text}" for key, text in engine.provenance.items()]
@@ -633,7 +640,7 @@ def _shown(term: str, value: float) -> str:
 
 
 def _range(term: str, value: float, spread: float | None) -> str:
-    from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
+    from kvrsim.engine import DEVIATES_OF_80_PERCENT
 
     if spread is None or not value:
         return ""
@@ -651,8 +658,6 @@ def _left_out_error_engines(engine: Engine) -> str:
 
 
 def _engine_errors(engine: Engine) -> str:
-    from kvrsim.engine import SHORT_TOKENS
-
     fit = engine.fit
     assert fit is not None
     short = "" if fit.short_coverage is None else f", {fit.short_coverage:.0%} below {SHORT_TOKENS} tokens"

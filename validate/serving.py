@@ -1,4 +1,4 @@
-"""Fit the shipped engines to published prefills: `python -m validate.serving.fit`.
+"""Prefills on serving engines of 2023 and 2024: fit their records, and compare: `python -m validate.serving [--fit]`.
 
 The texts of a record, and whether its TTFT includes a decode step, are in kvrsim/data/engines/NAME.json; the command
 rewrites its seconds, scales, spreads and errors. calibrate.prefills.solve fits an engine's terms to its rows, under
@@ -9,29 +9,33 @@ has the mean of each term's logarithm over the engines, and its standard deviati
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t
 
 from calibrate.prefills.fit import PrefillCase, left_out_log_sd
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Prior, Solution, solve
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine import NO_HOST, OTHER_GPU, SHORT_TOKENS, Engine, EngineFit, load_engine
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, load_profile
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, NO_HOST, SHORT_TOKENS, Engine, EngineFit, load_engine
+from kvrsim.io.files import write_atomically
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import partition_of
 from planner.uncertainty.intervals import interval
 from validate.published.compare import DATA, read_table
+from validate.report import fill, run_command, table
 
 PATH = DATA / "serving_prefills.csv"
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
@@ -168,7 +172,6 @@ def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
 
 
 FOLDER = Path(__file__).parents[2] / "kvrsim" / "data" / "engines"
-SERVING = "serving"
 ENGINES = ("vllm-2023", "tensorrt-llm-0.5", "lmdeploy-0.1", "loongserve-2024", "mooncake-vllm-0.11")
 _AT_THE_CLIENT = ("mooncake-vllm-0.11",)  # whose TTFT holds what comes before and after the engine
 
@@ -184,7 +187,6 @@ _TERMS = ("step_s", "layer_s", "collective_s")
 _CLIENT_TERMS = ("request_s", "token_s", "layer_s", "collective_s")
 _SCALE = Prior(name="kernel_scale", median=1.05, log_sd=0.15)
 _LEAST_LONG = 4  # rows of 512 tokens and more, for a width from these alone
-_LEAST_SCALE_LOG_SD = 0.03  # of the mean of so few engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,30 +289,6 @@ def _errors_only(source: str, left_out: str, own: Array, without: Array) -> Engi
     )
 
 
-def prior_of(engines: Sequence[Engine]) -> Engine:
-    """`serving` as these engines have it: of each term the mean over the engines, and how they differ."""
-    base = load_engine(SERVING)
-    spread, seconds = {}, {}
-    for term in _TERMS:
-        values = [getattr(engine.host, term) for engine in engines]
-        seconds[term], spread[term] = _pooled([value for value in values if value])
-    scales = [scale for engine in engines for scale in engine.kernel_scale.values()]
-    scale, scale_log_sd = _pooled(scales)
-    spread["kernel_scale"] = max(scale_log_sd, _LEAST_SCALE_LOG_SD)
-    spread["model"] = _rounded(float(np.median([engine.spread["model"] for engine in engines])))
-    return replace(base, host=replace(NO_HOST, **seconds), kernel_scale={OTHER_GPU: scale}, spread=spread, fit=None)
-
-
-def _pooled(values: Sequence[float]) -> tuple[float, float]:
-    """The geometric mean of a term of several engines, and how far a further engine's logarithm may be from it.
-
-    As wide as makes 1.2816 of it the 80 % quantile of Student's t for so few engines.
-    """
-    logs = np.log(values)
-    few = float(t.ppf(0.9, len(logs) - 1)) / DEVIATES_OF_80_PERCENT
-    return _rounded(math.exp(logs.mean())), _rounded(few * logs.std(ddof=1) * math.sqrt(1 + 1 / len(logs)))
-
-
 def _rounded(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
@@ -321,51 +299,11 @@ def fit_all() -> dict[str, FittedEngine]:
     return {name: fit_engine(name, [row for row in rows if row.engine == name]) for name in ENGINES}
 
 
-def left_out_engines(engines: Mapping[str, Engine]) -> dict[str, Engine]:
-    """For each engine, `serving` as the other engines have it."""
-    return {name: prior_of([one for other, one in engines.items() if other != name]) for name in engines}
-
-
-def serving_of(engines: Mapping[str, Engine], rows: Mapping[str, Sequence[ServingRow]]) -> Engine:
-    """`serving` with the errors of each engine's rows predicted from the other engines."""
-    engine = prior_of(list(engines.values()))
-    priors = left_out_engines(engines)
-    source = f"prefills of {len(rows)} engines, each predicted from the others"
-    unknown = _errors_only(source, "engine", np.zeros(1), np.zeros(1))
-    bare = [error for name, own in rows.items() for error in errors_of(own, without_width(priors[name], unknown))]
-    long = np.array([error.rel_error for error in bare if not error.is_short])
-    shorter, longer = each_side(unexplained(bare))
-    fit = replace(
-        _errors_only(source, "engine", np.array([error.rel_error for error in bare]), long),
-        log_sd=_rounded(np.std(np.log1p(long))),
-        shorter_log=_rounded(shorter),
-        longer_log=_rounded(longer),
-    )
-    wide = {name: replace(prior, fit=fit) for name, prior in priors.items()}  # widths of all, terms of the others
-    errors = [error for name, own in rows.items() for error in errors_of(own, wide[name])]
-    return replace(engine, fit=_with_coverage(fit, errors))
-
-
 def between_gpus(engines: Sequence[Engine]) -> dict[str, float]:
     """Spread of the kernels' scale between GPUs, from engines that were measured on several."""
     logs = [np.log(list(engine.kernel_scale.values())) for engine in engines if len(engine.kernel_scale) > 1]
     spreads = [one.std(ddof=1) * math.sqrt(2) for one in logs]  # of a further GPU from one that was measured
     return {"other_gpu": _rounded(np.sqrt(np.mean(np.square(spreads))))} if spreads else {}
-
-
-def main() -> None:
-    """Rewrite the engines' records."""
-    fitted = fit_all()
-    between = between_gpus([one.engine for one in fitted.values()])
-    engines = {name: replace(one.engine, spread=dict(one.engine.spread) | between) for name, one in fitted.items()}
-    for engine in (*engines.values(), serving_of(engines, {name: one.rows for name, one in fitted.items()})):
-        engine.write(FOLDER / f"{engine.name}.json")
-        fit = engine.fit
-        assert fit is not None
-        print(
-            f"{engine.name}: {fit.num_rows} rows, median {fit.median_ape:.1%}; left out by {fit.left_out}: median"
-            f" {fit.left_out_median_ape:.1%}, inside {fit.coverage:.0%}"
-        )
 
 
 # Widths of intervals that rest on left-out prefills, beyond the spread of the terms. Errors are those of rows of 512
@@ -375,8 +313,7 @@ _MANY = 10  # rows from which a quantile is used instead of a standard deviation
 
 def without_width(engine: Engine, fit: EngineFit) -> Engine:
     """The engine with that fit, and intervals that its terms alone make."""
-    side = 0.0 if fit.left_out == "engine" else None
-    return replace(engine, fit=replace(fit, log_sd=0.0, shorter_log=side, longer_log=side))
+    return replace(engine, fit=replace(fit, log_sd=0.0))
 
 
 def unexplained(bare: Sequence[ServingError], least: int = 1) -> Array:
@@ -400,11 +337,116 @@ def both_sides(off: Array) -> float:
     return left_out_log_sd(np.exp(off), np.ones_like(off))
 
 
-def each_side(off: Array) -> tuple[float, float]:
-    """What a tenth of the rows exceeds: log(predicted / measured), and log(measured / predicted)."""
-    low, high = np.quantile(off, (0.1, 0.9))
-    return max(0.0, -float(low)), max(0.0, float(high))
+_LENGTHS = ((0, 512), (512, 2048), (2048, 8192), (8192, 10**9))  # tokens of all prompts together
+FIGURES = DATA / "serving_figures.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Every row under its engine's own record."""
+
+    own: tuple[ServingError, ...]
+    left_out: tuple[ServingError, ...]  # the rows that rules leave out
+    fits: Mapping[str, EngineFit]  # by engine, with each setting left out
+
+    def figures(self) -> dict[str, Any]:
+        """The page's first table, as plain JSON values."""
+        return {
+            length: summary(error for error in self.own if error.is_short is is_short)
+            for length, is_short in (("512 tokens and more", False), ("below 512 tokens", True))
+        }
+
+
+def compare() -> Comparison:
+    """With the records that ship."""
+    engines = {name: load_engine(name) for name in ENGINES}
+    errors = {
+        name: errors_of([row for row in read_rows(compared=False) if row.engine == name], engine)
+        for name, engine in engines.items()
+    }
+    every = [error for own in errors.values() for error in own]
+    return Comparison(
+        own=tuple(error for error in every if not error.row.left_out),
+        left_out=tuple(error for error in every if error.row.left_out),
+        fits={name: engine.fit for name, engine in engines.items() if engine.fit is not None},
+    )
+
+
+def part(comparison: Comparison) -> list[str]:
+    """The accuracy page's part on serving engines, Markdown lines."""
+    settings = (
+        (name, f"{fit.left_out}s", f"{fit.left_out_median_ape:.1%}", f"{fit.left_out_mape:.1%}", f"{fit.coverage:.0%}")
+        for name, fit in comparison.fits.items()
+    )
+    own = comparison.own
+    return fill(
+        "accuracy_serving",
+        predictions=_summaries("prediction", comparison.figures()),
+        settings=table(("engine", "left out", "median error", "mean", "inside, 512 tokens and more"), settings),
+        engines=_summaries("engine", _by(own, lambda error: error.row.engine, short=False)),
+        lengths=_summaries("tokens of all prompts", _by(own, _length)),
+        strategies=_summaries("strategy", _by(own, lambda error: error.row.strategy)),
+        rules=_summaries("engine and rule", _by(comparison.left_out, lambda e: f"{e.row.engine}, `{e.row.left_out}`")),
+    )
+
+
+def _length(error: ServingError) -> str:
+    low, high = next(span for span in _LENGTHS if span[0] <= error.row.tokens < span[1])
+    if high == _LENGTHS[-1][1]:
+        return f"{low} and more"
+    return f"{low} to {high - 1}" if low else f"below {high}"
+
+
+def _by(
+    errors: Sequence[ServingError], key: Callable[[ServingError], str], short: bool | None = None
+) -> dict[str, dict[str, Any]]:
+    used = [error for error in errors if short is None or error.is_short is short]
+    names = dict.fromkeys(key(error) for error in sorted(used, key=lambda error: error.row.tokens))
+    return {name: summary(error for error in used if key(error) == name) for name in names}
+
+
+def _summaries(title: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Table of summaries by name."""
+    formats = {"median_ape": ".1%", "mape": ".1%", "median": "+.1%", "coverage": ".0%"}
+    rows = (
+        (name, group["n"], *(f"{group[key]:{spec}}" for key, spec in formats.items()))
+        for name, group in groups.items()
+        if group["n"]
+    )
+    return table((title, "rows", "median error", "mean", "with sign (median)", "inside"), rows)
+
+
+def summary(errors: Iterable[ServingError]) -> dict[str, Any]:
+    """Number of rows, median and mean absolute error, the median with its sign, and the share inside the intervals."""
+    known = list(errors)
+    if not known:
+        return {"n": 0, "median_ape": None, "mape": None, "median": None, "coverage": None}
+    signed = np.array([error.rel_error for error in known])
+    return {
+        "n": len(known),
+        "median_ape": float(np.median(np.abs(signed))),
+        "mape": float(np.abs(signed).mean()),
+        "median": float(np.median(signed)),
+        "coverage": float(np.mean([error.inside for error in known])),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print every row; rewrite the figures, and with --fit the records."""
+    parser = ArgumentParser(prog="python -m validate.serving", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--fit", action="store_true", help="fit the engines and rewrite their records")
+    if parser.parse_args(arguments).fit:
+        fitted = fit_all()
+        between = between_gpus([one.engine for one in fitted.values()])
+        for name, one in fitted.items():
+            replace(one.engine, spread=dict(one.engine.spread) | between).write(FOLDER / f"{name}.json")
+    comparison = compare()
+    for error in comparison.own:
+        row = error.row
+        seconds = f"{row.ttft_s:.4g} s measured, {error.predicted_s:.4g} s predicted ({error.rel_error:+.1%})"
+        print(f"{row.engine}: {row.case}: {seconds}")
+    write_atomically(FIGURES, (json.dumps(comparison.figures(), indent=2) + "\n").encode(), argument="figures")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -1,1 +1,0 @@
-"""Prefills measured on serving engines: fits of the engines' terms, and comparisons with predictions."""

@@ -1,0 +1,513 @@
+"""Prefills on engines of 2025 and 2026: fit the records of vLLM, SGLang and TensorRT-LLM, and score any predictor.
+
+`python -m validate.silicon SETTINGS.csv --configs FOLDER` scores kvrsim next to the estimate of a peer in the file, and
+writes docs/results/silicon.md. `--predictions FILE.csv` adds a predictor: a column `prefill_s`, one row per setting.
+`--prefills FILE.csv` adds prefills of other sources, which no fit uses. `--fit` fits the engines first and rewrites
+their records in kvrsim/data/engines. SETTINGS.csv has columns model, config, system, cluster, engine, engine_version,
+precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOLDER has each config as
+NAME_config.json. Neither ships with kvrsim.
+
+A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels. The constants of the
+engines are shrunken towards their common mean, which is the record `serving`. Then, per engine and model_type, seconds
+of a launch are fitted around the engine's; then a factor per version. Each width is that of prefills left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvrsim.builder import make_scenario
+from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
+from kvrsim.errors import InputError
+from kvrsim.program import Array
+from planner.simulate import run_simulation
+from validate.report import RESULTS, fill, run_command, table, write_page
+
+if TYPE_CHECKING:
+    import pandas
+
+PAGE = RESULTS / "silicon.md"
+RECORDS = Path(__file__).parents[1] / "kvrsim" / "data" / "engines"
+ENGINES = ("vllm", "sglang", "trtllm")
+TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
+_PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])  # of the engines' common mean, by term; kernels are those of the tables
+_PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
+_ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
+_MODEL_SD = 1.0  # of the seconds of a launch of a model_type around the engine's
+_VERSION_ROWS = 5.0  # that pull the factor of a version towards 1
+_NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
+_DISAGGREGATED = 0.3  # weight of prefills of disaggregated fleets: their TTFT also holds the transfer of K and V
+_PROBE_S = 1e-6  # of a launch, by which launches are counted
+SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU on an engine
+_HALVES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The measured settings, and what kvrsim's kernels and counts say of each; arrays of shape (settings,)."""
+
+    rows: pandas.DataFrame
+    kernels_s: Array
+    launches: Array  # of the decoder layers
+    collectives: Array  # of tensor parallelism
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of(self, name: str) -> Array:
+        """A column."""
+        return np.asarray(self.rows[name])
+
+    def group(self, split: str) -> Array:
+        """What settings have in common that are left out together."""
+        if split == "version":
+            return np.asarray(self.rows.engine + "@" + self.rows.engine_version)
+        if split == "setting":
+            return np.asarray(self.rows.model + " " + self.rows.gpu + " " + self.rows.engine)
+        return self.of(split)
+
+
+def read_settings(path: Path, configs: Path) -> Settings:
+    """The settings of a file with the kernels and launches of each. Raises InputError naming what is missing."""
+    import pandas
+
+    rows = pandas.read_csv(path)
+    needed = {"config", "cluster", "engine", "engine_version", "mode", "context_tokens", "tp", "moe_ep", "prefill_s"}
+    if missing := sorted(needed - set(rows.columns)):
+        raise InputError("SETTINGS.csv", ", ".join(rows.columns), f"a file with columns {', '.join(missing)}")
+    empty = Engine(name="none", title="", description="", not_covered="", host=NO_HOST)
+    engines = (
+        empty,
+        replace(empty, host=replace(NO_HOST, launch_s=_PROBE_S)),
+        replace(empty, host=replace(NO_HOST, collective_s=_PROBE_S)),
+    )
+    seconds: dict[tuple[Any, ...], tuple[Array, str, str]] = {}
+    keys = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows.itertuples():
+            key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep)
+            keys.append(key)
+            if key not in seconds:
+                model = _model_folder(Path(folder), configs, row.config)
+                asked = {"ctx": row.context_tokens, "gpus": row.tp, "model": str(model), "cluster": row.cluster}
+                runs = [make_scenario(**asked, engine=one, expert_parallel=row.moe_ep > 1)[0] for one in engines]
+                strategy = "single" if row.tp == 1 else "tp"
+                times = np.array([run_simulation(one, strategy=strategy).ttft_s for one in runs])
+                seconds[key] = times, runs[0].model.model_type, runs[0].cluster.gpu.name
+    times = np.array([seconds[key][0] for key in keys])
+    rows = rows.assign(model_type=[seconds[key][1] for key in keys], gpu=[seconds[key][2] for key in keys])
+    launches, collectives = ((times[:, number] - times[:, 0]) / _PROBE_S for number in (1, 2))
+    return Settings(rows=rows, kernels_s=times[:, 0], launches=launches, collectives=collectives)
+
+
+def _model_folder(folder: Path, configs: Path, name: str) -> Path:
+    """A folder with a configuration, as a model's own."""
+    model = folder / name
+    if not model.exists():
+        model.mkdir()
+        found = sorted(configs.glob(f"{name}_*"))
+        if not found:
+            raise InputError("--configs", str(configs), f"a folder with {name}_config.json")
+        for path in found:
+            shutil.copy(path, model / path.name.removeprefix(f"{name}_"))
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConstants:
+    """Constants of all engines."""
+
+    mean: Array  # logarithms of TERMS that the engines have in common, shape (4,)
+    by_engine: dict[str, Array]  # the same of each
+    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on launch_s
+    versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on all seconds
+
+    def seconds(self, settings: Settings, rows: Array) -> Array:
+        """Predicted prefills of some of the settings."""
+        own, launches_s = self._without_models(settings, rows)
+        frame = settings.rows[rows]
+        pairs = zip(frame.engine, frame.model_type, frame.engine_version, strict=True)
+        factors = np.array([(self.model_types.get((e, m), 0.0), self.versions.get((e, v), 0.0)) for e, m, v in pairs])
+        models, versions = factors.reshape(-1, 2).T
+        return np.asarray((own + launches_s * np.expm1(models)) * np.exp(versions))
+
+    def _without_models(self, settings: Settings, rows: Array) -> tuple[Array, Array]:
+        logs = np.array([self.by_engine.get(name, self.mean) for name in settings.rows.engine[rows]])
+        return _predicted(np.exp(logs), settings, rows)
+
+
+def _predicted(terms: Array, settings: Settings, rows: Array) -> tuple[Array, Array]:
+    """Seconds of settings, and the part of launches; terms: of each setting, shape (settings, 4)."""
+    request_s, token_s, launch_s, scale = terms.T
+    launches_s = launch_s * settings.launches[rows]
+    whole = request_s + token_s * settings.of("context_tokens")[rows] + scale * settings.kernels_s[rows]
+    return whole + launches_s + launch_s * settings.collectives[rows], launches_s
+
+
+def fit(settings: Settings, rows: Array) -> EngineConstants:
+    """Constants fitted to some of the settings; rows: of booleans."""
+    from scipy.optimize import least_squares
+
+    log_s, weights = np.log(settings.of("prefill_s")[rows]), _weights(settings)[rows]
+    engines = settings.rows.engine[rows].to_numpy()
+    names = [name for name in dict.fromkeys(settings.rows.engine) if name in engines]
+    index = np.array([names.index(name) for name in engines])
+
+    def errors(point: Array) -> Array:
+        mean, apart = point[:4], point[4:].reshape(-1, 4)
+        seconds, _ = _predicted(np.exp(mean + apart[index]), settings, rows)
+        priors = (mean - _PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
+        return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors])
+
+    point = least_squares(errors, np.concatenate([_PRIOR, np.zeros(4 * len(names))]), loss="soft_l1").x
+    apart = point[4:].reshape(-1, 4)
+    found = EngineConstants(mean=point[:4], by_engine={n: point[:4] + a for n, a in zip(names, apart, strict=True)})
+    seconds, launches_s = found._without_models(settings, rows)
+    model_types = settings.rows.model_type[rows].to_numpy()
+    factors = {}
+    for engine, model_type in dict.fromkeys(zip(engines, model_types, strict=True)):
+        own = (engines == engine) & (model_types == model_type)
+
+        def off(factor: Array, own: Array = own) -> Array:
+            logs = np.log(seconds[own] + launches_s[own] * np.expm1(factor[0])) - log_s[own]
+            return np.append(weights[own] * logs / _NOISE, factor[0] / _MODEL_SD)
+
+        factors[engine, model_type] = float(least_squares(off, [0.0], loss="soft_l1").x[0])
+    found = replace(found, model_types=factors)
+    rest = weights * (log_s - np.log(found.seconds(settings, rows)))
+    versions = settings.rows.engine_version[rows].to_numpy()
+    of_version = {}
+    for engine, version in dict.fromkeys(zip(engines, versions, strict=True)):
+        own = (engines == engine) & (versions == version)
+        if version[:1].isdigit():
+            of_version[engine, version] = float(rest[own].sum() / (weights[own].sum() + _VERSION_ROWS))
+    return replace(found, versions=of_version)
+
+
+def _weights(settings: Settings) -> Array:
+    mode = settings.of("mode") if "mode" in settings.rows else np.full(len(settings), "agg")
+    return np.where(mode == "disagg", _DISAGGREGATED, 1.0)
+
+
+def left_out(settings: Settings, split: str) -> Array:
+    """Predictions of each setting by a fit without its model, GPU or version; of "engine", by the others' mean."""
+    groups, seconds = settings.group(split), np.zeros(len(settings))
+    for group in np.unique(groups):
+        own = groups == group
+        seconds[own] = fit(settings, ~own).seconds(settings, own)
+    return seconds
+
+
+def half_left_out(settings: Settings, seed: int = 0) -> Array:
+    """Log errors of settings by fits to the other half, all halves together."""
+    columns = ["model", "gpu", "engine", "engine_version", "precision", "tp", "moe_ep"]
+    groups, rng = settings.rows.groupby(columns).ngroup().to_numpy(), np.random.default_rng(seed)
+    logs = []
+    for _ in range(_HALVES // 2):
+        order = rng.permutation(groups.max() + 1)
+        first = np.isin(groups, order[: len(order) // 2])
+        logs += [log_errors(settings, fit(settings, ~half).seconds(settings, half), half) for half in (first, ~first)]
+    return np.concatenate(logs)
+
+
+def log_errors(settings: Settings, seconds: Array, rows: Array | slice = slice(None)) -> Array:
+    """log(predicted / measured)."""
+    return np.asarray(np.log(seconds) - np.log(settings.of("prefill_s")[rows]))
+
+
+# -- the records
+
+
+def widths_of(logs: Array) -> tuple[float, float]:
+    """log(predicted / measured) that a tenth of the errors exceeds, and log(measured / predicted) likewise."""
+    below, above = np.quantile(logs, [0.1, 0.9])
+    return _rounded(max(0.0, float(above))), _rounded(max(0.0, float(-below)))
+
+
+def records(settings: Settings) -> list[Engine]:
+    """The engines' records and `serving`."""
+    every = np.ones(len(settings), dtype=bool)
+    constants = fit(settings, every)
+    splits = {split: log_errors(settings, left_out(settings, split)) for split in SPLITS}
+    made = [_record(settings, constants, name, splits) for name in ENGINES]
+    others = log_errors(settings, left_out(settings, "engine"))
+    base = load_engine(PRIOR_ENGINE)
+    spread = np.std([constants.by_engine[name] for name in ENGINES], axis=0, ddof=1)
+    terms = _terms(constants.mean)
+    deviations = dict(
+        zip(TERMS, (_rounded(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)), strict=True)
+    )
+    fit_of = _fit_of(settings, log_errors(settings, constants.seconds(settings, every)), others, "engine")
+    made.append(
+        replace(
+            base,
+            **terms,
+            spread=deviations | {"collective_s": deviations["launch_s"]},
+            fit=replace(fit_of, widths={"setting": widths_of(others)}),
+            provenance=_PROVENANCE,
+        )
+    )
+    return made
+
+
+_LEAST = (0.5, 0.5, 0.3, 0.05)  # standard deviations of terms between engines, of which there are three
+_PROVENANCE = {"command": "python -m validate.silicon SETTINGS.csv --configs FOLDER --fit"}
+
+
+def _terms(logs: Array) -> dict[str, Any]:
+    request_s, token_s, launch_s, scale = (_rounded(value) for value in np.exp(logs))
+    seconds = {"request_s": request_s, "token_s": token_s, "launch_s": launch_s, "collective_s": launch_s}
+    return {"host": replace(NO_HOST, **seconds), "kernel_scale": {OTHER_GPU: scale}}
+
+
+def _record(
+    settings: Settings,
+    constants: EngineConstants,
+    name: str,
+    splits: dict[str, Array],
+) -> Engine:
+    """One engine's record."""
+    own = settings.of("engine") == name
+    widths = {split: widths_of(logs[own]) for split, logs in splits.items()}
+    frame = settings.rows[own]
+    after = log_errors(settings, constants.seconds(settings, own), own)
+    fit_of = _fit_of(settings, after, splits["model"][own], "model")
+    return replace(
+        load_engine(name),
+        **_terms(constants.by_engine[name]),
+        model_types={m: _rounded(np.exp(f)) for (e, m), f in sorted(constants.model_types.items()) if e == name},
+        gpus=tuple(sorted(set(frame.gpu))),
+        versions={v: _rounded(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name},
+        spread=dict(zip(TERMS, (0.3, 0.3, 0.3, 0.05), strict=True)) | {"collective_s": 0.3},
+        fit=replace(fit_of, num_rows=int(own.sum()), widths=widths),
+        provenance=_PROVENANCE,
+    )
+
+
+def _fit_of(settings: Settings, after: Array, without: Array, split: str) -> EngineFit:
+    sizes, left = np.abs(np.expm1(after)), np.abs(np.expm1(without))
+    low, high = widths_of(without)
+    return EngineFit(
+        source="NVIDIA AISimulate 0.13, silicon_sample.csv (InferenceX and NVIDIA's runs): 128 settings of 8 models",
+        num_rows=len(after),
+        mape=_rounded(sizes.mean()),
+        median_ape=_rounded(np.median(sizes)),
+        left_out_mape=_rounded(left.mean()),
+        left_out_median_ape=_rounded(np.median(left)),
+        left_out=split,
+        log_sd=_rounded(np.std(without)),
+        coverage=_rounded(np.mean((without <= low) & (-without <= high))),
+    )
+
+
+def _rounded(value: Any) -> float:
+    return float(f"{float(value):.4g}")
+
+
+def held_coverage(logs: Array, groups: Array) -> float:
+    """Share of settings inside a width that the errors of all other groups give."""
+    inside = []
+    for group in np.unique(groups):
+        own = groups == group
+        shorter, longer = widths_of(logs[~own])
+        inside.append((logs[own] <= shorter) & (-logs[own] <= longer))
+    return float(np.mean(np.concatenate(inside)))
+
+
+# -- the page
+
+
+def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
+    """Median errors of predictors by engine, model, GPU, precision, length and TP; rows with a prediction of each."""
+    measured_s = settings.of("prefill_s")
+    errors = {name: np.abs(seconds / measured_s - 1) for name, seconds in predictors.items()}
+    known = np.all([np.isfinite(one) for one in errors.values()], axis=0)
+    groups: list[tuple[str, Array]] = [("all", known)]
+    for column in ("engine", "model", "gpu", "precision", "nominal_isl", "tp"):
+        values = settings.of(column) if column in settings.rows else np.array([])
+        groups += [(f"{column} {value}", known & (values == value)) for value in dict.fromkeys(values.tolist())]
+    rows = [
+        (title, int(rows.sum()), *(f"{np.median(one[rows]):.1%}" for one in errors.values()))
+        for title, rows in groups
+        if rows.any()
+    ]
+    return table(("settings", "number", *errors), rows)
+
+
+def page(settings: Settings, predictors: dict[str, Array], others: Sequence[OtherPrefill] = ()) -> list[str]:
+    """Lines of docs/results/silicon.md."""
+    measured_s = settings.of("prefill_s")
+    splits = {f"{split} left out": left_out(settings, split) for split in SPLITS}  # "setting left out" first
+    half = np.abs(np.expm1(half_left_out(settings)))
+    shipped = shipped_seconds(settings)
+    prior = left_out(settings, "engine")
+    kvrsim = {"kvrsim, records as shipped": shipped} | {f"kvrsim, {name}": values for name, values in splits.items()}
+    kvrsim["kvrsim, `serving` of the other engines"] = prior
+    rows = []
+    for name, seconds in (kvrsim | predictors).items():
+        known = np.isfinite(seconds)
+        errors = np.abs(seconds[known] / measured_s[known] - 1)
+        by_engine = [np.median(np.abs(seconds / measured_s - 1)[known & (settings.of("engine") == e)]) for e in ENGINES]
+        logs = np.log(seconds[known] / measured_s[known])
+        groups = settings.group(name.split(", ")[1].split()[0] if "left out" in name else "model")[known]
+        inside = f"{held_coverage(logs, groups):.0%}"
+        rows.append((name, len(errors), f"{np.median(errors):.1%}", *(f"{one:.1%}" for one in by_engine), inside))
+    return fill(
+        "silicon",
+        splits=table(("predictor", "settings", "median error", *ENGINES, "inside"), rows),
+        half=f"{np.median(half):.1%}",
+        groups=score(settings, {"kvrsim, model left out": splits["model left out"], **predictors}),
+        count=len(settings),
+        others=other_lines(others),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPrefill:
+    """A prefill of another source, predicted by the record of its engine."""
+
+    case: str
+    tokens: int  # of all prompts
+    measured_s: float
+    ttft_s: float
+    inside: bool  # the 80 % interval
+
+
+def read_others(path: Path) -> list[OtherPrefill]:
+    """The prefills of a file that kvrsim can predict, by the engines of ENGINES; columns as of prefills_2026.csv."""
+    import pandas
+
+    found = []
+    for row in pandas.read_csv(path).to_dict("records"):
+        engine = {"tensorrt-llm": "trtllm"}.get(row["engine"].lower(), row["engine"].lower())
+        gpus = [gpu for gpu in _PROFILES if gpu in re.sub("[^a-z0-9]", "", row["gpu"].lower())]
+        if engine not in ENGINES or not gpus or not str(row["n_gpus"]).isdigit() or "do not use" in str(row["note"]):
+            continue
+        cluster, profile = _PROFILES[gpus[0]]
+        try:
+            result = run_simulation(
+                make_scenario(
+                    ctx=int(row["context"]),
+                    batch=int(row["batch"]),
+                    gpus=int(row["n_gpus"]),
+                    model=_SAME_SHAPE.get(row["model"], row["model"]),
+                    cluster=cluster,
+                    profile=profile,
+                    engine=engine,
+                    dtype="fp8" if row["dtype"] == "fp8" else None,
+                )[0],
+                strategy="single" if row["strategy"] == "single" else "tp",
+            )
+        except InputError:
+            continue
+        case = f"{row['model']} {row['context']} x {row['batch']} on {row['n_gpus']} {row['gpu']}, {row['engine']}"
+        inside = result.ttft_low_s <= row["value"] <= result.ttft_high_s
+        tokens = int(row["context"]) * int(row["batch"])
+        found.append(
+            OtherPrefill(case=case, tokens=tokens, measured_s=row["value"], ttft_s=result.ttft_s, inside=inside)
+        )
+    return found
+
+
+_PROFILES = {  # cluster and profile by a part of the GPU's name; the first that fits
+    "a100sxm40": ("a100-40gb-nvlink", "a100-flash"),
+    "a100": ("a100-nvlink", "a100-flash"),
+    "a800": ("a800-nvlink", "a100-flash"),
+    "h100": ("h100-nvlink", "h100-flash"),
+    "h200": ("h200-nvlink", "h200-flash"),
+    "gb300": ("gb300-nvlink5", "gb300-flash"),
+    "b200": ("b200-nvlink5", "b200-flash"),
+    "rtxpro6000": ("rtx-6000-pcie", "rtx-pro-6000-flash"),
+}
+_SAME_SHAPE = {"qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "qwen3.6-27b": "qwen3.5-27b", "glm-5.2-fp8": "glm-5"}
+_LEAST_SHORT = (0.3, 0.7)  # width below 512 tokens without prefills that say it
+
+
+def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
+    """The width below 512 tokens, which no setting has: of the prefills of other sources."""
+    logs = np.array([math.log(one.ttft_s / one.measured_s) for one in others if one.tokens < SHORT_TOKENS])
+    shorter, longer = widths_of(logs) if len(logs) else _LEAST_SHORT
+    return max(shorter, _LEAST_SHORT[0]), max(longer, _LEAST_SHORT[1])
+
+
+def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
+    """A table of all, after their median errors."""
+    lines = []
+    for title, own in (
+        (f"{SHORT_TOKENS} tokens and more", [one for one in others if one.tokens >= SHORT_TOKENS]),
+        (f"below {SHORT_TOKENS} tokens", [one for one in others if one.tokens < SHORT_TOKENS]),
+    ):
+        if own:
+            error = np.median([abs(one.ttft_s / one.measured_s - 1) for one in own])
+            inside = np.mean([one.inside for one in own])
+            lines.append(f"- {title}: {len(own)} prefills, median error {error:.1%}, {inside:.0%} inside.")
+    rows = [
+        (one.case, f"{one.measured_s:.3g}", f"{one.ttft_s:.3g}", f"{one.ttft_s / one.measured_s - 1:+.0%}")
+        for one in others
+    ]
+    return [*lines, "", *table(("prefill", "measured s", "predicted s", "error"), rows)]
+
+
+def shipped_seconds(settings: Settings) -> Array:
+    """Predictions by the records that ship."""
+    every = np.ones(len(settings), dtype=bool)
+    engines = {name: load_engine(name) for name in ENGINES}
+    logs = {
+        name: np.log([e.host.request_s, e.host.token_s, e.host.launch_s, e.kernel_scale[OTHER_GPU]])
+        for name, e in engines.items()
+    }
+    constants = EngineConstants(
+        mean=_PRIOR,
+        by_engine=logs,
+        model_types={(n, m): float(np.log(f)) for n, e in engines.items() for m, f in e.model_types.items()},
+        versions={(n, v): float(np.log(f)) for n, e in engines.items() for v, f in e.versions.items()},
+    )
+    return constants.seconds(settings, every)
+
+
+def _write(engines: Sequence[Engine], short: tuple[float, float]) -> None:
+    """Write the records with a width for prompts below 512 tokens."""
+    for engine in engines:
+        assert engine.fit is not None
+        fit_of = replace(engine.fit, widths={**engine.fit.widths, "short": short})
+        replace(engine, fit=fit_of).write(RECORDS / f"{engine.name}.json")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fit the records with --fit, and write the page."""
+    parser = ArgumentParser(prog="python -m validate.silicon", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
+    parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--prefills", type=Path, metavar="FILE.csv", help="prefills of other sources, never fitted")
+    parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="another predictor: a column prefill_s")
+    parser.add_argument("--fit", action="store_true", help="fit the engines and rewrite their records")
+    options = parser.parse_args(arguments)
+    settings = read_settings(options.settings, options.configs)
+    engines = records(settings) if options.fit else []
+    _write(engines, _LEAST_SHORT)
+    others = read_others(options.prefills) if options.prefills else []
+    _write(engines, short_width(others))
+    predictors = {}
+    if "aisimulate_static_s" in settings.rows:
+        predictors["AISimulate 0.13, static"] = settings.of("aisimulate_static_s").astype(float)
+    if options.predictions:
+        import pandas
+
+        predictors[options.predictions.stem] = pandas.read_csv(options.predictions)["prefill_s"].to_numpy(float)
+    write_page(PAGE, page(settings, predictors, others))
+    print(f"{PAGE}: {len(settings)} settings")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
