@@ -30,7 +30,7 @@ import numpy as np
 from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.errors import InputError
-from kvrsim.program import Array
+from kvrsim.program import Array, Flags
 from planner.simulate import run_simulation
 from validate.report import RESULTS, fill, run_command, table, write_page
 
@@ -133,7 +133,7 @@ class EngineConstants:
     model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on launch_s
     versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on all seconds
 
-    def seconds(self, settings: Settings, rows: Array) -> Array:
+    def seconds(self, settings: Settings, rows: Flags) -> Array:
         """Predicted prefills of some of the settings."""
         own, launches_s = self._without_models(settings, rows)
         frame = settings.rows[rows]
@@ -142,12 +142,12 @@ class EngineConstants:
         models, versions = factors.reshape(-1, 2).T
         return np.asarray((own + launches_s * np.expm1(models)) * np.exp(versions))
 
-    def _without_models(self, settings: Settings, rows: Array) -> tuple[Array, Array]:
+    def _without_models(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
         logs = np.array([self.by_engine.get(name, self.mean) for name in settings.rows.engine[rows]])
         return _predicted(np.exp(logs), settings, rows)
 
 
-def _predicted(terms: Array, settings: Settings, rows: Array) -> tuple[Array, Array]:
+def _predicted(terms: Array, settings: Settings, rows: Flags) -> tuple[Array, Array]:
     """Seconds of settings, and the part of launches; terms: of each setting, shape (settings, 4)."""
     request_s, token_s, launch_s, scale = terms.T
     launches_s = launch_s * settings.launches[rows]
@@ -155,7 +155,7 @@ def _predicted(terms: Array, settings: Settings, rows: Array) -> tuple[Array, Ar
     return whole + launches_s + launch_s * settings.collectives[rows], launches_s
 
 
-def fit(settings: Settings, rows: Array) -> EngineConstants:
+def fit(settings: Settings, rows: Flags) -> EngineConstants:
     """Constants fitted to some of the settings; rows: of booleans."""
     from scipy.optimize import least_squares
 
@@ -221,7 +221,7 @@ def half_left_out(settings: Settings, seed: int = 0) -> Array:
     return np.concatenate(logs)
 
 
-def log_errors(settings: Settings, seconds: Array, rows: Array | slice = slice(None)) -> Array:
+def log_errors(settings: Settings, seconds: Array, rows: Flags | slice = slice(None)) -> Array:
     """log(predicted / measured)."""
     return np.asarray(np.log(seconds) - np.log(settings.of("prefill_s")[rows]))
 
