@@ -542,6 +542,24 @@ class NoiseArgs(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UsersArgs(Arguments):
+    """Users who each wait for their answer before they send the next prompt."""
+
+    users: Any = option(
+        "C",
+        "Add the mean TTFT of C users at once, each with one request in flight, as benchmarks of engines report it.",
+        "Question",
+        count(4096),
+    )
+    output_tokens: Any = option("N", "With --users, mean output tokens of a request. Default: 1024.", "Question", tokens)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output_tokens is not None and self.users is None:
+            raise InputError("output_tokens", self.output_tokens, "with --users C")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolArgs(Arguments):
     """Which processes or machines share the work."""
 

@@ -22,6 +22,7 @@ from kvrsim.arguments import (
     ScenarioArgs,
     ScenariosArgs,
     SimulateArgs,
+    UsersArgs,
     checked,
     count,
     flag,
@@ -45,11 +46,12 @@ if TYPE_CHECKING:
 _jobs = count(4096)
 
 
-@takes(ScenarioArgs, PlanArgs, NoiseArgs, timeline=flag, on_progress=function)
+@takes(ScenarioArgs, PlanArgs, NoiseArgs, UsersArgs, timeline=flag, on_progress=function)
 def plan(
     args: ScenarioArgs,
     compared: PlanArgs,
     noise: NoiseArgs,
+    users: UsersArgs,
     *,
     timeline: bool = False,
     on_progress: OnProgress | None = None,
@@ -83,10 +85,11 @@ def plan(
     ('zigzag', (2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048))
     """
     from planner.candidates import Search
+    from planner.decode import with_users
     from planner.plan import make_plan
 
     scenario, warnings = build_scenario(args)
-    return make_plan(
+    result = make_plan(
         scenario,
         strategies=compared.strategies,
         search=Search(
@@ -97,10 +100,13 @@ def plan(
         warnings=warnings,
         seed=noise.seed,
     )
+    return with_users(result, scenario, users)
 
 
-@takes(ScenarioArgs, SimulateArgs, NoiseArgs, timeline=flag)
-def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timeline: bool = False) -> SimResult:
+@takes(ScenarioArgs, SimulateArgs, NoiseArgs, UsersArgs, timeline=flag)
+def simulate(
+    args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, users: UsersArgs, *, timeline: bool = False
+) -> SimResult:
     """Simulate one strategy's prefill.
 
     The strategy may be a Strategy object. Under noise, `noisy` of the result is the distribution of TTFT.
@@ -127,11 +133,12 @@ def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timelin
     (2048, 2048)
     """
     from planner.candidates import Search
+    from planner.decode import with_users
     from planner.simulate import run_simulation
 
     scenario, warnings = build_scenario(args)
     record: Any = [*["timeline"] * timeline, *["breakdown"] * run.breakdown]
-    return run_simulation(
+    result = run_simulation(
         scenario,
         strategy=run.strategy,
         search=Search(partition=run.partition, table=table_of(run.table)),
@@ -141,6 +148,7 @@ def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, *, timelin
         warnings=warnings,
         seed=noise.seed,
     )
+    return with_users(result, scenario, users)
 
 
 @takes(ScenariosArgs, strategy=named(STRATEGY), jobs=_jobs, on_progress=function)

@@ -23,6 +23,7 @@ from kvrsim.views.table import Table, Text, format_interval, format_partition, i
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvrsim.closed_loop import ClosedLoop
     from kvrsim.hardware import Cluster, MemoryLimit
     from kvrsim.memory import RankMemory
     from kvrsim.noise import Distribution
@@ -281,6 +282,13 @@ def add_notes(table: Facts, notes: Iterable[str]) -> None:
     """One row per note."""
     for note in notes:
         table.add_row(Text("note:", style="yellow"), note)
+
+
+def add_users(table: Facts, loop: ClosedLoop | None, mean_ttft_s: float | None) -> None:
+    """The mean TTFT of closed-loop users, where it was asked for."""
+    if loop is not None and mean_ttft_s is not None:
+        text = f"mean TTFT {format_seconds(mean_ttft_s)} of {loop.users} at once, {loop.output_tokens:g} output tokens"
+        table.add_row("users:", f"{text} each, {format_seconds(loop.tpot_s)} per token on the same GPUs")
 
 
 def add_misfits(table: Facts, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
+    from kvrsim.closed_loop import ClosedLoop
     from kvrsim.hardware import Cluster
     from kvrsim.noise import Distribution, Noise
     from kvrsim.results.question import Question
@@ -140,12 +141,17 @@ class StrategyPrediction(Prediction):
     layers: tuple[int, ...] | None = None  # per stage of a pipeline; None: it is no pipeline
     prefix_access: PrefixAccess | None = None  # how ranks attend to a cached prefix; None: it lies where it is used
     query_blocks: tuple[int, ...] | None = None  # per rank, of the layer that has the most; None: one attention call
+    mean_ttft_s: float | None = None  # of closed-loop users; None: nobody asked
 
     def layout_to_dict(self) -> dict[str, Any]:
         """A pipeline's stages, query blocks, and the access to a cached prefix that lies elsewhere, as JSON values."""
         access = {} if self.prefix_access is None else {"prefix_access": self.prefix_access}
         blocks = {} if self.query_blocks is None else {"query_blocks": list(self.query_blocks)}
-        return stages_to_json(self.partition, self.layers) | blocks | access
+        return stages_to_json(self.partition, self.layers) | blocks | access | self.users_to_dict()
+
+    def users_to_dict(self) -> dict[str, Any]:
+        """The mean TTFT of closed-loop users, where it was asked for, as JSON values."""
+        return {} if self.mean_ttft_s is None else {"mean_ttft_s": self.mean_ttft_s}
 
 
 def stages_to_json(partition: tuple[int, ...], layers: tuple[int, ...] | None) -> dict[str, Any]:
@@ -187,6 +193,7 @@ class SimResult(StrategyPrediction, Answer):
     breakdown: Breakdown | None = field(default=None, repr=False)
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
     noisy: Distribution | None = None  # TTFTs of all samples
+    users: ClosedLoop | None = None  # that `mean_ttft_s` is of
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
@@ -198,7 +205,7 @@ class SimResult(StrategyPrediction, Answer):
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
             content["noise"] = {"spec": self.noise.name, **self.noise.to_dict()} | self.noisy.to_dict()
-        return content
+        return content | ({} if self.users is None else {"users": fields_to_json(self.users)})
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per rank."""
@@ -309,6 +316,7 @@ class Plan(Answer):
     timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of all strategies
     noise: NoiseReport | None = None  # where it was planned for a noise
     shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit
+    users: ClosedLoop | None = None  # that every strategy's `mean_ttft_s` is of
 
     @property
     def feasible(self) -> bool:
@@ -350,11 +358,12 @@ class Plan(Answer):
         chosen = ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus")
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
-        about = {key: first[key] for key in chosen} | {"ties": list(self.ties)}
+        about = {key: first[key] for key in chosen} | {"ties": list(self.ties)} | self.first.users_to_dict()
         content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
         content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
         content |= fields_to_json(self, "interval_coverage", "shortfall")
         content["warnings"] = list(self.warnings)
+        content |= {} if self.users is None else {"users": fields_to_json(self.users)}
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 
     def to_frame(self) -> pandas.DataFrame:

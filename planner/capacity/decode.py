@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from kvrsim.compile import for_strategy
-from kvrsim.ends import head
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Array, work_s
-from kvrsim.scenario import MAX_BATCH, Request, Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.program import Array
+from kvrsim.scenario import MAX_BATCH, Scenario
 from kvrsim.units import format_bandwidth
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Lengths, Workload
+from planner.decode import decoding_rank, step_s
 from planner.grid import largest
 
 MEANING = (
@@ -213,25 +211,3 @@ def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, 
     if math.isfinite(fastest_s):
         reason = f"a step of one sequence takes at least {1e3 * fastest_s:.3g} ms"
     return f"no group decodes at {1e3 * tpot_s:g} ms a token: {reason}"
-
-
-def step_s(per_rank: Scenario, batch: int, context: int) -> float:
-    """Seconds of one step: a token of each of `batch` sequences behind `context` tokens each."""
-    request = replace(per_rank.request, context_len=context, cached_prefix=context - 1, batch=batch)
-    scenario = replace(per_rank, request=request)
-    one, keys, cost = np.ones(1), np.full(1, float(context)), scenario.cost
-    layers, group, host = scenario.layer_costs(cost), scenario.group, scenario.host
-    device_s = 0.0
-    for kind in scenario.share.layer_kind_index:
-        costs = layers[kind]
-        device_s += float((costs.qkv_s(one) + costs.decode_attention_s(keys) + costs.output_mlp_s(one))[0])
-        if group is not None:
-            nbytes = one * float(batch * scenario.share.hidden_size * request.dtype_bytes)
-            device_s += costs.num_sums * float((host.collective_s + group.all_reduce_s(nbytes))[0])
-    return host.step_s + device_s + sum(float(work_s(op)[0]) for op in head(scenario, one, cost))
-
-
-def decoding_rank(scenario: Scenario, size: int) -> Scenario:
-    """The scenario of one rank of a group that decodes."""
-    request = Request(context_len=1, dtype=scenario.request.dtype)
-    return for_strategy(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"])

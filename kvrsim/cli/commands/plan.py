@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs
+from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs
 from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn, write_files
 from kvrsim.cli.progress import Progress
@@ -16,6 +16,7 @@ from kvrsim.cli.text import (
     Facts,
     add_misfits,
     add_notes,
+    add_users,
     blocks_text,
     coverage_text,
     facts,
@@ -46,10 +47,11 @@ if TYPE_CHECKING:
     from planner.deploy import Launch
 
 
-@takes(ScenarioArgs, PlanArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, OutputArgs)
+@takes(ScenarioArgs, PlanArgs, UsersArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, OutputArgs)
 def plan(
     args: ScenarioArgs,
     compared: PlanArgs,
+    users: UsersArgs,
     noise: NoiseArgs,
     workers: PoolArgs,
     deploy: DeployArgs,
@@ -69,6 +71,7 @@ def plan(
     from kvrsim.builder import build_scenario
     from planner.api import disturbance_of, table_of
     from planner.candidates import Search
+    from planner.decode import with_users
     from planner.plan import make_plan
 
     disturbance = disturbance_of(noise)
@@ -89,6 +92,7 @@ def plan(
             warnings=warnings,
             seed=noise.seed,
         )
+    result = with_users(result, scenario, users)
     launch = None
     if deploy.emit is not None:
         from planner.deploy import launch_of
@@ -114,6 +118,7 @@ def show_plan(plan: Plan, launch: Launch | None = None) -> None:
         show_launch(launch)
     answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
     answer.add_row("best:", headline(_headline(plan)))
+    add_users(answer, plan.users, plan.first.mean_ttft_s)
     for label, line in (*_best_facts(plan), *_engines(plan)):
         answer.add_row(label, line)
     for label, line in (*_pipelines(plan), *_kvr(plan)):

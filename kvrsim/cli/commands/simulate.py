@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs
+from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs, UsersArgs
 from kvrsim.cli.options import OutputArgs, PageArgs, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
@@ -14,6 +14,7 @@ from kvrsim.cli.text import (
     Part,
     add_misfits,
     add_notes,
+    add_users,
     blocks_text,
     coverage_text,
     facts,
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
 
 
-@takes(ScenarioArgs, SimulateArgs, NoiseArgs, PageArgs, OutputArgs)
-def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: PageArgs, output: OutputArgs) -> None:
+@takes(ScenarioArgs, SimulateArgs, UsersArgs, NoiseArgs, PageArgs, OutputArgs)
+def simulate(
+    args: ScenarioArgs, run: SimulateArgs, users: UsersArgs, noise: NoiseArgs, files: PageArgs, output: OutputArgs
+) -> None:
     """Simulate one strategy's prefill, rank by rank.
 
     Prints what each rank computes, waits for, sends and holds.
@@ -51,6 +54,7 @@ def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: Pag
     from kvrsim.builder import build_scenario
     from planner.api import disturbance_of, table_of
     from planner.candidates import Search
+    from planner.decode import with_users
     from planner.simulate import run_simulation
 
     disturbance = disturbance_of(noise)
@@ -68,6 +72,7 @@ def simulate(args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, files: Pag
             warnings=warnings,
             seed=noise.seed,
         )
+    result = with_users(result, scenario, users)
     print_answer(output, result.to_dict, "per_rank", lambda: show_simulation(result, scenario), without=("memory",))
     if timeline := result.timeline:
         write_files(
@@ -85,6 +90,7 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     limit = scenario.memory_limit.nbytes
     answer, table = facts(), facts()
     answer.add_row("TTFT:", headline(_ttft(result, limit)))
+    add_users(answer, result.users, result.mean_ttft_s)
     if result.layers is not None:
         answer.add_row("pipeline:", stages_text(result.partition, result.layers))
     elif len(result.partition) > 1:

@@ -14,9 +14,10 @@ from kvrsim.cli import main as cli
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Scenario
-from planner.capacity.decode import DecodeFleet, Decoding, Sequences, Transfer, decode_fleet, decoding_rank, step_s
+from planner.capacity.decode import DecodeFleet, Decoding, Sequences, Transfer, decode_fleet
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Workload
+from planner.decode import decoding_rank, step_s
 
 LARGE = {"model": "llama-3.1-70b", "cluster": "h100-nvlink", "profile": "h100-flash"}
 REQUESTS = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:0.5,max=4k,output=lognormal:150:0.5"

@@ -1,0 +1,83 @@
+"""Seconds of a decode step, and the mean TTFT of users of an engine that prefills and decodes on the same GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
+from kvrsim.compile import for_strategy
+from kvrsim.ends import head
+from kvrsim.errors import InputError
+from kvrsim.program import work_s
+from kvrsim.results.results import Plan, SimResult
+from kvrsim.scenario import Request, Scenario
+from kvrsim.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from kvrsim.arguments import UsersArgs
+
+_Result = TypeVar("_Result", Plan, SimResult)
+
+
+def with_users(result: _Result, scenario: Scenario, asked: UsersArgs) -> _Result:
+    """The same result with the mean TTFT of closed-loop users; as it is without users.
+
+    Raises InputError where a prefill has several sequences: users send one prompt each.
+    """
+    if asked.users is None:
+        return result
+    if scenario.request.batch > 1:
+        raise InputError("users", asked.users, "with --batch 1: each user sends one prompt")
+    loop = closed_loop(scenario, asked.users, asked.output_tokens or OUTPUT_TOKENS)
+    options = (*result.question.options, ("users", loop.users), ("output_tokens", round(loop.output_tokens)))
+    question = replace(result.question, options=options)
+    if isinstance(result, SimResult):
+        return replace(result, question=question, users=loop, mean_ttft_s=loop.mean_ttft_s(result.ttft_s))
+    results = {one.strategy: replace(one, mean_ttft_s=loop.mean_ttft_s(one.ttft_s)) for one in result.strategies}
+    first = results[result.first.strategy]
+    return replace(result, question=question, users=loop, strategies=tuple(results.values()), first=first)
+
+
+def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoop:
+    """Users of the scenario's GPUs, which decode for all of them with the widest tensor parallelism they allow.
+
+    TPOT is a step of as many sequences as there are users, at the mean context of decoding.
+    """
+    context = scenario.request.context_len + output_tokens // 2
+    for size in range(scenario.num_gpus, 0, -1):
+        try:
+            per_rank = decoding_rank(scenario, size)
+        except InputError:  # heads that do not divide, or a group over several nodes
+            continue
+        break
+    return ClosedLoop(users=users, tpot_s=step_s(per_rank, users, context), output_tokens=output_tokens)
+
+
+def step_s(per_rank: Scenario, batch: int, context: int) -> float:
+    """Seconds of one step: a token of each of `batch` sequences behind `context` tokens each.
+
+    Engines replay a graph of a step's kernels, so launches take no time of their own.
+    """
+    request = replace(per_rank.request, context_len=context, cached_prefix=context - 1, batch=batch)
+    scenario = replace(per_rank, request=request)
+    if scenario.host.launch_s:
+        scenario = scenario.with_host(replace(scenario.host, launch_s=0.0, collective_s=0.0))
+    one, keys, cost = np.ones(1), np.full(1, float(context)), scenario.cost
+    layers, group, host = scenario.layer_costs(cost), scenario.group, scenario.host
+    device_s = 0.0
+    for kind in scenario.share.layer_kind_index:
+        costs = layers[kind]
+        device_s += float((costs.qkv_s(one) + costs.decode_attention_s(keys) + costs.output_mlp_s(one))[0])
+        if group is not None:
+            nbytes = one * float(batch * scenario.share.hidden_size * request.dtype_bytes)
+            device_s += costs.num_sums * float((host.collective_s + group.all_reduce_s(nbytes))[0])
+    return host.step_s + device_s + sum(float(work_s(op)[0]) for op in head(scenario, one, cost))
+
+
+def decoding_rank(scenario: Scenario, size: int) -> Scenario:
+    """The scenario of one rank of a group that decodes."""
+    request = Request(context_len=1, dtype=scenario.request.dtype)
+    return for_strategy(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"])
