@@ -551,7 +551,9 @@ class UsersArgs(Arguments):
         "Question",
         count(4096),
     )
-    output_tokens: Any = option("N", "With --users, mean output tokens of a request. Default: 1024.", "Question", tokens)
+    output_tokens: Any = option(
+        "N", "With --users, mean output tokens of a request. Default: 1024.", "Question", tokens
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,6 @@ memory, the mean grows faster than this.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,5 +65,7 @@ def prefill_of_means(means: Iterable[tuple[ClosedLoop, float]]) -> float | None:
     The median of what each says (the geometric mean of the middle two), so that one run with stalls does not
     count. None where none says anything.
     """
+    from statistics import median  # its imports cost the start of every command
+
     logs = [math.log(one) for loop, mean_s in means if (one := loop.prefill_s(mean_s)) is not None]
-    return math.exp(statistics.median(logs)) if logs else None
+    return math.exp(median(logs)) if logs else None

@@ -72,7 +72,7 @@ def test_a_verdict_depends_on_the_share_and_says_so() -> None:
         kvrsim.plan(**about, strategies=["single"], memory_fraction=fraction) for fraction in (0.9, "0.96")
     )
     assert (default.feasible, larger.feasible) == (False, True)
-    assert default.best.memory == larger.best.memory
+    assert default.first.memory == larger.best.memory
     (note,) = (note for note in default.warnings if "does not fit" in note)
     assert note == "single does not fit: rank 0 over 71.7 GiB (worst 75.3 GiB)"
     told = default.to_dict()
