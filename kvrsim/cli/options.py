@@ -30,7 +30,7 @@ from kvrsim.arguments import (
 )
 from kvrsim.choices import DEPLOY_ENGINES, DEVICES, RANK_BACKENDS
 from kvrsim.errors import InputError
-from kvrsim.units import parse_seconds, parse_share
+from kvrsim.units import parse_seconds
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -227,13 +227,7 @@ class HardwareArgs(Arguments):
     warmups: Any = option(
         "N", "Unmeasured prefills of each candidate before them.", "Measurement", count(10_000, least=0), 1
     )
-    side_traffic: Any = option(
-        "SHARE",
-        "Share of the emulated links' time (--link-bandwidth) that other traffic takes, such as 0.3.",
-        "Measurement",
-        quantity(parse_share, below=1),
-        "0",
-    )
+    other_machine: Any = switch("Measure although the profile is of another machine.", "Measurement")
     timeout: Any = option(
         "TIME",
         "Longest wait of a rank for a message. Default: from the prediction.",
@@ -279,7 +273,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
         warmups=hardware.warmups,
         seed=hardware.seed,
         emulated=emulated,
-        traffic_share=hardware.side_traffic,
+        other_machine=hardware.other_machine,
         timeout_s=hardware.timeout,
     )
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 import time
 from pathlib import Path
-
-import torch
 
 from kvrsim.choices import DEVICES
 from kvrsim.errors import InputError
@@ -18,10 +14,13 @@ from kvrsim.version import __version__
 
 # Cores that other processes may keep busy without disturbing a measurement: a part of one, or a share of a large host.
 _BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
+_LEAST_ACCOUNTED_S = 0.2  # of a sample; for shorter ones the system's CPU accounting is too coarse
 
 
 def num_gpus() -> int:
     """Return the number of GPUs that torch sees here."""
+    import torch
+
     return int(torch.cuda.device_count())
 
 
@@ -52,9 +51,19 @@ def cpu_name() -> str:
     return names[0] if names and names[0] else platform.processor() or platform.machine() or "CPU"
 
 
+def device_name(device: str) -> str:
+    """Return the name of this machine's GPU, or of its CPU."""
+    if device == "cuda":
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return f"CPU ({cpu_name()})"
+
+
 def versions() -> dict[str, str]:
     """Return the versions that measured times and messages depend on."""
-    import transformers  # slow to import, and only its version is needed
+    import torch
+    import transformers
 
     return {
         "kvrsim": __version__,
@@ -70,38 +79,19 @@ def busy_cores() -> float:
     return max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1))
 
 
-def others_on_gpus(nvidia_smi: str | None = None) -> tuple[str, ...]:
-    """Return the processes on this machine's GPUs, such as "python (pid 7, 4096 MiB)"; () without nvidia-smi.
+def is_busy(sample_s: float, other_cores: float | None) -> bool:
+    """Whether other processes used this machine during a sample; False where CPU accounting cannot tell."""
+    return other_cores is not None and sample_s >= _LEAST_ACCOUNTED_S and other_cores > busy_cores()
 
-    Call it before the ranks start: other processes of the same torchrun are left out. Of several GPUs, those that
-    CUDA_VISIBLE_DEVICES names.
-    """
-    tool = nvidia_smi or shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    command = [tool, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible:
-        command.append(f"--id={visible}")
+
+def free_memory() -> float:
+    """Return the bytes of this host's memory that a new process can use without swapping."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
-    processes = [row for row in rows if len(row) == 3 and row[0].isdigit()] if done.returncode == 0 else []
-    others = [(name, pid, used) for pid, name, used in processes if not _is_own(int(pid))]
-    return tuple(f"{os.path.basename(name)} (pid {pid}, {used})" for name, pid, used in others)
-
-
-def _is_own(pid: int) -> bool:
-    """Whether a process is this one, or was started by the same torchrun."""
-    if pid == os.getpid():
-        return True
-    try:
-        parent = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1]
-    except (OSError, IndexError):
-        return False
-    return "RANK" in os.environ and parent == str(os.getppid())
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return 1024.0 * float(kib)
 
 
 class HostLoad:

@@ -9,16 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as functional
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, Layout, StateLayout
 
@@ -251,12 +242,6 @@ class PrefixCache(Cache):  # type: ignore[misc]
                 buffer.fill_randomly(generator)
         return cls(buffers, listener)
 
-    def to_dynamic_cache(self) -> Any:
-        """Copy what is kept up to the end of the chunk into layers of transformers that grow: for `generate`."""
-        dynamic = DynamicCache()
-        dynamic.layers, dynamic.layer_class_to_replicate = [_dynamic(buffer) for buffer in self.buffers], None
-        return dynamic
-
     def parts(self) -> Iterator[tuple[Any, Any] | None]:
         """Yield what each layer keeps up to the end of the chunk: K and V in the model's own layout, or its states."""
         for buffer in self.buffers:
@@ -325,21 +310,3 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.buffer.recurrent.copy_(recurrent_states)
         self.listener.after_scan(self.index)
         return self.buffer.recurrent
-
-
-def _dynamic(buffer: Buffer) -> Any:
-    """Return the buffer as a layer of transformers' dynamic cache."""
-    if buffer is None:
-        return DummyLayer()
-    if isinstance(buffer, StateBuffer):
-        state = LinearAttentionLayer()
-        kernel = buffer.layout.conv_tokens + 1  # transformers keeps one input more, which no token needs
-        state.update_conv_state(functional.pad(buffer.conv, (1, 0)), conv_kernel_size=kernel)
-        state.update_recurrent_state(buffer.recurrent)
-        return state
-    window = buffer.layout.sliding_window
-    layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
-    layer.update(*buffer.parts())
-    if window is not None:
-        layer.cumulative_length = buffer.chunk.end
-    return layer

@@ -223,7 +223,6 @@ class RankTrace:
     start_s: float  # time.monotonic() of the first mark; processes of one host share this clock
     marks: tuple[Mark, ...]  # empty where the rank took no part
     emits_token: bool = False  # whether the rank has the first token, so that it runs the head
-    tokens: tuple[int, ...] | None = None  # first token of each prompt; None on other ranks
 
     @property
     def end_s(self) -> float:

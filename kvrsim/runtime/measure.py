@@ -1,31 +1,24 @@
-"""Prefills on the ranks: measured in turn, compared with one process, and what all ranks are given to do."""
+"""Prefills on the ranks: measured in turn, and compared with one process."""
 
 from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from kvrsim.choices import Attention
-from kvrsim.errors import InputError
-from kvrsim.interp import interquartile_range
-from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import Exchange, exchange_of
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
-from kvrsim.runtime.geometry import DTYPES, Geometry, KvLayout
-from kvrsim.runtime.host import HostLoad, cpu_name, versions
-from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory, PrefixCache, allocate, allocate_chunk, make_buffers
-from kvrsim.runtime.marks import RankTrace, clock_of, hooked, timeline_of
-from kvrsim.runtime.model import Forward, ModelForward, geometry_of, load_model
-from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, Transport
+from kvrsim.runtime.host import HostLoad, device_name, versions
+from kvrsim.runtime.kv_cache import KvPairs, Memory, PrefixCache, allocate
+from kvrsim.runtime.marks import RankTrace, clock_of, timeline_of
+from kvrsim.runtime.model import ModelForward, load_model
+from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, Timing, random_prompt
+from kvrsim.runtime.transport import EmulatedTransport, Transport
 
 
 class Prefill:
@@ -36,8 +29,10 @@ class Prefill:
     memory runs out.
     """
 
-    def __init__(self, forward: Forward, transport: Transport, plan: RunPlan, memory: Memory | None = None) -> None:
-        """memory: of each layer, used by other prefills in turn; None: its own."""
+    def __init__(
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
+    ) -> None:
+        """memory: per layer, used by other prefills in turn; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
         self.clock = clock_of(self.geometry.device, all_streams=True)
         self.logits: Any = None  # of the last token, [B, vocabulary], after `run`, on the rank that emits it
@@ -63,7 +58,7 @@ class Prefill:
     def run(self, input_ids: Any) -> RankTrace:
         """Prefill prompts [B, C], the same on every rank, starting together."""
         assert tuple(input_ids.shape) == (self.plan.batch, self.plan.context_len)
-        exchange, tokens, takes_part = self.exchange, None, self.cache is not None
+        exchange, takes_part = self.exchange, self.cache is not None
         exchange.reset()
         with self._named_faults():
             self.transport.barrier()
@@ -72,7 +67,7 @@ class Prefill:
             if takes_part:
                 self.logits = exchange.run(input_ids)
                 if exchange.emits_token and self.logits is not None:
-                    tokens = tuple(self.logits.argmax(-1).tolist())
+                    self.logits.argmax(-1).tolist()  # the first token, for which a user waits
             self.clock.mark("token")
             marks = tuple(self.clock.finish())
             exchange.finish()
@@ -81,7 +76,21 @@ class Prefill:
             start_s=self.clock.start_s,
             marks=marks if takes_part else (),
             emits_token=exchange.emits_token,
-            tokens=tokens,
+        )
+
+    def run_hooked(self, input_ids: Any) -> RankTrace:
+        """Do the same with layers hooked, so that the timeline shows their parts."""
+        with self.exchange.forward.hooked(self.clock, self.exchange.first_layer):
+            return self.run(input_ids)
+
+    def difference(self, reference: tuple[Any, KvPairs]) -> Difference:
+        """Compare the prefill that ran last with one process's: `reference_of`."""
+        logits, kept = reference
+        assert self.cache is not None
+        return Difference(
+            logits=_distance(self.logits, logits),
+            logits_scale=logits.abs().max().item(),
+            kv_cache=cache_distance(self.cache, self.exchange.own_part(kept)),
         )
 
     def _facts(self) -> dict[str, str]:
@@ -111,160 +120,120 @@ class Prefill:
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
     """Compare facts with all ranks; raise RankError, on every rank, naming what differs from rank 0's."""
-    everyone: list[Mapping[str, str]] = transport.exchange(dict(facts))
+    first, *others = transport.exchange(dict(facts))
     faults = []
-    for rank, theirs in enumerate(everyone):
-        for fact in sorted({*everyone[0], *theirs}):
-            own, first = theirs.get(fact, "nothing"), everyone[0].get(fact, "nothing")
-            if own != first:
-                message = f"{fact} is {own}, but {first} on rank 0"
+    for rank, theirs in enumerate(others, start=1):
+        for fact in sorted({*first, *theirs}):
+            own, expected = theirs.get(fact, "nothing"), first.get(fact, "nothing")
+            if own != expected:
+                message = f"{fact} is {own}, but {expected} on rank 0"
                 faults.append(Fault(rank=rank, kind="mismatch", message=message))
     if faults:
         raise RankError(faults)
 
 
-def shared_memory(
-    geometry: Geometry, transport: Transport, plans: Sequence[RunPlan], *, least: int = 0
-) -> dict[int, Memory]:
-    """Allocate by batch the memory that holds this rank's part in each plan, and at least `least` tokens."""
-    elements: dict[int, list[int]] = {}
-    for plan in plans:
-        whole = Chunk(start=0, length=least, batch=plan.batch)
-        exchange = exchange_of(plan.strategy)
-        most = elements.setdefault(plan.batch, [0] * geometry.num_hidden_layers)
-        for layer, layout in enumerate(geometry.layouts):
-            if isinstance(layout, KvLayout):
-                held = exchange.elements(plan, transport.rank, transport.size, layout)
-                most[layer] = max(most[layer], held, whole.elements(layout))
-    return {batch: allocate(geometry, counts, batch) for batch, counts in elements.items()}
+class Stopwatch:
+    """One rank's part in timed prefills of several plans of one batch, in the same memory."""
 
+    def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
+        """plans: memory holds each of these, so other plans that need no more may be timed, too."""
+        self.transport, self.forward, self.seed = transport, forward, seed
+        self.one_host = len(set(transport.exchange(platform.node()))) == 1  # else the ranks share no clock
+        geometry, size = forward.geometry, transport.size
+        elements = [0] * geometry.num_hidden_layers
+        for plan in plans:
+            held = exchange_of(plan.strategy).elements(plan, transport.rank, size, geometry.layouts)
+            elements = list(map(max, elements, held))
+        self.memory = allocate(geometry, elements, plans[0].batch)
+        self._prefills: dict[RunPlan, Prefill] = {}
 
-def decode(model: Any, cache: PrefixCache, input_ids: Any, tokens: tuple[int, ...], num_tokens: int) -> Any:
-    """Continue greedily from the last rank's cache; return the prompts' `num_tokens` next tokens, [B, num_tokens].
+    def prefill(self, plan: RunPlan) -> Prefill:
+        """Return the rank's part in prefills of a plan."""
+        if plan not in self._prefills:
+            self._prefills[plan] = Prefill(self.forward, self.transport, plan, self.memory)
+        return self._prefills[plan]
 
-    tokens: the first ones, which the prefill emitted.
-    """
-    first = torch.tensor(tokens, device=input_ids.device).unsqueeze(1)
-    if num_tokens == 1:
-        return first
-    ids = torch.cat([input_ids, first], dim=1)
-    continued = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),  # otherwise tokens that look like padding would be left out
-        past_key_values=cache.to_dynamic_cache(),
-        max_new_tokens=num_tokens - 1,
-        min_new_tokens=num_tokens - 1,
-        do_sample=False,
-    )
-    return continued[:, input_ids.shape[1] :]
+    def ttft_s(self, plan: RunPlan) -> float:
+        """Run a prefill; return the first token minus the earliest start, the same on every rank.
 
+        Ranks on several hosts share no clock; there it is the start of the rank that emits the token.
+        """
+        trace = self.prefill(plan).run(prompt_of(self.forward, plan, self.seed))
+        traces: list[RankTrace] = self.transport.exchange(trace)
+        last = next(trace for trace in traces if trace.emits_token)
+        starts_s = [trace.start_s for trace in traces if trace.marks] if self.one_host else [last.start_s]
+        return last.end_s - min(starts_s)
 
-# TTFT of several plans, in turn.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """TTFT of one plan, measured repeatedly."""
-
-    plan: RunPlan
-    ttft_s: tuple[float, ...]  # of each repetition in the order in which they ran, without warm-ups
-    other_cores: tuple[float | None, ...] = ()  # cores that other processes kept busy in each; None: unknown
-
-    @property
-    def median_s(self) -> float:
-        """Median TTFT."""
-        return statistics.median(self.ttft_s)
-
-    @property
-    def iqr_s(self) -> float:
-        """Interquartile range of the repetitions."""
-        return interquartile_range(self.ttft_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchReport:
-    """What was measured, and on what."""
-
-    timings: tuple[Timing, ...]  # by plan
-    timelines: tuple[Timeline, ...]  # by plan: of one more prefill, with its layers hooked
-    conditions: dict[str, str]  # machine, libraries, transport, model: all that the figures depend on
-    drift_s: tuple[float, ...] = ()  # by round, of a prefill on every rank at once; empty where it was not requested
+    def conditions(self) -> dict[str, str]:
+        """Return what measured times depend on: libraries, machine, transport, model."""
+        clock = {"clock": "one host's" if self.one_host else "the last rank's own"}
+        return conditions_of(self.transport, self.forward) | clock
 
 
 def measure(
     transport: Transport,
-    forward: Forward,
+    forward: ModelForward,
     plans: Sequence[RunPlan],
     *,
     repeats: int = 7,
     warmups: int = 2,
     seed: int = 0,
-    drift_tokens: int | None = None,
-) -> BenchReport:
+    check: bool = False,
+) -> Report:
     """Measure each plan `repeats` times after `warmups`, one after another so that clock drift affects all equally.
 
-    drift_tokens: in every round, also time a prefill of that length on every rank at once.
-
-    TTFT is the first token minus the earliest start, all ranks leaving a barrier together. Ranks on several hosts share
-    no clock; there it is the start of the rank that emits the token. Every rank returns the same report.
+    check: compare one more prefill of each with transformers' own, where its first token is. One process's logits are
+    computed first, so that its KV cache and the plans' are not in the device's memory together. Every rank returns the
+    same report.
     """
-    if repeats < 1:
-        raise InputError("repeats", repeats, "at least 1")
-    memory = shared_memory(forward.geometry, transport, plans, least=drift_tokens or 0)
-    prefills = [Prefill(forward, transport, plan, memory[plan.batch]) for plan in plans]
-    prompts = [prompt_of(forward, plan, seed) for plan in plans]
-    batch, one_host = plans[0].batch, is_one_host(transport)
-    load = HostLoad()
-    ttft_s: list[list[float]] = [[] for _ in plans]
-    cores: list[list[float | None]] = [[] for _ in plans]
-    drift_s: list[float] = []
-    done, total = 0, len(plans) * (warmups + repeats)
-    for repetition in range(warmups + repeats):
-        if drift_tokens is not None:
-            chunk = Chunk(start=0, length=drift_tokens, batch=batch)
-            drift_s.append(_prefill_alone_s(transport, forward, chunk, prompts[0], memory[batch]))
-        for turn in range(len(plans)):
-            number = (turn + repetition) % len(plans)
-            transport.report(done, total, "prefills")
-            load.other_cores(_cpu_s(transport))
-            traces: list[RankTrace] = transport.exchange(prefills[number].run(prompts[number]))
-            others = load.other_cores(_cpu_s(transport)) if one_host else None
-            if repetition >= warmups:
-                ttft_s[number].append(ttft_of(traces, one_host=one_host))
-                cores[number].append(others)
-            done += 1
-    transport.report(done, total, "prefills")
-    cores = transport.exchange(cores)[0]  # as rank 0 sees them
-    return BenchReport(
-        timings=tuple(
-            Timing(plan=plan, ttft_s=tuple(times), other_cores=tuple(others))
-            for plan, times, others in zip(plans, ttft_s, cores, strict=True)
-        ),
-        timelines=tuple(_hooked_timeline(prefill, ids) for prefill, ids in zip(prefills, prompts, strict=True)),
-        conditions=conditions_of(transport, forward)
-        | {
-            "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved",
-            "clock": "one host's" if one_host else "the last rank's own",
-        },
-        drift_s=tuple(drift_s[warmups:]),
-    )
+    references: dict[int, tuple[Any, KvPairs]] = {}
+    for plan in plans if check else ():
+        if plan.context_len not in references and transport.rank == first_token_rank(plan, transport):
+            references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
+    watch, load = Stopwatch(transport, forward, plans, seed), HostLoad()
+    for plan in plans:  # what a plan needs is made before any is timed
+        watch.prefill(plan)
+    samples: list[list[tuple[float, float | None]]] = [[] for _ in plans]
+    total = len(plans) * (warmups + repeats)
+    for done in range(total):
+        repetition, turn = divmod(done, len(plans))
+        number = (turn + repetition) % len(plans)
+        transport.report(done, total, "prefills")
+        load.other_cores(_cpu_s(transport))
+        ttft_s = watch.ttft_s(plans[number])
+        others = load.other_cores(_cpu_s(transport)) if watch.one_host else None
+        if repetition >= warmups:
+            samples[number].append((ttft_s, others))
+    transport.report(total, total, "prefills")
+    samples = transport.exchange(samples)[0]  # the load as rank 0 sees it
+    timings = []
+    for plan, pairs in zip(plans, samples, strict=True):
+        prefill = watch.prefill(plan)
+        trace = prefill.run_hooked(prompt_of(forward, plan, seed))
+        own = prefill.difference(references[plan.context_len]) if check and trace.emits_token else None
+        traces, differences = transport.exchange(trace), transport.exchange(own)
+        ttfts_s, other_cores = zip(*pairs, strict=True) if pairs else ((), ())
+        timings.append(
+            Timing(
+                plan=plan,
+                ttft_s=tuple(ttfts_s),
+                other_cores=tuple(other_cores),
+                timeline=timeline_of(plan.strategy, traces),
+                difference=next((one for one in differences if one is not None), None),
+            )
+        )
+    conditions = watch.conditions() | {"repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved"}
+    return Report(timings=tuple(timings), conditions=conditions)
 
 
-def prompt_of(forward: Forward, plan: RunPlan, seed: int) -> Any:
+def first_token_rank(plan: RunPlan, transport: Transport) -> int:
+    """Return the rank that emits a plan's first token."""
+    return exchange_of(plan.strategy).first_token_rank(plan, transport.size)
+
+
+def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Any:
     """Return random token ids [B, C] on the rank's device."""
     return random_prompt(forward.vocab_size, plan, seed).to(forward.geometry.device)
-
-
-def _prefill_alone_s(transport: Transport, forward: Forward, chunk: Chunk, ids: Any, memory: Memory) -> float:
-    """Run a prefill on every rank, each by itself, all starting together; return the mean of the ranks' seconds."""
-    cache = PrefixCache(make_buffers(forward.geometry, chunk, memory))
-    transport.barrier()
-    started_s = time.monotonic()
-    forward(ids[:, : chunk.length], 0, cache, is_last=True)
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
-    seconds: list[float] = transport.exchange(time.monotonic() - started_s)
-    return sum(seconds) / len(seconds)
 
 
 def _cpu_s(transport: Transport) -> float:
@@ -272,44 +241,18 @@ def _cpu_s(transport: Transport) -> float:
     return float(sum(transport.exchange(time.process_time())))
 
 
-def is_one_host(transport: Transport) -> bool:
-    """Whether all ranks share a clock."""
-    return len(set(transport.exchange(platform.node()))) == 1
-
-
-def ttft_of(traces: Sequence[RankTrace], *, one_host: bool) -> float:
-    """Return the first token minus the earliest start, or that of its own rank where ranks share no clock."""
-    last = next(trace for trace in traces if trace.emits_token)
-    starts_s = [trace.start_s for trace in traces if trace.marks]
-    return last.end_s - (min(starts_s) if one_host else last.start_s)
-
-
-def _hooked_timeline(prefill: Prefill, ids: Any) -> Timeline:
-    """Run one more prefill, with layers hooked where there is a model."""
-    exchange = prefill.exchange
-    if isinstance(exchange.forward, ModelForward):
-        model = exchange.forward.model
-        with hooked(model, exchange.geometry, prefill.clock, first_layer=exchange.first_layer):
-            trace = prefill.run(ids)
-    else:
-        trace = prefill.run(ids)
-    return timeline_of(prefill.plan.strategy, prefill.transport.exchange(trace))
-
-
-def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
+def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]:
     """Return what measured times depend on: libraries, machine, transport, model."""
     geometry = forward.whole_geometry
-    on_cuda = geometry.device.type == "cuda"
-    device = torch.cuda.get_device_name(geometry.device) if on_cuda else f"CPU ({cpu_name()})"
     return versions() | {
         "ranks": str(transport.size),
         "transport": transport.name,
-        "device": device,
+        "device": device_name(geometry.device.type),
         "cores of the host": str(os.cpu_count()),
-        "threads a rank": str(torch.get_num_threads()),
+        "threads per rank": str(torch.get_num_threads()),
         "dtype": str(geometry.dtype).removeprefix("torch."),
         "attention": geometry.attention,
-        "handed on": geometry.title,
+        "messages": geometry.title,
         "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest()}",
     }
 
@@ -317,81 +260,14 @@ def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
 # Exactness: several ranks against one process.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """How far a prefill on several ranks is from the same on one."""
+def reference_of(model: Any, ids: Any) -> tuple[Any, KvPairs]:
+    """Return the last token's logits, and by layer in the host's memory what is kept, as transformers computes them."""
+    from transformers import DynamicCache
 
-    plan: str  # the plan's label
-    logits: float  # largest difference of the last token's logits
-    logits_scale: float  # largest logit, by magnitude
-    kv_cache: float  # largest difference in K, V and states, on the rank that emits the first token, over all layers
-    same_tokens: bool  # whether the greedy continuations are equal
-    num_tokens: int  # of the continuation
-
-
-def compare(
-    transport: Transport, model: Any, plans: Sequence[RunPlan], *, num_tokens: int = 8, seed: int = 0
-) -> list[Difference]:
-    """Run each plan and compare it, where its first token is, with transformers' own prefill there.
-
-    Every rank returns the same. A strategy after which no rank can decode is compared in its first token alone.
-    References are computed first, so that their KV cache and the plans' are not in the device's memory together.
-    """
-    forward, differences = ModelForward(model), list[Difference]()
-    prompts = [prompt_of(forward, plan, seed) for plan in plans]
-    references: dict[tuple[int, ...], _Reference] = {}
-    for plan, ids in zip(plans, prompts, strict=True):
-        own = transport.rank == exchange_of(plan.strategy).first_token_rank(plan, transport.size)
-        if own and tuple(ids.shape) not in references:
-            references[tuple(ids.shape)] = _Reference.of(model, ids, num_tokens)
-    memory = shared_memory(forward.geometry, transport, plans)
-    for number, (plan, ids) in enumerate(zip(plans, prompts, strict=True)):
-        prefill = Prefill(forward, transport, plan, memory[plan.batch])
-        tokens = prefill.run(ids).tokens
-        difference = None if tokens is None else _difference(prefill, model, tokens, ids, references[tuple(ids.shape)])
-        differences += [one for one in transport.exchange(difference) if one is not None]
-        transport.report(number + 1, len(plans), "logits compared")
-    return differences
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reference:
-    """What transformers computes by itself; K, V and states are in the host's memory."""
-
-    logits: Any  # of the last token
-    kept: KvPairs
-    tokens: Any  # greedy continuation [B, num_tokens]
-
-    @classmethod
-    def of(cls, model: Any, ids: Any, num_tokens: int) -> _Reference:
-        """Run a model."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=model.config)
-        with torch.inference_mode():
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        kept = [_kept_by(layer) for layer in cache.layers]
-        del cache
-        tokens = logits.argmax(-1, keepdim=True)
-        if num_tokens > 1:
-            lengths: dict[str, Any] = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
-            mask = torch.ones_like(ids)
-            tokens = model.generate(ids, attention_mask=mask, do_sample=False, **lengths)[:, ids.shape[1] :]
-        return cls(logits=logits, kept=kept, tokens=tokens)
-
-
-def _difference(prefill: Prefill, model: Any, tokens: tuple[int, ...], ids: Any, reference: _Reference) -> Difference:
-    cache, num_tokens = prefill.cache, reference.tokens.shape[1] if prefill.exchange.decodes else 1
-    assert cache is not None
-    continued = decode(model, cache, ids, tokens, num_tokens)
-    return Difference(
-        plan=prefill.plan.label,
-        logits=_distance(prefill.logits, reference.logits),
-        logits_scale=reference.logits.abs().max().item(),
-        kv_cache=cache_distance(cache, prefill.exchange.own_part(reference.kept)),
-        same_tokens=bool(torch.equal(continued, reference.tokens[:, :num_tokens])),
-        num_tokens=num_tokens,
-    )
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    return logits, [_kept_by(layer) for layer in cache.layers]
 
 
 def _kept_by(layer: Any) -> tuple[Any, Any] | None:
@@ -418,114 +294,19 @@ def _distance(ours: Any, theirs: Any) -> float:
     return float((ours.float() - theirs.float()).abs().max().item())
 
 
-# What all ranks are given to do.
+def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
+    """Make a model on the device of the rank."""
+    kernel, seed, init_std = choice.attention, choice.seed, choice.init_std
+    return ModelForward(load_model(choice.config, choice.dtype, transport.device, kernel, seed, init_std))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelChoice:
-    """Which model the ranks run, with random weights."""
-
-    config: str | Mapping[str, object]  # a built-in name, a path, or the keys of a config.json
-    dtype: str  # one of DTYPES
-    attention: Attention  # kernel
-    device: str = "cpu"  # or "cuda"
-    seed: int = 0  # of the weights and of the prompt
-    init_std: float | None = None  # standard deviation of the weights; None: the config's
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InputError("dtype", self.dtype, "what the runtime computes in: " + ", ".join(DTYPES))
-
-    def load(self, transport: Transport) -> ModelForward:
-        """Make the model on the device of the rank."""
-        model = load_model(self.config, self.dtype, transport.device, self.attention, self.seed, self.init_std)
-        return ModelForward(model)
-
-    def check(self, plan: RunPlan) -> None:
-        """Raise InputError where the model cannot run a plan, before it is loaded."""
-        exchange_of(plan.strategy).check(plan, geometry_of(self.config, self.attention))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What all ranks measure."""
-
-    model: ModelChoice
-    plans: tuple[RunPlan, ...]
-    repeats: int = 5
-    warmups: int = 1
-    link: EmulatedLink | None = None  # None: messages as fast as they are
-    check_logits: bool = True  # against one process
-    drift_tokens: int | None = None  # of a prefill on every rank at once, in every round; None: not timed
-    generate: int = 0  # tokens that the last rank decodes greedily after the last plan's prefill
-
-    def facts(self) -> dict[str, str]:
-        """Return what determines how many messages each rank sends and expects: it must be the same on all of them."""
-        facts = {one.name: str(getattr(self, one.name)) for one in fields(self) if one.name not in ("model", "plans")}
-        plans = "; ".join(plan.label for plan in self.plans)
-        return facts | {"partitions": plans, "seed": str(self.model.seed)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobReport:
-    """What the ranks have measured."""
-
-    bench: BenchReport
-    differences: tuple[Difference, ...]  # by plan; empty where logits were not compared
-    generated: tuple[tuple[int, ...], ...] = ()  # tokens by prompt
-
-
-def run_job(transport: Transport, job: Job) -> JobReport:
-    """Measure every plan, then compare logits with one process's; every rank returns the same report."""
+def run_job(transport: Transport, job: Job) -> Report:
+    """Measure every plan; every rank returns the same report."""
     agree(transport, job.facts() | versions())
-    forward = job.model.load(transport)
-    if len(job.plans) == 1 and not job.check_logits and job.drift_tokens is None and not job.generate:
+    forward = forward_of(job.model, transport)
+    if len(job.plans) == 1 and not job.check_logits:
         plan = job.plans[0]
         forward = exchange_of(plan.strategy).own_forward(forward, plan, transport.rank, transport.size)
     linked = transport if job.link is None else EmulatedTransport(transport, job.link)
-    times: dict[str, Any] = dict(repeats=job.repeats, warmups=job.warmups, drift_tokens=job.drift_tokens)
-    bench = measure(linked, forward, job.plans, seed=job.model.seed, **times)
-    differences: list[Difference] = []
-    if job.check_logits:
-        linked.report(0, len(job.plans), "logits compared")
-        differences = compare(transport, forward.model, job.plans, num_tokens=1, seed=job.model.seed)
-    generated = _generate(transport, forward, job) if job.generate else ()
-    return JobReport(bench=bench, differences=tuple(differences), generated=generated)
-
-
-def _generate(transport: Transport, forward: ModelForward, job: Job) -> tuple[tuple[int, ...], ...]:
-    """Run the last plan's prefill and decode; return the tokens, the same on every rank."""
-    plan = job.plans[-1]
-    ids = prompt_of(forward, plan, job.model.seed)
-    prefill = Prefill(forward, transport, plan)
-    tokens = prefill.run(ids).tokens
-    own: tuple[tuple[int, ...], ...] = ()
-    if tokens is not None:
-        assert prefill.cache is not None
-        rows = decode(forward.model, prefill.cache, ids, tokens, job.generate)
-        own = tuple(tuple(row) for row in rows.tolist())
-    every: list[tuple[tuple[int, ...], ...]] = transport.exchange(own)
-    return max(every, key=len)
-
-
-class Stopwatch:
-    """One rank's part in prefills of any plans of one context, one after another, in the same memory."""
-
-    def __init__(self, transport: Transport, model: ModelChoice) -> None:
-        self.transport, self.choice = transport, model
-        self.forward = model.load(transport)
-        self.one_host = is_one_host(transport)
-        self.memory: Memory | None = None
-
-    def ttft_s(self, plan: RunPlan) -> float:
-        """Measure a plan once; the same on every rank."""
-        if self.memory is None:
-            whole = Chunk(start=0, length=plan.context_len, batch=plan.batch)
-            self.memory = allocate_chunk(self.forward.geometry, whole)
-        prefill = Prefill(self.forward, self.transport, plan, self.memory)
-        traces = self.transport.exchange(prefill.run(prompt_of(self.forward, plan, self.choice.seed)))
-        return ttft_of(traces, one_host=self.one_host)
-
-    def conditions(self) -> dict[str, str]:
-        """Return what the times depend on."""
-        return conditions_of(self.transport, self.forward)
+    times: dict[str, Any] = dict(repeats=job.repeats, warmups=job.warmups)
+    return measure(linked, forward, job.plans, seed=job.model.seed, check=job.check_logits, **times)

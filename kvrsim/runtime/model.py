@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.geometry import DTYPES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
+from kvrsim.runtime.marks import Clock, hooked
 
 if TYPE_CHECKING:
     from kvrsim.runtime.exchange import Exchange
@@ -130,6 +131,10 @@ class ModelForward:
             inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
         return inputs
 
+    def hooked(self, clock: Clock, first_layer: int = 0) -> AbstractContextManager[None]:
+        """Make layers mark their parts while the context lasts; first_layer: the model's number of the first one."""
+        return hooked(self.model, self.geometry, clock, first_layer=first_layer)
+
     def digest(self) -> str:
         """Return a hash of the configuration and of every weight, of the whole model."""
         if not self._digest:
@@ -152,29 +157,3 @@ def light_copy(model: Any) -> Any:
     """Copy the modules of a model, not its weights and buffers: a part can then be cut out of the copy."""
     weights = {id(one): one for one in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, weights)
-
-
-class SleepForward:
-    """Sleeps instead of computing, with real messages: for more ranks than there are cores or GPUs."""
-
-    vocab_size = 10
-
-    def __init__(self, geometry: Geometry, layer_s: Callable[[int, int], tuple[float, float]]) -> None:
-        """layer_s(chunk, prefix): seconds of one layer before its K and V are exchanged, and after."""
-        self.geometry, self.whole_geometry, self.layer_s = geometry, geometry, layer_s
-
-    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: Exchange | None = None) -> Any:
-        before_s, after_s = self.layer_s(ids.shape[1], cache.visible_len - ids.shape[1])
-        for layer in range(self.geometry.num_hidden_layers):
-            time.sleep(before_s)
-            cache.listener.on_update("update", layer)
-            cache.listener.before_attention(layer)
-            cache.listener.on_update("updated", layer)
-            time.sleep(after_s)
-
-    def digest(self) -> str:
-        """Return a constant: all that sleep are alike."""
-        return "sleeps"
-
-
-Forward = ModelForward | SleepForward

@@ -1,15 +1,22 @@
-"""RunPlan: what all ranks do in one prefill. Importing this module does not import torch."""
+"""What all ranks do in one prefill, and what was measured of it. Importing this module does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+from kvrsim.choices import Attention
 from kvrsim.errors import InputError
+from kvrsim.interp import interquartile_range
 from kvrsim.kernels.profile import Gather
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Partition
+
+RUN_DTYPES = ("fp16", "bf16", "fp32")
+Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
 # Registered strategies that ranks can run, and the name of the exchange that runs each.
 RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
@@ -69,9 +76,102 @@ class RunPlan:
         return f"{self.name}{gather} {self.chunks}{stages}{blocks}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulatedLink:
+    """A link in one direction, whose messages go one after another."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0  # from the departure of the last byte to its arrival
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0:
+            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
+        if not self.latency_s >= 0:
+            raise InputError("link_latency", self.latency_s, "at least 0 seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoice:
+    """Which model the ranks run, with random weights."""
+
+    config: str | Mapping[str, object]  # a built-in name, a path, or the keys of a config.json
+    dtype: str  # one of RUN_DTYPES
+    attention: Attention  # kernel
+    seed: int = 0  # of the weights and of the prompt
+    init_std: float | None = None  # standard deviation of the weights; None: the config's
+
+    def __post_init__(self) -> None:
+        if self.dtype not in RUN_DTYPES:
+            raise InputError("dtype", self.dtype, "what the runtime computes in: " + ", ".join(RUN_DTYPES))
+
+    def check(self, plan: RunPlan) -> None:
+        """Raise InputError where the model cannot run a plan, before it is loaded."""
+        from kvrsim.runtime.exchange import exchange_of
+        from kvrsim.runtime.model import geometry_of
+
+        exchange_of(plan.strategy).check(plan, geometry_of(self.config, self.attention))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What all ranks measure."""
+
+    model: ModelChoice
+    plans: tuple[RunPlan, ...]
+    repeats: int = 5
+    warmups: int = 1
+    link: EmulatedLink | None = None  # None: messages as fast as they are
+    check_logits: bool = True  # against one process
+
+    def facts(self) -> dict[str, str]:
+        """Return what determines how many messages each rank sends and expects: it must be the same on all of them."""
+        facts = {name: str(getattr(self, name)) for name in ("repeats", "warmups", "link", "check_logits")}
+        plans = "; ".join(plan.label for plan in self.plans)
+        return facts | {"partitions": plans, "seed": str(self.model.seed)}
+
+
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
     """Return token ids [B, C], the same on every rank."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (plan.batch, plan.context_len), generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How far a prefill on several ranks is from the same in one process."""
+
+    logits: float  # largest difference of the last token's logits
+    logits_scale: float  # largest logit, by magnitude
+    kv_cache: float  # largest difference in K, V and states, on the rank that emits the first token, over all layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Prefills of one plan, measured repeatedly."""
+
+    plan: RunPlan
+    ttft_s: tuple[float, ...] = ()  # per repetition, in the order in which they ran, without warm-ups
+    other_cores: tuple[float | None, ...] = ()  # cores that other processes kept busy in each; None: unknown
+    parts: tuple[tuple[Parts, ...], ...] = ()  # of virtual ranks: per repetition, per rank
+    timeline: Timeline | None = None  # of one more prefill, with its layers hooked; None: of virtual ranks
+    difference: Difference | None = None  # from one process; None: not compared
+
+    @property
+    def median_s(self) -> float:
+        """Median TTFT."""
+        return median(self.ttft_s)
+
+    @property
+    def iqr_s(self) -> float:
+        """Interquartile range of the repetitions."""
+        return interquartile_range(self.ttft_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What the ranks have measured, and on what."""
+
+    timings: tuple[Timing, ...]  # by plan
+    conditions: Mapping[str, str]  # machine, libraries, transport, model: all that the figures depend on

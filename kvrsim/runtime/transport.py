@@ -7,12 +7,10 @@ import io
 import os
 import pickle
 import platform
-import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import LinkError, meaning
+from kvrsim.runtime.plan import EmulatedLink
 
 if TYPE_CHECKING:
     from kvrsim.runtime.ranks import RankSlot
@@ -432,64 +431,6 @@ def _link_errors(peer: int | None, what: str) -> Iterator[None]:
         raise LinkError(peer, f"{what}: {meaning(error)}") from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MessageTraffic:
-    """Messages of others on some links, at random times; later messages of ours queue behind them."""
-
-    pairs: tuple[Edge, ...]  # links by (sender, receiver)
-    share: float  # of those links' time, below 1
-    message_bytes: float  # of each of their messages
-    seed: int = 0  # of their times
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share < 1:
-            raise InputError("side traffic", self.share, "a share of the link's time from 0 to below 1")
-        if not self.message_bytes > 0:
-            raise InputError("side traffic", self.message_bytes, "messages of more than 0 bytes")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmulatedLink:
-    """A link in one direction, whose messages go one after another."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0  # from the departure of the last byte to its arrival
-    traffic: MessageTraffic | None = None  # of others
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
-        if not self.latency_s >= 0:
-            raise InputError("link_latency", self.latency_s, "at least 0 seconds")
-
-
-class Egress:
-    """The queue of messages that leave over a link."""
-
-    def __init__(self, link: EmulatedLink, pair: Edge, now_s: float) -> None:
-        self.link, self.free_s, traffic = link, now_s, link.traffic
-        self.traffic = traffic if traffic and pair in traffic.pairs and traffic.share > 0 else None
-        self._rng = random.Random(f"{traffic.seed if traffic else 0}:{pair}")
-        self._other_s = now_s + self._gap_s()
-
-    def arrival_s(self, nbytes: float, now_s: float) -> float:
-        """Send a message now; return when its last byte arrives."""
-        while self.traffic is not None and self._other_s <= now_s:
-            self.free_s = max(self.free_s, self._other_s) + self._busy_s(self.traffic.message_bytes)
-            self._other_s += self._gap_s()
-        self.free_s = max(self.free_s, now_s) + self._busy_s(nbytes)
-        return self.free_s + self.link.latency_s
-
-    def _busy_s(self, nbytes: float) -> float:
-        return nbytes / self.link.bandwidth_bytes_per_s
-
-    def _gap_s(self) -> float:
-        """Seconds between two messages of others, which take their share of the time."""
-        if self.traffic is None:
-            return 0.0
-        return self._rng.expovariate(self.traffic.share / self._busy_s(self.traffic.message_bytes))
-
-
 class _Stamped:
     """A message and the stamp that goes before it: the time before which the receiver must not see it."""
 
@@ -519,11 +460,12 @@ class EmulatedTransport(WrappedTransport):
             raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
         super().__init__(inner)
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
-        self.egress = Egress(link, (self.rank, (self.rank + 1) % self.size), time.monotonic())
+        self.link, self._free_s = link, 0.0  # time.monotonic() from which this rank's link is free
 
     def isend(self, tensor: Any, dst: int) -> Pending:
         """Send the arrival time, then the message: a rank's messages leave one after another."""
-        stamp = torch.tensor([self.egress.arrival_s(tensor.nbytes, time.monotonic())], dtype=torch.float64)
+        self._free_s = max(self._free_s, time.monotonic()) + tensor.nbytes / self.link.bandwidth_bytes_per_s
+        stamp = torch.tensor([self._free_s + self.link.latency_s], dtype=torch.float64)
         return _Stamped(None, self.inner.isend(stamp, dst), self.inner.isend(tensor, dst))
 
     def irecv(self, tensor: Any, src: int) -> Pending:

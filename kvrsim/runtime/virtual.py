@@ -7,80 +7,57 @@ reads the K and V that the ranks before it have computed.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-
-import torch
 
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.kv_cache import Chunk, Memory, allocate_chunk
-from kvrsim.runtime.marks import Clock, Mark, clock_of, compute_name, hooked
-from kvrsim.runtime.measure import Job, conditions_of, prompt_of
+from kvrsim.runtime.marks import Clock, Mark, clock_of, compute_name
+from kvrsim.runtime.measure import cache_distance, conditions_of, forward_of, prompt_of, reference_of
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.plan import Difference, Job, Parts, Report, RunPlan, Timing
 from kvrsim.runtime.transport import Pending, Transport
 
-Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualTiming:
-    """One plan, replayed repeatedly."""
-
-    plan: RunPlan
-    repeats: tuple[tuple[Parts, ...], ...]  # by repetition, by rank
-    other_cores: tuple[float | None, ...]  # by repetition: cores that other processes kept busy; None: unknown
-    logits_error: float | None  # largest difference from one process's logits; None: not compared
-    logits_scale: float | None  # largest logit, by magnitude
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualReport:
-    """What was measured, and on what."""
-
-    timings: tuple[VirtualTiming, ...]  # by plan
-    conditions: dict[str, str]
-
-
-def run_virtual(transport: Transport, job: Job) -> VirtualReport:
+def run_virtual(transport: Transport, job: Job) -> Report:
     """Replay the ranks of every plan on this process's device, plans interleaved."""
-    forward = job.model.load(transport)
+    forward = forward_of(job.model, transport)
     clock = clock_of(forward.geometry.device, all_streams=True)
     first = job.plans[0]
     ids = prompt_of(forward, first, job.model.seed)
-    reference = _reference_logits(forward.model, ids) if job.check_logits else None  # before buffers are made
+    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers are made
     whole = Chunk(start=0, length=first.context_len, batch=first.batch)
     memory = allocate_chunk(forward.geometry, whole)
     plans = [_VirtualPlan(forward, plan, clock, ids, memory) for plan in job.plans]
-    repeats: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
-    cores: list[list[float | None]] = [[] for _ in plans]
+    samples: list[list[tuple[tuple[Parts, ...], float | None]]] = [[] for _ in plans]
+    differences: list[Difference | None] = [None for _ in plans]
     load, total = HostLoad(), (job.warmups + job.repeats) * len(plans)
-    with hooked(forward.model, forward.geometry, clock):
-        for repetition in range(job.warmups + job.repeats):
-            for number, plan in enumerate(plans):
-                transport.report(repetition * len(plans) + number, total, "prefills")
-                load.other_cores(time.process_time())
-                parts = tuple(plan.run(rank) for rank in range(len(plan.ranks)))
-                others = load.other_cores(time.process_time())
-                if repetition >= job.warmups:
-                    repeats[number].append(parts)
-                    cores[number].append(others)
+    with forward.hooked(clock):
+        for done in range(total):
+            repetition, number = divmod(done, len(plans))
+            transport.report(done, total, "prefills")
+            load.other_cores(time.process_time())
+            parts = tuple(plans[number].run(rank) for rank in range(len(plans[number].ranks)))
+            others = load.other_cores(time.process_time())
+            if repetition >= job.warmups:
+                samples[number].append((parts, others))
+            if reference is not None and done >= total - len(plans):
+                differences[number] = plans[number].difference(*reference)
     transport.report(total, total, "prefills")
     timings = tuple(
-        VirtualTiming(
+        Timing(
             plan=plan.plan,
-            repeats=tuple(repeats[number]),
-            other_cores=tuple(cores[number]),
-            logits_error=None if reference is None else float((plan.logits.float() - reference).abs().max()),
-            logits_scale=None if reference is None else float(reference.abs().max()),
+            parts=tuple(parts for parts, _ in pairs),
+            other_cores=tuple(others for _, others in pairs),
+            difference=difference,
         )
-        for number, plan in enumerate(plans)
+        for plan, pairs, difference in zip(plans, samples, differences, strict=True)
     )
     repetitions = {"repetitions": f"{job.repeats} after {job.warmups} warm-ups, plans interleaved"}
-    return VirtualReport(timings=timings, conditions=conditions_of(transport, forward) | repetitions)
+    return Report(timings=timings, conditions=conditions_of(transport, forward) | repetitions)
 
 
 class _VirtualTransport(Transport):
@@ -126,6 +103,16 @@ class _VirtualPlan:
         self.clock.mark("token")
         return _parts(self.clock.finish(), is_last=rank.emits_token)
 
+    def difference(self, logits: Any, kept: Any) -> Difference:
+        """Compare the prefill that ran last with one process's."""
+        cache = self.ranks[-1].cache
+        assert cache is not None
+        return Difference(
+            logits=float((self.logits.float() - logits.float()).abs().max()),
+            logits_scale=float(logits.abs().max()),
+            kv_cache=cache_distance(cache, kept),
+        )
+
 
 def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
     """Sum the seconds between marks by the simulator's names; only the last rank has a head."""
@@ -138,9 +125,3 @@ def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
         key = (None if name in ("embedding", "head") else first.layer, name)
         parts[key] = parts.get(key, 0.0) + second.device_s - first.device_s
     return parts
-
-
-def _reference_logits(model: Any, ids: Any) -> Any:
-    """Return the last token's logits as transformers computes them."""
-    with torch.inference_mode():
-        return model(input_ids=ids, logits_to_keep=1, use_cache=False).logits[:, -1].float()

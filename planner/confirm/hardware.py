@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.memory import RankMemory
+from kvrsim.runtime import host
+from kvrsim.runtime.plan import EmulatedLink, Job, ModelChoice, RunPlan, run_strategy
+from kvrsim.runtime.ranks import Launch, OnProgress, started_by_torchrun
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import get_strategy
 from kvrsim.strategies.pipeline import layers_of
+from kvrsim.units import format_bytes
 from planner.candidates import Candidate
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.measure import Job, ModelChoice
-    from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.ranks import Launch, OnProgress
-    from kvrsim.runtime.transport import EmulatedLink
 
 Mode = Literal["ranks", "virtual"]
 
+NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
 _TIMEOUT_FACTOR = 6.0  # timeouts over predicted durations
 _START_S = 120.0  # for processes to start and models to be made
-_UNKNOWN_S = 100.0  # of a prefill without a profile
-_NAMED_PROCESSES = 3  # in a note
-_LEAST_ACCOUNTED_S = 0.2  # of a prefill; for shorter ones the system's CPU accounting is too coarse
+_UNKNOWN_S = 100.0  # of a prefill without a profile of this machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,28 +48,29 @@ class Hardware:
     threads: int = 1  # of each rank, on a CPU
     repeats: int = 5  # measured prefills of each candidate
     warmups: int = 1  # before them
-    seed: int = 0  # of weights, prompts and side traffic
-    init_std: float | None = None  # standard deviation of the random weights; None: the config's
+    seed: int = 0  # of weights and prompts
     emulated: bool = False  # the scenario's links override the machine's own
-    traffic_share: float = 0.0  # share of an emulated link's time that other traffic takes
-    traffic_bytes: float = 2**20  # of each message of that traffic
     timeout_s: float | None = None  # of a message; None: from the predicted duration
+    other_machine: bool = False  # measure although the profile is of another machine
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise InputError("repeats", self.repeats, "at least 1")
-        if self.traffic_share and not self.emulated:
-            raise InputError("side_traffic", self.traffic_share, "nothing without `link_bandwidth`: links are emulated")
 
     def runnable(self, scenario: Scenario, *, needs_profile: bool = True) -> Scenario:
         """Return the scenario as ranks can run it: emulated links are independent, even where the machine has a bus.
 
-        Raises InputError where the runtime cannot run it, before anything is started.
+        Raises InputError where the runtime cannot run it or the profile is of another machine, before anything starts.
         """
         request, cluster = scenario.request, scenario.cluster
         if needs_profile and scenario.profile is None:
             accepted = "a profile of this machine; kvrsim calibrate all makes one"
             raise InputError("profile", scenario.profile_name, accepted)
+        if scenario.profile is not None and not self.other_machine:
+            here = host.device_name(self.device)
+            if not is_same_device(scenario.profile.gpu, here):
+                accepted = f"a profile of this machine, {here}, which kvrsim calibrate all makes; or --other-machine"
+                raise InputError("profile", f"{scenario.profile_name}, measured on {scenario.profile.gpu}", accepted)
         if request.cached_prefix:
             raise InputError("cached_prefix", request.cached_prefix, "0: the runtime prefills whole contexts")
         if cluster.num_gpus > request.new_tokens:
@@ -83,51 +83,25 @@ class Hardware:
 
     def choice(self, scenario: Scenario) -> ModelChoice:
         """Return the model as the ranks load it; raise InputError for a dtype that the runtime lacks."""
-        from kvrsim.runtime.measure import ModelChoice
-
-        return ModelChoice(
-            config=self.config,
-            dtype=scenario.request.dtype,
-            attention=scenario.kernel,  # type: ignore[arg-type]
-            device=self.device,
-            seed=self.seed,
-            init_std=self.init_std,
-        )
+        attention, dtype = scenario.kernel, scenario.request.dtype
+        return ModelChoice(config=self.config, dtype=dtype, attention=attention, seed=self.seed)  # type: ignore[arg-type]
 
     def job(self, scenario: Scenario, plans: tuple[RunPlan, ...], *, check: bool) -> Job:
         """Return the job of the ranks. check: compare logits with one process's."""
-        from kvrsim.runtime.measure import Job
-
-        return Job(
-            model=self.choice(scenario),
-            plans=plans,
-            repeats=self.repeats,
-            warmups=self.warmups,
-            link=self.link(scenario),
-            check_logits=check,
-        )
+        times = dict(repeats=self.repeats, warmups=self.warmups)
+        return Job(model=self.choice(scenario), plans=plans, link=self.link(scenario), check_logits=check, **times)
 
     def link(self, scenario: Scenario) -> EmulatedLink | None:
-        """Return the scenario's link with other traffic between neighbours; None where links are not emulated."""
-        from kvrsim.runtime.transport import EmulatedLink, MessageTraffic
-
+        """Return the scenario's link; None where links are not emulated."""
+        link = scenario.cluster.link
         if not self.emulated:
             return None
-        num_ranks, link, traffic = scenario.cluster.num_gpus, scenario.cluster.link, None
-        if self.traffic_share:
-            traffic = MessageTraffic(
-                pairs=tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks)),
-                share=self.traffic_share,
-                message_bytes=self.traffic_bytes,
-                seed=self.seed,
-            )
-        return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, traffic=traffic)
+        return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
-    def launch(self, num_ranks: int, longest_s: float | None, count: float) -> Launch:
-        """Return how ranks are started for `count` prefills. longest_s: predicted for the longest; None: unknown."""
-        from kvrsim.runtime.ranks import Launch
-
-        longest_s = longest_s or _UNKNOWN_S
+    def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:
+        """Return how ranks are started for `count` prefills. longest_s: predicted for the longest."""
+        if scenario.profile is None or self.other_machine:
+            longest_s = _UNKNOWN_S
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
         return Launch(
             num_ranks=num_ranks,
@@ -142,25 +116,13 @@ class Hardware:
     @property
     def devices(self) -> int:
         """Ranks that this machine can compute at once."""
-        from kvrsim.runtime.host import devices
-
-        return devices(self.device, self.threads)
-
-    def notes(self) -> tuple[str, ...]:
-        """Return a note where other processes use the GPUs that are to be measured."""
-        from kvrsim.runtime.host import others_on_gpus
-
-        others = others_on_gpus() if self.device == "cuda" else ()
-        names = ", ".join(others[:_NAMED_PROCESSES]) + (", ..." if len(others) > _NAMED_PROCESSES else "")
-        return (f"other processes are on the GPUs: {names}",) if others else ()
+        return host.devices(self.device, self.threads)
 
     def run_plan(self, candidate: Candidate) -> RunPlan:
         """Return a candidate as the ranks run it: attention covers the same tokens in both.
 
         Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
         """
-        from kvrsim.runtime.plan import RunPlan, run_strategy
-
         scenario, strategy = candidate.scenario, candidate.strategy
         run_as, blocks = run_strategy(strategy.name), None
         if strategy.query_blocks != (1,):
@@ -187,31 +149,76 @@ class Hardware:
         return "ring" if fit is None or fit.gather is None or self.emulated else fit.gather
 
 
-def check_split(scenario: Scenario, strategy: Strategy, *, generate: int = 0) -> None:
-    """Raise InputError where no rank could run its part of the model, or decode `generate` tokens."""
-    from kvrsim.runtime.exchange import exchange_of
-    from kvrsim.runtime.plan import run_strategy
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBudget:
+    """Memory that ranks share, of a GPU or of this host."""
 
-    exchange = exchange_of(run_strategy(strategy.name))
-    exchange.check_family(scenario.model.model_type)
-    if generate and not exchange.decodes:
-        accepted = f"nothing for {strategy.name}, under which no rank keeps all K and V"
-        raise InputError("generate", generate, accepted)
+    limit_bytes: float  # usable by all of them
+    num_ranks: int  # that share it, those without a chunk included
+    on_gpu: bool
+    mode: Mode
+
+    @classmethod
+    def of(cls, scenario: Scenario, hardware: Hardware, mode: Mode) -> MemoryBudget:
+        """Return a GPU's memory, or what is free on this host, times the scenario's memory fraction."""
+        num_ranks, on_gpu = 1 if mode == "virtual" else scenario.cluster.num_gpus, hardware.device == "cuda"
+        if started_by_torchrun():
+            num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        if on_gpu:
+            limit, num_ranks = float(scenario.memory_limit.nbytes), -(-num_ranks // max(1, hardware.devices))
+        else:
+            limit = scenario.memory_fraction * host.free_memory()
+        return cls(limit_bytes=limit, num_ranks=num_ranks, on_gpu=on_gpu, mode=mode)
+
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Return the peak of a candidate's ranks that share the memory; all candidates use the same KV buffers."""
+        scenario = candidate.scenario
+        weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # parts of the model are views of it
+        ranks = [replace(rank, weights=weights) for rank in candidate.memory]
+        if self.mode == "virtual":  # one device replays every rank, on the K and V of the whole context
+            kv_cache = max(rank.kv_cache for rank in ranks)
+            return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)
+        idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)
+        everyone = [*ranks, *[idle] * (scenario.cluster.num_gpus - len(ranks))]
+        return sum(sorted(map(self._peak, everyone))[-self.num_ranks :])
+
+    def _peak(self, rank: RankMemory) -> int:
+        """Only a GPU holds a CUDA context."""
+        return rank.total if self.on_gpu else rank.total - rank.runtime
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a candidate can be measured."""
+        return self.needed_bytes(candidate) <= self.limit_bytes
+
+    def fits_reference(self, scenario: Scenario) -> bool:
+        """Whether one process, whose logits are compared, has memory for the whole context."""
+        whole = Partition(chunk_lens=(scenario.request.new_tokens,))
+        return self.fits(Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole))
+
+    def check(self, candidates: Sequence[Candidate]) -> None:
+        """Raise InputError, naming what to change, where none of the candidates fits."""
+        needed = {one.strategy.name: self.needed_bytes(one) for one in candidates}
+        name = min(needed, key=lambda name: needed[name])
+        if needed[name] <= self.limit_bytes:
+            return
+        scenario = candidates[0].scenario
+        weights = self.num_ranks * scenario.model.weight_bytes(scenario.request.dtype_bytes)
+        takes = f"{name} on {self.num_ranks} rank{'s' * (self.num_ranks > 1)} takes {format_bytes(needed[name])}"
+        if weights > 0.5 * self.limit_bytes:
+            accepted = f"a model that fits in the {self.name}, such as tiny-llama, or fewer `gpus`: {takes}"
+            raise InputError("model", scenario.model.name, accepted)
+        raise InputError("ctx", scenario.request.context_len, f"a context that fits in the {self.name}: {takes}")
+
+    @property
+    def name(self) -> str:
+        """The budget as text."""
+        return f"{format_bytes(self.limit_bytes)} that may be used of {'a GPU' if self.on_gpu else 'this host'}"
 
 
-def is_busy(sample_s: float, other_cores: float | None) -> bool:
-    """Whether other processes used this machine during a prefill; False where CPU accounting cannot tell."""
-    from kvrsim.runtime.host import busy_cores
-
-    return other_cores is not None and sample_s >= _LEAST_ACCOUNTED_S and other_cores > busy_cores()
-
-
-def other_device_note(gpu: str, device: str) -> tuple[str, ...]:
-    """Return a note where, by name, the profile's device is not the measuring one."""
-    numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (gpu, device)]
-    same = bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(gpu) & _words(device))
-    note = f"the profile was measured on {gpu}, not on {device}: predictions are for another machine"
-    return () if same else (note,)
+def is_same_device(profiled: str, device: str) -> bool:
+    """Whether, by name, the profile's device is the measuring one."""
+    numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (profiled, device)]
+    return bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(profiled) & _words(device))
 
 
 def _words(name: str) -> set[str]:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.interp import interquartile_range
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
-from kvrsim.scenario import Partition, Scenario
+from kvrsim.runtime.host import is_busy
+from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
+from kvrsim.runtime.ranks import started_by_torchrun
+from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Candidate, Search
-from planner.confirm.candidates import NO_REFERENCE, MemoryBudget
-from planner.confirm.hardware import Hardware, Reporter, check_split, is_busy
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.measure import Difference, JobReport, Timing
+from planner.confirm.confirm import measured_here
+from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Reporter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,60 +27,53 @@ class RunResult:
     """Measured prefills of one strategy."""
 
     question: Question
-    strategy: str
+    strategy: Strategy
     num_gpus: int  # that the strategy uses
-    partition: tuple[int, ...]
-    layers: tuple[int, ...] | None  # of each stage of a pipeline, whose pieces `partition` holds
-    query_blocks: tuple[int, ...] | None  # per rank, of the layer that has the most; None: attention is one call
-    timing: Timing  # TTFT of each repetition, and cores that other processes kept busy
+    timing: Timing  # TTFT of each repetition, and what else was measured
     predicted_s: float | None  # by the profile; None: without a profile
-    difference: Difference | None  # from one process; None: not compared
-    generated: tuple[tuple[int, ...], ...]  # tokens by prompt; empty where none were requested
     conditions: Mapping[str, str]
-    all_gather: str | None  # of tsp and zigzag: a ring between neighbours, or the backend's collective
     warnings: tuple[str, ...]  # such as that other processes used the machine
-    timeline: Timeline = field(repr=False, compare=False)  # of one more prefill
+
+    @property
+    def plan(self) -> RunPlan:
+        """What the ranks ran."""
+        return self.timing.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        """One more prefill, its layers hooked."""
+        assert self.timing.timeline is not None
+        return self.timing.timeline
 
     @property
     def chunk_per_rank(self) -> bool:
         """Whether each rank has its own tokens: otherwise all of them pass through every rank."""
-        return self.layers is None and get_strategy(self.strategy).group_size == 1
-
-    @property
-    def samples_s(self) -> tuple[float, ...]:
-        """TTFT of each repetition."""
-        return self.timing.ttft_s
-
-    @property
-    def ttft_s(self) -> float:
-        """Median TTFT."""
-        return median(self.samples_s)
-
-    @property
-    def iqr_s(self) -> float:
-        """Interquartile range."""
-        return interquartile_range(self.samples_s)
+        return self.plan.stage_layers is None and self.strategy.group_size == 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        difference = self.difference
+        timing, plan, difference = self.timing, self.plan, self.timing.difference
+        blocks = {"query_blocks": list(map(max, plan.query_blocks))} if plan.query_blocks else {}
+        gathers = self.strategy.gathers_kv and self.num_gpus > 1
         return {
             **self.question.measured_header(predicted=self.predicted_s is not None),
             **fields_to_json(self.question, "model", "attention", "dtype", "context_len"),
-            **fields_to_json(self, "strategy", "num_gpus", "partition"),
-            **stages_to_json(self.partition, self.layers),
-            **({} if self.query_blocks is None else fields_to_json(self, "query_blocks")),
-            "measured_ttft_s": self.ttft_s,
-            "measured_iqr_s": self.iqr_s,
-            "samples_s": list(self.samples_s),
-            "other_cores": list(self.timing.other_cores),
+            "strategy": self.strategy.name,
+            "num_gpus": self.num_gpus,
+            "partition": list(plan.partition.chunk_lens),
+            **stages_to_json(plan.partition.chunk_lens, plan.stage_layers),
+            **blocks,
+            "measured_ttft_s": timing.median_s,
+            "measured_iqr_s": timing.iqr_s,
+            "samples_s": list(timing.ttft_s),
+            "other_cores": list(timing.other_cores),
             "predicted_ttft_s": self.predicted_s,
             "max_logit_error": difference and difference.logits,
             "largest_logit": difference and difference.logits_scale,
             "max_kv_cache_error": difference and difference.kv_cache,
-            "all_gather": self.all_gather,
+            "all_gather": plan.gather if gathers else None,
             "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
-            **fields_to_json(self, "generated", "conditions", "warnings"),
+            **fields_to_json(self, "conditions", "warnings"),
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:
@@ -100,58 +92,48 @@ def run_here(
     strategy: str,
     partition: Sequence[int] | None = None,
     check_logits: bool = False,
-    generate: int = 0,
     warnings: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> RunResult:
-    """Measure on as many ranks as the scenario has GPUs. generate: tokens to decode on the last rank, greedily.
+    """Measure on as many ranks as the scenario has GPUs.
 
-    Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it, or where kvr-s has
-    neither partition nor profile; RankError where a rank fails.
+    Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it or has not enough
+    memory, or where kvr-s has neither partition nor profile; RankError where a rank fails.
     """
-    from kvrsim.runtime.measure import run_job
-    from kvrsim.runtime.plan import run_strategy
-    from kvrsim.runtime.ranks import launch, started_by_torchrun
-
     reporter = reporter or Reporter()
     run_strategy(strategy)
     chosen = get_strategy(strategy)
-    candidate = _candidate(scenario, hardware, chosen, partition, generate)
+    candidate = _candidate(scenario, hardware, chosen, partition)
     scenario = candidate.scenario
     plan = hardware.run_plan(candidate)
     hardware.choice(scenario).check(plan)
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
-    num_ranks = scenario.cluster.num_gpus if started_by_torchrun() else num_gpus  # under torchrun, all that it started
-    predicted_s = None if scenario.profile is None else candidate.ttft_s
-    notes = (*warnings, *hardware.notes())
-    if check_logits and scenario.profile is not None and not reference_fits(candidate, hardware):
+    if not started_by_torchrun():  # under torchrun, all ranks that it started
+        scenario = scenario.on_gpus(num_gpus)
+    budget = MemoryBudget.of(scenario, hardware, "ranks")
+    budget.check([candidate])
+    notes = tuple(warnings)
+    if check_logits and not budget.fits_reference(scenario):
         check_logits, notes = False, (*notes, NO_REFERENCE)
     for note in notes:
         reporter.note(note)
-    job = replace(hardware.job(scenario, (plan,), check=check_logits), generate=generate)
-    how = hardware.launch(num_ranks, predicted_s, hardware.repeats + hardware.warmups + 8)
-    report: JobReport = launch(run_job, job, how=how, on_progress=reporter.progress)[-1]
-    timing = report.bench.timings[0]
+    report = measured_here(
+        scenario, [candidate], hardware, "ranks", check=check_logits, reporter=reporter, plans=[plan]
+    )
+    (timing,) = report.timings
     return RunResult(
-        question=Question.of(scenario, seed=hardware.seed, strategy=strategy),
-        strategy=strategy,
+        question=Question.of(candidate.scenario, seed=hardware.seed, strategy=strategy),
+        strategy=chosen,
         num_gpus=num_gpus,
-        partition=candidate.partition.chunk_lens,
-        layers=plan.stage_layers,
-        query_blocks=tuple(map(max, plan.query_blocks)) or None,
         timing=timing,
-        predicted_s=predicted_s,
-        difference=next(iter(report.differences), None),
-        generated=report.generated,
-        conditions=report.bench.conditions,
-        all_gather=plan.gather if plan.strategy in ("tsp", "zigzag") and num_ranks > 1 else None,
+        predicted_s=None if scenario.profile is None else candidate.ttft_s,
+        conditions=report.conditions,
         warnings=(*notes, *busy_notes(timing)),
-        timeline=report.bench.timelines[0],
     )
 
 
 def _candidate(
-    scenario: Scenario, hardware: Hardware, strategy: Strategy, partition: Sequence[int] | None, generate: int
+    scenario: Scenario, hardware: Hardware, strategy: Strategy, partition: Sequence[int] | None
 ) -> Candidate:
     """Return the strategy with its partition; raise InputError as `run_here`."""
     rule = strategy.partition_rule
@@ -160,20 +142,11 @@ def _candidate(
     if rule == "table" and partition is None:
         raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy.name}")
     scenario = hardware.runnable(scenario, needs_profile=False)
-    check_split(scenario, strategy, generate=generate)
     searches = rule == "searched-pieces" or (partition is None and rule in ("search", "pieces"))
     if searches and scenario.profile is None:
         accepted = "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
         raise InputError("profile", "nothing", accepted)
     return Search(partition=partition).candidate(scenario, strategy)
-
-
-def reference_fits(candidate: Candidate, hardware: Hardware) -> bool:
-    """Whether one process, whose logits are compared, has memory for the whole context."""
-    scenario = candidate.scenario
-    whole = Partition(chunk_lens=(scenario.request.new_tokens,))
-    reference = Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole)
-    return MemoryBudget.of(scenario, hardware, "ranks").fits(reference)
 
 
 def busy_notes(timing: Timing) -> tuple[str, ...]:

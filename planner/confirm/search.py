@@ -7,7 +7,7 @@ stage compares the plan's partition with the best one in alternating rounds (A/B
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -20,12 +20,15 @@ from kvrsim.io.files import is_first_rank
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Range, read, to_json, write_json
 from kvrsim.results.question import Question
+from kvrsim.runtime.host import versions
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.units import MAX_TOKENS
 from kvrsim.version import __version__
 from planner.candidates import Candidate
-from planner.confirm.hardware import Hardware, Reporter
+from planner.confirm.hardware import Hardware, MemoryBudget, Reporter
 from planner.search.minimise import Evaluator, around, chunks_between
 from planner.search.search import search
 from planner.table.build import draft_of, entry_of
@@ -68,12 +71,10 @@ class SearchTask:
 
     def facts(self) -> dict[str, str]:
         """Return what determines which prefills the ranks run: it must be the same on all of them."""
-        return {
-            "repeats": str(self.hardware.repeats),
-            "minutes": f"{self.budget_s / 60:g}",
-            "partition to begin with": ",".join(map(str, self.seed.chunk_lens)),
-            "seed": str(self.hardware.seed),
-        }
+        names = ("repeats", "seed")
+        facts = {name: str(getattr(self.hardware, name)) for name in names}
+        chunks = ",".join(map(str, self.seed.chunk_lens))
+        return facts | {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}
 
 
 def search_journal(path: Path, about: Mapping[str, Any]) -> Journal:
@@ -86,59 +87,48 @@ def read_sample(line: JsonObject) -> Sample:
     return read(Sample, line)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredPartition:
-    """A partition and its TTFTs in the last stage."""
-
-    partition: Chunks
-    samples_s: tuple[float, ...]
-
-    @property
-    def median_s(self) -> float:
-        """Median TTFT."""
-        return median(self.samples_s)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return to_json({"partition": self.partition, "measured_ttft_s": self.median_s, "samples_s": self.samples_s})  # type: ignore[no-any-return]
-
-
 @dataclass(kw_only=True, slots=True)
 class HardwareSearch:
     """The state and the result of a search."""
 
+    seed: Chunks = ()  # the plan's partition
+    center: Chunks = ()  # the best so far
     samples: list[Sample] = field(default_factory=list)
     ended: str = ""  # why: the finest stride is done, or the time is up
     conditions: dict[str, str] = field(default_factory=dict)
-    _center: Chunks = ()
-    _seed: Chunks = ()
 
     @property
-    def best(self) -> MeasuredPartition:
-        """The faster one of the last stage."""
-        return min((self._final(self._center), self.seed), key=lambda one: one.median_s)
+    def best(self) -> Chunks:
+        """The faster partition of the last stage."""
+        return min((self.center, self.seed), key=lambda chunks: median(self.times_s(chunks)))
 
-    @property
-    def seed(self) -> MeasuredPartition:
-        """The plan's partition in the last stage."""
-        return self._final(self._seed)
+    def times_s(self, chunks: Chunks, stage: int = _FINAL) -> tuple[float, ...]:
+        """Return the measured TTFTs of a partition in a stage."""
+        return tuple(one.ttft_s for one in self.samples if (one.stage, one.chunks) == (stage, chunks))
 
-    def run(self, task: SearchTask, sampler: RankSampler) -> None:
-        """Search until the finest stride is done or the time is up; then compare the plan's partition with the best."""
-        self._center = self._seed = task.seed.chunk_lens
+    def run(self, task: SearchTask, sample: Callable[[int, Chunks], Sample]) -> None:
+        """Search until the finest stride is done or the time is up; then compare the plan's partition with the best.
+
+        sample(stage, chunks): measures one prefill.
+        """
+        self.center = self.seed = task.seed.chunk_lens
         known = list(task.known)
         self.ended = "the finest stride is done"
         for stage, stride in enumerate(_strides(task.seed)):
-            candidates = _around(task.scenario, self._center, stride)
-            if not self._measured(task, sampler, known, stage, candidates):
+            candidates = _around(task.scenario, self.center, stride)
+            if not self._measured(task, sample, known, stage, candidates):
                 self.ended = f"the time is up, at a stride of {stride} tokens"
                 break
-            self._center = min(candidates, key=lambda chunks: median(self._times_s(stage, chunks)))
-        self._measured(task, sampler, known, _FINAL, list(dict.fromkeys([self._seed, self._center])))
-        self.conditions = sampler.conditions()
+            self.center = min(candidates, key=lambda chunks: median(self.times_s(chunks, stage)))
+        self._measured(task, sample, known, _FINAL, list(dict.fromkeys([self.seed, self.center])))
 
     def _measured(
-        self, task: SearchTask, sampler: RankSampler, known: list[Sample], stage: int, candidates: Sequence[Chunks]
+        self,
+        task: SearchTask,
+        sample: Callable[[int, Chunks], Sample],
+        known: list[Sample],
+        stage: int,
+        candidates: Sequence[Chunks],
     ) -> bool:
         """Measure every candidate `repeats` times, round-robin, so that drift affects all equally; False: time is up.
 
@@ -148,21 +138,13 @@ class HardwareSearch:
         for repetition in range(task.hardware.repeats):
             for index in range(len(candidates)):
                 chunks = candidates[(index + repetition) % len(candidates)]
-                sample = next((one for one in known if (one.stage, one.chunks) == (stage, chunks)), None)
-                if sample is not None:
-                    known.remove(sample)
+                taken = next((one for one in known if (one.stage, one.chunks) == (stage, chunks)), None)
+                if taken is not None:
+                    known.remove(taken)
                 elif sum(one.spent_s for one in self.samples) >= limit_s:
                     return False
-                else:
-                    sample = sampler.sample(stage, chunks)
-                self.samples.append(sample)
+                self.samples.append(taken or sample(stage, chunks))
         return True
-
-    def _times_s(self, stage: int, chunks: Chunks) -> tuple[float, ...]:
-        return tuple(one.ttft_s for one in self.samples if (one.stage, one.chunks) == (stage, chunks))
-
-    def _final(self, chunks: Chunks) -> MeasuredPartition:
-        return MeasuredPartition(partition=chunks, samples_s=self._times_s(_FINAL, chunks))
 
 
 def _strides(seed: Partition) -> Iterator[int]:
@@ -191,22 +173,27 @@ class RankSampler:
     """One rank's part in the prefills of a search: all ranks get the same times; the first one keeps the journal."""
 
     def __init__(self, transport: Transport, task: SearchTask) -> None:
-        from kvrsim.runtime.measure import Stopwatch
+        from kvrsim.runtime.measure import Stopwatch, forward_of
         from kvrsim.runtime.transport import EmulatedTransport
 
         link = task.hardware.link(task.scenario)
         linked = transport if link is None else EmulatedTransport(transport, link)
+        forward = forward_of(task.hardware.choice(task.scenario), transport)
         self.task, self.transport = task, transport
-        self.stopwatch = Stopwatch(linked, task.hardware.choice(task.scenario))
+        whole = replace(self._plan(task.seed.chunk_lens), strategy="tsp")  # which holds every token on every rank
+        self.stopwatch = Stopwatch(linked, forward, [whole], task.hardware.seed)
         self.warm: set[Chunks] = set()
         self._since_s = time.monotonic()
         self._spent_s = sum(sample.spent_s for sample in task.known)  # the interrupted search's time included
 
-    def sample(self, stage: int, chunks: Chunks) -> Sample:
-        """Measure one prefill, after a warm-up where the partition is new."""
+    def _plan(self, chunks: Chunks) -> RunPlan:
         partition = Partition(chunk_lens=chunks)
         candidate = Candidate(scenario=self.task.scenario, strategy=KVR_S, partition=partition)
-        plan = self.task.hardware.run_plan(candidate)
+        return self.task.hardware.run_plan(candidate)
+
+    def sample(self, stage: int, chunks: Chunks) -> Sample:
+        """Measure one prefill, after a warm-up where the partition is new."""
+        plan = self._plan(chunks)
         if chunks not in self.warm:
             self.warm.add(chunks)
             self.stopwatch.ttft_s(plan)
@@ -221,21 +208,17 @@ class RankSampler:
             self.task.journal.append(asdict(sample))
         return sample
 
-    def conditions(self) -> dict[str, str]:
-        """Return what the times depend on."""
-        return self.stopwatch.conditions()
-
 
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     """Run by every rank: the same search in lock step, on TTFTs that all ranks share."""
-    from kvrsim.runtime.host import versions
     from kvrsim.runtime.measure import agree
 
-    result = HardwareSearch()
     agree(transport, task.facts() | versions())
     # Under torchrun, only the first process has read the journal.
-    known = transport.exchange(task.known)[0]
-    result.run(replace(task, known=known), RankSampler(transport, task))
+    task = replace(task, known=transport.exchange(task.known)[0])
+    sampler, result = RankSampler(transport, task), HardwareSearch()
+    result.run(task, sampler.sample)
+    result.conditions = sampler.stopwatch.conditions()
     return result
 
 
@@ -249,31 +232,29 @@ class SearchedPartition:
     output: str  # the table's file
 
     @property
-    def best(self) -> MeasuredPartition:
-        """The fastest partition."""
-        return self.search.best
-
-    @property
-    def seed(self) -> MeasuredPartition:
-        """The plan's partition, measured next to the best in the last stage."""
-        return self.search.seed
-
-    @property
     def num_partitions(self) -> int:
         """Measured partitions."""
         return len({sample.chunks for sample in self.search.samples})
 
+    def ttft_s(self, chunks: Chunks) -> float:
+        """Return the median TTFT of the plan's partition or the best one, measured alternately in the last stage."""
+        return median(self.search.times_s(chunks))
+
     @property
     def gain(self) -> float:
         """How much faster the best partition is than the plan's, as a share of the latter's TTFT."""
-        return 1 - self.best.median_s / self.seed.median_s
+        return 1 - self.ttft_s(self.search.best) / self.ttft_s(self.search.seed)
+
+    def _measured(self, chunks: Chunks) -> dict[str, Any]:
+        samples_s = list(self.search.times_s(chunks))
+        return {"partition": list(chunks), "measured_ttft_s": self.ttft_s(chunks), "samples_s": samples_s}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
             **self.question.measured_header(predicted=True),
-            **self.best.to_dict(),
-            "plan": self.seed.to_dict(),
+            **self._measured(self.search.best),
+            "plan": self._measured(self.search.seed),
             "gain": self.gain,
             "ended": self.search.ended,
             "partitions": self.num_partitions,
@@ -297,8 +278,6 @@ def search_here(
     scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    from kvrsim.runtime.ranks import launch
-
     journal = search_journal(output.with_name(output.name + SUFFIX), _about(scenario, hardware))
     known = tuple(journal.resume(read_sample)) if is_first_rank() else ()
     seed, budget_s = search(scenario, KVR_S).partition, 60 * minutes
@@ -306,9 +285,11 @@ def search_here(
     reporter.note(f"searching from {','.join(map(str, seed.chunk_lens))}, for at most {minutes:g} minutes")
     if known:
         reporter.note(f"{journal.path}: going on from {len(known)} prefills")
-    longest_s = Evaluator(scenario, KVR_S).one(seed.chunk_lens)
+    candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=seed)
+    MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
+    longest_s = candidate.ttft_s
     left_s = max(0.0, budget_s - sum(sample.spent_s for sample in known))
-    how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s / longest_s + 4 * hardware.repeats)
+    how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, left_s / longest_s + 4 * hardware.repeats)
     done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
     question = Question.of(scenario, seed=hardware.seed)
     result = SearchedPartition(question=question, search=done, resumed=len(known), output=str(output))
@@ -328,14 +309,13 @@ def _about(scenario: Scenario, hardware: Hardware) -> dict[str, Any]:
         "repeats": hardware.repeats,
         "ranks": run,
         "links": "emulated" if hardware.emulated else "the machine's",
-        "side traffic": hardware.traffic_share,
         "kvrsim": __version__,
     }
 
 
 def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:
     """Write a table of one entry, its times predicted as in every table; the measured ones are under "_measured"."""
-    chunks, steps = result.best.partition, quantization_steps(scenario)
+    chunks, steps = result.search.best, quantization_steps(scenario)
     predicted_s = Evaluator(scenario, KVR_S).one(chunks)
     draft = replace(draft_of(scenario, KVR_S), partition=chunks, ttft_s=predicted_s)
     entry = entry_of(scenario, KVR_S, draft, None, steps)

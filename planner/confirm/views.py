@@ -30,9 +30,9 @@ def figure(confirmation: Confirmation) -> Figure:
 
     one, question = confirmation.choice, confirmation.question
     timelines = [(f"predicted, {format_seconds(one.predicted_s)}", one.predicted)]
-    if one.measured is not None:
-        median = f"median of {len(one.samples_s)}: {format_seconds(one.median_s)}"
-        timelines.append((f"{_origin(confirmation)}; {median}", one.measured))
+    if one.timing.timeline is not None:
+        median = f"median of {len(one.timing.ttft_s)}: {format_seconds(one.median_s)}"
+        timelines.append((f"{_origin(confirmation)}; {median}", one.timing.timeline))
     setting = (
         question.model,
         f"{format_tokens(question.context_len)} tokens",
@@ -71,8 +71,8 @@ def write_traces(confirmation: Confirmation, path: str | Path) -> None:
         for one in _choice_first(confirmation):
             label = f"{one.strategy} {','.join(map(str, one.partition))}"
             yield f"{label}, predicted", one.predicted
-            if one.measured is not None:
-                yield f"{label}, {real}", one.measured
+            if one.timing.timeline is not None:
+                yield f"{label}, {real}", one.timing.timeline
 
     write_trace([(name, one.spans, one.rank_names) for name, one in named()], path, confirmation.question)
 
@@ -94,8 +94,6 @@ def page(confirmation: Confirmation) -> Page:
             *([memory_section(limit)] if memory else []),
         ],
         notes=[
-            *_parts("Measured", confirmation.measured),
-            *_parts("Modelled", confirmation.modelled),
             f"Machine: {html.in_words(confirmation.conditions)}",
             *confirmation.reasons,
             *confirmation.warnings,
@@ -147,19 +145,15 @@ def _timelines(confirmation: Confirmation, ordered: list[MeasuredCandidate]) -> 
         yield LabelledTimeline(
             name=f"{one.strategy}, predicted", title=title, timeline=one.predicted, memory=one.strategy
         )
-        if one.measured is not None:
-            median = f"median of {len(one.samples_s)} TTFTs {format_seconds(one.median_s)}"
+        if one.timing.timeline is not None:
+            median = f"median of {len(one.timing.ttft_s)} TTFTs {format_seconds(one.median_s)}"
             yield LabelledTimeline(
                 name=f"{one.strategy}, measured",
                 title=f"{one.strategy}, {origin}: {median}",
-                timeline=one.measured,
+                timeline=one.timing.timeline,
                 memory=one.strategy,
                 basis="measured" if confirmation.mode == "ranks" else origin,
             )
-
-
-def _parts(label: str, parts: tuple[str, ...]) -> list[str]:
-    return [f"{label}: {'; '.join(parts)}"] if parts else []
 
 
 def _family(one: MeasuredCandidate) -> str:
@@ -190,7 +184,7 @@ def candidates_table(confirmation: Confirmation) -> Table:
             seconds_cell(one.predicted_s),
             Cell(shown=format_interval(low_s, high_s), value=high_s),
             seconds_cell(one.median_s),
-            seconds_cell(one.iqr_s),
+            seconds_cell(one.timing.iqr_s),
             Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
             str(places["predicted_rank"]),
             str(places["measured_rank"]),

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 import kvrsim
-from kvrsim.runtime.measure import BenchReport, Timing, measure
+from kvrsim.runtime.measure import measure
 from kvrsim.runtime.model import ModelForward, load_model
-from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.plan import Report, RunPlan, Timing
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
 from kvrsim.scenario import Partition
@@ -59,7 +59,7 @@ class Prefill:
         return self.low_s <= self.measured.median_s <= self.high_s
 
 
-def single(transport: Transport, config: str) -> BenchReport:
+def single(transport: Transport, config: str) -> Report:
     """Run by one rank: TTFTs of whole prefills."""
     model = load_model(config)
     plans = [RunPlan(strategy="single", partition=Partition(chunk_lens=(length,))) for length in CONTEXTS]

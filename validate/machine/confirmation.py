@@ -22,7 +22,7 @@ from typing import Any
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 from planner.api import confirm
 from validate.machine.calibration import KERNEL, MODELS, calibrate, conditions_line, output_folder
-from validate.machine.sleep_ranks import Sleepers, SleepRun, ring_traffic, sleep
+from validate.machine.sleep_ranks import Sleepers, SleepRun, sleep
 from validate.report import RESULTS, fill, numbers_table, run_command, write_page
 
 PAGE = RESULTS / "confirmation.md"
@@ -131,16 +131,7 @@ def _llama(contexts: Sequence[str], repeats: int, *, quick: bool) -> Iterator[Se
 
 
 def _sleep(repeats: int) -> list[SleepRun]:
-    return [
-        run
-        for sleepers in SLEEPERS
-        for run in sleep(
-            sleepers,
-            repeats=repeats,
-            traffic=ring_traffic(sleepers.num_ranks, 0.3, 2**18),
-            num_seeds=repeats,
-        )
-    ]
+    return [run for sleepers in SLEEPERS for run in sleep(sleepers, repeats=repeats)]
 
 
 def page(sections: Sequence[Section], runs: Sequence[SleepRun], command: str) -> list[str]:
@@ -162,17 +153,15 @@ def _summary(results: Sequence[Result], runs: Sequence[SleepRun]) -> list[str]:
     if not results:
         return []
     candidates = [one for result in results for one in result["candidates"] if SECOND not in one["strategy"]]
-    errors, paced = ([abs(one[key]) for one in candidates] for key in ("rel_error", "rel_error_at_pace"))
+    errors = [abs(one["rel_error"]) for one in candidates]
     right, significant = (sum(result["orders"][key] for result in results) for key in ("right", "significant"))
     regrets = [result["regret"] for result in results]
     beyond = sum(result["regret"] > TARGET_REGRET and result["regret_beyond_spread"] for result in results)
     lines = [
         "## Summary",
         "",
-        f"- error of predicted TTFT over all strategies: median {median(errors):.1%}, worst {max(errors):.1%}, of"
-        f" {len(errors)};",
-        f"- the same corrected for clock drift: median {median(paced):.1%} (target {TARGET_ERROR:.0%}), worst"
-        f" {max(paced):.1%};",
+        f"- error of predicted TTFT over all strategies: median {median(errors):.1%} (target {TARGET_ERROR:.0%}),"
+        f" worst {max(errors):.1%}, of {len(errors)};",
         f"- regret of the plan: median {median(regrets):.1%}, worst {max(regrets):.1%}; above {TARGET_REGRET:.0%} and"
         f" significant in {beyond} of {len(regrets)} settings;",
         f"- order: {significant} pairs of candidates have significantly different measured TTFTs; {right} of them were"
@@ -192,13 +181,13 @@ def _section(name: str, result: Result) -> list[str]:
             one["strategy"],
             _chunks(one),
             *(f"{one[key]:.3f}" for key in ("predicted_ttft_s", "measured_ttft_s", "measured_iqr_s")),
-            *(f"{one[key]:+.1%}" for key in ("rel_error", "rel_error_at_pace")),
+            f"{one['rel_error']:+.1%}",
             one["predicted_rank"],
             one["measured_rank"],
         )
         for one in candidates
     )
-    heads = ("strategy", "tokens", "predicted, s", "measured, s", "IQR, s", "error", "drift-corrected")
+    heads = ("strategy", "tokens", "predicted, s", "measured, s", "IQR, s", "error")
     words = "significant" if result["regret_beyond_spread"] else "not significant"
     best = next(one for one in result["candidates"] if one["chosen"])
     orders = result["orders"]
@@ -208,12 +197,11 @@ def _section(name: str, result: Result) -> list[str]:
         "",
         f"{_machine(result['cluster'])}. The plan chose {best['strategy']}; regret {result['regret']:.1%} ±"
         f" {result['regret_spread']:.1%} against {result['best_measured']['strategy']}, {words};"
-        f" {result['tsp']}. {_pace(result['pace'])}"
+        f" {result['conditions']['tsp']}. The machine ran {result['speed']:.2f} times as fast as predicted (median)."
         f" Of {orders['pairs']} pairs {orders['significant']} differ significantly, {orders['right']} of them were"
         f" predicted in the measured order{f'; not predicted: {wrong}' if wrong else ''}.",
         "",
         *numbers_table((*heads, "predicted place", "measured place"), rows),
-        *_parts(candidates),
         *(f"- {warning}" for warning in result["warnings"]),
         *[""] * bool(result["warnings"]),
     ]
@@ -237,43 +225,18 @@ def _chunks(candidate: Mapping[str, Any]) -> str:
     return text + (f"; layers {', '.join(map(str, candidate['layers']))}" if "layers" in candidate else "")
 
 
-def _parts(candidates: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Measured minus predicted seconds of every part by strategy."""
-    by_strategy = {
-        one["strategy"]: one["measured_minus_predicted_s"] for one in candidates if one["measured_minus_predicted_s"]
-    }
-    if not by_strategy:
-        return []
-    names = list(next(iter(by_strategy.values())))
-    rows = ((strategy, *(f"{parts[name]:+.3f}" for name in names)) for strategy, parts in by_strategy.items())
-    return [
-        "Measured minus predicted seconds on the rank that has the first token, of one more prefill, not corrected for"
-        " clock drift:",
-        "",
-        *numbers_table(("strategy", *names), rows),
-    ]
-
-
-def _pace(pace: Mapping[str, Any]) -> str:
-    prefill = f"{format_tokens(pace['num_tokens'])} tokens on every rank at once"
-    measured = f"{pace['measured_s']:.3f} s ({min(pace['samples_s']):.3f} to {max(pace['samples_s']):.3f})"
-    speed = f"{pace['speed']:.2f} of the speed during calibration"
-    return f"{prefill} took {measured}, predicted {pace['predicted_s']:.3f} s: {speed}."
-
-
 def _sleeping(runs: Sequence[SleepRun]) -> list[str]:
     if not runs:
         return []
-    rows = []
-    for run in runs:
-        increases = ("", "")
-        if run.noisy_simulated_s is not None and run.noisy_measured_s is not None:
-            simulated, measured = run.noisy_simulated_s / run.simulated_s, run.noisy_measured_s / run.measured_s
-            increases = (f"{simulated - 1:+.1%}", f"{measured - 1:+.1%}")
-        times = (f"{seconds:.3f}" for seconds in (run.simulated_s, run.measured_s, run.iqr_s))
-        rows.append((run.num_ranks, run.name, *times, f"{run.error:+.1%}", *increases))
-    heads = ("ranks", "strategy", "simulated, s", "measured, s", "IQR, s", "error", "side traffic, simulated")
-    return fill("confirmation_sleep", runs=numbers_table((*heads, "measured"), rows))
+    rows = (
+        (run.num_ranks, run.name, *(f"{seconds:.3f}" for seconds in _seconds(run)), f"{run.error:+.1%}") for run in runs
+    )
+    heads = ("ranks", "strategy", "simulated, s", "measured, s", "IQR, s", "error")
+    return fill("confirmation_sleep", runs=numbers_table(heads, rows))
+
+
+def _seconds(run: SleepRun) -> tuple[float, float, float]:
+    return run.simulated_s, run.timing.median_s, run.timing.iqr_s
 
 
 if __name__ == "__main__":

@@ -1,28 +1,29 @@
-"""Ranks that sleep instead of computing, with real messages over emulated links, against the event executor.
+"""Ranks that sleep instead of computing, with real messages over emulated links, against the executors.
 
-So 4 and 8 ranks can be checked on two cores: which rank waits for which and how long, with and without side traffic.
+So 4 and 8 ranks can be checked on two cores: which rank waits for which and how long.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvrsim.executors.event import EventSimulation, Link
 from kvrsim.executors.run import run_program
 from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.runtime.geometry import Geometry, KvLayout
-from kvrsim.runtime.measure import BenchReport, measure
-from kvrsim.runtime.model import SleepForward
-from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.kv_cache import PrefixCache
+from kvrsim.runtime.marks import Clock
+from kvrsim.runtime.measure import measure
+from kvrsim.runtime.model import ModelForward
+from kvrsim.runtime.plan import EmulatedLink, Report, RunPlan, Timing
 from kvrsim.runtime.ranks import Launch, launch
-from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic, Transport
+from kvrsim.runtime.transport import EmulatedTransport, Transport
 from kvrsim.scenario import Partition
 
 # Few bytes per token and a slow link, so that copying the bytes needs little of the two cores.
@@ -109,81 +110,52 @@ class SleepRun:
     num_ranks: int
     name: str
     simulated_s: float
-    measured_s: float  # median
-    iqr_s: float
-    noisy_simulated_s: float | None = None  # median over seeds; None: without side traffic
-    noisy_measured_s: float | None = None
+    timing: Timing
 
     @property
     def error(self) -> float:
         """Simulated over measured, less one."""
-        return self.simulated_s / self.measured_s - 1
+        return self.simulated_s / self.timing.median_s - 1
 
 
-def sleep_on_rank(
-    transport: Transport, sleepers: Sleepers, traffics: Sequence[MessageTraffic | None], repeats: int
-) -> list[BenchReport]:
-    """Run by every rank: all plans, under each traffic."""
-    forward = SleepForward(GEOMETRY, sleepers.layer_s)
-    plans = list(sleepers.plans().values())
-    reports = []
-    for traffic in traffics:
-        transport.barrier()
-        emulated = EmulatedTransport(transport, replace(sleepers.link, traffic=traffic))
-        reports.append(measure(emulated, forward, plans, repeats=repeats, warmups=0 if traffic else 1))
-    return reports
+class SleepForward(ModelForward):
+    """Sleeps instead of computing, with real messages."""
+
+    def __init__(self, layer_s: Callable[[int, int], tuple[float, float]]) -> None:
+        """layer_s(chunk, prefix): seconds of one layer before its K and V are exchanged, and after."""
+        self.geometry = self.whole_geometry = GEOMETRY
+        self.layer_s, self.vocab_size = layer_s, 10
+
+    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: Any = None) -> None:
+        before_s, after_s = self.layer_s(ids.shape[1], cache.visible_len - ids.shape[1])
+        for layer in range(self.geometry.num_hidden_layers):
+            time.sleep(before_s)
+            cache.listener.on_update("update", layer)
+            cache.listener.before_attention(layer)
+            cache.listener.on_update("updated", layer)
+            time.sleep(after_s)
+
+    def hooked(self, clock: Clock, first_layer: int = 0) -> AbstractContextManager[None]:
+        """Hook nothing."""
+        return nullcontext()
+
+    def digest(self) -> str:
+        """Return a constant: all that sleep are alike."""
+        return "sleeps"
 
 
-def sleep(
-    sleepers: Sleepers, *, repeats: int = 5, traffic: MessageTraffic | None = None, num_seeds: int = 5
-) -> list[SleepRun]:
-    """Simulate and measure every plan without side traffic, and with `traffic` under several seeds."""
-    traffics = [replace(traffic, seed=seed) for seed in range(num_seeds)] if traffic else []
+def sleep_on_rank(transport: Transport, sleepers: Sleepers, repeats: int) -> Report:
+    """Run by every rank: all plans."""
+    emulated, plans = EmulatedTransport(transport, sleepers.link), list(sleepers.plans().values())
+    return measure(emulated, SleepForward(sleepers.layer_s), plans, repeats=repeats, warmups=1)
+
+
+def sleep(sleepers: Sleepers, *, repeats: int = 5) -> list[SleepRun]:
+    """Simulate and measure every plan."""
     how = Launch(num_ranks=sleepers.num_ranks, timeout_s=60, deadline_s=300)
-    quiet, *noisy = launch(sleep_on_rank, sleepers, [None, *traffics], repeats, how=how)[-1]
+    report = launch(sleep_on_rank, sleepers, repeats, how=how)[-1]
     runs = []
-    for index, (name, plan) in enumerate(sleepers.plans().items()):
-        program, timing = sleepers.program(plan), quiet.timings[index]
-        noisy_s = [ttft_s for report in noisy for ttft_s in report.timings[index].ttft_s]
-        cluster = sleepers.cluster
-        runs.append(
-            SleepRun(
-                num_ranks=sleepers.num_ranks,
-                name=name,
-                simulated_s=float(run_program(program, cluster)[-1, 0]),
-                measured_s=timing.median_s,
-                iqr_s=timing.iqr_s,
-                noisy_simulated_s=median(noisy_ttft_s(program, cluster, traffic, range(200))) if traffic else None,
-                noisy_measured_s=median(noisy_s) if noisy_s else None,
-            )
-        )
+    for (name, plan), timing in zip(sleepers.plans().items(), report.timings, strict=True):
+        simulated_s = float(run_program(sleepers.program(plan), sleepers.cluster)[-1, 0])
+        runs.append(SleepRun(num_ranks=sleepers.num_ranks, name=name, simulated_s=simulated_s, timing=timing))
     return runs
-
-
-def ring_traffic(num_ranks: int, share: float, message_bytes: float) -> MessageTraffic:
-    """On every link between neighbours, in the ring's direction."""
-    pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
-    return MessageTraffic(pairs=pairs, share=share, message_bytes=message_bytes)
-
-
-def noisy_ttft_s(
-    program: Program, cluster: Cluster, traffic: MessageTraffic, seeds: Sequence[int]
-) -> tuple[float, ...]:
-    """TTFT under each seed's side traffic, which queues with the program's messages on some links."""
-    assert not cluster.shares_bandwidth, "side traffic queues on separate links"
-    return tuple(_ttft_s(program, cluster, traffic, seed) for seed in seeds)
-
-
-def _ttft_s(program: Program, cluster: Cluster, traffic: MessageTraffic, seed: int) -> float:
-    def on_link(src: int, dst: int, link: Link) -> None:
-        if traffic.share > 0 and (src, dst) in traffic.pairs:
-            link.env.process(_side_traffic(link, traffic, random.Random(f"{seed}:{src}:{dst}")))
-
-    return EventSimulation(program, cluster, record=False, on_link=on_link).finish_s[-1]
-
-
-def _side_traffic(link: Link, traffic: MessageTraffic, rng: random.Random) -> Generator[Any, Any, None]:
-    busy_s = traffic.message_bytes / link.path.bandwidth_bytes_per_s
-    while True:
-        yield link.env.timeout(rng.expovariate(traffic.share / busy_s))
-        link.env.process(link.transmit(traffic.message_bytes, busy_s))

@@ -17,7 +17,7 @@ from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Hint, facts, header, headline, likely, show
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
-from kvrsim.units import format_seconds, format_tokens, parse_share
+from kvrsim.units import format_seconds, parse_share
 from kvrsim.views.table import Text
 
 if TYPE_CHECKING:
@@ -154,16 +154,8 @@ def show_confirmation(result: Confirmation) -> None:
     answer.add_row("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
     for reason in result.reasons:
         answer.add_row(Text("NOT MET:", style="red"), reason)
-    if result.drift is not None and result.median_error_after_drift is not None:
-        tokens, error = format_tokens(result.drift.num_tokens), result.median_error_after_drift
-        fast = f"{result.drift.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
-        table.add_row("clock drift:", f"{fast}; corrected for that, the error is {error:.1%}")
     if result.max_logit_error is not None:
         table.add_row("logits:", f"differ from one process's by at most {result.max_logit_error:.2g}")
-    table.add_row("TSP:", result.tsp)
-    table.add_row("measured:", "; ".join(result.measured))
-    if result.modelled:
-        table.add_row("modelled:", "; ".join(result.modelled))
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
     for warning in result.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
@@ -173,7 +165,7 @@ def show_confirmation(result: Confirmation) -> None:
 def _measured(result: Confirmation) -> str:
     """The plan's choice: what was measured and predicted, and whether it meets the targets."""
     choice, gpus = result.choice, f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
-    measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.iqr_s)})"
+    measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.timing.iqr_s)})"
     said = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
     predicted = f"predicted {said}, {choice.rel_error:+.1%}"
     met = "all targets met" if result.ok else f"{len(result.reasons)} target{'s' * (len(result.reasons) != 1)} NOT met"
@@ -182,13 +174,20 @@ def _measured(result: Confirmation) -> str:
 
 def _order(result: Confirmation) -> str:
     """How many pairs are ordered by measurement, and how many of them by prediction as well."""
-    orders = result.orders
-    if orders.num_pairs and not orders.significant:
-        return f"none of {orders.num_pairs} pairs differ by more than their spreads"
-    wrong = "; ".join(f"{fast} is faster than {slow}" for fast, slow in orders.wrong[:_SHOWN_WRONG])
-    more = ", ..." if len(orders.wrong) > _SHOWN_WRONG else ""
-    text = f"{orders.right} of {len(orders.significant)} significant pairs predicted right, of {orders.num_pairs} pairs"
-    return f"{text}; not predicted: {wrong}{more}" if wrong else text
+    from planner.confirm.result import LEAST_SAMPLES
+
+    number, significant, wrong = len(result.candidates), len(result.significant_pairs), result.wrong_pairs
+    repeats = len(result.choice.timing.ttft_s)
+    if repeats < LEAST_SAMPLES:
+        text = f"{repeats} measurement{'s' * (repeats != 1)} of each show no spread"
+        return f"not compared: {text}, --repeats {LEAST_SAMPLES} or more do"
+    pairs = number * (number - 1) // 2
+    if pairs and not significant:
+        return f"none of {pairs} pairs differ by more than their spreads"
+    named = "; ".join(f"{fast} is faster than {slow}" for fast, slow in wrong[:_SHOWN_WRONG])
+    more = ", ..." if len(wrong) > _SHOWN_WRONG else ""
+    text = f"{significant - len(wrong)} of {significant} significant pairs predicted right, of {pairs} pairs"
+    return f"{text}; not predicted: {named}{more}" if wrong else text
 
 
 def _regret(result: Confirmation) -> str:
@@ -203,14 +202,15 @@ def _regret(result: Confirmation) -> str:
 
 def show_search(result: SearchedPartition) -> None:
     """The fastest measured partition, and the cost of the search."""
-    table, best, seed = facts(), result.best, result.seed
-    table.add_row(
-        "best:", headline(f"{', '.join(map(str, best.partition))}, TTFT {format_seconds(best.median_s)} measured")
+    table, search = facts(), result.search
+    best, plan = (
+        f"{', '.join(map(str, one))}, TTFT {format_seconds(result.ttft_s(one))}" for one in (search.best, search.seed)
     )
+    table.add_row("best:", headline(f"{best} measured"))
     table.add_row("gain:", f"{result.gain:.1%} over the plan's partition")
-    table.add_row("plan:", f"{', '.join(map(str, seed.partition))}, {format_seconds(seed.median_s)} measured")
+    table.add_row("plan:", f"{plan} measured")
     table.add_row(
-        "search:", f"{result.num_partitions} partitions, {len(result.search.samples)} prefills, {result.search.ended}"
+        "search:", f"{result.num_partitions} partitions, {len(search.samples)} prefills, {search.ended}"
     )
     table.add_row("written:", result.output)
     table_file = shlex.quote(result.output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, count, option, switch, text
+from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, option, switch, text
 from kvrsim.cli.options import JSON, HardwareArgs, TimelineArgs, hardware_of, require_torch, takes
 from kvrsim.cli.output import print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
@@ -23,7 +23,6 @@ _STRATEGY = (
     " or kvr-p with --partition."
 )
 _PARTITION = "New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp, pp-s search by --profile."
-_GENERATE = "Decode N more tokens on the last rank, greedily."
 FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
 
 
@@ -36,7 +35,6 @@ def run(
     strategy: Any = option("NAME", _STRATEGY, "Question", text, REQUIRED),
     partition: Any = option("LEN,LEN,...", _PARTITION, "Question", chunk_lens),
     check: Any = switch("Compare logits and KV cache with those of one process.", "Measurement"),
-    generate: Any = option("N", _GENERATE, "Measurement", count(2**20)),
     json: Any = JSON,
 ) -> None:
     """Measure one strategy's prefill on this machine.
@@ -61,7 +59,6 @@ def run(
             strategy=strategy,
             partition=partition,
             check_logits=check,
-            generate=generate or 0,
             warnings=warnings,
             reporter=Reporter(note=warn_once, progress=progress),
         )
@@ -103,7 +100,7 @@ def _draw(result: RunResult, path: str) -> None:
     write_gantt(
         result.timeline,
         path,
-        title=f"{result.strategy}: first token after {format_seconds(result.ttft_s)}, measured",
+        title=f"{result.strategy.name}: first token after {format_seconds(result.timing.median_s)}, measured",
         subtitle=line,
     )
 
@@ -111,30 +108,27 @@ def _draw(result: RunResult, path: str) -> None:
 def show_run(result: RunResult) -> None:
     """One row per rank, then TTFT and its spread."""
     rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
-    values = result.to_dict()["per_rank"]
-    chunks = result.partition if result.chunk_per_rank else (result.question.context_len,) * len(values)
+    values, partition, timing = result.to_dict()["per_rank"], result.plan.partition.chunk_lens, result.timing
+    chunks = partition if result.chunk_per_rank else (result.question.context_len,) * len(values)
     tokens = [*[0] * (len(values) - len(chunks)), *chunks]
     for row, chunk in zip(values, tokens, strict=True):
         times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
         rows.add_row(str(row["rank"]), str(chunk), *times, format_bytes(row["sent_bytes"]))
-    answer, table, count = facts(), facts(), len(result.samples_s)
+    answer, table, count = facts(), facts(), len(timing.ttft_s)
     gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = (
-        f"{format_seconds(result.ttft_s)} measured, median of {count}; spread {format_seconds(result.iqr_s)} (IQR)"
+        f"{format_seconds(timing.median_s)} measured, median of {count}; spread {format_seconds(timing.iqr_s)} (IQR)"
     )
-    answer.add_row("TTFT:", headline(f"{result.strategy} on {gpus}, {measured}"))
+    answer.add_row("TTFT:", headline(f"{result.strategy.name} on {gpus}, {measured}"))
     if result.predicted_s is not None:
-        error = result.predicted_s / result.ttft_s - 1
+        error = result.predicted_s / timing.median_s - 1
         answer.add_row("predicted:", f"{format_seconds(result.predicted_s)} ({error:+.1%})")
-    if result.chunk_per_rank and len(result.partition) > 1:
-        answer.add_row("partition:", f"{format_partition(result.partition, room=10**6)} tokens")
-    if (difference := result.difference) is not None:
-        shown = (
-            f"{difference.logits:.2g} of {difference.logits_scale:.2g}; KV cache by at most {difference.kv_cache:.2g}"
-        )
-        table.add_row("logits:", f"differ from one process's by at most {shown}")
-    for row in result.generated:
-        table.add_row("tokens:", " ".join(map(str, row)))
+    if result.chunk_per_rank and len(partition) > 1:
+        answer.add_row("partition:", f"{format_partition(partition, room=10**6)} tokens")
+    if (difference := timing.difference) is not None:
+        largest = f"{difference.logits:.2g} of {difference.logits_scale:.2g}"
+        kept = f"KV cache by at most {difference.kv_cache:.2g}"
+        table.add_row("logits:", f"differ from one process's by at most {largest}; {kept}")
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
     for warning in result.warnings:
         table.add_row(Text("note:", style="yellow"), warning)

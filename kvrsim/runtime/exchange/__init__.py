@@ -6,6 +6,7 @@ of this package defines the exchanges of one kind of communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from kvrsim.runtime.transport import Edge, Pending, Transport
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.model import Forward, ModelForward
+    from kvrsim.runtime.model import ModelForward
     from kvrsim.runtime.plan import RunPlan
 
 # By the value of RUN_STRATEGIES: the module of this package and the class in it.
@@ -53,13 +54,12 @@ def exchange_of(strategy: str) -> type[Exchange]:
 class Exchange(CacheListener):
     """One rank's part in the prefills of one plan: the tokens that it runs, and what it sends and receives."""
 
-    decodes = True  # whether the rank that emits the first token can continue from its cache
     first_layer = 0  # the model's number of the first layer that this rank has
 
     def __init__(
-        self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
     ) -> None:
-        """memory: of each layer, used by other prefills in turn; None: its own. Raises InputError as `chunk_of`."""
+        """memory: per layer, used by other prefills in turn; None: its own. Raises InputError as `chunk_of`."""
         self.forward, self.transport, self.plan, self.clock = forward, transport, plan, clock
         self.geometry, self.rank = forward.geometry, transport.rank
         self.layer: int | None = None  # that the rank has reached
@@ -79,10 +79,10 @@ class Exchange(CacheListener):
         return Chunk(start=start, length=end - start, batch=plan.batch)
 
     @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
-        """Return the elements of K and V that a rank keeps in a layer of the whole model."""
+    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
+        """Return the elements of K and V that a rank keeps in each layer of the whole model."""
         chunk = cls.chunk_of(plan, rank, size)
-        return 0 if chunk is None else chunk.elements(layout)
+        return [0 if chunk is None else chunk.elements(layout) for layout in layouts]
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
@@ -225,8 +225,6 @@ class Exchange(CacheListener):
 
 class OwnAttentionExchange(Exchange):
     """Each rank keeps the K and V of its own tokens, in their order, and computes attention itself."""
-
-    decodes = False
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from kvrsim.runtime.model import ModelForward, light_copy
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
     from kvrsim.runtime.marks import Clock
-    from kvrsim.runtime.model import Forward
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Pending, Transport
 
@@ -83,15 +83,13 @@ class Pipeline(Exchange):
     The next piece's receive is posted before a piece runs: a message moves once its receive is posted.
     """
 
-    decodes = False
     forward: StageForward
 
     def __init__(
-        self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
     ) -> None:
         """forward: of the whole model, or of this rank's stage."""
         if not isinstance(forward, StageForward):
-            assert isinstance(forward, ModelForward)
             forward = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
         self.stage, self.caches = forward, tuple[PrefixCache, ...]()
         super().__init__(forward, transport, plan, clock, memory)
@@ -107,9 +105,9 @@ class Pipeline(Exchange):
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
     @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
         """Return 0: a stage does not keep all layers of the model."""
-        return 0
+        return [0] * len(layouts)
 
     @classmethod
     def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:

@@ -8,7 +8,7 @@ head likewise (Shoeybi et al., 2019).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from kvrsim.runtime.model import ModelForward, light_copy
 
 if TYPE_CHECKING:
     from kvrsim.runtime.marks import Clock
-    from kvrsim.runtime.model import Forward
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Transport
 
@@ -187,15 +186,13 @@ def check_plan(model_type: str) -> None:
 class TensorParallel(Exchange):
     """All ranks have the first token; the last one emits it."""
 
-    decodes = False
     forward: ShardForward
 
     def __init__(
-        self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
     ) -> None:
         """forward: of the whole model, or this rank's share of it."""
         if not isinstance(forward, ShardForward):
-            assert isinstance(forward, ModelForward)
             forward = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
         super().__init__(forward, transport, plan, clock, memory)
         self._scratch: Any = None  # of a sum, made once
@@ -218,9 +215,9 @@ class TensorParallel(Exchange):
         check_plan(model_type)
 
     @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
         """Return 0: a share is not kept as the whole model keeps it."""
-        return 0
+        return [0] * len(layouts)
 
     def run(self, input_ids: Any) -> Any:
         """Run all tokens through this rank's share of the layers."""

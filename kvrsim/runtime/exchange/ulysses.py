@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,10 @@ class Ulysses(OwnAttentionExchange):
         return [(src, dst) for src in range(size) for dst in range(size) if src != dst]
 
     @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
         """Return the elements of all tokens, of the rank's heads."""
-        cls.chunk_of(plan, rank, size)
-        return _all_tokens(plan).elements(layout.share(size) if isinstance(layout, KvLayout) else layout)
+        shares = (layout.share(size) if isinstance(layout, KvLayout) else layout for layout in layouts)
+        return [_all_tokens(plan).elements(share) for share in shares]
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
