@@ -372,7 +372,9 @@ class Scenario:
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
-        return self._layer_costs if cost is None or cost is self.cost else self._layer_costs_by(cost)
+        if cost is None or cost is vars(self).get("cost"):  # whose GPU may have no peak for the dtype
+            return self._layer_costs
+        return self._layer_costs_by(cost)
 
     @cached_property
     def _layer_costs(self) -> tuple[LayerCosts, ...]:

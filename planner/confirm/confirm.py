@@ -141,7 +141,7 @@ def measured_here(
     job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=check)
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) * (2 if mode == "virtual" else 1) + 2
     num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
-    how = hardware.launch(scenario, num_ranks, max(one.ttft_s for one in candidates), count)
+    how = hardware.launch(num_ranks, hardware.longest_s(candidates), count)
     run = run_virtual if mode == "virtual" else run_job
     report: Report = launch(run, job, how=how, on_progress=reporter.progress)[-1]
     by_plan = dict(zip(job.plans, report.timings, strict=True))

@@ -11,7 +11,7 @@ from typing import Literal
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
-from kvrsim.memory import RankMemory
+from kvrsim.memory import RankMemory, memory_of
 from kvrsim.runtime import host
 from kvrsim.runtime.plan import EmulatedLink, Job, ModelChoice, RunPlan, run_strategy
 from kvrsim.runtime.ranks import Launch, OnProgress, started_by_torchrun
@@ -98,10 +98,14 @@ class Hardware:
             return None
         return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
-    def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:
-        """Return how ranks are started for `count` prefills. longest_s: predicted for the longest."""
-        if scenario.profile is None or self.other_machine:
-            longest_s = _UNKNOWN_S
+    def longest_s(self, candidates: Sequence[Candidate]) -> float:
+        """Return the predicted seconds of the longest prefill; without a profile of this machine, a guess."""
+        if candidates[0].scenario.profile is None or self.other_machine:
+            return _UNKNOWN_S
+        return max(one.ttft_s for one in candidates)
+
+    def launch(self, num_ranks: int, longest_s: float, count: float) -> Launch:
+        """Return how ranks are started for `count` prefills, of which the longest takes that many seconds."""
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
         return Launch(
             num_ranks=num_ranks,
@@ -174,7 +178,8 @@ class MemoryBudget:
         """Return the peak of a candidate's ranks that share the memory; all candidates use the same KV buffers."""
         scenario = candidate.scenario
         weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # parts of the model are views of it
-        ranks = [replace(rank, weights=weights) for rank in candidate.memory]
+        memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # needs no times
+        ranks = [replace(rank, weights=weights) for rank in memory]
         if self.mode == "virtual":  # one device replays every rank, on the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
             return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)

@@ -287,9 +287,9 @@ def search_here(
         reporter.note(f"{journal.path}: going on from {len(known)} prefills")
     candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=seed)
     MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
-    longest_s = candidate.ttft_s
+    longest_s = hardware.longest_s([candidate])
     left_s = max(0.0, budget_s - sum(sample.spent_s for sample in known))
-    how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, left_s / longest_s + 4 * hardware.repeats)
+    how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s / longest_s + 4 * hardware.repeats)
     done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
     question = Question.of(scenario, seed=hardware.seed)
     result = SearchedPartition(question=question, search=done, resumed=len(known), output=str(output))

@@ -11,6 +11,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
+from kvrsim.runtime.plan import RunPlan, Timing
+from kvrsim.scenario import Partition
 from kvrsim.views.page import Page
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from planner.confirm.views import page as confirmation_page
@@ -44,14 +46,11 @@ def page() -> Page:
             fits=run.fits,
             memory=run.memory,
         )
+        plan = RunPlan(strategy="kvr", partition=Partition(chunk_lens=run.partition))
         candidate = MeasuredCandidate(
             prediction=prediction,
-            drift_corrected_s=None,
-            samples_s=(SLOWER * run.ttft_s,) * 3,
-            logits_error=None,
-            logits_scale=None,
+            timing=Timing(plan=plan, ttft_s=(SLOWER * run.ttft_s,) * 3, timeline=stretched(run.timeline)),
             predicted=run.timeline,
-            measured=stretched(run.timeline),
         )
         candidates.append(candidate)
     found = Confirmation(
@@ -59,11 +58,7 @@ def page() -> Page:
         mode="ranks",
         candidates=tuple(candidates),
         chosen=0,
-        tsp="",
-        measured=("TTFT of whole prefills",),
-        modelled=(),
         conditions={"device": "<made up>"},
-        drift=None,
         targets=Targets(error=1.0),
         warnings=(),
     )

@@ -68,7 +68,7 @@ def confirm(
     The runs are interleaved. Prints the errors of the predictions. The exit code is 1 if a target is not met: the
     plan's choice, the predictions, or the logits.
 
-    Example: kvrsim confirm --ctx 1k --gpus 2 --profile here.json
+    Example: kvrsim confirm --model tiny-llama --ctx 1k --gpus 2 --profile here.json
     """
     answer.check(search=wanted.search)
     if wanted.output is not None and not wanted.search:
@@ -209,9 +209,7 @@ def show_search(result: SearchedPartition) -> None:
     table.add_row("best:", headline(f"{best} measured"))
     table.add_row("gain:", f"{result.gain:.1%} over the plan's partition")
     table.add_row("plan:", f"{plan} measured")
-    table.add_row(
-        "search:", f"{result.num_partitions} partitions, {len(search.samples)} prefills, {search.ended}"
-    )
+    table.add_row("search:", f"{result.num_partitions} partitions, {len(search.samples)} prefills, {search.ended}")
     table.add_row("written:", result.output)
     table_file = shlex.quote(result.output)
     look_up = Hint(

@@ -41,7 +41,7 @@ def run(
 
     It starts the ranks itself, or runs as one rank of torchrun.
 
-    Example: kvrsim run --strategy kvr-e --ctx 1k --gpus 2
+    Example: kvrsim run --model tiny-llama --strategy kvr-e --ctx 1k --gpus 2
     """
     from kvrsim.runtime.plan import run_strategy
 

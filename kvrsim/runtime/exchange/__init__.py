@@ -95,10 +95,6 @@ class Exchange(CacheListener):
             raise InputError("query_blocks", plan.label, f"one call of attention for {geometry.model_type}: {reason}")
 
     @classmethod
-    def check_family(cls, model_type: str) -> None:
-        """Raise InputError where the strategy cannot run any model of an architecture."""
-
-    @classmethod
     def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
         """Return the forward of a rank's part of the model, in its own memory where it is not all of it."""
         return forward

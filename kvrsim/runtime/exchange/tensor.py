@@ -21,6 +21,7 @@ from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory
 from kvrsim.runtime.model import ModelForward, light_copy
 
 if TYPE_CHECKING:
+    from kvrsim.runtime.geometry import Geometry
     from kvrsim.runtime.marks import Clock
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Transport
@@ -210,9 +211,10 @@ class TensorParallel(Exchange):
         return ShardForward(forward, Share(rank=rank, size=size), own=True)
 
     @classmethod
-    def check_family(cls, model_type: str) -> None:
+    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
         """Raise InputError where transformers has no tensor-parallel plan that the runtime can follow."""
-        check_plan(model_type)
+        super().check(plan, geometry)
+        check_plan(geometry.model_type)
 
     @classmethod
     def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:

@@ -60,7 +60,11 @@ PUBLISHED |= {
     "qwen3.5-35b-a3b": 34_660_610_688,
     "qwen3.5-397b-a17b": 396_346_350_336,
 }
-VARIANTS = {"llama-7b-gqa8": 5_933_109_248, "llama-7b-mqa": 5_698_228_224}  # counted by transformers
+VARIANTS = {
+    "llama-7b-gqa8": 5_933_109_248,
+    "llama-7b-mqa": 5_698_228_224,
+    "tiny-llama": 39_985_664,
+}  # counted by transformers
 
 # Small models of each architecture, counted by building them with transformers 5.23.
 COUNTED: list[tuple[int, dict[str, Any]]] = [

@@ -74,7 +74,7 @@ class RuleLinkRank(LinkRank):
 
 
 def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Every strategy, then the bench with its clock drift; edges are made when a plan needs them."""
+    """Every strategy, then the bench; edges are made when a plan needs them."""
     results = exactness(transport, models)
     if transport.size == 2:
         assert len(benched(transport).timings) == 4

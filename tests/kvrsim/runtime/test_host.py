@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import stat
 import time
 from pathlib import Path
 
 import pytest
 
 from kvrsim.runtime import host
-from kvrsim.runtime.measure import Timing
-from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.host import is_busy
+from kvrsim.runtime.plan import RunPlan, Timing
 from kvrsim.scenario import Partition
-from planner.confirm.hardware import is_busy
 from planner.confirm.run import busy_notes
 
 PLAN = RunPlan(strategy="single", partition=Partition(chunk_lens=(8,)))
@@ -38,46 +36,6 @@ def test_a_run_says_that_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -
         "other processes used the machine in 2 of 3 prefills (0.8 cores); TTFT may be too long",
     )
     assert busy_notes(Timing(plan=PLAN, ttft_s=(1.0, 1.0), other_cores=(0.0, None))) == ()
-
-
-def nvidia_smi(folder: Path, says: str, code: int = 0) -> str:
-    """A program that answers as nvidia-smi does, and keeps its arguments."""
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\necho \"$@\" > {folder}/asked\nprintf '{says}'\nexit {code}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-def test_other_processes_on_the_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    rows = f"99999999, /usr/bin/python3, 4096 MiB\\n{os.getpid()}, kvrsim, 10 MiB\\nNo running processes found\\n"
-    tool = nvidia_smi(tmp_path, rows)
-    assert host.others_on_gpus(tool) == ("python3 (pid 99999999, 4096 MiB)",)
-    assert "--id=2,3" in (tmp_path / "asked").read_text()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert host.others_on_gpus(tool) == ("python3 (pid 99999999, 4096 MiB)",)
-    assert "--id" not in (tmp_path / "asked").read_text()
-
-
-def test_no_answer_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.others_on_gpus(nvidia_smi(tmp_path, "1, x, 1 MiB", code=9)) == ()
-    assert host.others_on_gpus(str(tmp_path / "none")) == ()
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert host.others_on_gpus() == ()
-
-
-def test_ranks_of_the_same_torchrun_are_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sibling = os.posix_spawn("/bin/sleep", ["sleep", "600"], {})  # another process of this one's parent, as it seems
-    try:
-        tool = nvidia_smi(tmp_path, f"{sibling}, python3, 1 MiB\\n")
-        monkeypatch.delenv("RANK", raising=False)
-        assert len(host.others_on_gpus(tool)) == 1
-        monkeypatch.setattr(os, "getppid", os.getpid)
-        monkeypatch.setenv("RANK", "0")
-        assert host.others_on_gpus(tool) == ()
-    finally:
-        os.kill(sibling, 9)
-        os.waitpid(sibling, 0)
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the system does not tell")

@@ -21,10 +21,7 @@ from kvrsim.runtime.kv_cache import (
     allocate_chunk,
     make_buffers,
 )
-from kvrsim.runtime.measure import shared_memory
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.plan import RunPlan
-from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
 from tests.kvrsim.runtime.runtime_models import KINDS, kinds, variants
 from tests.kvrsim.runtime.runtime_workers import model_of
@@ -58,17 +55,6 @@ def test_chunks_behind_a_prefix_equal_one_go(name: str, kernel: str) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
     spoilt, _ = in_chunks(model, ids, "prefix", chunks=(14, 11))
     assert (spoilt - expected).abs().max() > 0.05
-
-
-@pytest.mark.parametrize(("name", "kernel"), all_models())
-def test_decoding_continues_from_the_cache(name: str, kernel: str) -> None:
-    model, ids = model_of(name, kernel), prompt()
-    whole = DynamicCache(config=model.config)
-    after = forward(model, ids, whole, 0)[:, -1].argmax(-1, keepdim=True)
-    expected = forward(model, after, whole, ids.shape[1])
-    _, cache = in_chunks(model, ids, chunks=(14, 11))
-    logits = forward(model, after, cache.to_dynamic_cache(), ids.shape[1])
-    torch.testing.assert_close(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "falcon-mqa"])
@@ -125,20 +111,6 @@ def test_a_layer_hands_on_what_the_model_says_that_later_tokens_need(name: str) 
                 end = min(end, kept.sliding_window - 1)  # the token that sees the window is one of it
             needed = BATCH * float(layer.mixer.needed_bytes(end, ELEMENT_BYTES))
             assert buffer.outgoing().nbytes == needed
-
-
-def test_memory_that_plans_share_has_the_rows_that_each_layer_needs() -> None:
-    class LastOfTwo:
-        rank, size = 1, 2
-
-    geometry = Geometry.of(model_of("gemma3", "eager"))
-    halves = Partition(chunk_lens=(30, 10))
-    (elements,) = {layout.elements for layout in geometry.layouts if isinstance(layout, KvLayout)}
-    kvr = [RunPlan(strategy="kvr", partition=halves)]
-    room = shared_memory(geometry, LastOfTwo(), kvr)[1]  # type: ignore[arg-type]
-    assert [len(data) // elements for data in room] == [10 + 5, 40, 10 + 5]
-    room = shared_memory(geometry, LastOfTwo(), [*kvr, RunPlan(strategy="tsp", partition=halves)])[1]  # type: ignore[arg-type]
-    assert [len(data) // elements for data in room] == [40, 40, 40]
 
 
 def test_a_state_is_one_message_of_its_own_size_and_mlp_layers_have_none() -> None:

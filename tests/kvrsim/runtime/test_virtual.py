@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from kvrsim.runtime import virtual as module
-from kvrsim.runtime.measure import Job, ModelChoice
-from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.plan import Job, ModelChoice, Report, RunPlan
 from kvrsim.runtime.transport import Transport
-from kvrsim.runtime.virtual import VirtualReport, run_virtual
+from kvrsim.runtime.virtual import run_virtual
 from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
@@ -37,7 +36,7 @@ def plans_of(batch: int, *, special: bool) -> tuple[RunPlan, ...]:
     )
 
 
-def virtual(name: str, kernel: str, batch: int = 1) -> VirtualReport:
+def virtual(name: str, kernel: str, batch: int = 1) -> Report:
     model = ModelChoice(config=(CONFIGS | KINDS)[name], dtype="fp32", attention=kernel, init_std=0.2, seed=1)  # type: ignore[arg-type]
     job = Job(
         model=model,
@@ -58,17 +57,17 @@ def virtual(name: str, kernel: str, batch: int = 1) -> VirtualReport:
 )  # fmt: skip
 def test_logits_are_one_processs(name: str, kernel: str, batch: int) -> None:
     for timing in virtual(name, kernel, batch).timings:
-        assert timing.logits_error is not None
-        assert timing.logits_scale is not None
-        assert timing.logits_error <= 1e-5 * max(1.0, timing.logits_scale), timing.plan.label
-        assert timing.logits_scale > 1  # so that the tolerance means something
+        assert timing.difference is not None
+        assert timing.difference.logits <= 1e-5 * max(1.0, timing.difference.logits_scale), timing.plan.label
+        assert timing.difference.kv_cache <= 1e-4
+        assert timing.difference.logits_scale > 1  # so that the tolerance means something
 
 
 def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:
     report = virtual("llama-gqa", "sdpa")
     for timing in report.timings:
-        assert len(timing.repeats) == len(timing.other_cores) == 2
-        for ranks in timing.repeats:
+        assert len(timing.parts) == len(timing.other_cores) == 2
+        for ranks in timing.parts:
             assert len(ranks) == len(timing.plan.partition.chunk_lens)
             for rank, parts in enumerate(ranks):
                 inside = {(layer, part) for layer in range(3) for part in ("qkv", "append", "attention", "output+mlp")}
@@ -89,5 +88,5 @@ def test_a_rank_that_had_no_prefix_would_be_noticed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module._VirtualPlan, "run", spoilt)
     kvr = virtual("llama-gqa", "sdpa").timings[1]
-    assert kvr.logits_error is not None
-    assert kvr.logits_error > 0.1
+    assert kvr.difference is not None
+    assert kvr.difference.logits > 0.1

@@ -14,6 +14,7 @@ from kvrsim.cli.main import main
 from kvrsim.engine import HostRates
 from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
 from kvrsim.kernels.profile import CalibrationProfile, OperationFit, load_profile
+from kvrsim.runtime.host import device_name
 from kvrsim.units import scale
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 
@@ -40,7 +41,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
     return replace(
         base,
         name="made-up",
-        gpu=gpu.name,
+        gpu=device_name("cpu"),  # of this machine
         kernels=replace(
             kernels,
             gemm=scale(kernels.gemm, 1000.0),

@@ -14,9 +14,8 @@ from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
-from planner.confirm import run as confirm_run
-from planner.confirm.candidates import NO_REFERENCE, STRATEGIES, Feasible, MemoryBudget
-from planner.confirm.hardware import Hardware, Mode
+from planner.confirm.candidates import STRATEGIES
+from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode
 from tests.building import examples
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
@@ -33,33 +32,27 @@ def budget_of(scenario: Scenario, num_devices: int, mode: Mode = "ranks") -> Mem
     return MemoryBudget.of(scenario, OnGpus(config="llama-7b", device="cuda"), mode)
 
 
-def feasible(scenario: Scenario, candidates: dict[str, Candidate], limit_bytes: float | None = None) -> Feasible:
-    budget = budget_of(scenario, scenario.cluster.num_gpus)
-    return Feasible.of(candidates, replace(budget, limit_bytes=limit_bytes or budget.limit_bytes))
-
-
-def test_what_does_not_fit_is_left_out_with_the_reference_and_said() -> None:
-    result = feasible(*question(16384))
-    assert "single" not in result.candidates  # 101 GiB under eager attention
-    assert "kvr-s" in result.candidates
-    assert not result.reference
-    assert "single (101 GiB)" in result.notes[0]
-    assert result.notes[-1] == NO_REFERENCE
-
-
-def test_where_nothing_fits_the_least_is_named() -> None:
-    with pytest.raises(InputError, match=r"a context that fits: .* takes .* GiB of 1.00 GiB"):
-        feasible(*question(4096), 2**30)
+def test_where_nothing_fits_the_error_names_what_to_change() -> None:
+    scenario, candidates = question(4096)
+    budget = budget_of(scenario, 2)
+    budget.check(list(candidates.values()))
+    with pytest.raises(InputError, match=r"model: got 'llama-7b', accepted: a model that fits in the 1.00 GiB"):
+        replace(budget, limit_bytes=2**30).check(list(candidates.values()))
+    scenario, candidates = question(200_000)
+    with pytest.raises(
+        InputError, match=r"ctx: got '200000', accepted: a context that fits in the .*: .* takes .* GiB"
+    ):
+        replace(budget, limit_bytes=2**35).check(list(candidates.values()))
 
 
 @examples(15)
 @given(ctx=st.integers(64, 20_000), limit_gib=st.floats(14, 200))
 def test_a_candidate_is_measured_exactly_where_each_of_its_ranks_fits(ctx: int, limit_gib: float) -> None:
     scenario, candidates = question(ctx)
-    limit_bytes = limit_gib * 2**30
-    fit = [name for name, one in candidates.items() if all(rank.total <= limit_bytes for rank in one.memory)]
-    if fit:
-        assert list(feasible(scenario, candidates, limit_bytes).candidates) == fit
+    budget = replace(budget_of(scenario, 2), limit_bytes=limit_gib * 2**30)
+    for one in candidates.values():
+        assert budget.fits(one) == all(rank.total <= budget.limit_bytes for rank in one.memory)
+    assert budget.fits_reference(scenario) == budget.fits(candidates["single"])
 
 
 def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +67,12 @@ def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
     assert code == 0, errors
     assert [one["strategy"] for one in found["candidates"]] == ["tsp", "kvr-s"]
     assert found["max_logit_error"] is None
-    assert "logits" not in found["measured"]
     assert any("single (" in note and "kvr-e (" in note for note in found["warnings"])
     assert "logits are not compared" in errors
 
 
 def test_run_skips_a_check_that_does_not_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_run, "reference_fits", lambda *_: False)
+    monkeypatch.setattr(MemoryBudget, "fits_reference", lambda *_: False)
     words = arguments(folder_with(tmp_path), "run", "--strategy", "kvr-e", "--check", "--repeats", "1", "--json")
     code, found, errors = said(words)
     assert (code, found["max_logit_error"], len(found["samples_s"])) == (0, None, 1)
