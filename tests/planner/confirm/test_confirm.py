@@ -143,7 +143,7 @@ MISTAKES = [
     (
         ("confirm", "--profile", "a100-eager"),
         "--profile",
-        "measured on a100-80gb', accepted: a profile of this machine",
+        "a100-80gb', accepted: a profile of this machine",
     ),
     (("run", "--strategy", "kvr-e", "--profile", "a100-eager", "--dtype", "fp16"), "--profile", "or --other-machine"),
     (("run", "--strategy", "kvr-e", "--model", "llama-3.1-405b"), "--model", "such as tiny-llama"),
