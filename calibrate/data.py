@@ -473,6 +473,11 @@ class Provenance:
         return self.data.has("model")
 
     @property
+    def even_if_busy(self) -> bool:
+        """Whether samples count that were taken while other processes used the machine."""
+        return self.data.has("even_if_busy")
+
+    @property
     def model(self) -> ModelSpec | None:
         """The model whose layers were timed."""
         if not self.data.has("model"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.kernels.cost import CostModel
-from kvrsim.program import Array, Op, Program, slowed_by_pending_recv
+from kvrsim.program import AllGather, AllToAll, Array, Op, Program, Recv, RingPass, Send, slowed_by_pending_recv
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import layer_ops, placement_refusal, refusal
@@ -81,9 +82,66 @@ def build_program(
         layer_kind_index=scenario.share.layer_kind_index if has_prefill(scenario) else (),
         epilogue=tuple(last(scenario, chunks[rank], total, cost) if rank == len(chunks) - 1 else () for rank in ranks),
     )
+    if not _is_own(strategy):
+        _check_ends(strategy, even)
     # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
     everyone = len(chunks) == scenario.cluster.num_gpus
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
+
+
+def _is_own(strategy: Strategy) -> bool:
+    """Whether a strategy is kvrsim's, in groups of GPUs or not."""
+    return strategy.name.rpartition("+")[2] in STRATEGIES
+
+
+def _check_ends(strategy: Strategy, program: Program) -> None:
+    """Raise InputError where a rank of a program would wait for ever: a mistake in the strategy's layer."""
+    for kind, layer in enumerate(program.layers):
+        if (stuck := waits_for_ever(layer)) is not None:
+            rank, op = stuck
+            what = f"for the other ranks' {type(op).__name__}"
+            if isinstance(op, Recv):
+                what = f"for a message from rank {op.src} (recv_kv)"
+            elif isinstance(op, Send):
+                what = f"for rank {op.dst} to receive (send_kv)"
+            number = program.layer_kind_index.index(kind)
+            accepted = f"a layer that ends: rank {rank} waits for ever in layer {number}, {what}"
+            raise InputError("strategy", strategy.name, accepted)
+
+
+def waits_for_ever(layer: Sequence[Sequence[Op]]) -> tuple[int, Op] | None:
+    """Return the first rank that never ends a layer, and the operation that it waits in; None: all ranks end.
+
+    layer: the operations of each rank.
+    """
+    exchanges = [[op for op in ops if isinstance(op, Send | Recv | AllGather | AllToAll | RingPass)] for ops in layer]
+    sent, at, ranks = Counter[tuple[int, int]](), [0] * len(layer), range(len(layer))
+
+    def now(rank: int) -> Op | None:
+        return exchanges[rank][at[rank]] if at[rank] < len(exchanges[rank]) else None
+
+    def ready(rank: int, op: Op) -> list[int]:
+        """Return the ranks that go on together; [] where this one has to wait."""
+        if isinstance(op, Recv):
+            return [rank] if sent[op.src, rank] > 0 else []
+        if isinstance(op, Send):
+            other = now(op.dst)
+            return [rank] if not op.rendezvous or (isinstance(other, Recv) and other.src == rank) else []
+        members = op.members(rank, len(layer)) if isinstance(op, AllGather) else ranks
+        return list(members) if all(type(now(member)) is type(op) for member in members) else []
+
+    while waiting := [(rank, op) for rank in ranks if (op := now(rank)) is not None]:
+        together = next(((op, group) for rank, op in waiting if (group := ready(rank, op))), None)
+        if together is None:
+            return waiting[0]
+        op, group = together
+        for rank in group:
+            at[rank] += 1
+        if isinstance(op, Send):
+            sent[group[0], op.dst] += 1
+        elif isinstance(op, Recv):
+            sent[op.src, group[0]] -= 1
+    return None
 
 
 def columns(chunks: Sequence[int] | Array) -> list[Array]:
@@ -101,6 +159,6 @@ def _layer(strategy: Strategy, step: Step, rank: int) -> tuple[Op, ...]:
     except KvrsimError:
         raise
     except Exception as error:
-        if strategy.name.rpartition("+")[2] in STRATEGIES:
+        if _is_own(strategy):
             raise
         raise InputError("strategy", strategy.name, f"a layer that runs ({where(error)})") from error

@@ -172,7 +172,7 @@ def fit_profile(
     that no fit reproduces.
     """
     chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
-    usable = UsableRows.of(rows, chosen, argument, own=origin.is_hugging_face)
+    usable = UsableRows.of(rows, chosen, argument, own=origin.is_hugging_face, any_spread=origin.even_if_busy)
     fit = _OperationFits(rows=usable, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
     prepare = fit_prepare(fit.use(usable.prepare))
     kernels = KernelRates(
@@ -260,13 +260,21 @@ class UsableRows:
     dtypes: tuple[str, ...]  # of the rows in the fit
 
     @classmethod
-    def of(cls, rows: Sequence[Measurement], choices: FitChoices, argument: str, *, own: bool = False) -> UsableRows:
+    def of(
+        cls,
+        rows: Sequence[Measurement],
+        choices: FitChoices,
+        argument: str,
+        *,
+        own: bool = False,
+        any_spread: bool = False,
+    ) -> UsableRows:
         """All of them checked; InputError naming `argument`, also where gemm or attention is missing.
 
         With choices.attention_kernel "eager" all attention rows are eager; None: rows with eager in their kernel;
         otherwise rows of exactly the kernel eager. Rows of the kernel sdpa are sdpa, except with "eager". Half
         precision if there is any, else fp32. `own`: rows of a model's layers on this machine: narrow products are used
-        too, and larger spreads are accepted.
+        too, and larger spreads are accepted. `any_spread`: all of them, which only widens the profile's intervals.
         """
         kernel = choices.attention_kernel
         dtypes = dtypes_of(row for row in rows if row.operation in ("gemm", "attention"))
@@ -296,10 +304,10 @@ class UsableRows:
             gemm_types={kind: found for kind, found in types.items() if _is_enough(found)},
             dtypes=dtypes,
         )
-        usable._check(argument, own=own)
+        usable._check(argument, own=own, any_spread=any_spread)
         return usable
 
-    def _check(self, argument: str, *, own: bool) -> None:
+    def _check(self, argument: str, *, own: bool, any_spread: bool) -> None:
         types = " or ".join(self.dtypes)
         calls = f"calls of one sequence in {types}, head_dim {self.head_dim}"
         needed = (
@@ -314,7 +322,8 @@ class UsableRows:
         )
         for kind, rows, what in (*needed, *(other for other in others if other[1])):
             own_spread = MAX_OWN_SHORT_SPREAD if kind in _SHORT else MAX_OWN_SPREAD
-            check_rows(kind, rows, argument, what, own_spread if own else MAX_SPREAD)
+            limit = float("inf") if any_spread else own_spread if own else MAX_SPREAD
+            check_rows(kind, rows, argument, what, limit)
 
 
 def _form_of(row: Measurement, kernel: str | None) -> str:

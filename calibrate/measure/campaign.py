@@ -27,6 +27,7 @@ from kvrsim.runtime.host import busy_cores
 LEAST_SAMPLES = 3  # of a point
 _LONG_ENOUGH_S = 0.1  # of a visit: the kernel's CPU accounting is too coarse for shorter ones
 _MOST_BUSY_SHARE = 0.5  # of the samples; above this the campaign is refused
+_ENOUGH_TO_JUDGE = 8  # samples of this run
 _MOST_OF_BUDGET = 0.2  # that a point may take
 _FORMAT = "kvrsim journal 1"
 
@@ -251,7 +252,6 @@ class _Run:
             for point in self.points:
                 if point not in self.skipped and len(self._idle(point)) < least:
                     self._visit(point)
-        self._check_machine()
         while self.spent_s < self.policy.budget_s:
             unsteady = [point for point in self.points if not self._is_done(point)]
             for point in unsteady:
@@ -292,6 +292,8 @@ class _Run:
         others = load.other_cores() if elapsed_s >= _LONG_ENOUGH_S else 0.0
         for seconds, device in taken:
             self.journal.add(Sample(point=point, seconds=seconds, busy_cores=others, device=device))
+        if len(self.journal.samples) - self.journal.resumed >= _ENOUGH_TO_JUDGE:
+            self._check_machine()
 
     def _progress(self, point: str) -> str:
         samples = len(self.journal.samples)
@@ -301,7 +303,8 @@ class _Run:
         return f"{samples} samples, {steady} of {len(self.points)} steady; {point}{late}; seconds"
 
     def _check_machine(self) -> None:
-        samples = [] if self.policy.even_if_busy else self.journal.samples
+        """Raise BusyError where most samples of this run do not count: after a few seconds, not at the end."""
+        samples = [] if self.policy.even_if_busy else self.journal.samples[self.journal.resumed :]
         slowed = [faults for sample in samples if (faults := faults_of(sample.device))]
         if len(slowed) > _MOST_BUSY_SHARE * len(samples):
             reasons = ", ".join(sorted({reason for faults in slowed for reason in faults}))
@@ -357,7 +360,9 @@ def measure(
             outcome = run_campaign(bench, journal, policy, on_progress)
         finally:
             bench.close()
-        state = {"device_state": dict(outcome.device)} if outcome.device else {}
+        state: dict[str, Any] = {"device_state": dict(outcome.device)} if outcome.device else {}
+        if policy.even_if_busy:
+            state["even_if_busy"] = True
         write_measurements(campaign.output, outcome.rows, origin={**campaign.origin(outcome.rows), **state})
     except BaseException:
         journal.close()

@@ -14,6 +14,7 @@ from kvrsim.interp import interquartile_range
 from kvrsim.kernels.profile import Gather
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Partition
+from kvrsim.strategies import STRATEGIES
 
 RUN_DTYPES = ("fp16", "bf16", "fp32")
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
@@ -31,7 +32,9 @@ RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
 def run_strategy(name: str) -> str:
     """Return the exchange that runs a registered strategy; raise InputError where the runtime has none."""
     if name not in RUN_STRATEGIES:
-        raise InputError("strategy", name, f"what the runtime runs: {', '.join(RUN_STRATEGIES)}")
+        accepted = f"what the runtime runs: {', '.join(RUN_STRATEGIES)}"
+        planned = "" if name in STRATEGIES else "; hybrids and strategies from elsewhere are planned and simulated only"
+        raise InputError("strategy", name, accepted + planned)
     return RUN_STRATEGIES[name]
 
 

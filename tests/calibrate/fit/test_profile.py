@@ -411,6 +411,12 @@ def test_a_campaign_may_spread_further(share: float, refused: bool) -> None:
     if refused:
         with pytest.raises(InputError, match="gemm rows with a median spread of 30%"):
             fit_own(rows)
+        layer = Measurement(
+            operation="layer", kernel="sdpa", device="x", dtype="fp32", chunk=64, prefix=0, median_s=1.0,
+            spread_s=share, source="x",
+        )  # fmt: skip
+        noisy, _ = fit_own([*rows, layer], small.ORIGIN | small.LINKS | {"even_if_busy": True})
+        assert noisy.run_to_run_log_sd == pytest.approx(share / 1.349, rel=0.01)  # intervals are as wide
     else:
         assert fit_own(rows)[0].attention_kernels == ("sdpa",)
 

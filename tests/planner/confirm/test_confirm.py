@@ -166,13 +166,14 @@ def test_mistakes_take_one_line(
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("name", [*sorted(set(STRATEGIES) - set(RUN_STRATEGIES)), "tp2+kvr-s"])
+@pytest.mark.parametrize("name", [*sorted(set(STRATEGIES) - set(RUN_STRATEGIES)), "tp2+kvr-s", "./mine.py:KVR_ZIGZAG"])
 def test_a_strategy_that_the_runtime_cannot_run_is_refused_by_name(name: str, folder: Path) -> None:
     code, text, errors = said(arguments(folder, "run", "--strategy", name))
     assert (code, text) == (2, "")
     (line,) = errors.splitlines()
     accepted = f"what the runtime runs: {', '.join(RUN_STRATEGIES)}"
     assert line.startswith(f"kvrsim: error: --strategy: got '{name}', accepted: {accepted}")
+    assert ("planned and simulated only" in line) is ("+" in name or ".py" in name)
 
 
 def test_no_other_strategy_is_run_in_its_place() -> None:
