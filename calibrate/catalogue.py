@@ -240,13 +240,17 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 )
 # Text models that transformers has inside of larger models alone.
 _TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-# Numbers that the classes need and their defaults leave out.
-_NEEDED: dict[str, dict[str, Any]] = {
+# What classes need and their configurations' defaults leave out, as in a published model of the type.
+NEEDED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 64},
+    "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "granitemoehybrid": {"layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(32)]},
     "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
+    "lfm2_moe": {"layer_types": ["full_attention" if number % 4 == 2 else "conv" for number in range(32)]},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 64},
 }
 
 
@@ -269,7 +273,7 @@ def main() -> None:
     for name in sys.argv[1:] or types:
         if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
             continue  # several models: files have the type of the text model
-        kind, usual = Kind(name), _NEEDED.get(name, {})
+        kind, usual = Kind(name), NEEDED.get(name, {})
         switches = [usual | switch for switch in _SWITCHES if {*switch} <= {*kind.defaults}]
         given = [usual, *files.get(name, []), *switches]
         for config in given:

@@ -37,11 +37,13 @@ class Support:
 
 
 def support(model_type: str) -> Support:
-    """Read a type with the defaults of its configuration."""
+    """Read a type with the defaults of its configuration, and what they leave out."""
+    from calibrate.catalogue import NEEDED
     from kvrsim.model.reader import RefusedError, read_class
 
+    fields = {"model_type": model_type, **NEEDED.get(model_type, {})}
     try:
-        return Support(model_type=model_type, model=read_class({"model_type": model_type}, model_type))
+        return Support(model_type=model_type, model=read_class(fields, model_type))
     except RefusedError as error:
         reason = " ".join(str(error).split()).replace("|", "/")
         return Support(model_type=model_type, model=None, reason=reason[:160])

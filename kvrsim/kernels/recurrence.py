@@ -23,15 +23,19 @@ from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
-SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence
+# Tokens; by kind of recurrence.
+SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 RECURRENCES = tuple(SCAN_CHUNK)
-_ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta"}  # whose rates stand for one without
+# Whose rates stand for one without.
+_ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 _SIZES = (
     *("kind", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
     *("conv_channels", "conv_kernel"),
 )
+_SCAN_FLOPS = 9  # of a token and an element of a diagonal state: decay, input, product, sum (Mamba's scan)
+_ELEMENTWISE = 16  # FLOPs of tensor cores in the time of one outside them: 312 and 19.5 TFLOP/s on an A100
 _FP32 = 2  # elements of half precision in one of fp32
 
 
@@ -59,10 +63,13 @@ class RecurrenceCall:
         Delta rules, a head (Yang et al., 2024, arXiv:2406.06484): products of keys with keys and of queries with keys
         in a chunk, two products with the inverse of the first and one with the second; the state is read by the keys,
         read by the queries, and written. Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): half of the chunk's scores a
-        group, their product with the inputs; the state is read and written.
+        group, their product with the inputs; the state is read and written. Linear attention as Mamba-2. A scan of a
+        diagonal state has no products of matrices.
         """
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
-        if self.kind == "mamba2":
+        if self.kind == "scan":
+            return float(_ELEMENTWISE * _SCAN_FLOPS * self.num_value_heads * keys * values)
+        if self.kind in ("mamba2", "linear"):
             head = chunk * values + 4.0 * keys * values
             return self.num_value_heads * head + self.num_key_heads * chunk * keys
         return self.num_value_heads * (2.0 * chunk * (3 * keys + 2 * values) + 6.0 * keys * values)
@@ -78,7 +85,7 @@ class RecurrenceCall:
         """
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
         state = keys * values / chunk
-        if self.kind == "mamba2":
+        if self.kind in ("mamba2", "linear", "scan"):
             return self.num_value_heads * (2 * values + 4 * _FP32 * state) + self.num_key_heads * 2.0 * keys
         decays = 3 * _FP32 * keys + 4 * keys if self.kind == "kda" else 0
         return self.num_value_heads * (4.0 * keys + 6.0 * values + 2.0 * state + decays)

@@ -15,11 +15,13 @@ import numpy as np
 from kvrsim.model.gemm import Gemm
 
 Tokens = Any  # a number or an array of tokens
-RecurrenceKind = Literal["gated_delta", "kda", "mamba2"]
+RecurrenceKind = Literal["gated_delta", "kda", "mamba2", "linear", "scan"]
 RECURRENCE_TITLES: dict[RecurrenceKind, str] = {
     "gated_delta": "gated delta rule",
     "kda": "Kimi delta attention",
     "mamba2": "Mamba-2",
+    "linear": "linear attention",
+    "scan": "recurrent scan",
 }
 _STATE_ELEMENT_BYTES = 4  # recurrent states are kept in fp32
 
@@ -118,6 +120,7 @@ class Attention(_Mixer):
     rotary: bool = True  # whether they are rotated by their positions
     gate: bool = False  # whether a projection of the input scales the output
     indexer: Indexer | None = None  # None: a query attends to all keys that it sees
+    shared: bool = False  # takes K and V of an earlier layer: projects and caches none
 
     @property
     def title(self) -> str:
@@ -133,7 +136,7 @@ class Attention(_Mixer):
         return self.sliding_window if self.attention_chunk is None else self.attention_chunk
 
     def token_bytes(self, element_bytes: float) -> float:
-        elements = self.num_key_value_heads * (self.head_dim + self.v_head_dim)
+        elements = 0 if self.shared else self.num_key_value_heads * (self.head_dim + self.v_head_dim)
         return elements * element_bytes + self.index_key_bytes
 
     def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:

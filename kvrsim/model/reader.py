@@ -1,15 +1,16 @@
 """Read a ModelSpec from transformers' own class, built without memory and run once without values.
 
-No family is named. The class is built on torch's meta device and runs a prefill of a few tokens there; hooks record
-what runs in which order. Each module with parameters is then classified: a projection of a mixer, an MLP, a router,
-experts, a norm. What fits nowhere is refused by its name. Two gates compare the result with the class: the number of
-parameters, and the FLOPs that torch counts in products of matrices.
+No family is named. The class is built on torch's meta device and runs a prefill of a few tokens there. A trace of the
+products says which weights tokens are multiplied with, in which order, and which modules multiply activations with
+each other. Three gates compare the result with the class: its parameters, the FLOPs of each weight and of each mixer as
+torch's FlopCounterMode counts them, and the bytes of its cache. What fits nowhere is refused by its name.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MODEL_MAPPING, AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -44,18 +46,21 @@ from kvrsim.model.mixers import (
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 TOKENS = 16  # of the prefill that is run
-_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
 SHARED_INDEXERS = "layers with a shared indexer take the choice of the layer before them at no cost"
+_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.randn, torch.rand)
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 _INNER = ("intermediate_dim", "expert_dim", "intermediate_size")  # width of an expert
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
 _KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _QUERIES = re.compile(r"^(?:project_|W)?(?:q|query)(?:_proj|_lin)?$")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
 _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
+_MIXERS = re.compile(r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet")
+_STREAMS = re.compile("HyperConnection|HyperHead")  # weights of residual streams
 
 
 class RefusedError(Exception):
@@ -74,80 +79,114 @@ class _Sizes(TorchFunctionMode):  # type: ignore[misc]  # torch has no types
         if func in _FACTORIES:
             size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
             if len(size) == result.dim():
-                self._known[result.untyped_storage()._cdata] = (tuple(size), result)
+                self._known[_storage(result)] = (tuple(size), result)
         return result
 
     def of(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The tensor's shape."""
-        size, _ = self._known.get(tensor.untyped_storage()._cdata, ((), tensor))
+        size, _ = self._known.get(_storage(tensor), ((), tensor))
         return size if tuple(map(int, size)) == tuple(tensor.shape) else tuple(tensor.shape)
 
 
-@dataclass(kw_only=True)
-class _Run:
-    """What a prefill of TOKENS tokens does."""
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
-    order: dict[str, int] = field(default_factory=dict)  # of the first calls of modules, by name
-    sources: dict[str, int] = field(default_factory=dict)  # first input of a module: the tensor's id
-    results: dict[int, str] = field(default_factory=dict)  # tensors by id: the module that made it
-    rotary: set[str] = field(default_factory=set)  # modules within which queries and keys are rotated
-    alibi: bool = False
-    running: list[str] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)  # tensors whose ids are used
-    matrix_flops: int = 0  # of products with a weight that all tokens share
-    batched_flops: int = 0  # of all other products
-    cache: Any = None
 
-    def begin(self, name: str, args: Any, kwargs: Any) -> None:
+class _Values(TorchDispatchMode):  # type: ignore[misc]
+    """Tensors without values hold zeros where a class asks for a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        if func is torch.ops.aten.nonzero.default:
+            return torch.empty((0, args[0].dim()), dtype=torch.long, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+class _Trace(FlopCounterMode):  # type: ignore[misc]
+    """What a prefill of TOKENS tokens does, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(display=False)
+        self.weights = {_storage(one): name for name, one in model.named_parameters()}
+        self._shapes = {_storage(one): one.shape[-2:] for one in model.parameters()}
+        self.order: dict[str, int] = {}  # of the first calls of modules and products of weights, by name
+        self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by its storage
+        self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used
+        self.turned: set[int] = set()  # weights with inputs before outputs
+        self.others: Counter[str] = Counter()  # FLOPs of products of activations, by module
+        self.sources: dict[str, int] = {}  # first input of a module: the tensor's id
+        self.makers: dict[int, str] = {}  # tensors by id: the module that made it
+        self.outputs: dict[str, Any] = {}  # of modules
+        self.rotary: set[str] = set()  # modules within which queries and keys are rotated
+        self.alibi = False
+        self.cache: Any = None
+        self._running = [""]
+        self._kept: list[Any] = []  # tensors whose ids are used
+
+    def run(self, model: nn.Module) -> None:
+        """Run the model once."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules(remove_duplicate=False):
+                before = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(partial(self._end, name)).remove)
+            for source in {type(module).__module__ for module in model.modules()}:
+                for name, function in list(vars(sys.modules[source]).items()):
+                    if callable(function) and not isinstance(function, type) and re.search("apply.*rotary|alibi", name):
+                        stack.enter_context(patch.object(sys.modules[source], name, self._watched(function, name)))
+            stack.enter_context(patch.object(torch.distributions.Distribution, "_validate_args", False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_Values())
+            stack.enter_context(self)
+            output = model(input_ids=torch.zeros((1, TOKENS), dtype=torch.long, device="meta"), use_cache=True)
+        self.cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+
+    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.order.setdefault(name, len(self.order))
-        self.running.append(name)
+        self._running.append(name)
         first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
         if first is not None and name not in self.sources:
             self.sources[name] = id(first)
-            self.kept.append(first)
+            self._kept.append(first)
 
-    def end(self, name: str, output: Any) -> None:
-        self.running.pop()
+    def _end(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        self.outputs[name] = output
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor):
-            self.results[id(first)] = name
-            self.kept.append(first)
+            self.makers[id(first)] = name
 
+    def _watched(self, function: Any, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.rotary.update(self._running)
+            self.alibi |= "alibi" in name
+            return function(*args, **kwargs)
 
-def _run(model: nn.Module) -> _Run:
-    run = _Run()
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            before = module.register_forward_pre_hook(
-                lambda _module, args, kwargs, name=name: run.begin(name, args, kwargs), with_kwargs=True
-            )
-            after = module.register_forward_hook(lambda _module, _args, output, name=name: run.end(name, output))
-            stack.callback(before.remove)
-            stack.callback(after.remove)
-        for source in {type(module).__module__ for module in model.modules()}:
-            for name, function in list(vars(sys.modules[source]).items()):
-                if callable(function) and not isinstance(function, type) and re.search("apply.*rotary|alibi", name):
-                    stack.enter_context(patch.object(sys.modules[source], name, _watched(function, name, run)))
-        counter = stack.enter_context(FlopCounterMode(display=False))
-        stack.enter_context(torch.no_grad())
-        tokens = torch.zeros((1, TOKENS), dtype=torch.long, device="meta")
-        output = model(input_ids=tokens, use_cache=True)
-    run.cache = getattr(output, "past_key_values", None)
-    for operation, flops in counter.get_flop_counts()["Global"].items():
-        if str(operation) in ("aten.mm", "aten.addmm"):
-            run.matrix_flops += flops
-        else:
-            run.batched_flops += flops
-    return run
+        return call
 
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if func_packet in self.flop_registry and "convolution" not in str(func_packet):
+            flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+            last = [one for one in args if isinstance(one, torch.Tensor)][-2:]
+            key = next((_storage(one) for one in last if _storage(one) in self.weights), None)
+            if key is None:
+                self.others[self._running[-1]] += flops
+            else:
+                self.products[key] += flops
+                self.uses.setdefault(key, set()).update(self._running)
+                if _storage(last[-1]) == key and last[-1].shape[-2:] == self._shapes[key]:
+                    self.turned.add(key)
+                self.order.setdefault(self.weights[key], len(self.order))
+        return super()._count_flops(func_packet, out, args, kwargs)
 
-def _watched(function: Any, name: str, run: _Run) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        run.rotary.update(run.running)
-        run.alibi |= "alibi" in name
-        return function(*args, **kwargs)
+    def starts(self, place: str) -> int:
+        """When the first module or product within a module begins."""
+        return min(number for name, number in self.order.items() if f"{name}.".startswith(f"{place}."))
 
-    return call
+    def within(self, place: str) -> int:
+        """FLOPs of products of activations within a module."""
+        return sum(flops for name, flops in self.others.items() if f"{name}.".startswith(f"{place}."))
 
 
 def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
@@ -156,10 +195,13 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     for key in _ACTIVATIONS & fields.keys():
         if fields[key] not in ACT2FN:  # a name that transformers lacks: an element-wise function costs the same
             fields[key] = "silu"
-    config = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
+    model_type = fields.pop("model_type")
+    config = CONFIG_MAPPING[model_type].from_dict(fields)
     text = config.get_text_config(decoder=True)
     if text is not config:  # a type of several models: the keys are those of its text model
         config = type(text).from_dict(fields)
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
     options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     with torch.device("meta"), _Sizes() as sizes:
         try:
@@ -167,7 +209,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
-            model = _text_class(config)._from_config(config, **options)
+            model = _text_class(model_type, config)._from_config(config, **options)
     for module in model.modules():  # experts that transformers runs one by one as the others, without their numbers
         routed = hasattr(module, "gate_up_proj") and len(signature(module.forward).parameters) == 3
         if routed and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
@@ -179,17 +221,17 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     return config, model.eval(), sizes
 
 
-def _text_class(config: Any) -> Any:
+def _text_class(model_type: str, config: Any) -> Any:
     """The class of a text model that transformers has inside of larger models alone."""
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
     modules = import_module(type(config).__module__.replace("configuration_", "modeling_"))
     stem = type(config).__name__.removesuffix("Config")
-    names = (f"{stem.removesuffix('Text')}ForCausalLM", f"{stem}ForCausalLM", f"{stem}Model")
-    found = next((getattr(modules, name) for name in names if hasattr(modules, name)), None)
-    if found is None:
-        raise RefusedError(f"transformers has no text model of {type(config).__name__}")
-    return found
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
+    for name in (f"{stem.removesuffix('Text')}ForCausalLM", f"{stem}ForCausalLM", f"{stem}Model", usual):
+        if hasattr(modules, name):
+            return getattr(modules, name)
+    raise RefusedError(f"transformers has no text model of {type(config).__name__}")
 
 
 def causal_types() -> list[str]:
@@ -208,16 +250,16 @@ def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
     logging.set_verbosity_error()  # kernels that are missing here matter to nobody who only counts
     try:
         config, model, sizes = build(fields)
-        run = _run(model)
+        trace = _Trace(model)
+        trace.run(model)
+        return _Reader(config=config, model=model, sizes=sizes, trace=trace).spec(name)
+    except RefusedError:
+        raise
     except Exception as error:  # whatever transformers raises for numbers that do not fit together
         lines = str(error).strip().splitlines() or [""]
         raise RefusedError(f"transformers: {type(error).__name__} {lines[-1].strip()[:200]}") from error
     finally:
         logging.set_verbosity(verbosity)
-    reader = _Reader(config=config, model=model, sizes=sizes, run=run)
-    spec = reader.spec(name)
-    reader.compare(spec)
-    return spec
 
 
 def _symbol(value: int, *candidates: Any) -> int:
@@ -242,23 +284,30 @@ class _Reader:
     config: Any
     model: nn.Module
     sizes: _Sizes
-    run: _Run
+    trace: _Trace
     notes: list[str] = field(default_factory=list)
-    _streams: int = 0  # weights of hyper-connections
+    _described: Counter[int] = field(default_factory=Counter)  # FLOPs of products in the description, by weight
+    _explained: set[str] = field(default_factory=set)  # modules whose products of activations it describes
+    _held: set[int] = field(default_factory=set)  # parameters that earlier layers hold
     _choice: Indexer | None = None  # the last layer's that chooses keys
+    _place: str = ""  # of the layer that is read; "": the model
 
     def spec(self, name: str) -> ModelSpec:
         config, model = self.config, self.model
         place, stack = self._stack()
-        layers = [self._layer(f"{place}.{number}", layer) for number, layer in enumerate(stack)]
-        tokens = model.get_input_embeddings()
+        tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
         vocab, hidden = self.sizes.of(tokens.weight)
-        head = model.get_output_embeddings()
+        _equal("features of the embedding", hidden, config.hidden_size)
+        layers = [one for number, layer in enumerate(stack) for one in self._layer(f"{place}.{number}", layer)]
         tied = bool(getattr(config, "tie_word_embeddings", False)) if head is None else head.weight is tokens.weight
-        outside = self._outside(place, tokens, head, hidden)
+        self._place = ""
+        outside = self._outside(place, tokens, head)
         mlps = [layer.mlp for layer in sorted(layers, key=lambda layer: layer.num_experts > 0) if layer.mlp]
         inner = _attribute(config, "intermediate_size")
-        return ModelSpec(
+        lm_head = Gemm(name="lm_head", in_features=hidden, out_features=vocab, bias=_bias(head) is not None)
+        if head is not None:
+            self._describe(head.weight)
+        spec = ModelSpec(
             name=name,
             model_type=config.model_type,
             num_hidden_layers=_symbol(len(layers), config.num_hidden_layers),
@@ -267,101 +316,164 @@ class _Reader:
             vocab_size=vocab,
             max_position_embeddings=_attribute(config, "max_position_embeddings", "n_positions", "seq_length"),
             tie_word_embeddings=tied,
-            alibi=self.run.alibi,
+            alibi=self.trace.alibi,
             learned_positions=outside["positions"],
             parallel_attn=self._parallel(place, stack),
             final_norm_parameters=outside["after"],
             embedding_norm_parameters=outside["before"],
-            lm_head=Gemm(name="lm_head", in_features=hidden, out_features=vocab, bias=_has_bias(head)),
+            lm_head=lm_head,
             layers=tuple(layers),
             approximations=tuple(dict.fromkeys(self.notes)),
         )
+        parameters = spec.num_parameters - (lm_head.num_parameters if head is None and not tied else 0)
+        _equal("parameters", parameters, sum(one.numel() for one in model.parameters()))
+        for key, flops in self.trace.products.items():
+            _equal(f"FLOPs of {self.trace.weights[key]}", self._described[key], flops)
+        for where in self.trace.others:
+            if not any(f"{where}.".startswith(f"{one}.") for one in self._explained):
+                raise RefusedError(f"{where} ({type(model.get_submodule(where)).__name__}): a product of activations")
+        return spec
+
+    def _describe(self, weight: torch.Tensor) -> None:
+        if self.trace.products[_storage(weight)]:
+            self._described[_storage(weight)] += 2 * TOKENS * weight.numel()
 
     def _stack(self) -> tuple[str, nn.ModuleList]:
         count = int(self.config.num_hidden_layers)
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count and f"{name}.0" in self.run.order:
+            if isinstance(module, nn.ModuleList) and len(module) == count and f"{name}.0" in self.trace.order:
                 return name, module
         raise RefusedError(f"no list of {count} layers")
 
     def _count(self, module: nn.Module) -> int:
-        """Parameters of a module; a computed tensor has the sizes that its module has as attributes."""
+        """Parameters that no earlier layer holds; a computed tensor has the sizes of its module's attributes."""
         total = 0
         for inside in module.modules():
             sides = [one for one in vars(inside).values() if type(one) is not int and isinstance(one, int)]
             for one in inside._parameters.values():
-                if one is not None:
+                if one is not None and id(one) not in self._held:
+                    self._held.add(id(one))
                     total += prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
         return total
 
-    def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None, hidden: int) -> dict[str, int]:
+    def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None) -> dict[str, int]:
         """Parameters outside of the layers: before them, after them, and rows of learned positions."""
         counts = {"before": 0, "after": 0, "positions": 0}
+        ends = {id(one) for module in (tokens, head) if module is not None for one in module.parameters()}
         for name, module in self.model.named_modules():
             own = [one for one in module._parameters.values() if one is not None]
-            if not own or name.startswith(f"{place}.") or module is tokens or module is head:
-                continue
+            own = [one for one in own if id(one) not in ends | self._held]
+            self._held |= set(map(id, own))
             size = sum(prod(self.sizes.of(one)) for one in own)
-            if isinstance(module, nn.Embedding) and own[0].shape[1] == hidden and name in self.run.order:
+            runs = name in self.trace.order
+            if own and isinstance(module, nn.Embedding) and own[0].shape[1] == self.config.hidden_size and runs:
                 counts["positions"] += self.sizes.of(own[0])[0]
-            elif all(one.dim() == 1 for one in own) or "HyperHead" in type(module).__name__:
-                self._streams += sum(one.numel() for one in own if one.dim() == 2)
-                first = self.run.order.get(name, 0) < self.run.order[f"{place}.0"]
-                counts["before" if first else "after"] += size
-            else:
-                raise RefusedError(f"{name} ({type(module).__name__})")
+                continue
+            first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
+            counts["before" if first else "after"] += size
+            for one in own:  # some run for one token alone
+                self._described[_storage(one)] = self.trace.products[_storage(one)]
+            if any(_storage(one) in self.trace.products for one in own) and not _STREAMS.search(type(module).__name__):
+                self.notes.append(f"{name} is counted by its parameters alone")
         return counts
 
     def _parallel(self, place: str, stack: nn.ModuleList) -> bool:
         """Whether attention and MLP read the same input."""
         first = f"{place}.0"
-        named = {name: module for name, module in stack[0].named_children() if f"{first}.{name}" in self.run.order}
+        named = {name: module for name, module in stack[0].named_children() if f"{first}.{name}" in self.trace.order}
         mixers = [name for name, module in named.items() if _is_mixer(module)]
-        mlps = [name for name, module in named.items() if not _is_mixer(module) and _linears(module)]
+        mlps = [name for name, module in named.items() if not _is_mixer(module) and self._weights(module)]
         if not mixers or not mlps:
             return False
         return self._origin(f"{first}.{mixers[0]}") == self._origin(f"{first}.{mlps[0]}")
 
     def _origin(self, name: str) -> int | None:
         """The tensor that a module reads; behind a norm, the norm's."""
-        tensor = self.run.sources.get(name)
-        maker = self.run.results.get(tensor or 0)
-        if maker is not None and _is_norm(self.model.get_submodule(maker)):
-            return self.run.sources.get(maker)
+        tensor = self.trace.sources.get(name)
+        maker = self.trace.makers.get(tensor or 0)
+        if maker is not None and self._is_norm(self.model.get_submodule(maker)):
+            return self.trace.sources.get(maker)
         return tensor
 
-    def _layer(self, place: str, layer: nn.Module) -> LayerSpec:
-        mixers = [name for name, module in layer.named_modules() if name and _is_mixer(module)]
-        mixers = [name for name in mixers if not any(name.startswith(f"{other}.") for other in mixers)]
-        mixers = [name for name in mixers if f"{place}.{name}" in self.run.order]
-        if len(mixers) > 1:
-            raise RefusedError(f"{' and '.join(mixers)}: two mixers in one layer")
-        mixer = self._mixer(place, mixers[0], layer.get_submodule(mixers[0])) if mixers else None
-        inside = f"{mixers[0]}." if mixers else "-"
-        parts = {name: module for name, module in layer.named_modules() if not f"{name}.".startswith(inside)}
-        spec = self._mlp(place, parts)
-        norms = [name for name, module in parts.items() if _is_norm(module) and _size(module) in (0, self._hidden())]
-        inner = [name for name, one in parts.items() if re.search("HyperConnection|Router", type(one).__name__)]
-        norms = [name for name in norms if f"{place}.{name}" in self.run.order and name.rpartition(".")[0] not in inner]
-        start = self._start(f"{place}.{mixers[0]}") if mixers else -1
-        before = sum(self.run.order[f"{place}.{name}"] < start for name in norms)
-        passes = self._hyper(parts)
-        spec = replace(
-            spec,
-            mixer=mixer,
-            norms_before_mixer=before + passes,
-            norms_after_mixer=len(norms) - before + passes,
-        )
-        matrices = spec.num_parameters
-        return replace(spec, other_parameters=self._count(layer) - matrices)
+    def _weights(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """What tokens are multiplied with in a module, by the name of the module or of the parameter."""
+        found = {}
+        for place, inside in module.named_modules():
+            for key, one in inside._parameters.items():
+                if one is not None and self._is_used(one):
+                    found[place if key == "weight" and place else f"{place}.{key}".strip(".")] = one
+        return found
 
+    def _is_used(self, weight: torch.Tensor) -> bool:
+        """Whether tokens are multiplied with a weight in the layer that is read."""
+        return weight.numel() > 0 and self._place in self.trace.uses.get(_storage(weight), ())
+
+    def _is_norm(self, module: nn.Module) -> bool:
+        return "norm" in type(module).__name__.lower() and not self._weights(module)
+
+    def _gemm(self, layer: nn.Module, name: str, split: Split = "whole") -> Gemm:
+        """A weight of a layer by its name there; of three dimensions blocks on a diagonal."""
+        weight = self._weights(layer)[name]
+        self._describe(weight)
+        *groups, outputs, inputs = self.sizes.of(weight)
+        if _storage(weight) in self.trace.turned:
+            outputs, inputs = inputs, outputs
+        count = prod(groups)
+        module = next((one for path, one in layer.named_modules() if path == name), None)
+        return Gemm(
+            name=name,
+            in_features=inputs * count,
+            out_features=outputs * count,
+            bias=_bias(module) is not None,
+            groups=count,
+            split=split,
+        )
+
+    # Layers
+
+    def _layer(self, place: str, layer: nn.Module) -> list[LayerSpec]:
+        """The layer; one with several mixers as so many layers in a row."""
+        order, self._place = self.trace.order, place
+        named = dict(layer.named_modules())
+        mixers = [name for name, module in named.items() if name and _is_mixer(module) and f"{place}.{name}" in order]
+        mixers = [name for name in mixers if not any(name.startswith(f"{other}.") for other in mixers)]
+        mixers = [name for name in mixers if self._weights(named[name])]
+        starts = {name: self.trace.starts(f"{place}.{name}") for name in mixers}
+        mixers = sorted(mixers, key=starts.__getitem__)
+        parts = {name: one for name, one in named.items() if not any(f"{name}.".startswith(f"{m}.") for m in mixers)}
+        if len(mixers) > 1:
+            self.notes.append(f"{' and '.join(mixers)} of one layer are counted as layers in a row")
+        bounds = [starts[name] for name in mixers[1:]]
+
+        def number(name: str) -> int:
+            return sum(order.get(f"{place}.{name}", 0) >= bound for bound in bounds)
+
+        norms = [name for name, one in parts.items() if self._is_norm(one) and _size(one) in (0, self._hidden)]
+        inner = [name for name, one in parts.items() if re.search("HyperConnection|Router", type(one).__name__)]
+        norms = [name for name in norms if f"{place}.{name}" in order and name.rpartition(".")[0] not in inner]
+        passes = self._hyper(place, parts)
+        specs = []
+        for index in range(max(1, len(mixers))):
+            own = [name for name in norms if number(name) == index]
+            before = sum(order[f"{place}.{name}"] < starts[mixers[index]] for name in own) if mixers else 0
+            spec = self._mlp(place, layer, {name: one for name, one in parts.items() if number(name) == index})
+            specs.append(
+                replace(
+                    spec,
+                    mixer=self._mixer(place, layer, mixers[index]) if mixers else None,
+                    norms_before_mixer=before + passes,
+                    norms_after_mixer=len(own) - before + passes,
+                )
+            )
+        matrices = sum(spec.num_parameters for spec in specs)
+        specs[-1] = replace(specs[-1], other_parameters=self._count(layer) - matrices)
+        return specs
+
+    @property
     def _hidden(self) -> int:
         return int(self.config.hidden_size)
 
-    def _start(self, place: str) -> int:
-        return min(number for name, number in self.run.order.items() if name.startswith(f"{place}."))
-
-    def _hyper(self, parts: Mapping[str, nn.Module]) -> int:
+    def _hyper(self, place: str, parts: Mapping[str, nn.Module]) -> int:
         """Passes over hidden_size that hyper-connections add to each block, in norms.
 
         A block reads hc_mult streams for their weights and again to write one, then reads all and its output and
@@ -371,58 +483,66 @@ class _Reader:
         if not found:
             return 0
         self.notes.append(HYPER)
-        self._streams += sum(one.numel() for module in found for one in module.parameters() if one.dim() == 2)
+        self.trace.others.pop(place, None)  # the mixing of streams
+        for weight in (one for module in found for one in module.parameters()):
+            self._describe(weight)
         passes: int = (4 * self.config.hc_mult - 1) // 2
         return passes
 
-    def _gemm(self, name: str, module: nn.Module, split: Split = "whole") -> Gemm:
-        outputs, inputs = self.sizes.of(module.weight)
-        if type(module).__name__ == "Conv1D":
-            outputs, inputs = inputs, outputs
-        return Gemm(name=name, in_features=inputs, out_features=outputs, bias=_has_bias(module), split=split)
-
     # MLPs and experts
 
-    def _mlp(self, place: str, parts: Mapping[str, nn.Module]) -> LayerSpec:
-        linears: dict[str, Any] = {}
+    def _mlp(self, place: str, layer: nn.Module, parts: Mapping[str, nn.Module]) -> LayerSpec:
+        linears: list[str] = []
         cube = ""
-        router: Gemm | None = None
         for name, module in parts.items():
             own = {key: one for key, one in module._parameters.items() if one is not None}
-            if f"{place}.{name}" not in self.run.order and own:
-                self.notes.append(f"{re.sub(r'[.].*', '', name)} is not run in a prefill")
-            elif any(one.dim() == 3 for one in own.values()):
+            products = [key for key, one in own.items() if self._is_used(one)]
+            if _STREAMS.search(type(module).__name__):
+                continue
+            cubes = any(one.dim() == 3 and min(one.shape) > 1 for one in own.values())
+            if cubes and f"{place}.{name}" in self.trace.order:
                 cube = name
-            elif _is_linear(module):
-                linears |= {name: module} if module.weight.numel() else {}
-            elif "router" in type(module).__name__.lower() and "weight" in own:
-                router = self._gemm(name, module)
-            elif not all(one.dim() == 1 for one in own.values()) and not _is_other(module):
-                raise RefusedError(f"{name} ({type(module).__name__})")
+            elif products:
+                linears += [name if key == "weight" and name else f"{name}.{key}".strip(".") for key in products]
+            elif own and f"{place}.{name}" not in self.trace.order:
+                outer = name.partition(".")[0]
+                if not self._weights(layer.get_submodule(outer)) and not isinstance(module, nn.Conv1d):
+                    self.notes.append(f"{outer} is not run in a prefill")
         if not cube:
-            return LayerSpec(mixer=None, mlp=self._split(place, linears), gated_mlp=self._gated(place, linears))
-        experts = parts[cube]
+            mlp = self._split(place, layer, linears)
+            widths = [gemm.out_features for gemm in mlp if gemm.split == "columns"]
+            gated = bool(mlp) and sum(widths) == 2 * mlp[-1].in_features
+            return LayerSpec(mixer=None, mlp=mlp, gated_mlp=gated)
+        experts, weights = parts[cube], self._weights(layer)
         count = self.sizes.of(next(one for one in experts.parameters() if one.dim() == 3))[0]
-        if router is None:
-            name = next((name for name, one in linears.items() if one.weight.shape[0] == count), "")
-            if not name:
-                raise RefusedError(f"{cube} ({type(experts).__name__}): no router")
-            router = self._gemm(name, linears.pop(name))
-        return LayerSpec(
+        routers = [name for name in linears if weights[name].dim() == 2 and weights[name].shape[0] == count]
+        if not routers:
+            raise RefusedError(f"{cube} ({type(experts).__name__}): no router")
+        router = min(routers, key=lambda name: not re.search("router|gate", name))
+        linears.remove(router)
+        spec = LayerSpec(
             mixer=None,
             mlp=self._experts(cube, experts),
             gated_mlp=bool(getattr(experts, "has_gate", True)),
             num_experts=count,
-            num_experts_per_tok=self._top_k(parts, router.name, cube),
-            router=router,
-            shared_mlp=self._split(place, linears),
+            num_experts_per_tok=self._top_k(parts, router, cube),
+            router=self._gemm(layer, router),
+            shared_mlp=self._split(place, layer, linears),
         )
+        flops = 2 * TOKENS * sum(gemm.num_weights for gemm in spec.mlp)
+        ours = spec.num_experts_per_tok * flops
+        theirs = self.trace.within(f"{place}.{cube}")
+        for weight in experts.parameters():
+            self._describe(weight)  # where the class runs all experts for all tokens
+        if theirs not in (0 if any(map(self._is_used, experts.parameters())) else ours, count * flops):
+            _equal(f"FLOPs of {cube}", ours, theirs)
+        self._explained.add(f"{place}.{cube}")
+        return spec
 
     def _top_k(self, parts: Mapping[str, nn.Module], router: str, cube: str) -> int:
-        names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "top_k")
-        places = (parts[router], parts.get(router.rpartition(".")[0]), parts.get(cube.rpartition(".")[0]))
-        for one in (*places, self.config):
-            count: int | None = _attribute(one, "top_k", *names) if one is not None else None
+        near = (router, router.rpartition(".")[0], cube.rpartition(".")[0])
+        for one in (*(parts.get(name) for name in near), self.config):
+            count: int | None = _attribute(one, *_TOP_K) if one is not None else None
             if count is not None:
                 return count
         raise RefusedError(f"{router}: how many experts a token passes through")
@@ -456,55 +576,74 @@ class _Reader:
             for key, inputs, outputs, bias in gemms
         )
 
-    def _split(self, place: str, linears: Mapping[str, nn.Module]) -> tuple[Gemm, ...]:
-        """Matrices of MLPs: of each module the last that runs is split by rows, those before it by columns."""
-        gemms = []
-        for name, module in sorted(linears.items(), key=lambda item: not _SERVES_ALL.search(item[0])):
-            parent = name.rpartition(".")[0]
-            order = {
-                self.run.order[f"{place}.{other}"]: other
-                for other in linears
-                if other.rpartition(".")[0] == parent and not _SERVES_ALL.search(other)
-            }
-            split: Split = "columns"
-            if module.weight.shape[0] == 1 or _SERVES_ALL.search(name):
-                split = "whole"
-            elif order[max(order)] == name:
-                split = "rows"
-            gemms.append(self._gemm(name, module, split))
-        return tuple(gemms)
+    def _when(self, layer: nn.Module, name: str) -> int:
+        return self.trace.order[self.trace.weights[_storage(self._weights(layer)[name])]]
 
-    def _gated(self, place: str, linears: Mapping[str, nn.Module]) -> bool:
-        gemms = self._split(place, linears)
-        widths = [gemm.out_features for gemm in gemms if gemm.split == "columns"]
-        return bool(gemms) and sum(widths) == 2 * gemms[-1].in_features
+    def _split(self, place: str, layer: nn.Module, linears: list[str]) -> tuple[Gemm, ...]:
+        """Matrices of MLPs: of each module the last that runs is split by rows, those before it by columns."""
+        weights, last = self._weights(layer), dict[str, str]()
+        linears = sorted(linears, key=lambda name: not _SERVES_ALL.search(name))
+        for name in (one for one in linears if not _SERVES_ALL.search(one)):
+            parent = name.rpartition(".")[0]
+            if parent not in last or self._when(layer, name) > self._when(layer, last[parent]):
+                last[parent] = name
+        gemms = []
+        for name in linears:
+            split: Split = "rows" if last.get(name.rpartition(".")[0]) == name else "columns"
+            whole = weights[name].shape[0] == 1 or weights[name].dim() > 2 or _SERVES_ALL.search(name)
+            gemms.append(self._gemm(layer, name, "whole" if whole else split))
+        return tuple(gemms)
 
     # Mixers
 
-    def _mixer(self, place: str, name: str, module: nn.Module) -> Mixer:
-        linears = {f"{name}.{path}": one for path, one in _linears(module).items()}
-        linears = {path: one for path, one in linears.items() if f"{place}.{path}" in self.run.order}
-        for path, one in module.named_modules():
-            wide = [key for key, own in one._parameters.items() if own is not None and own.dim() > 1]
-            if wide and not _is_linear(one) and not _is_norm(one) and not _is_other(one):
-                raise RefusedError(f"{name}.{path} ({type(one).__name__})")
-        last = max(linears, key=lambda path: self.run.order[f"{place}.{path}"])
-        if any(path.endswith("A_log") for path, _ in module.named_parameters()):
-            return self._recurrence(name, module, linears, last)
-        indexer = self._indexer(name, module, linears)
+    def _mixer(self, place: str, layer: nn.Module, name: str) -> Mixer:
+        module = layer.get_submodule(name)
+        linears = [path for path in self._weights(layer) if f"{path}.".startswith(f"{name}.")]
+        last = max(linears, key=lambda path: self._when(layer, path))
+        cached = self._cached(module)
+        parts = _Parts(name=name, place=f"{place}.{name}", module=module, layer=layer, linears=linears, last=last)
+        self._explained.add(parts.place)
+        kept = getattr(cached, "recurrent_states", None)
+        states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
+        decays = any(path.endswith("A_log") for path, _ in module.named_parameters())
+        if "Attention" in type(module).__name__ and not decays:  # a layer of two mixers keeps both in one cache
+            states = []
+        states = states or self._states(parts)
+        if states or decays:
+            return self._recurrence(parts, states)
+        indexer = self._indexer(parts)
         if hasattr(module, "compressor") or "o_a_proj" in {path.rpartition(".")[2] for path in linears}:
-            return self._compressed(name, module, linears, indexer)
+            return self._compressed(parts, indexer)
         if getattr(module, "kv_b_proj", None) is not None:
-            return self._latent(name, module, linears, indexer, f"{place}.{name}")
-        return self._attention(place, name, module, linears, last, indexer)
+            return self._latent(parts, indexer)
+        return self._attention(parts, indexer, cached)
 
-    def _attention(
-        self, place: str, name: str, module: nn.Module, linears: Any, last: str, indexer: Indexer | None
-    ) -> Attention:
-        config = self.config
+    def _states(self, parts: _Parts) -> list[torch.Tensor]:
+        """What a mixer keeps or returns besides its output, where the class's cache has no place for it."""
+        own = [one.recurrent_states for one in parts.module.modules() if hasattr(one, "recurrent_states")]
+        number, linear = _attribute(parts.module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
+        if number is not None and number < len(linear) and isinstance(linear[number], torch.Tensor):
+            own.append(linear[number])
+        if own:
+            return own
+        output = self.trace.outputs.get(parts.place)
+        if not re.search("LSTM|Rwkv", type(parts.module).__name__) or not isinstance(output, tuple):
+            return []
+        count = len(self.model.get_submodule(parts.place.rpartition(f".{parts.name}")[0].rpartition(".")[0]))
+        kept = [one for one in output[1] or () if isinstance(one, torch.Tensor)]
+        return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in kept]
+
+    def _cached(self, module: nn.Module) -> Any:
+        """The layer of the class's cache that a mixer writes; None: it writes none."""
+        number = next((one.layer_idx for one in module.modules() if _attribute(one, "layer_idx") is not None), None)
+        layers = getattr(self.trace.cache, "layers", [])
+        return None if number is None or number >= len(layers) else layers[number]
+
+    def _attention(self, parts: _Parts, indexer: Indexer | None, cached: Any) -> Attention:
+        config, module, layer = self.config, parts.module, parts.layer
         heads = _attribute(module, *_HEADS) or config.num_attention_heads
-        output = self._gemm(last, linears.pop(last), "rows")
-        roles = {path: path.rpartition(".")[2] for path in linears}
+        output = self._gemm(layer, parts.last, "rows")
+        roles = {path: path.rpartition(".")[2] for path in parts.linears if path != parts.last}
         queries = [path for path, leaf in roles.items() if _QUERIES.match(leaf)]
         keys = [path for path, leaf in roles.items() if _KEYS_VALUES.match(leaf)]
         gates = [path for path, leaf in roles.items() if _GATES.search(leaf)]
@@ -512,25 +651,34 @@ class _Reader:
         head_dim = _attribute(module, "head_dim", "head_size", "attention_head_size")
         head_dim = head_dim or _attribute(config, "head_dim") or config.hidden_size // heads
         value_dim = _symbol(int(output.in_features) // int(heads), _attribute(module, "v_head_dim"), head_dim)
-        splits: dict[str, Split] = dict.fromkeys(queries, "columns") | dict.fromkeys(gates, "columns")
-        splits |= dict.fromkeys(keys, "kv_heads")
-        gate = bool(gates)
-        if queries and not others and keys:
-            width = int(self._gemm(keys[0], linears[keys[0]]).out_features)
-            kv_heads = width // int(head_dim)
-            gate |= self._gemm(queries[0], linears[queries[0]]).out_features == 2 * heads * head_dim
-        elif len(others) == 1 and not queries and not keys:
-            width = int(self._gemm(others[0], linears[others[0]]).out_features) - int(heads * head_dim)
-            kv_heads = width // int(head_dim + value_dim)
+        splits: dict[str, Split] = dict.fromkeys((*queries, *gates), "columns") | dict.fromkeys(keys, "kv_heads")
+        if len(others) == 1 and not queries and not keys:
             splits[others[0]] = "qkv_heads"
-        else:
-            raise RefusedError(f"{', '.join(others or roles)}: a projection of {type(module).__name__}")
+        elif others:
+            raise RefusedError(f"{', '.join(others)}: a projection of {type(module).__name__}")
+        ordered = sorted(roles, key=lambda path: path not in queries)
+        projections = {path: self._gemm(layer, path, splits[path]) for path in ordered}
         known = [_attribute(one, *_KV_HEADS) for one in (module, config)]
-        ordered = sorted(linears, key=lambda path: path not in queries)
-        projections = tuple(self._gemm(path, linears[path], splits[path]) for path in ordered)
-        window, chunk = self._window(module)
+        shared = not keys and not others
+        if shared:
+            kv_heads = known[0] or known[1] or heads
+            self.notes.append("layers that take K and V of an earlier layer project and cache none")
+        elif keys:
+            kv_heads = int(projections[keys[0]].out_features) // int(head_dim)
+        else:
+            kv_heads = int(projections[others[0]].out_features) - int(heads * head_dim)
+            kv_heads //= int(head_dim + value_dim)
+        window, chunk = self._window(cached)
+        flops = 2 * TOKENS * TOKENS * heads * (head_dim + value_dim)
+        if indexer is None:
+            _equal(f"FLOPs of {parts.name}", flops, self.trace.within(parts.place))
+        held = [getattr(cached, name, None) for name in ("keys", "values")]
+        if indexer is None and not shared and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
+            theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
+            if theirs != heads * (head_dim + value_dim):  # of a class that repeats keys before it caches them
+                _equal(f"cached elements of {parts.name} per token", kv_heads * (head_dim + value_dim), theirs)
         return Attention(
-            projections=projections,
+            projections=tuple(projections.values()),
             output=(output,),
             num_attention_heads=heads,
             num_key_value_heads=_symbol(kv_heads, *known, heads),
@@ -538,65 +686,64 @@ class _Reader:
             v_head_dim=value_dim,
             sliding_window=window,
             attention_chunk=chunk,
-            qk_norm=any(_is_norm(one) and re.match("q|query", path) for path, one in module.named_modules()),
-            rotary=f"{place}.{name}" in self.run.rotary,
-            gate=gate,
+            qk_norm=any(self._is_norm(one) and re.match("q|query", path) for path, one in module.named_modules()),
+            rotary=parts.place in self.trace.rotary,
+            gate=bool(gates) or any(projections[one].out_features == 2 * heads * head_dim for one in queries),
             indexer=indexer,
+            shared=shared,
         )
 
-    def _window(self, module: nn.Module) -> tuple[int | None, int | None]:
+    def _window(self, cached: Any) -> tuple[int | None, int | None]:
         """Sliding window and chunk of the layer's cache."""
-        number = next((one.layer_idx for one in module.modules() if _attribute(one, "layer_idx") is not None), None)
-        layers = getattr(self.run.cache, "layers", [])
-        if number is None or number >= len(layers):
-            return None, None
-        window = getattr(layers[number], "sliding_window", None)
-        if window is None or not getattr(layers[number], "is_sliding", False):
+        window = getattr(cached, "sliding_window", None)
+        if window is None or not getattr(cached, "is_sliding", False):
             return None, None
         window = _symbol(int(window), *(getattr(self.config, name, None) for name in _WINDOWS))
         types: Any = getattr(self.config, "layer_types", None)
-        chunked = bool(types) and types[number] == "chunked_attention"
-        return (None, window) if chunked else (window, None)
+        number = next(number for number, one in enumerate(self.trace.cache.layers) if one is cached)
+        return (None, window) if types and types[number] == "chunked_attention" else (window, None)
 
-    def _latent(
-        self, name: str, module: nn.Module, linears: Any, indexer: Indexer | None, place: str
-    ) -> LatentAttention:
-        expand, output = linears.pop(f"{name}.kv_b_proj"), linears.pop(f"{name}.o_proj")
+    def _latent(self, parts: _Parts, indexer: Indexer | None) -> LatentAttention:
+        name, module, layer = parts.name, parts.module, parts.layer
         splits: dict[str, Split] = {"q_proj": "columns", "q_b_proj": "columns"}
-        leaves = {path: path.rpartition(".")[2] for path in linears}
+        ends = (f"{name}.kv_b_proj", f"{name}.o_proj")
+        leaves = {path: path.rpartition(".")[2] for path in parts.linears if path not in ends}
         gate = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
         for path, leaf in leaves.items():
             if leaf not in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa") and path not in gate:
                 raise RefusedError(f"{path}: a projection of {type(module).__name__}")
         return LatentAttention(
             projections=tuple(
-                self._gemm(path, one, "columns" if path in gate else splits.get(leaves[path], "whole"))
-                for path, one in linears.items()
+                self._gemm(layer, path, "columns" if path in gate else splits.get(leaf, "whole"))
+                for path, leaf in leaves.items()
             ),
-            expand=self._gemm(f"{name}.kv_b_proj", expand, "columns"),
-            output=(self._gemm(f"{name}.o_proj", output, "rows"),),
+            expand=self._gemm(layer, ends[0], "columns"),
+            output=(self._gemm(layer, ends[1], "rows"),),
             num_attention_heads=_attribute(module, *_HEADS) or self.config.num_attention_heads,
             kv_lora_rank=module.kv_lora_rank,
             qk_nope_head_dim=module.qk_nope_head_dim,
             qk_rope_head_dim=module.qk_rope_head_dim,
             v_head_dim=module.v_head_dim,
             indexer=indexer,
-            rotary=place in self.run.rotary,
+            rotary=parts.place in self.trace.rotary,
             gate=bool(gate),
         )
 
-    def _indexer(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> Indexer | None:
-        """What chooses keys; its projections leave `linears`."""
-        if getattr(module, "skip_topk", False):
+    def _indexer(self, parts: _Parts) -> Indexer | None:
+        """What chooses keys; its projections leave those of the mixer."""
+        if getattr(parts.module, "skip_topk", False):
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None
             return replace(self._choice, projections=(), shared=True)
         own = sorted(
-            (path for path in linears if ".indexer." in path), key=lambda path: "kv_proj" in path or "gate_proj" in path
+            (path for path in parts.linears if ".indexer." in path),
+            key=lambda path: "kv_proj" in path or "gate_proj" in path,
         )
-        found = next((one for path, one in module.named_modules() if path.rpartition(".")[2] == "indexer"), None)
+        named = parts.module.named_modules()
+        found = next((one for path, one in named if path.rpartition(".")[2] == "indexer"), None)
         if found is None:
             return None
+        parts.linears = [path for path in parts.linears if path not in own]
         heads, head_dim = _attribute(found, *_HEADS), found.head_dim
         blocks = _attribute(found, "topk_blocks")
         by_kv_head = blocks is not None and heads == self.config.num_key_value_heads
@@ -606,21 +753,23 @@ class _Reader:
             head_dim=head_dim,
             top_k=_attribute(found, "index_topk", "topk") if blocks is None else blocks * found.block_size,
             block=1 if blocks is None else found.block_size,
-            projections=tuple(self._gemm(path, linears.pop(path), splits.get(path, "whole")) for path in own),
+            projections=tuple(self._gemm(parts.layer, path, splits.get(path, "whole")) for path in own),
             # In FP8 with a scale of fp32 for 128 elements, as vLLM and SGLang cache it; of blocks in half precision.
             key_bytes=head_dim + 4 * -(-head_dim // 128) if blocks is None else 2 * head_dim,
         )
         return self._choice
 
-    def _compressed(self, name: str, module: nn.Module, linears: Any, indexer: Indexer | None) -> CompressedAttention:
+    def _compressed(self, parts: _Parts, indexer: Indexer | None) -> CompressedAttention:
+        name, module, layer = parts.name, parts.module, parts.layer
         last, grouped = f"{name}.o_b_proj", f"{name}.o_a_proj"
-        back, first = self._gemm(last, linears.pop(last), "rows"), self._gemm(grouped, linears.pop(grouped), "columns")
+        back, first = self._gemm(layer, last, "rows"), self._gemm(layer, grouped, "columns")
         groups = module.o_a_proj.n_groups
         compressor = getattr(module, "compressor", None)
         return CompressedAttention(
             projections=tuple(
-                self._gemm(path, one, "columns" if path.endswith(".q_b_proj") else "whole")
-                for path, one in linears.items()
+                self._gemm(layer, path, "columns" if path.endswith(".q_b_proj") else "whole")
+                for path in parts.linears
+                if path not in (last, grouped)
             ),
             output=(replace(first, in_features=first.in_features * groups, groups=groups), back),
             num_attention_heads=module.num_heads,
@@ -631,99 +780,76 @@ class _Reader:
             indexer=indexer,
         )
 
-    def _recurrence(self, name: str, module: nn.Module, linears: Any, last: str) -> Recurrence:
-        output = self._gemm(last, linears.pop(last), "rows")
+    def _recurrence(self, parts: _Parts, states: list[torch.Tensor]) -> Recurrence:
+        """Delta rules and Mamba-2 by their sizes, others by the size of the state that the class keeps."""
+        module = parts.module
+        output = self._gemm(parts.layer, parts.last, "rows")
+        linears = [path for path in parts.linears if path != parts.last]
         leaves = {path.rpartition(".")[2] for path in linears}
         kind: RecurrenceKind
+        named: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
-            kind, sizes = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+            kind, named = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         elif hasattr(module, "forget_gate"):
-            kind, sizes = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
+            kind, named = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
         elif leaves == {"in_proj"} and hasattr(module, "n_groups"):
-            kind, sizes = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+            kind, named = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+        elif not states:
+            raise RefusedError(f"{parts.name} ({type(module).__name__})")
         else:
-            raise RefusedError(f"{name} ({type(module).__name__})")
-        key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in sizes)
+            diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
+            kind = "linear" if self.trace.within(parts.place) and not diagonal else "scan"
+        width = output.in_features
+        heads = _attribute(module, *_HEADS) if kind == "linear" else None
+        state = sum(one.numel() for one in states) // int(width)
+        known = [value for value in vars(module).values() if isinstance(value, int)] if not named else []
+        usual = (heads or 1, heads or width, _symbol(state, *known), width // (heads or width))
+        key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in named) if named else usual
+        convolution = next((one for one in module.modules() if isinstance(one, nn.Conv1d)), None)
+        channels, kernel = (0, 0) if convolution is None else (convolution.out_channels, convolution.kernel_size[0])
         return Recurrence(
             kind=kind,
             projections=tuple(
-                self._gemm(path, one, "whole" if path.endswith("_a_proj") else "columns")
-                for path, one in linears.items()
+                self._gemm(parts.layer, path, "whole" if path.endswith("_a_proj") else "columns") for path in linears
             ),
             output=(output,),
             num_key_heads=key_heads,
             num_value_heads=value_heads,
             key_head_dim=key_dim,
             value_head_dim=value_dim,
-            conv_channels=module.conv_dim,
-            conv_kernel=module.conv_kernel_size,
+            conv_channels=getattr(module, "conv_dim", channels),
+            conv_kernel=getattr(module, "conv_kernel_size", kernel),
         )
 
-    # Gates
 
-    def compare(self, spec: ModelSpec) -> None:
-        """Refuse a description that differs from the class in parameters or in FLOPs."""
-        has_head = self.model.get_output_embeddings() is not None
-        parameters = spec.num_parameters
-        if not has_head and not spec.tie_word_embeddings:
-            parameters -= spec.lm_head.num_parameters
-        self._equal("parameters", parameters, sum(one.numel() for one in self.model.parameters()))
-        matrices = spec.lm_head.num_weights if has_head else 0
-        batched = 0
-        experts = 0
-        for layer in spec.layers:
-            matrices += sum(one.num_weights for one in layer.matrices if one.groups == 1)
-            batched += sum(one.num_weights for one in layer.matrices if one.groups > 1)
-            weights = sum(one.num_weights for one in layer.mlp)
-            experts += layer.num_experts_per_tok * weights
-            matrices += 0 if layer.num_experts else weights
-            if isinstance(layer.mixer, Attention):
-                batched += TOKENS * layer.mixer.num_attention_heads * (layer.mixer.head_dim + layer.mixer.v_head_dim)
-        self._equal("FLOPs of matrices", 2 * TOKENS * (matrices + self._streams), self.run.matrix_flops)
-        if all(
-            isinstance(one, Attention) and one.indexer is None for one in (layer.mixer for layer in spec.layers) if one
-        ):
-            flops = 2 * TOKENS * (batched + experts)
-            every = {layer.num_experts // layer.num_experts_per_tok for layer in spec.layers if layer.num_experts}
-            if len(every) == 1 and flops != self.run.batched_flops:  # the class runs all experts for all tokens
-                flops = 2 * TOKENS * (batched + experts * every.pop())
-            self._equal("FLOPs of attention and experts", flops, self.run.batched_flops)
+@dataclass(kw_only=True)
+class _Parts:
+    """A mixer of a layer and its weights, by their names in the layer."""
 
-    def _equal(self, what: str, ours: int, theirs: int) -> None:
-        if ours != theirs:
-            raise RefusedError(f"{int(ours)} {what}, of {theirs} of {type(self.model).__name__}")
+    name: str
+    place: str  # in the model
+    module: nn.Module
+    layer: nn.Module
+    linears: list[str]
+    last: str  # of them to run
+
+
+def _equal(what: str, ours: int, theirs: int) -> None:
+    if ours != theirs:
+        raise RefusedError(f"{int(ours)} {what}, of {theirs} of the class")
 
 
 def _size(module: nn.Module) -> int:
     return next((int(one.shape[0]) for one in module.parameters()), 0)
 
 
-def _has_bias(module: nn.Module | None) -> bool:
-    return getattr(module, "bias", None) is not None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not _linears(module)
-
-
-def _is_other(module: nn.Module) -> bool:
-    """Whether tokens are not multiplied with the module's parameters of several dimensions."""
-    kinds = ("HyperConnection", "Compressor", "Indexer", "Statics", "ForgetGate")
-    return isinstance(module, nn.Conv1d) or any(kind in type(module).__name__ for kind in kinds)
+def _bias(module: nn.Module | None) -> Any:
+    return getattr(module, "bias", None)
 
 
 def _is_mixer(module: nn.Module) -> bool:
+    name = type(module).__name__
     if any(path.endswith("A_log") for path, _ in module.named_parameters()):
-        return (
-            not any(isinstance(one, nn.ModuleList) for one in module.children())
-            and "Layer" not in type(module).__name__
-        )
-    return bool(re.search("Attention|Attn", type(module).__name__)) and bool(_linears(module))
-
-
-def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    return {path: one for path, one in module.named_modules() if _is_linear(one)}
+        inner = not any(isinstance(one, nn.ModuleList) for one in module.children()) and "Layer" not in name
+        return inner or bool(_MIXERS.search(name))
+    return bool(_MIXERS.search(name))

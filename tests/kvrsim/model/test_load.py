@@ -61,7 +61,7 @@ def test_nonsense_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], key
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("mamba", "MambaMixer"), ("rwkv", "RwkvSelfAttention"), ("Llama", "a model_type of transformers")],
+    [("doge", "dt_proj"), ("diffllama", "FLOPs of self_attn"), ("Llama", "a model_type of transformers")],
 )
 def test_what_cannot_be_described_is_refused_by_its_part(tmp_path: Path, model_type: str, reason: str) -> None:
     message = refusal(tmp_path, {**LLAMA, "model_type": model_type})
