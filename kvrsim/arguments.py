@@ -306,7 +306,13 @@ class Arguments:
 
     @classmethod
     def take(cls, given: dict[str, Any], **fixed: Any) -> Self:
-        """Make a group from its fields in `given`, which are removed there, and from fixed ones."""
+        """Make a group from its fields in `given`, which are removed there, and from fixed ones.
+
+        Raises InputError naming a field without a default that is missing.
+        """
+        for one in fields(cls):
+            if one.default is MISSING and one.name not in {*given, *fixed}:
+                raise InputError(one.name, "nothing", one.metadata["option"].help)
         return cls(**{one.name: given.pop(one.name) for one in fields(cls) if one.name in given} | fixed)
 
 
@@ -367,7 +373,8 @@ class ScenarioArgs(Arguments):
     gpus: Any = option("N", "Number of GPUs. Default: all of the cluster.", "Question", whole)
     model: Any = option(
         "NAME|PATH",
-        "A built-in model, a Hugging Face config.json, or its folder.",
+        "A built-in model, a Hugging Face id of a known shape, a config.json or its folder. Default: the paper's"
+        " llama-7b.",
         "Question",
         named("kvrsim.model.spec:ModelSpec"),
         "llama-7b",
@@ -387,7 +394,7 @@ class ScenarioArgs(Arguments):
     dtype: Any = option(
         "|".join(DTYPES),
         "Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision."
-        " Default: fp16, or the profile's first.",
+        " Default: the checkpoint's.",
         "Question",
     )
     expert_parallel: Any = switch(
@@ -401,13 +408,15 @@ class ScenarioArgs(Arguments):
     )
     cluster: Any = option(
         "NAME|PATH",
-        "GPUs and their links. Default: where the profile was measured, or a100-nvlink.",
+        "GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: where the profile was"
+        " measured, or a100-nvlink.",
         "Machine",
         named("kvrsim.hardware:Cluster"),
     )
     profile: Any = option(
         "NAME|PATH",
-        "A calibration profile, or roofline. Default: the built-in one of the cluster's GPU.",
+        "A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager for"
+        " the models of the KV-Runahead paper.",
         "Machine",
         named("kvrsim.kernels.profile:CalibrationProfile"),
     )
@@ -435,6 +444,26 @@ class ScenarioArgs(Arguments):
         "TIME", "Override the cluster's link latency, such as 5us.", "Machine", quantity(parse_seconds, allow_zero=True)
     )
     topology: Any = option("switch|bus|chain", "Override the cluster's topology.", "Machine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentArgs(ScenarioArgs):
+    """The same for an answer that others pay for: nothing of it is a default of the paper."""
+
+    model: Any = option(
+        "NAME|PATH",
+        "A built-in model, a Hugging Face id of a known shape, a config.json or its folder.",
+        "Question",
+        named("kvrsim.model.spec:ModelSpec"),
+        REQUIRED,
+    )
+    cluster: Any = option(
+        "NAME|PATH",
+        "GPUs and their links: a built-in name, a size such as 8xh100, or a file.",
+        "Machine",
+        named("kvrsim.hardware:Cluster"),
+        REQUIRED,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,8 +506,26 @@ SEED = option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArgs(Arguments):
-    """Which strategies are compared, and how their partitions are searched."""
+class TargetArgs(Arguments):
+    """What a TTFT is promised for."""
+
+    slo: Any = option(
+        "TIME",
+        "Target of the TTFT that 90 % of prefills keep; exit code 1 where it is missed.",
+        "Target",
+        quantity(parse_seconds),
+    )
+    rate: Any = option(
+        "X",
+        "Prompts per second that arrive at the GPUs; default: one alone.",
+        "Target",
+        number(above=0, most=1e6),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArgs(TargetArgs):
+    """Which strategies are compared, how their partitions are searched, and what is promised."""
 
     strategies: Any = option(
         "NAMES|all|FILE.py:NAME",

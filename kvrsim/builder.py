@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
 from kvrsim.engine import NO_ENGINE, SHORT_TOKENS, Engine, load_engine
@@ -11,16 +12,19 @@ from kvrsim.hardware import (
     DEFAULT_CLUSTER,
     MAX_GPUS,
     Cluster,
+    GpuSpec,
     LinkSpec,
+    builtin_clusters,
     load_cluster,
+    load_gpu,
     load_link,
 )
 from kvrsim.kernels.coverage import coverage_notes, expert_notes, head_dims, precision_notes
 from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
-from kvrsim.model.load import load_model
+from kvrsim.model.load import known_shape, load_model
 from kvrsim.model.spec import ModelSpec
-from kvrsim.notes import note
+from kvrsim.notes import Note, note
 from kvrsim.scenario import ROOFLINE, Request, Scenario
 from kvrsim.units import (
     counts_of,
@@ -29,10 +33,12 @@ from kvrsim.units import (
     scale,
 )
 
-DEFAULT_DTYPE = "fp16"
+DEFAULT_DTYPE = "fp16"  # of checkpoints that do not state another
+PAPER_MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-7b-mqa", "llama-7b-gqa8", "falcon-1b", "falcon-7b")
+PAPER_PROFILE = "a100-eager"  # of the KV-Runahead paper's machine
 _MEASURED = "measured"  # what a link is called that no datasheet speaks of
-DEFAULT_PROFILES = (  # one a GPU; the first without a cluster
-    *("a100-eager", "h100-flash", "h200-flash", "b200-flash", "gb200-flash", "b300-flash", "gb300-flash"),
+DEFAULT_PROFILES = (  # one per GPU
+    *("a100-flash", "h100-flash", "h200-flash", "b200-flash", "gb200-flash", "b300-flash", "gb300-flash"),
     *("l40s-flash", "rtx-pro-6000-flash"),
 )
 
@@ -41,8 +47,15 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     """Build the scenario that the arguments describe, and notes on it; raises InputError naming the parameter."""
     spec = args.model if isinstance(args.model, ModelSpec) else load_model(args.model)
     given = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
-    profile = _profile_of(args.profile, given)
+    profile = None if args.profile in (None, ROOFLINE) else args.profile
+    profile = load_profile(profile) if isinstance(profile, str) else profile
     cluster = given or (profile and profile.cluster) or load_cluster(DEFAULT_CLUSTER)
+    default_notes = _name_notes(args)
+    if args.profile is None:
+        profile, profile_notes = _default_profile(spec, cluster.gpu)
+        default_notes += profile_notes
+    if given is None and not any(one.code == "paper" for one in default_notes) and cluster.name == DEFAULT_CLUSTER:
+        default_notes += (note("default cluster", cluster=cluster.name),)
     cluster = cluster if args.topology is None else cluster.with_topology(args.topology)
     size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=given is not None)
     cluster = cluster if args.gpus is None else cluster.with_num_gpus(args.gpus)
@@ -55,7 +68,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
             context_len=args.ctx,
             batch=args.batch,
             cached_prefix=args.cached_prefix,
-            dtype=args.dtype or _dtype_of(profile),
+            dtype=args.dtype or _dtype_of(spec, cluster, profile),
         ),
         profile=profile,
         kernel=args.attention or (profile.attention_kernels[0] if profile else "flash"),
@@ -67,7 +80,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
         if isinstance(placement, str)
         else placement,
     )
-    return scenario, (*size_notes, *notes_on(scenario), *link_notes)
+    return scenario, (*default_notes, *size_notes, *notes_on(scenario), *link_notes)
 
 
 @takes(ScenarioArgs)
@@ -138,16 +151,43 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     return (note("size", cluster=cluster.name, has=has, gpus=gpus, longer=longer[cluster.topology]),)
 
 
-def _profile_of(profile: str | CalibrationProfile | None, cluster: Cluster | None) -> CalibrationProfile | None:
-    """The given profile; by default the one of the cluster's GPU, else the datasheet's roofline."""
-    if isinstance(profile, CalibrationProfile):
-        return profile
+def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
+    """What names stand for: a checkpoint's shape, and how nodes of a size such as 2x8xh100 are joined."""
+    known = known_shape(args.model) if isinstance(args.model, str) else None
+    notes = [note("shape", model=known[0], shape=known[1])] if known is not None and known[0] != known[1] else []
+    if isinstance(args.cluster, str) and args.cluster not in builtin_clusters() and not Path(args.cluster).exists():
+        cluster = load_cluster(args.cluster)
+        if cluster.network is not None:
+            notes.append(note("network", cluster=cluster.name, network=cluster.network.name))
+    return tuple(notes)
+
+
+def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile | None, tuple[Note, ...]]:
+    """The profile of the GPU, and what to say of it; None: the datasheet's roofline.
+
+    The paper's models on its GPU have the kernels of 2023 that the paper measured.
+    """
+    paper = load_profile(PAPER_PROFILE) if model.name in PAPER_MODELS else None
+    if paper is not None and paper.gpu == gpu.name:
+        return paper, (note("paper", model=model.name),)
+    for name in DEFAULT_PROFILES:
+        if name.startswith(f"{gpu.name.partition('-80gb')[0]}-"):
+            others = ()
+            if name == "a100-flash":
+                others = (note("default profile", profile=name, other=PAPER_PROFILE, what="eager attention of 2023"),)
+            return load_profile(name), others
+    if gpu.like is None:
+        return None, ()
+    measured = load_gpu(gpu.like)
+    profile, _ = _default_profile(replace(model, name=""), measured)
     if profile is None:
-        if cluster is None:
-            return load_profile(DEFAULT_PROFILES[0])
-        defaults = (load_profile(name) for name in DEFAULT_PROFILES)
-        return next((default for default in defaults if default.gpu == cluster.gpu.name), None)
-    return None if profile == ROOFLINE else load_profile(profile)
+        return None, ()
+    from kvrsim.kernels.sibling import profile_of_sibling
+
+    compute = dict(gpu.peak_flops)["fp16"] / dict(measured.peak_flops)["fp16"]
+    memory = gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s
+    about = note("sibling", gpu=gpu.name, measured=measured.name, compute=compute, memory=memory)
+    return profile_of_sibling(profile, measured, gpu), (about,)
 
 
 def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) -> Engine | None:
@@ -158,10 +198,10 @@ def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) 
     return chosen
 
 
-def _dtype_of(profile: CalibrationProfile | None) -> str:
-    """fp16, or, where the profile has none, its first."""
-    dtypes = (DEFAULT_DTYPE,) if profile is None else profile.valid.dtypes
-    return DEFAULT_DTYPE if DEFAULT_DTYPE in dtypes else dtypes[0]
+def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | None) -> str:
+    """The checkpoint's type, else fp16, else the first that the profile (or the GPU) has."""
+    dtypes = tuple(dict(cluster.gpu.peak_flops)) if profile is None else profile.valid.dtypes
+    return next((one for one in (model.dtype, DEFAULT_DTYPE) if one in dtypes), dtypes[0])
 
 
 def _linked(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
@@ -129,6 +130,7 @@ class GpuSpec:
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
+    like: str | None = None  # a measured GPU of the same architecture, whose kernels hold in proportion; None: none
 
     @classmethod
     def read(cls, data: JsonObject) -> GpuSpec:
@@ -240,6 +242,7 @@ MAX_GPUS = 2**16
 GpuCount = Annotated[int, Range(least=1, most=MAX_GPUS)]
 
 _DATA = pathlib.Path(__file__).parent / "data"
+_SIZE = re.compile(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x)?([a-z][a-z0-9-]*)")  # nodes, GPUs of each, GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,9 +382,36 @@ def load_cluster(
     num_gpus: int | None = None,
     argument: str = "cluster",
 ) -> Cluster:
-    """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
-    cluster = Cluster.read(named_object(name_or_path, argument, shipped_files(_DATA / "clusters")))
+    """A built-in cluster, a size such as "2x8xh100", or a JSON file; `num_gpus` takes the place of the file's."""
+    shipped = shipped_files(_DATA / "clusters")
+    cluster = _sized(str(name_or_path), argument, tuple(shipped))
+    cluster = cluster or Cluster.read(named_object(name_or_path, argument, shipped, "a size such as 2x8xh100"))
     return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
+
+
+def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
+    """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None: it is no size.
+
+    A node is that of the built-in cluster of the GPU. Nodes are joined as those of the built-in cluster of several
+    nodes, or else over InfiniBand of 400 Gb/s per GPU.
+    """
+    match = _SIZE.fullmatch(text.lower())
+    gpu = match and {"a100": "a100-80gb"}.get(match[3], match[3])
+    if match is None or (gpu not in builtin_gpus() and gpu not in ("a800", "h800")):
+        return None
+    kinds = [name for name in names if re.fullmatch(rf"{match[3].removesuffix('-80gb')}-(nvlink\d?|pcie)", name)]
+    kinds += [name for name in names if not kinds and load_cluster(name).gpu.name == gpu]
+    node = load_cluster(kinds[0])
+    sizes = [int(one) for one in match.groups()[:2] if one]
+    num_nodes, per_node = sizes if len(sizes) == 2 else (1, sizes[0] if sizes else node.num_gpus)
+    if per_node > node.num_gpus and num_nodes == 1 and per_node % node.num_gpus == 0:
+        num_nodes, per_node = per_node // node.num_gpus, node.num_gpus
+    if not 1 <= per_node <= node.num_gpus or not 1 <= num_nodes * per_node <= MAX_GPUS:
+        raise InputError(argument, text, f"NODESxGPUSx{match[3]} with 1 to {node.num_gpus} GPUs per node")
+    if num_nodes == 1:
+        return node.with_num_gpus(per_node)
+    sized = replace(node, name=text.lower(), topology="nodes", gpus_per_node=per_node, network=load_link("ib-ndr400"))
+    return sized.with_num_gpus(num_nodes * per_node)
 
 
 def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:

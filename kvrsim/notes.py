@@ -9,6 +9,18 @@ _RANGE = "extrapolated: {what} {value} is outside {low} to {high}, which profile
 NOTES = {
     # a scenario
     "size": "{cluster} has {has}; {gpus} are simulated on {longer}",
+    "shape": "{model} has the shape of {shape}",
+    "default profile": "profile {profile} by default; --profile {other} has {what}",
+    "default cluster": "cluster {cluster} by default: name yours with --cluster, such as 8xh100",
+    "paper": (
+        "the question of the KV-Runahead paper: {model} with eager attention of 2023 on A100; name your --model and"
+        " --cluster, such as llama-3.1-8b and 8xh100"
+    ),
+    "sibling": (
+        "no kernel was measured on {gpu}: those of {measured} in proportion to the datasheets (arithmetic"
+        " {compute:.2f} times, memory bandwidth {memory:.2f} times)"
+    ),
+    "network": "nodes of {cluster} are joined by {network}, a common choice: a cluster file has another",
     "links, messages": "links: nominal figures of {link} for single messages; collectives as measured",
     "links, given": "links as given, not as measured: their bandwidth is taken to be reached in full",
     "links, nominal": "links: nominal figures of {link}; {profile} measured {measured}",
@@ -65,9 +77,14 @@ class Note(str):
         return Note, (str(self), self.code)
 
 
-def without(notes: Iterable[str], code: str) -> list[str]:
-    """The notes but for those of a code."""
-    return [note for note in notes if not (isinstance(note, Note) and note.code == code)]
+def with_code(notes: Iterable[str], *codes: str) -> list[str]:
+    """The notes of these codes."""
+    return [note for note in notes if isinstance(note, Note) and note.code in codes]
+
+
+def without(notes: Iterable[str], *codes: str) -> list[str]:
+    """The notes but for those of these codes."""
+    return [note for note in notes if not (isinstance(note, Note) and note.code in codes)]
 
 
 def note(code: str, **values: object) -> Note:

@@ -7,12 +7,14 @@ loads its part of the planner when it is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.arguments import (
     STRATEGY,
     TABLE,
+    DeploymentArgs,
     FleetArgs,
     MapArgs,
     MeasuredArgs,
@@ -35,11 +37,13 @@ from kvrsim.builder import build_scenario, build_scenarios
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, SimResult
+    from kvrsim.scenario import Scenario
     from kvrsim.strategies import Strategy
     from planner.capacity.result import CapacityPlan
     from planner.confirm.result import Confirmation
     from planner.map.map import StrategyMap
     from planner.predictor.predictor import TtftPredictor
+    from planner.processes import Pool
     from planner.table.table import PartitionTable
     from planner.uncertainty.noise import Disturbance
 
@@ -84,23 +88,37 @@ def plan(
     >>> plan.best.strategy, plan.best.partition
     ('zigzag', (2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048))
     """
+    return plan_of(args, compared, noise, users, timelines="all" if timeline else None, on_progress=on_progress)[1]
+
+
+def plan_of(
+    args: ScenarioArgs,
+    compared: PlanArgs,
+    noise: NoiseArgs,
+    users: UsersArgs,
+    *,
+    timelines: Literal["best", "all"] | None = None,
+    on_progress: OnProgress | None = None,
+    pool: Pool | None = None,
+) -> tuple[Scenario, Plan]:
+    """The scenario and the plan of `plan`; timelines: whose spans it carries. pool: who simulates noise."""
     from planner.candidates import Search
     from planner.decode import with_users
     from planner.plan import make_plan
 
+    disturbance, table = disturbance_of(noise), table_of(compared.table)
     scenario, warnings = build_scenario(args)
     result = make_plan(
         scenario,
         strategies=compared.strategies,
-        search=Search(
-            method=compared.method, stride=compared.stride, table=table_of(compared.table), on_progress=on_progress
-        ),
-        disturbance=disturbance_of(noise),
-        timelines="all" if timeline else None,
+        search=Search(method=compared.method, stride=compared.stride, table=table, on_progress=on_progress),
+        disturbance=None if disturbance is None else replace(disturbance, pool=pool),
+        timelines=timelines,
         warnings=warnings,
         seed=noise.seed,
+        target=compared,
     )
-    return with_users(result, scenario, users)
+    return scenario, with_users(result, scenario, users)
 
 
 @takes(ScenarioArgs, SimulateArgs, NoiseArgs, UsersArgs, timeline=flag)
@@ -223,14 +241,14 @@ def build_predictor(
     Examples
     --------
     >>> import kvrsim
-    >>> predictor = kvrsim.build_predictor(ctx="2k", gpus=2, strategy="tp")
+    >>> predictor = kvrsim.build_predictor(model="llama-3.1-8b", cluster="2xh100", ctx="2k", strategy="tp")
     >>> predictor.predict(ctx=1500).strategy
     'tp'
     """
     from planner.predictor.build import make_predictor
     from planner.processes import Pool
 
-    args, _ = build_scenario(ScenarioArgs(**{"ctx": "128k"} | scenario))
+    args, _ = build_scenario(DeploymentArgs.take({"ctx": "128k"} | scenario))
     with Pool(jobs=jobs) as pool:
         return make_predictor(args, strategy=strategy, pool=pool, on_progress=on_progress)
 
@@ -312,7 +330,8 @@ def capacity(
     --------
     >>> import kvrsim
     >>> requests = "synthetic:poisson,rate=1,requests=50,context=1k"
-    >>> plan = kvrsim.capacity(requests=requests, slo_ttft="2s", group_sizes="1", replications=1)
+    >>> on = {"model": "llama-3.1-8b", "cluster": "8xh100", "group_sizes": "1"}
+    >>> plan = kvrsim.capacity(requests=requests, slo_ttft="2s", replications=1, **on)
     >>> plan.feasible
     True
     """
@@ -320,7 +339,7 @@ def capacity(
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
 
-    args, warnings = build_scenario(ScenarioArgs(ctx=1, gpus=1, **scenario))
+    args, warnings = build_scenario(DeploymentArgs.take(scenario, ctx=1, gpus=1))
     request = make_request(fleet, args.cluster.gpus_per_node)
     policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=table_of(table))
     return plan_capacity(args, request, policy, warnings=warnings, on_progress=on_progress)

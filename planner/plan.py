@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from kvrsim.arguments import TargetArgs
 from kvrsim.notes import note
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
 from kvrsim.results.results import (
+    NEAR,
     Bounds,
     ChainBound,
     NoiseReport,
@@ -32,6 +34,7 @@ from planner.candidates import (
     ttft_of,
 )
 from planner.deploy import Degrees, degrees_of, engines_with
+from planner.promise import limits_of, promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
@@ -47,7 +50,6 @@ MOST_SPANS = 200_000  # of all timelines together but the first: what a page hol
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, from which fewer GPUs cannot be as fast
 _LEAST_GAIN = 0.0005  # smaller gains would be printed as 0.0 %
-_NEAR = 0.02  # of the fastest TTFT, within which a tie may be the best
 _AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
 
@@ -60,6 +62,7 @@ def make_plan(
     timelines: Literal["best", "all"] | None = None,
     warnings: Sequence[str] = (),
     seed: int = 0,
+    target: TargetArgs | None = None,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
@@ -68,6 +71,7 @@ def make_plan(
     disturbance: noise; strategies are then ranked by their mean TTFT under it.
     timelines: whose spans the plan carries.
     seed: for the record of the question; a disturbance has its own.
+    target: load and target of the promise.
     """
     search = search or Search()
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
@@ -94,6 +98,8 @@ def make_plan(
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
+        promise=promise_of(first.ttft_high_s, target or TargetArgs()) if first.fits else None,
+        limits=limits_of(ranking.best),
     )
 
 
@@ -149,7 +155,7 @@ class Ranking:
         fastest, *others = self.ranked
         if not fastest.fits:
             return min(self.candidates, key=lambda one: max(rank.total for rank in one.memory))
-        most_s = self._ranking_s(fastest) * (1 + _NEAR)
+        most_s = self._ranking_s(fastest) * NEAR
         near = [one for one in others if self._is_tied(fastest, one) and self._ranking_s(one) <= most_s]
         return min((fastest, *near), key=self._effort)
 

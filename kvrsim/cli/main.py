@@ -31,7 +31,7 @@ _ROOM = "kvrsim.cli.commands"
 # function, or a typer.Typer with commands of its own.
 GROUPS = {
     "Plan": {
-        "plan": ("Compare strategies for one prefill, each at its best.", "plan:plan"),
+        "plan": ("Say what to run, which TTFT to promise, and what limits it.", "plan:plan"),
         "simulate": ("Simulate one strategy's prefill, rank by rank.", "simulate:simulate"),
         "map": ("Find the fastest strategy over contexts and GPUs.", "map:strategy_map"),
         "capacity": ("Find the smallest or cheapest fleet for a TTFT target.", "capacity:capacity"),

@@ -20,6 +20,7 @@ from kvrsim.arguments import (
     MeasuredArgs,
     Option,
     PoolArgs,
+    ScenarioArgs,
     checked,
     choice,
     count,
@@ -44,6 +45,7 @@ _NAMED = {  # folder or file of kvrsim/data with the names of an option's values
     **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},
     **{"link": "links", "strategy": "strategies", "strategies": "strategies"},
 }
+_PLACES = ("model", "cluster")  # of a question, that may be given without their names
 JSON = switch("Print one JSON object instead of tables.")
 
 
@@ -53,18 +55,29 @@ def takes(
     """Make a command for Typer of a function whose first parameters are these groups.
 
     The command has an option for each of their fields, but for those with a `fixed` value, and for each further
-    parameter, whose default is an `option`, a `switch` or an `argument`.
+    parameter, whose default is an `option`, a `switch` or an `argument`. The model and the cluster of a question may
+    also be given as the first and second argument.
     """
     fixed = fixed or {}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(function).parameters.values())[len(groups) :]
+        has_others = any(one.default.metadata["option"].positional for one in own)
+        asks = any(issubclass(group, ScenarioArgs) for group in groups) and not has_others
+        places = [name for name in _PLACES if asks and name not in fixed]
         declared: dict[str, Field[Any]] = {one.name: one for group in groups for one in fields(group)}
         declared |= {one.name: one.default for one in own}
 
         @functools.wraps(function)
         def command(**values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
+            for name in places:
+                if (value := given.pop(f"{name}_", None)) is not None:
+                    if name in given:
+                        raise InputError(name, value, f"the option or the argument, not both (--{name} {given[name]})")
+                    given[name] = value
+                elif name not in given and declared[name].default is MISSING:
+                    raise InputError(name, "nothing", declared[name].metadata["option"].help)
             parts = [
                 group.take(given, **{one.name: fixed[one.name] for one in fields(group) if one.name in fixed})
                 for group in groups
@@ -72,17 +85,30 @@ def takes(
             rest = {one.name: checked(given.get(one.name), one.name, one.default) for one in own}
             function(*parts, **rest)
 
-        parameters = [_parameter(name, one) for name, one in declared.items() if name not in fixed]
+        parameters = [_place(name) for name in places]
+        parameters += [
+            _parameter(name, one, default=None if name in places else one.default)
+            for name, one in declared.items()
+            if name not in fixed
+        ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def _parameter(name: str, declared: Field[Any]) -> inspect.Parameter:
+def _place(name: str) -> inspect.Parameter:
+    """The argument of a command that stands for an option."""
+    about: Any = typer.Argument(metavar=name.upper(), help=f"The same as --{name}.", show_default=False)
+    return inspect.Parameter(
+        f"{name}_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, about]
+    )
+
+
+def _parameter(name: str, declared: Field[Any], default: Any) -> inspect.Parameter:
     """An argument as Typer reads it from a function's signature; values are text, which its check reads."""
     known: Option = declared.metadata["option"]
-    is_required, default = declared.default is MISSING, declared.default
+    is_required = default is MISSING
     if not (is_required or default is None or isinstance(default, bool)):
         default = ",".join(default) if isinstance(default, tuple) else str(default)
     kind: Any = (

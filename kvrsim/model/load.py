@@ -25,6 +25,8 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import MAX_LAYERS, fill, freeze, thaw
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
+_TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # of names of checkpoints that share a shape
+_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 _FROZEN = "model.json"  # of a model that the user has added: its description
 _DATA = Path(__file__).parents[1] / "data"
 _FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
@@ -89,11 +91,16 @@ def _hub_folder(name: str) -> Path | None:
 
 
 def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
-    """A built-in name, a config.json, or a folder that holds one; InputError names `argument` and the key.
+    """A built-in name, a Hugging Face id of a known shape, a config.json, or a folder that holds one.
 
-    A built-in name wins over a folder of the same name: write ./NAME for the folder.
+    A built-in name wins over a folder of the same name: write ./NAME for the folder. InputError names `argument` and
+    the key.
     """
     name = str(name_or_path)
+    if (known := known_shape(name)) is not None:
+        known_name, shape, positions = known
+        model = load_model(shape, argument)
+        return replace(model, name=known_name, max_position_embeddings=positions or model.max_position_embeddings)
     path = config_path(name, argument)
     if name not in builtin_models():
         name = (path.resolve().parent.name if path.name == "config.json" else path.stem) or name
@@ -106,6 +113,23 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
             model: ModelSpec = thaw({"ModelSpec": content["model"]}, {})
             return replace(model, name=name, layers=tuple(kinds[one] for one in content["index"]))
     return read_config(config, name)
+
+
+def known_shape(name: str) -> tuple[str, str, int | None] | None:
+    """What a Hugging Face id or the last part of one is called here, the built-in model of its shape, and its context.
+
+    None: a built-in name, a path, or no known checkpoint. Suffixes such as -Instruct do not change the shape.
+    """
+    if name in builtin_models() or name in own_models() or name.count("/") > 1 or os.path.exists(name):
+        return None
+    names: dict[str, Any] = parse_json((_DATA / "model_names.json").read_bytes())
+    last = name.lower().rpartition("/")[2]
+    for short in dict.fromkeys((last, _TUNED.sub("", last), _TUNED.sub("", last).removeprefix("meta-"))):
+        if short in names:
+            return short, names[short]["shape"], names[short].get("max_position_embeddings")
+        if short in builtin_models():
+            return short, short, None
+    return None
 
 
 def _read(path: Path, argument: str) -> JsonObject:
@@ -133,7 +157,8 @@ def config_path(name: str, argument: str) -> Path:
     except (OSError, ValueError):  # a path that is too long or forbidden
         is_folder, exists = False, False
     if not exists:
-        near = get_close_matches(name[:100], (*builtin_models(), *own_models()), n=5, cutoff=0.5)
+        last = name[:100].lower().rpartition("/")[2]
+        near = get_close_matches(last, (*builtin_models(), *own_models()), n=5, cutoff=0.5)
         some = f", such as {', '.join(near)}" if near else ""
         accepted = f"a path to a config.json or its folder, or one of what `kvrsim models list` lists{some}"
         raise InputError(argument, name, accepted)
@@ -162,10 +187,17 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
     model = replace(
         model,
         model_type=model_type,
+        dtype=_dtype_of(text) or _dtype_of(config),
         max_position_embeddings=text.integer(positions) if text.has(positions) else None,
         approximations=tuple(notes),
     )
     return read_quantization(text, model)
+
+
+def _dtype_of(config: JsonObject) -> str | None:
+    """The type of a checkpoint's weights by either of transformers' keys; None: absent or one that engines convert."""
+    given = config.fields.get("dtype") or config.fields.get("torch_dtype")
+    return _DTYPES.get(given) if isinstance(given, str) else None
 
 
 @cache

@@ -75,6 +75,7 @@ class ModelSpec:
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
     quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none
+    dtype: str | None = None  # of the checkpoint's weights where they are not quantised, as "bf16"; None: not stated
     approximations: tuple[str, ...] = ()  # what of the model is left out or simplified, one sentence each
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.

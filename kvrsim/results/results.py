@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Breakdown, Timeline
 
 
+NEAR = 1.02  # times the fastest TTFT, up to which what is easier to deploy is as good
+
+
 class Displayed:
     """A result with a view: a module that has `figure`, `page` and `summary` of it, loaded when it is needed."""
 
@@ -297,6 +300,27 @@ class NoiseReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """A kind of operation on the critical path."""
+
+    operation: str
+    share: float  # of TTFT
+    remedy: str  # what makes it faster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """A TTFT that a share of prefills keeps."""
+
+    ttft_s: float | None  # None: more prompts arrive than the GPUs can prefill
+    share: float  # of prefills that keep it
+    rate_per_s: float | None  # of prompts; None: the GPUs are idle
+    slo_s: float | None  # target; None: there is none
+    meets: bool | None  # the target
+    most_rate_per_s: float | None  # prompts per second up to which the target is met
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Answer):
     """The answer to `kvrsim plan`."""
 
@@ -315,6 +339,8 @@ class Plan(Answer):
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
     timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of all strategies
     noise: NoiseReport | None = None  # where it was planned for a noise
+    promise: Promise | None = None  # of the best strategy; None: nothing fits
+    limits: tuple[Limit, ...] = ()  # of its TTFT, the largest share first
     shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit
     users: ClosedLoop | None = None  # that every strategy's `mean_ttft_s` is of
 
@@ -336,6 +362,15 @@ class Plan(Answer):
         if self.shortfall is not None:
             raise NothingFits(self.misfit, self.shortfall)
         return self.first
+
+    def best_on(self, engine: str) -> StrategyResult | None:
+        """The fastest strategy that fits and that an engine has; within 2 %, the one with the fewest stages.
+
+        None: the engine has none of those that fit.
+        """
+        has = [one for one in self.strategies if one.fits and engine in one.engines and one.approximate is None]
+        near = [one for one in has if one.ttft_s <= NEAR * has[0].ttft_s]
+        return min(near, key=lambda one: len(one.layers or ()), default=None)
 
     @property
     def nearest(self) -> StrategyResult | None:
@@ -361,7 +396,7 @@ class Plan(Answer):
         about = {key: first[key] for key in chosen} | {"ties": list(self.ties)} | self.first.users_to_dict()
         content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
         content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
-        content |= fields_to_json(self, "interval_coverage", "shortfall")
+        content |= fields_to_json(self, "interval_coverage", "promise", "limits", "shortfall")
         content["warnings"] = list(self.warnings)
         content |= {} if self.users is None else {"users": fields_to_json(self.users)}
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})

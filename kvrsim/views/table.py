@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
 _CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
+_FEW = 8  # chunks, up to which all are written
 _ROUNDING_S = 1e-12  # less than this is rounding
 
 
@@ -188,6 +190,59 @@ def strategies_table(plan: Plan) -> Table:
             style="bold" if one is plan.first else None,
         )
     return table
+
+
+MOST_ROWS = 5  # of the first screen
+
+
+def short_table(plan: Plan) -> Table:
+    """The fastest strategies that fit, at most five of them with the best one; all times in one unit."""
+    rows = [one for one in plan.strategies if one.fits]
+    rows = [
+        one for one in rows if one is plan.first or rows.index(one) < MOST_ROWS - (plan.first not in rows[:MOST_ROWS])
+    ]
+    unit = unit_of(max(one.ttft_high_s for one in rows))
+    over = "" if plan.yardstick is None else f"vs {baseline_title(plan.yardstick)}"
+    interval = " ".join(interval_title(plan.interval_coverage).split())
+    ranks = {"strategy": 1, "TTFT": 1, interval: 2, over: 1, "peak memory": 3, "engines": 4}
+    columns = [
+        Column(title=title, number=title not in ("strategy", "engines"), rank=rank) for title, rank in ranks.items()
+    ]
+    table = Table(columns=columns)
+    for one in rows:
+        low, middle, high = (format_in(unit, seconds) for seconds in (one.ttft_low_s, one.ttft_s, one.ttft_high_s))
+        table.add_row(
+            f"{one.strategy} {TIED}" if one.strategy in plan.ties else one.strategy,
+            Cell(shown=f"{middle} {unit}", value=one.ttft_s),
+            Cell(shown=f"{low}–{high} {unit}", value=one.ttft_high_s),
+            "" if one.speedup is None else Cell(shown=f"{one.speedup:.2f}×", value=one.speedup),
+            bytes_cell(max(rank.total for rank in one.memory)),
+            ", ".join(one.engines) or "none",
+            style="bold" if one is plan.first else None,
+        )
+    return table
+
+
+def unit_of(seconds: float) -> str:
+    """The unit in which a column of times up to this one is written."""
+    return format_seconds(seconds).split(" ")[1]
+
+
+def format_in(unit: str, seconds: float) -> str:
+    """Three significant digits in a unit, without the unit."""
+    value = seconds / {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def pieces_text(tokens: Sequence[int], is_pipeline: bool) -> str:
+    """Pieces of a pipeline, or chunks by rank, in short: "342 pieces, 29440 falling to 1024 tokens"."""
+    count = f"{len(tokens)} {'pieces' if is_pipeline else 'chunks'}"
+    if len(set(tokens)) == 1:
+        return f"{count} of {tokens[0]} tokens"
+    if len(tokens) <= _FEW:
+        return f"{', '.join(map(str, tokens))} tokens"
+    order = "falling" if tokens[0] >= tokens[-1] else "rising"
+    return f"{count}, {tokens[0]} {order} to {tokens[-1]} tokens"
 
 
 def ranks_table(result: SimResult) -> Table:

@@ -19,6 +19,8 @@ SMALL = "synthetic:bursty,rate=6,requests=600,context=lognormal:1k:0.8,max=4k"
 @pytest.fixture(scope="module")
 def plan() -> CapacityPlan:
     return kvrsim.capacity(
+        model="llama-7b",
+        cluster="a100-nvlink",
         requests=SMALL,
         slo_ttft="1s",
         group_sizes="1,2,4",

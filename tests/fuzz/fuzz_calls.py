@@ -65,6 +65,8 @@ _FUNCTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "strategies": ("tsp", ["tsp", "ring"]),
     },
     "capacity": {
+        "model": ("llama-7b",),
+        "cluster": ("a100-nvlink", "2xa100"),
         "requests": ("synthetic:poisson,rate=1,requests=20,context=256",),
         "slo_ttft": ("2s", 3.0),
         "percentile": (99, "50"),
@@ -83,7 +85,10 @@ _FUNCTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 _ALWAYS = {"plan": ("ctx",), "simulate": ("ctx", "strategy"), "make_scenario": ("ctx",), "build_table": ("ctx", "gpus")}
-_ALWAYS |= {"map_strategies": ("ctx", "gpus"), "capacity": ("requests", "slo_ttft", "max_gpus", "replications")}
+_ALWAYS |= {
+    "map_strategies": ("ctx", "gpus"),
+    "capacity": ("model", "cluster", "requests", "slo_ttft", "max_gpus", "replications"),
+}
 
 
 def random_call(rng: random.Random) -> bool:

@@ -67,6 +67,8 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
     (
         ("capacity",),
         {
+            "--model": ("llama-7b",),
+            "--cluster": ("a100-nvlink", "2xa100"),
             "--requests": ("synthetic:poisson,rate=1,requests=30,context=256", "synthetic:bursty,rate=2,requests=20"),
             "--slo-ttft": ("2s", "10ms"),
             "--max-gpus": ("2", "4"),

@@ -124,7 +124,7 @@ def test_two_pieces_a_rank_hold_what_their_positions_say(rng: Draws, cached: int
     """K, V, messages and scores, counted position by position; a token of K, V is 256 bytes in a layer, 4 in all."""
     chunks = [rng.randint(2, 60) for _ in range(num_gpus)]
     about: dict[str, Any] = {"ctx": cached + sum(chunks), "gpus": num_gpus, "cached_prefix": cached}
-    scenario = scenario_of(**about, model=small_model())
+    scenario = scenario_of(**about, model=small_model(), profile="a100-eager")
     cut = Partition(chunk_lens=tuple(chunks))
     token, layers, heads = 256, 4, 4
     zigzag = memory_of(scenario, STRATEGIES["zigzag"], cut)

@@ -130,7 +130,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "start"),
     [
         (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
-        (("--emit", "vllm", "--strategies", "kvr-s,tp"), "--emit: got 'vllm', accepted: a best strategy that vllm"),
         (("--only-deployable", "vllm", "--strategies", "kvr-s"), "--strategies: got 'kvr-s', accepted: what vllm"),
     ],
 )

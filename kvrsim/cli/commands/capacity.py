@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import TABLE, FleetArgs, PoolArgs, ScenarioArgs, option, strategies
+from kvrsim.arguments import TABLE, DeploymentArgs, FleetArgs, PoolArgs, option, strategies
 from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes, writable
 from kvrsim.cli.output import print_answer, write_files
@@ -40,9 +40,9 @@ class AnswerArgs(OutputArgs):
     plot: Any = option("FILE", _PLOT, check=picture_or_page)
 
 
-@takes(ScenarioArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=_OF_REQUESTS)
+@takes(DeploymentArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=_OF_REQUESTS)
 def capacity(
-    args: ScenarioArgs,
+    args: DeploymentArgs,
     fleet: FleetArgs,
     workers: PoolArgs,
     deploy: DeployArgs,
@@ -53,7 +53,7 @@ def capacity(
     The answer includes the rule that assigns prompts to groups. If no fleet meets the target, the exit code is 1, and
     the nearest miss and the reasons are printed.
 
-    Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s --cluster h100-nvlink
+    Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s llama-3.1-8b 8xh100
     """
     output.check(emit=deploy.emit)
     from kvrsim.builder import build_scenario

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs
+from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, switch
 from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     Facts,
+    Part,
     add_misfits,
     add_notes,
     add_users,
@@ -22,32 +23,40 @@ from kvrsim.cli.text import (
     facts,
     header,
     headline,
-    likely,
     limit_text,
     mean_change,
     rests_on_line,
     round_up_percent,
     show,
-    stages_text,
 )
 from kvrsim.errors import InputError
-from kvrsim.notes import without
+from kvrsim.notes import with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import (
+    MOST_ROWS,
     TIED,
+    Text,
     baseline_title,
     format_partition,
+    pieces_text,
+    short_table,
     strategies_table,
 )
 
 if TYPE_CHECKING:
-    from kvrsim.noise import Distribution
-    from kvrsim.results.results import Plan, Shortfall, StrategyResult
+    from kvrsim.results.results import Plan, StrategyResult
     from planner.deploy import Launch
 
 
-@takes(ScenarioArgs, PlanArgs, UsersArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, OutputArgs)
+@dataclass(frozen=True, kw_only=True)
+class PlanOutputArgs(OutputArgs):
+    """How a plan is printed."""
+
+    explain: Any = switch("Print all strategies, pieces, bounds, memory and notes.")
+
+
+@takes(ScenarioArgs, PlanArgs, UsersArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, PlanOutputArgs)
 def plan(
     args: ScenarioArgs,
     compared: PlanArgs,
@@ -56,188 +65,229 @@ def plan(
     workers: PoolArgs,
     deploy: DeployArgs,
     files: PageArgs,
-    output: OutputArgs,
+    output: PlanOutputArgs,
 ) -> None:
-    """Compare strategies for one prefill, each at its best.
+    """Say what to run, which TTFT to promise, and what limits it.
 
-    KVR-S's partition comes with a proven bound. By default, plan compares KVR-S and the strategies that need no search;
-    --strategies all adds the others. The exit code is 1 if no strategy fits in the GPUs' memory.
+    The exit code is 1 if no strategy fits in the GPUs' memory, or if --slo is missed.
 
-    Example: kvrsim plan --ctx 16k --gpus 8 --model llama-3-8b --cluster h100-nvlink
+    Example: kvrsim plan llama-3.1-70b 2x8xh100 --ctx 32k
     """
     output.check(emit=deploy.emit)
     if workers != PoolArgs() and noise.noise is None:
         raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
-    from kvrsim.builder import build_scenario
-    from planner.api import disturbance_of, table_of
-    from planner.candidates import Search
-    from planner.decode import with_users
-    from planner.plan import make_plan
+    from planner.api import plan_of
 
-    disturbance = disturbance_of(noise)
-    search = Search(method=compared.method, stride=compared.stride, table=table_of(compared.table))
-    scenario, warnings = build_scenario(args)
-    names = compared.strategies
-    if within := deploy.only_deployable or (deploy.emit if names is None else None):
-        from planner.deploy import only_deployable
-
-        names = list(only_deployable(scenario, within, names, "only_deployable" if deploy.only_deployable else "emit"))
+    if deploy.only_deployable or (deploy.emit and compared.strategies is None):
+        compared = _deployable(args, compared, deploy)
     with pool_of(workers) as pool, Progress() as progress:
-        result = make_plan(
-            scenario,
-            strategies=names,
-            search=replace(search, on_progress=progress),
-            disturbance=None if disturbance is None else replace(disturbance, pool=pool),
-            timelines="all" if files.is_page else "best" if files.is_given else None,
-            warnings=warnings,
-            seed=noise.seed,
-        )
-    result = with_users(result, scenario, users)
+        timelines: Any = "all" if files.is_page else "best" if files.is_given else None
+        scenario, result = plan_of(args, compared, noise, users, timelines=timelines, on_progress=progress, pool=pool)
     launch = None
-    if deploy.emit is not None:
+    if deploy.emit is not None and (best := result.best_on(deploy.emit)) is not None:
         from planner.deploy import launch_of
 
-        best = result.first
         launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers)
-    print_answer(output, (launch or result).to_dict, "strategies", lambda: show_plan(result, launch))
+
+    def content() -> dict[str, Any]:
+        return result.to_dict() if launch is None else launch.to_dict() | {"plan": result.to_dict()}
+
+    print_answer(output, content, "strategies", lambda: show_plan(result, launch, deploy.emit, explain=output.explain))
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
             (files.plot, result.write_plot),
         )
-    if not result.feasible:
+    missed = result.promise is not None and result.promise.meets is False
+    if not result.feasible or missed or (deploy.emit is not None and launch is None):
         raise typer.Exit(1)
 
 
-_MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does not fit is listed
+def _deployable(args: ScenarioArgs, compared: PlanArgs, deploy: DeployArgs) -> PlanArgs:
+    """The comparison of what an engine has."""
+    from kvrsim.builder import build_scenario
+    from planner.deploy import only_deployable
+
+    option = "only_deployable" if deploy.only_deployable else "emit"
+    engine = deploy.only_deployable or deploy.emit
+    return replace(
+        compared, strategies=list(only_deployable(build_scenario(args)[0], engine, compared.strategies, option))
+    )
 
 
-def show_plan(plan: Plan, launch: Launch | None = None) -> None:
-    """The best strategy, the question, one row per strategy, then bounds, search, memory and notes."""
+_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "fewer GPUs", "links, messages")  # codes of notes
+
+
+def show_plan(plan: Plan, launch: Launch | None = None, emit: str | None = None, *, explain: bool = False) -> None:
+    """What to run, what to promise, and why; the question; the fastest five; what else there is.
+
+    explain: every strategy, bounds, search, memory and notes instead.
+    """
     if launch is not None:
         show_launch(launch)
-    answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
-    answer.add_row("best:", headline(_headline(plan)))
-    add_users(answer, plan.users, plan.first.mean_ttft_s)
-    for label, line in (*_best_facts(plan), *_engines(plan)):
-        answer.add_row(label, line)
-    for label, line in (*_pipelines(plan), *_kvr(plan)):
+    head: list[Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
+    first, *sentences = _sentences(plan, emit)
+    head += [headline(first), *sentences, "", *header(plan.question, plan.cluster), ""]
+    if explain:
+        show(*head, strategies_table(plan), "", _explained(plan))
+        return
+    below = facts()
+    add_users(below, plan.users, plan.first.mean_ttft_s)
+    _add_noise(below, plan)
+    add_notes(below, without(plan.warnings, *_DETAILS))
+    tail: list[Part] = [*_left_out(plan), *([below] if below.rows else [])]
+    if plan.feasible:
+        head += [short_table(plan), ""]
+    show(*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim"))
+
+
+def _sentences(plan: Plan, emit: str | None) -> Iterator[str]:
+    """Run this; promise that; because."""
+    best, promise = plan.first, plan.promise
+    if promise is None:
+        yield f"{plan.misfit[0].upper()}{plan.misfit[1:]}."
+        yield from _would_fit(plan)
+        return
+    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
+    chunks = f": {pieces_text(best.partition, best.layers is not None)}" if len(best.partition) > 1 else ""
+    yield f"Run {best.strategy} on {gpus}{chunks}."
+    expected = f"expect {format_seconds(best.ttft_s)}"
+    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
+        expected += f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
+    load = "idle" if promise.rate_per_s is None else f"at {promise.rate_per_s:g} prompts/s"
+    if promise.ttft_s is None:
+        yield f"Promise nothing {load}: prompts arrive faster than one group prefills them; {expected} when idle."
+    else:
+        yield f"Promise {format_seconds(promise.ttft_s)} (one-sided {promise.share * 100:g} %, {load}); {expected}."
+    if promise.slo_s is not None and promise.most_rate_per_s is not None:
+        verdict = "meets" if promise.meets else "misses"
+        most = (
+            f"it is met up to {promise.most_rate_per_s:.3g} prompts/s"
+            if promise.most_rate_per_s
+            else "no load meets it"
+        )
+        yield f"This {verdict} the target of {format_seconds(promise.slo_s)}; {most}."
+    if plan.limits:
+        top = plan.limits[0]
+        verb = "limit" if top.operation.endswith("s") else "limits"
+        share = f"{top.share * 100:.0f} % of the critical path"
+        yield f"Because {top.operation} {verb} it ({share}): {top.remedy} would help."
+    yield from _side_by_side(plan, emit)
+
+
+def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
+    """What engines have next to what is faster in theory."""
+    best = plan.first
+    if best.engines:
+        engines = ", ".join(f"{name} {version.split()[0]}" for name, version in best.engines.items())
+        text = f"Engines today: {engines} (--emit {'|'.join(best.engines)} prints the launch)"
+        faster = [one for one in plan.strategies if one.ttft_s < best.ttft_s / 1.02 and one.approximate is None]
+        faster = [one for one in faster if not (one.fits and one.engines)]
+        if faster:
+            other, limit = min(faster, key=lambda one: one.ttft_s), plan.memory_limit.nbytes
+            times = max(rank.total for rank in other.memory) / limit
+            lack = "no engine has it" if other.fits else f"needs {times:.2g} times the memory"
+            text += f"; {other.strategy} would take {format_seconds(other.ttft_s)} but {lack}"
+        yield f"{text}."
+    else:
+        has = {one.strategy: one for name in _ENGINES if (one := plan.best_on(name)) is not None}
+        fastest = min(has.values(), key=lambda one: one.ttft_s, default=None)
+        today = "nothing that was compared"
+        if fastest is not None:
+            today = f"{fastest.strategy}, {format_seconds(fastest.ttft_s)} ({', '.join(fastest.engines)})"
+        yield f"Engines today: {today}; none that was looked at has {best.strategy}."
+    if emit is not None and emit not in best.engines:
+        other = plan.best_on(emit)
+        launched = "nothing that it has fits" if other is None else f"{other.strategy}, {format_seconds(other.ttft_s)}"
+        yield f"For {emit}: {launched}; {best.strategy}, {format_seconds(best.ttft_s)}, was passed over."
+
+
+_ENGINES = ("vllm", "sglang", "trtllm")
+
+
+def _would_fit(plan: Plan) -> Iterator[str]:
+    """What fits after a change of the question."""
+    assert plan.shortfall is not None
+    for one in plan.shortfall.would_fit:
+        gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
+        yield f"Would fit: {one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
+    if not plan.shortfall.would_fit:
+        yield "No strategy without a long search would fit, and none on up to 16 times the GPUs."
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    """One line each on what fits and is slower, what does not fit, and what was not compared."""
+    fitting, misfits = [[one for one in plan.strategies if one.fits is fits] for fits in (True, False)]
+    if len(fitting) > MOST_ROWS:
+        yield f"{len(fitting) - MOST_ROWS} slower ones fit, too."
+    if misfits and plan.feasible:
+        fastest = min(misfits, key=lambda one: one.ttft_s)
+        needs = (
+            f"{max(rank.total for rank in fastest.memory) / 2**30:.0f} of {plan.memory_limit.nbytes / 2**30:.0f} GiB"
+        )
+        verb = "does" if len(misfits) == 1 else "do"
+        yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
+    if plan.not_compared:
+        yield f"Not compared: {_listed(plan.not_compared)} (--strategies all)."
+
+
+def _explained(plan: Plan) -> Facts:
+    """Everything else that the plan knows."""
+    table, search, limit, best = facts(), plan.search, plan.memory_limit, plan.first
+    table.add_row("strategy:", best.title)
+    if best.approximate is not None:
+        table.add_row("approximate:", best.approximate)
+    for one in plan.strategies:
+        if one.fits and len(set(one.partition)) > 1:
+            table.add_row(f"{one.strategy}:", f"{', '.join(map(str, one.partition))} tokens{_stages(one)}")
+        if one is best and best.query_blocks is not None:
+            table.add_row("", blocks_text(best.query_blocks))
+        if (bound := one.bound) is not None:
+            table.add_row("", _bound_text(bound.gap, bound.lower_bound_s, "pieces and stages"))
+    if plan.ties:
+        table.add_row("ties:", f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)")
+    for label, line in _kvr(plan):
         table.add_row(label, line)
+    if plan.limits:
+        shares = ", ".join(f"{one.operation} {one.share:.0%}" for one in plan.limits)
+        table.add_row("critical path:", shares)
     if search.evaluations:
         partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
         table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
-    if plan.not_compared and plan.feasible:
+    if plan.not_compared:
         table.add_row("others:", f"not compared: {_listed(plan.not_compared)} (--strategies all)")
     _add_noise(table, plan)
     table.add_row("memory:", limit_text(limit))
-    for result in plan.strategies:
-        nearest = plan.shortfall is not None and plan.shortfall.strategy == result.strategy
-        if nearest or (plan.feasible and len(plan.strategies) <= _MOST_EXPLAINED):
-            add_misfits(table, result.strategy, result.memory, limit.nbytes)
+    nearest = None if plan.shortfall is None else plan.shortfall.strategy
+    for one in plan.strategies:
+        if nearest in (None, one.strategy):
+            add_misfits(table, one.strategy, one.memory, limit.nbytes)
     table.add_row("rests on:", rests_on_line(plan.question, coverage_text(plan.interval_coverage)))
-    add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
-    show(answer, "", *header(plan.question, plan.cluster), "", strategies_table(plan), "", table)
+    add_notes(table, without(plan.warnings, "memory"))
+    return table
 
 
-def _headline(plan: Plan) -> str:
-    """What to run and how fast it is; where nothing fits, how much is missing."""
-    best = plan.first
-    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
-    if not plan.feasible:
-        return plan.misfit
-    text = f"{best.strategy} on {gpus}, TTFT "
-    text += likely(best.ttft_low_s, best.ttft_s, best.ttft_high_s, plan.interval_coverage)
-    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
-        text += f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
-    return text
+def _stages(one: StrategyResult) -> str:
+    return "" if one.layers is None else f"; stages of {format_partition(one.layers, room=4 * len(one.layers))} layers"
 
 
-def _best_facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """About the best strategy: its partition, ties and bound; where nothing fits, what would."""
-    best = plan.first
-    if plan.shortfall is not None:
-        yield from _would_fit(plan.shortfall, plan.not_compared)
-        return
-    yield "strategy:", best.title
-    if best.approximate is not None:
-        yield "approximate:", best.approximate
-    if best.layers is None and len(best.partition) > 1:
-        yield "partition:", f"{format_partition(best.partition, room=10**6)} tokens"
-    if best.query_blocks is not None:
-        yield "", blocks_text(best.query_blocks)
-    if plan.ties:
-        yield "ties:", f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
-    bound = plan.bounds.best
-    if bound is not None and bound.strategy != "kvr-s":
-        gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
-        yield "bound:", f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
-    if plan.yardstick not in (None, "tsp") and any(one.strategy == "tsp" and not one.fits for one in plan.strategies):
-        yield "speed-up:", f"over {baseline_title(str(plan.yardstick))}, because TSP does not fit"
-
-
-def _would_fit(short: Shortfall, not_compared: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What fits after a change of the question."""
-    label = "would fit:"
-    for one in short.would_fit:
-        gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
-        yield label, f"{one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
-        label = ""
-    if not short.would_fit:
-        yield label, "no strategy without a long search, and none on up to 16 times the GPUs"
-    if not_compared:
-        yield "others:", f"not compared: {_listed(not_compared)} (--strategies all)"
-
-
-def _engines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Which engines have the best strategy; where none does, the fastest one that some have."""
-    best = plan.first
-    can = [one for one in plan.strategies if one.engines and one.fits and one.approximate is None]
-    if best.fits and best.engines:
-        yield "engines:", f"{_named(best)}: --emit {'|'.join(best.engines)} prints the launch"
-    elif best.fits:
-        text = f"none that was looked at has {best.strategy}"
-        if can:
-            other = min(can, key=lambda one: one.ttft_s)
-            text += f"; {_named(other)}, TTFT {format_seconds(other.ttft_s)}"
-        yield "engines:", text
-
-
-def _named(result: StrategyResult) -> str:
-    return f"{result.strategy} is in {', '.join(f'{name} ({version})' for name, version in result.engines.items())}"
-
-
-def _pipelines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Pieces and stages of the searched pipelines and of the best strategy, and the bound of the searched ones."""
-    for result in plan.strategies:
-        if result.layers is None or (result.bound is None and result is not plan.first):
-            continue
-        yield f"{result.strategy}:", stages_text(result.partition, result.layers)
-        if (bound := result.bound) is not None:
-            gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
-            text = f"at most {gap} % slower than the best pieces and stages (proven lower bound {lower})"
-            if bound.gap_as_chosen != bound.gap:
-                text += f"; {round_up_percent(bound.gap_as_chosen)} % for the mean step, which it was searched for"
-            yield "", text
+def _bound_text(gap: float, lower_s: float, of: str) -> str:
+    lower = f"proven lower bound {format_seconds(lower_s)}"
+    return f"at most {round_up_percent(gap)} % slower than the best {of} ({lower})"
 
 
 def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The bound of KV-Runahead over single GPUs; other strategies may be faster than it."""
-    bounds, num_gpus = plan.bounds, plan.num_gpus
-    lower = None if bounds.lower_bound_s is None else f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
-    label = "kvr-s:" if bounds.gap is not None else "bounds:"
-    chunks = next((result.partition for result in plan.strategies if result.strategy == "kvr-s"), ())
-    if plan.first.strategy != "kvr-s" and len(set(chunks)) > 1:
-        yield label, f"partition {', '.join(map(str, chunks))}"
-        label = ""
-    if bounds.gap is not None:
-        gap = round_up_percent(bounds.gap)
-        yield label, f"at most {gap} % slower than the best partition of KV-Runahead over single GPUs ({lower})"
-        label = ""
-    elif lower is not None:
-        yield label, f"{lower} of KV-Runahead over single GPUs"
-        label = ""
-    no_comm = f"TTFT({num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
-    yield label, f"{no_comm}; TTFT*({num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
+    """The bounds of KV-Runahead over single GPUs, where it is compared and fits; and of another chain that is best."""
+    bounds, kvr = plan.bounds, next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
+    if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
+        yield "bound:", _bound_text(bounds.best.gap, bounds.best.lower_bound_s, "of its partitions")
+    if kvr is None or not kvr.fits:
+        return
+    if bounds.gap is not None and bounds.lower_bound_s is not None:
+        of = "partition of KV-Runahead over single GPUs"
+        yield "kvr-s bound:", _bound_text(bounds.gap, bounds.lower_bound_s, of)
+    no_comm = f"TTFT({plan.num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
+    yield "", f"{no_comm}; TTFT*({plan.num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -255,13 +305,9 @@ def _add_noise(table: Facts, plan: Plan) -> None:
         return
     table.add_row("noise:", plan.noise.noise.describe())
     for result in plan.strategies:
-        if result.noisy is not None:
-            table.add_row("", f"{result.strategy}: {_summary(result.noisy)}")
-
-
-def _summary(noisy: Distribution) -> str:
-    parts = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
-    return f"{', '.join(parts)}; {mean_change(noisy)}"
+        if (noisy := result.noisy) is not None:
+            times = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
+            table.add_row("", f"{result.strategy}: {', '.join(times)}; {mean_change(noisy)}")
 
 
 def show_launch(launch: Launch) -> None:

@@ -10,8 +10,8 @@ import typer
 
 from kvrsim.arguments import (
     REQUIRED,
+    DeploymentArgs,
     PoolArgs,
-    ScenarioArgs,
     argument,
     count,
     option,
@@ -33,7 +33,7 @@ _STRATEGY = "What the GPUs run; best: the fastest that fits, of those that plan 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictorArgs(ScenarioArgs):
+class PredictorArgs(DeploymentArgs):
     """A scenario of the largest context and batch that a predictor answers for."""
 
     ctx: Any = option("LEN", "Longest context in tokens, cached prefix included.", "Question", tokens, "128k")
@@ -54,7 +54,7 @@ def build(
 
     It takes seconds for a strategy such as tp, half a minute for best, and longer for large batches.
 
-    Example: kvrsim predictor build --ctx 32k --gpus 8 --strategy tp -o ttft.json
+    Example: kvrsim predictor build llama-3.1-8b 8xh100 --ctx 32k --strategy tp -o ttft.json
     """
     from kvrsim.builder import build_scenario
     from kvrsim.io.schema import to_json

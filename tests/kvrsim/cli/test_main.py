@@ -102,7 +102,7 @@ def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.Capt
     plan = json.loads(out)
     assert plan["best"] is None
     assert (plan["nearest"]["strategy"], plan["nearest"]["fits"]) == (plan["shortfall"]["strategy"], False)
-    assert cli.main(arguments) == 1
+    assert cli.main([*arguments, "--explain"]) == 1
     screen = " ".join(capsys.readouterr().out.split())
     assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) kvr-e, rank" in screen
     assert "scores" in screen

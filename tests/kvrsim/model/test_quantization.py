@@ -22,7 +22,15 @@ COMMANDS = {
     "simulate": ["simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512"],
     "map": ["map", "--gpus", "1,2", "--ctx", "512", "--strategies", "tsp"],
     "capacity": [
-        *("capacity", "--requests", "synthetic:poisson,rate=1,requests=40,context=512", "--slo-ttft", "2s"),
+        *(
+            "capacity",
+            "--cluster",
+            "a100-nvlink",
+            "--requests",
+            "synthetic:poisson,rate=1,requests=40,context=512",
+            "--slo-ttft",
+            "2s",
+        ),
         *("--group-sizes", "1", "--replications", "2"),
     ],
 }

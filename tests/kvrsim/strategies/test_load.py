@@ -109,7 +109,14 @@ def test_a_table_of_a_file_is_built_by_several_processes(named: str, tmp_path: P
 def test_a_fleet_runs_it(own: Strategy) -> None:
     """Links are so fast that the strategy with the most even work wins on two GPUs."""
     answer = kvrsim.capacity(
-        requests=REQUESTS, slo_ttft="20s", group_sizes="2", strategies=[own], replications=1, link_bandwidth="10TB/s"
+        model="llama-7b",
+        cluster="a100-nvlink",
+        requests=REQUESTS,
+        slo_ttft="20s",
+        group_sizes="2",
+        strategies=[own],
+        replications=1,
+        link_bandwidth="10TB/s",
     )
     assert answer.feasible
     assert "kvr-zigzag" in json.dumps(answer.to_dict())
@@ -126,7 +133,13 @@ def test_a_strategy_that_is_approximate_wins_nowhere(named: str) -> None:
     assert "rough" not in {one.over for one in places.break_evens()}
     assert any("rough is approximate" in note for note in places.warnings)
     with pytest.raises(InputError, match="leaves out most") as caught:
-        kvrsim.capacity(requests=REQUESTS, slo_ttft="2s", strategies=["tsp", replace(rough, partition_rule="search")])
+        kvrsim.capacity(
+            model="llama-7b",
+            cluster="a100-nvlink",
+            requests=REQUESTS,
+            slo_ttft="2s",
+            strategies=["tsp", replace(rough, partition_rule="search")],
+        )
     assert caught.value.parameter == "strategies"
     window = kvrsim.plan(ctx="8k", gpus=4, strategies=["tsp", "./my_strategies.py:STRATEGY"])
     assert window.best.strategy == "tsp"

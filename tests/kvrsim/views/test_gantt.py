@@ -62,7 +62,7 @@ DOES: dict[str, tuple[set[str], set[str]]] = {
 
 @pytest.mark.parametrize("strategy", DOES)
 def test_operations_are_drawn_as_what_they_are(strategy: str) -> None:
-    timeline, (carries, does) = timeline_of(strategy, gpus=4, model="llama-3-8b"), DOES[strategy]
+    timeline, (carries, does) = timeline_of(strategy, gpus=4, model="llama-3-8b", profile="a100-eager"), DOES[strategy]
     drawn = [(span, operation_of(span.kind, span.op)) for span in timeline.spans]
     assert {one for span, one in drawn if span.kind == "transfer"} == {OPERATIONS[op] for op in carries}
     worked = {one for span, one in drawn if is_solid(span) and span.kind != "transfer"}

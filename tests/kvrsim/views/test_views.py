@@ -30,7 +30,9 @@ def results() -> dict[str, Displayed]:
         "simulation": kvrsim.simulate(strategy="kvr-e", ctx="4k", gpus=40),
         "simulation with timeline": kvrsim.simulate(strategy="pp", ctx="4k", gpus=4, timeline=True),
         "map": kvrsim.map_strategies(ctx=["1k", "4k"], gpus=[2, 8], link_bandwidths=["1GB/s", "100GB/s"]),
-        "capacity": kvrsim.capacity(requests=REQUESTS, slo_ttft="2s", max_gpus=4),
+        "capacity": kvrsim.capacity(
+            model="llama-7b", cluster="a100-nvlink", requests=REQUESTS, slo_ttft="2s", max_gpus=4
+        ),
     }
 
 

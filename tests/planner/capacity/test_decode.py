@@ -125,8 +125,20 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
 
 
 def test_a_tpot_that_no_group_keeps_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["capacity", "--requests", REQUESTS, "--slo-ttft", "5s", "--replications", "1", "--group-sizes", "2"]
-    code = cli.main([*asked, "--model", "llama-7b", "--strategies", "tp", "--tpot", "10us"])
+    asked = [
+        "capacity",
+        "llama-7b",
+        "a100-nvlink",
+        "--requests",
+        REQUESTS,
+        "--slo-ttft",
+        "5s",
+        "--replications",
+        "1",
+        "--group-sizes",
+        "2",
+    ]
+    code = cli.main([*asked, "--strategies", "tp", "--tpot", "10us"])
     out = capsys.readouterr().out
     assert code == 1
     assert "no group decodes at 0.01 ms a token" in out

@@ -20,7 +20,13 @@ SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
 @pytest.fixture(scope="module")
 def plan() -> CapacityPlan:
     return kvrsim.capacity(
-        requests=SMALL, slo_ttft="1s", group_sizes="1,2", replications=1, strategies=["single", "tp"]
+        model="llama-7b",
+        cluster="a100-nvlink",
+        requests=SMALL,
+        slo_ttft="1s",
+        group_sizes="1,2",
+        replications=1,
+        strategies=["single", "tp"],
     )
 
 

@@ -24,7 +24,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["capacity", *arguments])
+    code = cli.main(["capacity", "llama-7b", "a100-nvlink", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -200,7 +200,7 @@ def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
     monkeypatch.setattr(planning, "LONG", 500)
     monkeypatch.setattr(planning, "_STRETCH", 300)
     path = trace(tmp_path / "trace.csv", count=900)
-    found = kvrsim.capacity(requests=path, slo_ttft="1s", group_sizes="1,2")
+    found = kvrsim.capacity(model="llama-7b", cluster="a100-nvlink", requests=path, slo_ttft="1s", group_sizes="1,2")
     assert found.answer is not None
     assert sum(group.requests for group in found.answer.groups) == 900
     assert found.answer.in_time >= 0.99

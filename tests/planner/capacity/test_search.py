@@ -113,7 +113,14 @@ def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Worklo
 
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
-FEW: dict[str, Any] = {"slo_ttft": "1s", "group_sizes": "1,2", "replications": 2, "uniform_only": True}
+FEW: dict[str, Any] = {
+    "model": "llama-7b",
+    "cluster": "a100-nvlink",
+    "slo_ttft": "1s",
+    "group_sizes": "1,2",
+    "replications": 2,
+    "uniform_only": True,
+}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
 from kvrsim.strategies import STRATEGIES
-from kvrsim.views.table import TIED
+from kvrsim.units import format_seconds
+from kvrsim.views.table import TIED, short_table
 from planner import candidates
 from planner.candidates import QUICK
 from planner.search.bound import lower_bound_s
@@ -131,8 +133,8 @@ def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str
         assert (row["fits"], max(row["peak_bytes"])) == (True, one["peak_bytes"])
     assert cli.main([*NOTHING_FITS]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert f"nothing fits on 2 GPUs: the nearest, {short['strategy']}, needs" in out
-    assert "would fit:" in out
+    assert f"Nothing fits on 2 GPUs: the nearest, {short['strategy']}, needs" in out
+    assert "Would fit:" in out
     assert TIED not in out
 
 
@@ -225,7 +227,9 @@ def test_the_question_has_the_network_between_nodes(capsys: pytest.CaptureFixtur
     assert (cluster["network"]["name"], cluster["network"]["bandwidth_bytes_per_s"]) == ("ib-ndr400", 50e9)
 
 
-@pytest.mark.parametrize("command", [("table", "build"), ("predictor", "build", "--strategy", "tp")])
+@pytest.mark.parametrize(
+    "command", [("table", "build"), ("predictor", "build", "llama-7b", "a100-nvlink", "--strategy", "tp")]
+)
 def test_what_builds_a_file_says_the_question(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,3 +271,69 @@ def test_the_bound_from_the_analytical_plan_holds_for_the_best(capsys: pytest.Ca
     scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4)
     best_s = kvrsim.plan(ctx="8k", gpus=4, strategies=["kvr-s"]).best.ttft_s
     assert lower_bound_s(scenario, STRATEGIES["kvr-s"], 2 * best_s) <= best_s
+
+
+LONG = ("plan", "llama-3.1-70b", "8xh100", "--ctx", "64k", "--strategies", "tp,pp-s,kvr-s,tsp")
+
+
+def screen(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert cli.main([*arguments]) == code
+    return capsys.readouterr().out
+
+
+def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = asked(capsys, *LONG)
+    run, promise, because, *_ = (out := screen(capsys, *LONG)).splitlines()
+    best = plan["best"]
+    assert run.startswith(f"Run {best['strategy']} on 8 GPUs")
+    assert promise.startswith(f"Promise {format_seconds(plan['promise']['ttft_s'])} (one-sided 90 %, idle)")
+    assert plan["promise"]["ttft_s"] == best["ttft_high_s"]
+    assert because.startswith(f"Because {plan['limits'][0]['operation']} limit")
+    assert "2 do not fit (the fastest, kvr-s, would need" in out
+    assert "lower bound" not in out
+    assert len(re.findall(r"^(?:tp|pp)\S* ", out, re.MULTILINE)) <= 5
+    explained = screen(capsys, *LONG, "--explain")
+    assert "memory:" in explained
+    assert "bound" not in " ".join(line for line in explained.splitlines() if "kvr-s" in line)
+
+
+def test_long_lists_of_pieces_are_short_on_the_screen_and_whole_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*LONG[:-1], "pp-s")
+    pieces = asked(capsys, *arguments)["best"]["partition"]
+    assert sum(pieces) == 65536
+    assert len(pieces) > 8
+    assert f"{len(pieces)} pieces, {pieces[0]} falling to {pieces[-1]} tokens" in screen(capsys, *arguments)
+    assert str(pieces[1]) in screen(capsys, *arguments, "--explain")
+
+
+def test_times_of_a_column_have_one_unit() -> None:
+    table = short_table(kvrsim.plan(ctx="16k", gpus=8))
+    cells = [cell for row in table.texts() for cell in row[1:3]]
+    assert len({cell.split(" ")[-1] for cell in cells}) == 1
+    assert len(table.rows) == 5
+
+
+def test_a_target_that_load_misses_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--gpus", "2", "--ctx", "2k", "--strategies", "tp,tsp", "--slo", "10s", "--json")
+    assert cli.main([*arguments]) == 0
+    idle = json.loads(capsys.readouterr().out)["promise"]
+    assert (idle["meets"], idle["rate_per_s"]) == (True, None)
+    assert cli.main([*arguments, "--rate", str(2 * idle["most_rate_per_s"])]) == 1
+    assert json.loads(capsys.readouterr().out)["promise"]["meets"] is False
+
+
+def test_the_papers_question_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert screen(capsys, "plan", "--gpus", "2", "--ctx", "2k").startswith("The question of the KV-Runahead paper")
+    assert screen(capsys, "plan", "llama-3.1-8b", "2xa100", "--ctx", "2k").startswith("Run ")
+
+
+def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s,tp", "--emit", "vllm")
+    launch = asked(capsys, *arguments)
+    assert (launch["engine"], launch["strategy"]) == ("vllm", "tp")
+    assert launch["plan"]["best"]["strategy"] == "kvr-s"
+    out = screen(capsys, *arguments)
+    assert out.startswith("vllm serve")
+    assert "kvr-s" in next(line for line in out.splitlines() if "was passed over" in line)
+    nothing = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s", "--emit", "vllm")
+    assert "nothing that it has fits" in screen(capsys, *nothing, code=1)

@@ -9,7 +9,22 @@ import pytest
 
 from kvrsim.cli import main as cli
 
-BUILD = ("predictor", "build", "--gpus", "2", "--ctx", "1k", "--batch", "2", "--strategy", "tp", "--jobs", "1")
+BUILD = (
+    "predictor",
+    "build",
+    "llama-7b",
+    "a100-nvlink",
+    "--gpus",
+    "2",
+    "--ctx",
+    "1k",
+    "--batch",
+    "2",
+    "--strategy",
+    "tp",
+    "--jobs",
+    "1",
+)
 
 
 @pytest.fixture

@@ -1,0 +1,102 @@
+"""What to promise of a prefill: a TTFT that holds on idle GPUs or under load, and what limits it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvrsim.arguments import TargetArgs
+from kvrsim.compile import build_program, columns
+from kvrsim.executors.run import Runner
+from kvrsim.kernels.cost import WeightedCost, listing
+from kvrsim.results.results import Limit, Promise
+from kvrsim.scenario import Scenario
+from kvrsim.units import scale
+from planner.candidates import Candidate
+
+SHARE = 0.9  # of prefills within the promise: the upper end of an interval of 80 %
+_REQUESTS, _WARM_UP = 40_000, 4_000  # of a simulated queue, and those that are not counted
+_HALVINGS = 12  # of the range of loads
+_STEP = 1e-3  # by which operations are slowed
+_LEAST = 0.005  # of TTFT, from which on a limit is listed
+_WORDS = {  # kinds of operations: their name, and what makes them faster
+    "gemm": ("matrix products", "FP8 weights (--dtype fp8), or more GPUs that split each matrix"),
+    "attention": ("attention", "a cached prefix, or more GPUs per prompt"),
+    "latent": ("latent attention", "a cached prefix, or more GPUs per prompt"),
+    "sparse": ("choosing and attending to keys", "a cached prefix, or more GPUs that split the context"),
+    "experts": ("experts", "--expert-parallel, or more GPUs"),
+    "recurrence": ("recurrences", "more GPUs per prompt"),
+    "elementwise": ("norms, rotary and copies", "more GPUs that split the tokens"),
+    "links": ("communication", "faster links, fewer GPUs that split each matrix, or a pipeline"),
+    "host": ("the engine's host", "an engine with fewer launches, or longer pieces"),
+}
+
+
+def limits_of(one: Candidate) -> tuple[Limit, ...]:
+    """The share of each kind of operation in the critical path, largest first.
+
+    The share is the relative growth of TTFT where the operation alone is slower, over that slowdown.
+    """
+    scenario, strategy, chunks = one.per_rank, one.strategy, columns(one.partition.chunk_lens)
+    cost, parts = listing(scenario.cost)
+    build_program(scenario, strategy, chunks[: 1 if strategy.pipeline else None], cost)
+    kinds = list(dict.fromkeys(part.kind for part in parts))
+    weights = {part: np.where(np.arange(len(kinds) + 1) == kinds.index(part.kind), 1 + _STEP, 1.0) for part in parts}
+    wide = np.stack([np.repeat(chunk, len(kinds) + 1) for chunk in chunks])
+
+    def ttft_s(changed: Scenario, partitions: np.ndarray, weighted: WeightedCost | None = None) -> np.ndarray:
+        cluster = changed.cluster
+        if cluster.shares_bandwidth:
+            cluster = changed.with_own_links(cluster.link.bandwidth_bytes_per_s / (cluster.num_gpus - 1)).cluster
+        return np.asarray(Runner(changed, strategy, cost=weighted, cluster=cluster).finish_s(partitions)[-1])
+
+    *slowed_s, base_s = ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights))
+    others = {
+        "links": scenario.with_slower_links(1 + _STEP),
+        "host": scenario.with_host(scale(scenario.host, 1 + _STEP)),
+    }
+    times = dict(zip(kinds, slowed_s, strict=True))
+    times |= {kind: ttft_s(changed, wide[:, -1:])[0] for kind, changed in others.items()}
+    shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    return tuple(
+        Limit(operation=_WORDS[kind][0], share=share, remedy=_WORDS[kind][1])
+        for kind, share in ranked
+        if share >= _LEAST
+    )
+
+
+def promise_of(ttft_high_s: float, target: TargetArgs) -> Promise:
+    """The TTFT that 90 % of prefills keep: on idle GPUs, or with Poisson arrivals of such prompts, first come.
+
+    ttft_high_s: what one prefill takes at most, one-sided 90 %. Under load every prefill is taken to be that slow, and
+    the GPUs to prefill one prompt after another. Pipelines and batches serve more.
+    """
+    seconds: float | None = ttft_high_s
+    if target.rate is not None:
+        load = target.rate * ttft_high_s
+        seconds = ttft_high_s * float(_sojourn(load)) if load < 1 else None
+    most = None
+    if target.slo is not None:
+        low, high = 0.0, 1.0 if ttft_high_s <= target.slo else 0.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if ttft_high_s * _sojourn(middle) <= target.slo else (low, middle)
+        most = low / ttft_high_s
+    return Promise(
+        ttft_s=seconds,
+        share=SHARE,
+        rate_per_s=target.rate,
+        slo_s=target.slo,
+        meets=None if target.slo is None else seconds is not None and seconds <= target.slo,
+        most_rate_per_s=most,
+    )
+
+
+def _sojourn(load: float) -> float:
+    """The 90th percentile of waiting and service in units of the service time; load: arrivals per service, below 1."""
+    if load <= 0:
+        return 1.0
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / load, _REQUESTS))
+    before = np.arange(_REQUESTS)
+    done = np.maximum.accumulate(arrivals - before) + before + 1
+    return float(np.quantile((done - arrivals)[_WARM_UP:], SHARE))

@@ -1,0 +1,147 @@
+"""Defaults of a question: profile, engine, dtype, and what names of models and clusters stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvrsim
+from kvrsim.builder import PAPER_MODELS
+from kvrsim.cli import main as cli
+from kvrsim.model.load import builtin_models, load_model
+from kvrsim.notes import with_code
+
+
+def scenario(model: str, cluster: str | None = None, **asked: Any) -> tuple[kvrsim.Scenario, tuple[str, ...]]:
+    return kvrsim.make_scenario(ctx="2k", model=model, cluster=cluster, **asked)
+
+
+@pytest.mark.parametrize("model", builtin_models())
+@pytest.mark.parametrize("cluster", [None, "a100-nvlink", "a800-nvlink"])
+def test_only_the_papers_models_on_its_gpu_have_its_kernels(model: str, cluster: str | None) -> None:
+    one, notes = scenario(model, cluster)
+    paper = model in PAPER_MODELS
+    assert one.profile_name == ("a100-eager" if paper else "a100-flash")
+    assert one.engine_name == ("none" if paper else "serving")
+    assert bool(with_code(notes, "paper")) == paper
+    (said,) = with_code(notes, "paper", "default profile")
+    assert paper or "--profile a100-eager" in said
+    assert bool(with_code(notes, "default cluster")) == (cluster is None and not paper)
+
+
+def test_a_named_profile_is_taken_without_a_note() -> None:
+    one, notes = scenario("llama-3.1-8b", "a100-nvlink", profile="a100-eager")
+    assert (one.profile_name, with_code(notes, "default profile", "paper")) == ("a100-eager", [])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "profile", "scaled"),
+    [
+        ("a100-40gb-nvlink", "a100-flash", True),
+        ("h20-nvlink", "h100-flash", True),
+        ("h800-nvlink", "h100-flash", False),
+    ],
+)
+def test_siblings_have_the_kernels_of_the_gpu_that_was_measured(cluster: str, profile: str, scaled: bool) -> None:
+    one, notes = scenario("llama-3.1-8b", cluster)
+    assert (one.profile_name, one.engine_name) == (profile, "serving")
+    assert bool(with_code(notes, "sibling")) == scaled
+    ttft_s = kvrsim.simulate(ctx="8k", model="llama-3.1-8b", cluster=cluster, gpus=1, strategy="single").ttft_s
+    base = {"a100-flash": "a100-nvlink", "h100-flash": "h100-nvlink"}[profile]
+    measured_s = kvrsim.simulate(ctx="8k", model="llama-3.1-8b", cluster=base, gpus=1, strategy="single").ttft_s
+    low, high = {"a100-40gb-nvlink": (1, 1.34), "h20-nvlink": (2, 1 / 0.149), "h800-nvlink": (1, 1)}[cluster]
+    assert low - 1e-12 <= ttft_s / measured_s <= high + 1e-12
+
+
+def test_the_dtype_is_the_checkpoints() -> None:
+    assert scenario("llama-3.1-8b", "h100-nvlink")[0].request.dtype == "bf16"
+    assert scenario("llama-7b")[0].request.dtype == "fp16"
+    assert scenario("llama-3.1-8b", "h100-nvlink", dtype="fp16")[0].request.dtype == "fp16"
+    as_bf16, as_fp16 = (
+        kvrsim.simulate(ctx="2k", model="llama-3.1-8b", cluster="8xh100", strategy="tp", dtype=dtype).ttft_s
+        for dtype in ("bf16", "fp16")
+    )
+    assert as_bf16 == as_fp16
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "positions"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b", 131072),
+        ("llama-3.3-70b", "llama-3.1-70b", 131072),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b", 8192),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b-a22b", 262144),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3", 163840),
+        ("openai/gpt-oss-120b", "gpt-oss-120b", 131072),
+    ],
+)
+def test_hugging_face_ids_have_the_catalogues_shapes(given: str, shape: str, positions: int) -> None:
+    model, known = load_model(given), load_model(shape)
+    assert (model.num_parameters, model.layers) == (known.num_parameters, known.layers)
+    assert model.max_position_embeddings == positions
+    notes = scenario(given, "8xh200")[1]
+    assert bool(with_code(notes, "shape")) == (model.name != shape)
+
+
+@pytest.mark.parametrize("given", ["nobody/no-such-model", "meta-llama/Llama-9-70B", "a/b/llama-3.1-8b"])
+def test_unknown_ids_are_refused(given: str) -> None:
+    with pytest.raises(kvrsim.InputError, match="model: got"):
+        load_model(given)
+
+
+def test_the_suggestion_has_the_models_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "llama-3.1-80b", "--ctx", "1k"]) == 2
+    assert "llama-3.1-" in capsys.readouterr().err.partition("such as")[2]
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "num_gpus", "per_node"),
+    [
+        ("h100", "h100", 8, None),
+        ("8xH100", "h100", 8, None),
+        ("2xa100", "a100-80gb", 2, None),
+        ("a100-40gb", "a100-40gb", 8, None),
+        ("2x8xh100", "h100", 16, 8),
+        ("16xh200", "h200", 16, 8),
+        ("2x4xb200", "b200", 8, 4),
+        ("4xh800", "h100", 4, None),
+    ],
+)
+def test_a_size_is_a_cluster(size: str, gpu: str, num_gpus: int, per_node: int | None) -> None:
+    one, notes = scenario("llama-3.1-8b", size)
+    assert (one.cluster.gpu.name, one.num_gpus, one.cluster.gpus_per_node) == (gpu, num_gpus, per_node)
+    assert bool(with_code(notes, "network")) == (per_node is not None)
+    if size == "2x8xh100":
+        assert one.cluster.network == kvrsim.load_cluster("h100-2x8-ndr400").network
+
+
+@pytest.mark.parametrize("size", ["0xh100", "9x9xh100", "2x8xz100", "8x", "1x2x3xh100"])
+def test_what_is_no_size_is_refused(size: str) -> None:
+    with pytest.raises(kvrsim.InputError, match="cluster: got"):
+        scenario("llama-3.1-8b", size)
+
+
+def test_model_and_cluster_may_be_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--ctx", "1k", "--json"]
+    answers = []
+    for names in (["llama-3.1-8b", "2xh100"], ["--model", "llama-3.1-8b", "--cluster", "2xh100"]):
+        assert cli.main(["simulate", *names, "--strategy", "tp", *asked]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert cli.main(["plan", "llama-3.1-8b", "--model", "llama-7b", *asked]) == 2
+    assert "--model: got 'llama-3.1-8b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("capacity", "--requests", "synthetic:poisson,rate=1", "--slo-ttft", "1s"),
+        ("predictor", "build", "-o", "ttft.json"),
+    ],
+)
+def test_what_others_pay_for_has_no_default_model(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command]) == 2
+    assert "--model: got 'nothing'" in capsys.readouterr().err
+    assert cli.main([*command, "--model", "llama-3.1-8b"]) == 2
+    assert "--cluster: got 'nothing'" in capsys.readouterr().err
