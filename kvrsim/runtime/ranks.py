@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,17 +192,16 @@ class RankPool:
         # Reached layers, -1 before the first. No lock: a rank that dies must not hold back the others.
         self._layers = context.RawArray("i", [-1] * num_ranks)
         try:
-            with _interrupts_blocked():
-                for rank in range(num_ranks):
-                    self._pipes[rank], theirs = context.Pipe()
-                    arguments = (theirs, make, rank, self._folder, self._layers)
-                    process = context.Process(target=_serve, args=arguments, name=f"kvrsim rank {rank}", daemon=True)
-                    process.start()
-                    self._processes[rank] = process
-                    theirs.close()
+            for rank in range(num_ranks):
+                self._pipes[rank], theirs = context.Pipe()
+                arguments = (theirs, make, rank, self._folder, self._layers)
+                process = context.Process(target=_serve, args=arguments, name=f"kvrsim rank {rank}", daemon=True)
+                process.start()
+                self._processes[rank] = process
+                theirs.close()
             hosts = self._collect(range(num_ranks), start_s)
         except BaseException:
-            self.close()
+            self.close(wait_s=0.0)
             raise
         self.hosts = [hosts[rank] for rank in range(num_ranks)]
 
@@ -230,12 +229,12 @@ class RankPool:
             self.close()
             raise
 
-    def close(self) -> None:
-        """End the processes."""
+    def close(self, wait_s: float = _JOIN_S) -> None:
+        """End the processes; those that have not ended by themselves after `wait_s` are killed."""
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes = {}
-        end_s = time.monotonic() + _JOIN_S
+        end_s = time.monotonic() + wait_s
         for process in self._processes.values():
             process.join(max(0.0, end_s - time.monotonic()))
             if process.is_alive():
@@ -305,6 +304,8 @@ class RankPool:
 def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
     """Run a rank's process: obey the commands that come over the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    if not os.path.exists(folder):  # the pool was interrupted before this process began
+        os._exit(0)
     log = _log_path(folder, rank).open("ab", buffering=0)  # output of libraries is not for the user
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -375,7 +376,7 @@ def _exit_by_signal(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Start processes with a mask that they inherit: Ctrl-C is the pool's to handle, from their first moment."""
+    """Start the server with a mask that all ranks inherit: Ctrl-C is the pool's to handle, while it imports, too."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -393,6 +394,8 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    with _interrupts_blocked():
+        forkserver.ensure_running()
     return context
 
 

@@ -271,3 +271,20 @@ def test_what_torchrun_would_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -
         launch(workers.rank_of, how=Launch(num_ranks=2))
     with pytest.raises(InputError, match="gpus: got '3'"):
         launch(workers.rank_of, how=Launch(num_ranks=3))
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_ranks_start_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    words = ["run", "--model", "tiny-llama", "--strategy", "kvr-e", "--ctx", "1k", "--gpus", "2", "--device", "cpu"]
+    command = [sys.executable, "-m", "kvrsim.cli.main", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
+    while not list(tmp_path.glob("kvrsim-*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(1.0)  # the server imports torch
+    os.killpg(process.pid, signal.SIGINT)
+    out, errors = process.communicate()
+    assert (process.returncode, out, len(errors.splitlines())) == (130, "", 1)
+    assert not list(tmp_path.glob("kvrsim-*"))
