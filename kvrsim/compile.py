@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.kernels.cost import CostModel
+from kvrsim.kernels.tensor_parallel import share_of
+from kvrsim.layout import Degrees, Layout, layout_on
 from kvrsim.program import AllGather, AllToAll, Array, Op, Program, Recv, RingPass, Send, slowed_by_pending_recv
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
@@ -27,24 +30,26 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
     if scenario.request.cached_prefix and (why := placement_refusal(strategy, scenario.prefix_placement)):
         raise InputError("strategies", strategy.name, why)
     num_gpus = scenario.cluster.num_gpus
-    _check_sizes(strategy, num_gpus)
-    per_rank = scenario.in_groups(strategy.group_size or num_gpus)
-    if scenario.expert_parallel and strategy.pipeline is not None:
-        raise InputError("strategies", strategy.name, "no expert parallelism, as its ranks hold different layers")
+    per_rank = scenario.in_layout(layout_of(scenario, strategy.degrees))
     if why := refusal(strategy, per_rank.share, per_rank.cluster.num_gpus):
         raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
     return per_rank
 
 
-def _check_sizes(strategy: Strategy, num_gpus: int) -> None:
-    """Where a strategy says its sizes, their product must be the GPUs."""
-    if strategy.num_stages is None and strategy.context_size is None:
-        return
-    sizes = strategy.sizes(num_gpus)
-    if (product := sizes.tensor * sizes.pipeline * sizes.context) != num_gpus:
-        text = f"{sizes.tensor} x {sizes.pipeline} x {sizes.context} = {product}"
-        accepted = f"tensor, pipeline and context sizes whose product is the number of GPUs, {num_gpus}, not {text}"
-        raise InputError("strategies", strategy.name, accepted)
+def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
+    """The layout that a strategy's sizes stand for on the scenario's GPUs.
+
+    Experts are spread where the scenario asks for it, and where a rank cannot hold them whole.
+    """
+    is_mixture = any(layer.num_experts for layer in scenario.model.layer_kinds)
+    if scenario.expert_parallel and degrees.experts == "default":
+        degrees = replace(degrees, experts="ep")
+    fits = True
+    if is_mixture and not degrees.is_deployable and degrees.experts == "default":
+        whole = share_of(scenario.model, degrees.on(scenario.cluster.num_gpus).tensor or 1)
+        fits = whole.weight_bytes(scenario.request.dtype_bytes) <= scenario.memory_limit.nbytes
+        fits = fits or scenario.cluster.num_gpus == 1
+    return layout_on(degrees, scenario.cluster.num_gpus, is_mixture=is_mixture, whole_experts_fit=fits)
 
 
 def build_program(
@@ -65,7 +70,7 @@ def build_program(
         Step(costs, tuple(chunks), tuple(starts), query_blocks=strategy.query_blocks)
         for costs in scenario.layer_costs(cost)
     ]
-    assert strategy.group_size in (None, scenario.gpus_per_rank), "see for_strategy"
+    assert strategy.degrees.tensor in (None, scenario.gpus_per_rank), "see for_strategy"
     total = starts[-1] + chunks[-1]
     ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
     before = request(scenario, chunks[0])

@@ -76,7 +76,8 @@ def memory_of(
             _rank_memory(scenario, strategy, partition, program, rank, in_flight[:, rank])
             for rank in range(len(partition.chunk_lens))
         ]
-    return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
+    each_group = tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
+    return each_group * scenario.data_groups
 
 
 def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
@@ -100,17 +101,16 @@ def _rank_memory(
         shares = access.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
         prefix = batch * _cache_bytes(model, layer, request.cached_prefix, width)
         others = prefix * (1.0 - access.share) if shares else 0.0
-        own = batch * _cache_bytes(model, layer, request.cached_prefix + chunk, width) - others
         cached = [float(op.kv_bytes[0]) for op in ops if isinstance(op, Compute) and op.kv_bytes is not None]
         # What it loads for this layer alone is in flight.
         dropped = sum(op.nbytes.item() for op in ops if isinstance(op, Load) and not op.ahead)
         peak = max(cached, default=whole) - dropped
         gathers = strategy.gathers_kv and access.access == "pass-kv"
-        kept.append(peak - others * gathers if strategy.keeps_gathered else min(peak, own))
+        kept.append(peak - others * gathers)
         gathered.append(in_flight_bytes + peak - kept[-1])
-    is_spread, is_last = scenario.expert_placement.num_gpus > 1, rank == len(partition.chunk_lens) - 1
+    is_last = rank == len(partition.chunk_lens) - 1
     token_bytes = max(
-        _activation_elements(model, spread=is_spread) * width,
+        _activation_elements(scenario) * width,
         _merging_bytes(model, program, rank, width, fused=scenario.traits.fused_merge),
     )
     whole_scores = batch * _score_heads(model) * chunk * request.context_len
@@ -118,7 +118,7 @@ def _rank_memory(
         weights=model.weight_bytes(width),
         kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
         gathered=round(max(gathered)),
-        activations=max(batch * chunk * token_bytes, _expert_bytes(scenario, chunk)),
+        activations=max(batch * chunk * token_bytes, _expert_bytes(scenario, chunk, request.new_tokens)),
         scores=_score_bytes(program, rank, width, whole=whole_scores) if scenario.kernel == "eager" else 0,
         logits=batch * _logits_bytes(scenario, chunk, width) if is_last else 0,
         runtime=RUNTIME_BYTES,
@@ -159,7 +159,9 @@ def _stage_memory(
             batch * sum(_cache_bytes(model, model.layers[layer], request.context_len, width) for layer in layers)
         ),
         gathered=round(messages + batch * gathered),
-        activations=batch * piece * _activation_elements(model) * width,
+        activations=max(
+            batch * piece * _activation_elements(scenario) * width, _expert_bytes(scenario, piece, longest)
+        ),
         scores=_scores(scenario, piece if context == 1 else -(-piece // 2), request.context_len)
         if scenario.kernel == "eager"
         else 0,
@@ -173,29 +175,40 @@ def _cache_bytes(model: ModelSpec, layer: LayerSpec, tokens: int, width: int) ->
     return 0.0 if layer.mixer is None else float(layer.mixer.cache_bytes(tokens, model.cached_element_bytes(width)))
 
 
-def _activation_elements(model: ModelSpec, *, spread: bool = False) -> int:
+def _activation_elements(scenario: Scenario) -> int:
     """Elements per token at the widest moment of a layer: residual twice, and the tensors of the mixer or the MLP.
 
-    spread: routed experts lie on all GPUs, and have other tokens than the rank's (see _expert_bytes).
+    Experts that are spread, or that several ranks share, have other tokens than the rank's (see _expert_bytes).
     """
+    model, spread = scenario.share, _has_other_tokens(scenario)
     return 2 * model.hidden_size + max(
         max(_mixer_elements(layer), 0 if spread and layer.num_experts else _mlp_elements(layer))
         for layer in model.layer_kinds
     )
 
 
-def _expert_bytes(scenario: Scenario, chunk: int) -> int:
-    """Under expert parallelism, what the busiest GPU holds of its rows, and the chunk's residual stream twice."""
-    if scenario.expert_placement.num_gpus == 1:
+def _has_other_tokens(scenario: Scenario) -> bool:
+    layout = scenario.expert_placement.layout
+    return layout.expert_parallel > 1 or layout.exchange != "none"
+
+
+def _expert_bytes(scenario: Scenario, chunk: int, together: int) -> int:
+    """What the busiest GPU holds of its experts' rows, and the chunk's residual stream twice.
+
+    Where ranks gather tokens for their experts, those of the stage, too. together: tokens of a sequence on all ranks.
+    """
+    if not _has_other_tokens(scenario):
         return 0
     batch, width = scenario.request.batch, scenario.request.dtype_bytes
-    tokens = np.array([float(chunk)])
+    tokens, every = np.array([float(chunk)]), np.array([float(together)])
+    gathered = together * scenario.data_load if scenario.gather is not None else 0.0
     rows = [
-        float(costs.experts.rows(tokens, batch)[0]) * _mlp_widths(costs.layer)
+        float(costs.experts.rows(tokens, batch, every)[0]) * _mlp_widths(costs.layer)
         for costs in scenario.layer_costs(no_time(scenario.traits))
         if costs.experts is not None
     ]
-    return round(max(rows) * width) + 2 * batch * chunk * scenario.share.hidden_size * width
+    held = 2 * chunk + gathered
+    return round(max(rows) * width) + round(held * batch * scenario.share.hidden_size * width)
 
 
 def _mlp_elements(layer: LayerSpec) -> int:

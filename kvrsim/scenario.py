@@ -18,12 +18,13 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
 from kvrsim.kernels.attention import ATTENTION_KERNELS
 from kvrsim.kernels.cost import CalibratedCost, CostModel, KernelTraits, RooflineCost
-from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
+from kvrsim.kernels.experts import ExpertPlacement, check_imbalance, place_experts
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixAccessPlan, PrefixPlacement, plan_prefix_access
 from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
-from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
+from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, one_of, share_of
+from kvrsim.layout import Degrees, Layout, layout_on
 from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_TOKENS, cached_scale
@@ -144,17 +145,22 @@ class Scenario:
     request: Request
     profile: CalibrationProfile | None
     kernel: str  # attention kernel, one of KERNELS
+    layout: Layout | None = None  # of all GPUs; None: no strategy has seen the scenario yet
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
+    gather: Group | None = None  # ranks whose tokens are gathered for the experts that they share
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
     engine: Engine | None = None  # what serves the model; None: the kernels, and the host that the profile has
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
     expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
     prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
     prefix_access: PrefixAccess | None = None  # how ranks attend to it; None: a strategy has not chosen yet
+    data_load: float = 1.0  # sequences of all data groups over those of the rank's own
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
-        check_experts(self.model, self.num_gpus if self.expert_parallel else None, self.expert_imbalance)
+        check_imbalance(self.expert_imbalance)
+        if self.expert_parallel and self.layout is None:
+            place_experts(self.model, self.model, self._spread_over_all)
         if self.profile is None and self.engine is not None:
             raise InputError("engine", self.engine.name, "none beside the roofline, which has no measured kernels")
         if self.profile is None and self.kernel not in KERNELS:
@@ -198,19 +204,29 @@ class Scenario:
         """The same on another number of GPUs."""
         return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
 
-    def in_groups(self, size: int) -> Scenario:
-        """The same with groups of that many GPUs, each of which splits all matrices, as ranks."""
-        if size == 1:
-            return self
-        num_gpus = self.cluster.num_gpus
-        if num_gpus % size:
-            raise InputError("strategies", f"tp{size}", f"groups that {num_gpus} GPUs divide into")
-        cluster = grouped_cluster(self.cluster, size)
-        return replace(self, cluster=cluster, group=group_of(self.cluster, size, share_of(self.model, size)))
+    def in_layout(self, layout: Layout) -> Scenario:
+        """As a rank of one prompt sees it: GPUs that split all matrices act as one, other data groups are away.
+
+        Of a batch, the rank sees the sequences of the busiest data group.
+        """
+        request = replace(self.request, batch=-(-self.request.batch // layout.data))
+        one = replace(self, request=request, layout=layout)
+        size, cluster, group = layout.tensor, self.cluster, None
+        if size > 1:
+            cluster = grouped_cluster(self.cluster, size)
+            group = group_of(self.cluster, size, share_of(self.model, size))
+        gather = None
+        if layout.exchange == "gather":
+            gather = group_of(cluster, layout.expert_ranks, self.model)
+        load = self.request.batch / request.batch
+        cluster = one_of(cluster, layout.data, layout.context)
+        one = replace(self, request=request, layout=layout, cluster=cluster, group=group, gather=gather, data_load=load)
+        one.share  # noqa: B018  # checks that the experts divide
+        return one
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in all."""
+        """GPUs that a prompt is on."""
         return self.cluster.num_gpus * self.gpus_per_rank
 
     @property
@@ -218,29 +234,34 @@ class Scenario:
         """GPUs per rank."""
         return 1 if self.group is None else self.group.size
 
+    @property
+    def data_groups(self) -> int:
+        """Groups of as many GPUs, for other prompts."""
+        return 1 if self.layout is None else self.layout.data
+
     @cached_property
     def share(self) -> ModelSpec:
         """The model with the share of every layer that one GPU of a rank holds."""
         share = self.model if self.group is None else self.group.model
-        num_gpus = self.expert_placement.num_gpus
-        return spread_experts(share, self.model, num_gpus) if num_gpus > 1 else share
+        return share if self.layout is None else place_experts(share, self.model, self.layout)
 
     @cached_property
     def expert_placement(self) -> ExpertPlacement:
         """How routed experts lie on the GPUs."""
-        if not self.expert_parallel or self.num_gpus == 1:
-            return ONE_GPU
+        layout = self.layout or (self._spread_over_all if self.expert_parallel else Layout())
         return ExpertPlacement(
-            num_gpus=self.num_gpus,
-            gpus_per_rank=self.gpus_per_rank,
+            layout=layout,
+            gather=self.gather,
             tokens=self.request.new_tokens,
+            load=self.data_load,
             imbalance=self.expert_imbalance,
         )
 
     @property
-    def experts_meet(self) -> bool:
-        """Whether ranks exchange tokens in layers with experts, so that all come to each of these together."""
-        return self.expert_placement.num_gpus > self.gpus_per_rank
+    def _spread_over_all(self) -> Layout:
+        if not any(layer.num_experts for layer in self.model.layer_kinds):
+            raise InputError("expert_parallel", "yes", f"a mixture of experts, which {self.model.name} is not")
+        return layout_on(Degrees(context=None, experts="ep"), self.cluster.num_gpus, is_mixture=True)
 
     @cached_property
     def prefix_access_plan(self) -> PrefixAccessPlan:
@@ -251,7 +272,7 @@ class Scenario:
     @property
     def chain_is_proven(self) -> bool:
         """Whether bounds of KVR's chain hold: its ranks exchange nothing that another rank computes with."""
-        return not self.experts_meet
+        return self.expert_placement.layout.exchange == "none"
 
     def without_communication(self) -> Scenario:
         """The same with free links, nothing to resume from and the prefix on all ranks: the paper's TTFT(p)."""
@@ -259,6 +280,8 @@ class Scenario:
         quiet = replace(quiet, prefix_placement=ON_EVERY_RANK, prefix_access=None)
         if self.group is not None:
             quiet = replace(quiet, group=self.group.without_links())
+        if self.gather is not None:
+            quiet = replace(quiet, gather=self.gather.without_links())
         if quiet.profile is None:
             return quiet
         links = replace(quiet.profile.links, pending_share=0.0, message_sms=0)
@@ -278,7 +301,7 @@ class Scenario:
         """The same with links slower by a factor."""
         link, network = cached_scale(self.cluster.link, factor), cached_scale(self.cluster.network, factor)
         cluster, group = replace(self.cluster, link=link, network=network), cached_scale(self.group, factor)
-        return replace(self, cluster=cluster, group=group)
+        return replace(self, cluster=cluster, group=group, gather=cached_scale(self.gather, factor))
 
     @property
     def host(self) -> HostRates:
@@ -313,7 +336,7 @@ class Scenario:
             one.qkv_s(tokens)
             + (one.mixer.append_s(tokens, prefix) + one.mixer.attention_s(tokens, prefix) if one.has_mixer else 0.0)
             + one.output_mlp_s(tokens)
-            + one.exchanged_experts_s(tokens) * self.cluster.num_gpus  # each rank has as many rows
+            + one.exchanged_experts_s(tokens) * self.expert_placement.layout.context  # each rank has as many rows
             for one in costs
         ]
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus

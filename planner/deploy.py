@@ -6,39 +6,32 @@ kvrsim/data/deploy.json has the engines: their versions, strategies, flags and d
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from kvrsim.choices import DEPLOY_ENGINES
+from kvrsim.compile import layout_of
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
-from kvrsim.scenario import Scenario
+from kvrsim.layout import Degrees, Layout
+from kvrsim.model.spec import ModelSpec
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import all_for
+from kvrsim.units import format_bytes
+from planner.candidates import Candidate, all_for
 
 _DATA = Path(__file__).parents[1] / "kvrsim" / "data" / "deploy.json"  # both packages are installed in one folder
 OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the choices
 Role = Literal["prefill", "decode"]
 _VALUE = re.compile(r"{(\w+)}")  # in a template of flags
-_PART = re.compile(r"(tp|pp|cp)(\d*)(-s)?")
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "auto"}
+_PAGE = 128  # tokens; pieces are multiples of it, and so of all pages that engines choose (1 to 128)
+_MOST_SPARSE_CONTEXT = 8  # GPUs, of SGLang's context parallelism of sparse attention
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # vLLM's, for prefill and decode alike
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Degrees:
-    """How many GPUs split what; the product is the number of GPUs."""
-
-    tensor: int = 1
-    pipeline: int = 1  # stages
-    context: int = 1  # ranks of balanced context parallelism
-    uneven_pieces: bool = False  # of a pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +44,9 @@ class DeployEngine:
     sources: tuple[str, ...]
     launcher: tuple[str, ...]
     flags: tuple[str, ...]  # templates with names of Server.values
-    strategies: Mapping[str, bool]  # "tensor", "pipeline", "context", "uneven_pieces"
-    context_models: tuple[str, ...]  # model_type of those whose context it splits
-    notes: Mapping[str, str]  # by the same
+    uneven_pieces: bool  # whether a pipeline's pieces may differ in length
+    context_models: Mapping[str, Mapping[str, str]]  # by scheme, then model_type: how it splits their context
+    notes: Mapping[str, str]  # by what of a layout they are about
     options: Mapping[str, OptionKind]
 
     @property
@@ -63,42 +56,29 @@ class DeployEngine:
 
     def has(self, strategy: Strategy, scenario: Scenario) -> bool:
         """Whether it runs a strategy on the scenario's GPUs, with its model."""
-        degrees = degrees_of(strategy.name, scenario.num_gpus)
-        if degrees is None or (degrees.context > 1 and scenario.model.model_type not in self.context_models):
+        try:
+            return self.lacks(strategy, scenario) is None
+        except InputError:  # sizes that the GPUs do not divide into
             return False
-        return all(self.strategies[need] for need in needs_of(degrees))
 
+    def has_kind(self, degrees: Degrees) -> bool:
+        """Whether it has layouts of this kind with some model."""
+        splits = degrees.scheme is None or degrees.scheme in self.context_models
+        return splits and (self.uneven_pieces or degrees.pieces != "searched")
 
-def needs_of(degrees: Degrees) -> tuple[str, ...]:
-    """What an engine must have."""
-    needs = [name for name in ("tensor", "pipeline", "context") if getattr(degrees, name) > 1]
-    return (*needs, *(("uneven_pieces",) if degrees.uneven_pieces else ()))
-
-
-def degrees_of(name: str, num_gpus: int) -> Degrees | None:
-    """What a strategy's name says of its GPUs; None: no engine has it.
-
-    >>> degrees_of("tp2+pp", 8)
-    Degrees(tensor=2, pipeline=4, context=1, uneven_pieces=False)
-    """
-    if name == "single":
-        return Degrees()
-    sizes = {"tp": 1, "pp": 1, "cp": 1}
-    uneven, rest = False, None
-    for part in name.split("+"):
-        matched = _PART.fullmatch("cp" if part == "zigzag" else part)
-        if matched is None:
-            return None
-        if matched[2]:
-            sizes[matched[1]] = int(matched[2])
-        else:
-            rest = matched[1]
-        uneven = uneven or matched[3] is not None
-    if rest is not None:
-        sizes[rest] = num_gpus // math.prod(sizes.values())
-    if math.prod(sizes.values()) != num_gpus:
-        return None
-    return Degrees(tensor=sizes["tp"], pipeline=sizes["pp"], context=sizes["cp"], uneven_pieces=uneven)
+    def lacks(self, strategy: Strategy, scenario: Scenario) -> str | None:
+        """What the engine has not got of a strategy's layout; None: it runs it."""
+        if not strategy.degrees.is_deployable or strategy.approximate is not None:
+            return "the way in which it splits the context"
+        layout, model_type = layout_on_gpus(strategy, scenario), scenario.model.model_type
+        schemes = self.context_models.get(layout.scheme or "", {})
+        if layout.context > 1 and model_type not in schemes:
+            return f"{layout.scheme} of {model_type}"
+        if layout.pieces == "searched" and not self.uneven_pieces:
+            return "pieces of different lengths"
+        if not layout.is_mixture and layout.data > 1 and self.name == "trtllm":
+            return "data parallelism of a dense model"
+        return _LACKS[self.name](layout, schemes.get(model_type, ""))
 
 
 @cache
@@ -107,7 +87,7 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
     if name not in DEPLOY_ENGINES:
         raise InputError(parameter, name, f"one of {', '.join(DEPLOY_ENGINES)}")
     content: dict[str, Any] = json.loads(_DATA.read_text("utf-8"))[name]
-    content |= {key: tuple(content[key]) for key in ("sources", "launcher", "flags", "context_models")}
+    content |= {key: tuple(content[key]) for key in ("sources", "launcher", "flags")}
     return DeployEngine(name=name, **content)
 
 
@@ -119,11 +99,56 @@ def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
 
 def engines_for(strategy: Strategy) -> tuple[str, ...]:
     """Names of the engines that have a strategy on some number of GPUs, with some model."""
-    degrees = degrees_of(strategy.name, math.prod(strategy.sizes(2**12)))
-    if degrees is None or strategy.approximate is not None:
+    if not strategy.degrees.is_deployable or strategy.approximate is not None:
         return ()
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
-    return tuple(engine.name for engine in engines if all(engine.strategies[need] for need in needs_of(degrees)))
+    return tuple(one.name for one in engines if one.has_kind(strategy.degrees))
+
+
+def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
+    """The layout of a strategy on the scenario's GPUs; on one where it takes no more."""
+    whole = strategy.partition_rule == "whole"
+    return layout_of(scenario.on_gpus(1) if whole else scenario, strategy.degrees)
+
+
+def _vllm_lacks(layout: Layout, _: str) -> str | None:
+    """Experts lie over all GPUs of a stage, sliced or spread (fused_moe/config.py)."""
+    if layout.expert_data > 1 and layout.is_mixture:
+        return "copies of the experts"
+    return None if 1 in (layout.expert_tensor, layout.expert_parallel) else "experts both spread and sliced"
+
+
+def _sglang_lacks(layout: Layout, way: str) -> str | None:
+    """How SGLang's context parallel binds the other sizes (arg_groups/model_overrides, parallel_hook.py).
+
+    way: "gathered", of attention over heads; "latent", whose ranks are single GPUs with DeepEP; "sparse".
+    """
+    spread = layout.expert_tensor == 1 and layout.expert_data == 1
+    if layout.context > 1 and way != "gathered":
+        if layout.scheme == "zigzag" and not (layout.tensor == 1 and (spread or not layout.is_mixture)):
+            return "zigzag of latents but on single GPUs with experts spread over all"
+        if way == "sparse" and layout.stage_gpus > _MOST_SPARSE_CONTEXT:
+            return f"context ranks of sparse attention on more than {_MOST_SPARSE_CONTEXT} GPUs"
+    if layout.context > 1 and layout.data > 1 and way == "gathered":
+        return "context ranks in several data groups"
+    if not layout.is_mixture or layout.expert_data == 1:
+        return None
+    copies = layout.expert_data == layout.context and layout.pipeline == 1 and way == "gathered"
+    return None if copies else "a copy of the experts per data rank"
+
+
+def _trtllm_lacks(layout: Layout, _: str) -> str | None:
+    """Attention is split over all GPUs of a stage by heads or by prompts (mapping.py)."""
+    if layout.data > 1 and layout.tensor > 1:
+        return "attention split by heads in data groups"
+    return "copies of the experts" if layout.is_mixture and layout.expert_data > 1 else None
+
+
+_LACKS: Mapping[str, Callable[[Layout, str], str | None]] = {
+    "vllm": _vllm_lacks,
+    "sglang": _sglang_lacks,
+    "trtllm": _trtllm_lacks,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +157,7 @@ class Server:
 
     engine: DeployEngine
     scenario: Scenario  # its GPUs; of the request, the types count
-    degrees: Degrees
+    layout: Layout
     model: str  # what the engine loads
     max_len: int  # tokens of the longest sequence, its output included
     step_tokens: int | None = None  # of all sequences of the longest step; None: the engine's own
@@ -153,22 +178,34 @@ class Server:
     @property
     def values(self) -> dict[str, Any]:
         """Values of the flags. Flags of None, 0 or False are left out; those of True have no value."""
-        degrees, scenario = self.degrees, self.scenario
+        layout, scenario = self.layout, self.scenario
+        dtype, step_tokens = scenario.request.dtype, self.step_tokens
+        if step_tokens is not None:
+            step_tokens = -(-step_tokens // _PAGE) * _PAGE
+        spread, context = layout.is_mixture and layout.expert_parallel > 1, layout.context > 1
+        latent = context and self.engine.context_models[layout.scheme or ""][scenario.model.model_type] != "gathered"
         return {
             "model": self.model,
-            "dtype": _DTYPES[scenario.request.dtype],
-            "fp8": scenario.request.dtype == "fp8",
+            "dtype": "float32" if dtype == "fp32" else "auto",  # the checkpoint's: some models refuse fp16
+            "fp8": dtype == "fp8",
             "kv_dtype": "fp8" if self.fp8_kv else "auto",
             "kv_dtype_e4m3": "fp8_e4m3" if self.fp8_kv else "auto",
-            "tensor": degrees.tensor,
-            "tensor_and_context": degrees.tensor * degrees.context,
-            "pipeline": degrees.pipeline,
-            "context": degrees.context if degrees.context > 1 else None,
-            "expert_parallel": scenario.expert_parallel,
-            "expert_ranks": degrees.tensor * degrees.context * scenario.expert_parallel,
+            "tensor": layout.tensor,
+            "stage_gpus": layout.stage_gpus if layout.is_mixture else layout.stage_gpus // layout.data,
+            "pipeline": layout.pipeline,
+            "context": layout.context if context else None,
+            "scheme": layout.scheme if context else None,
+            "data": layout.data if layout.data > 1 else None,
+            "attention_data": layout.data if layout.data > 1 and layout.is_mixture else None,
+            "replicas": layout.data if layout.data > 1 and not layout.is_mixture else None,
+            "expert_parallel": spread,
+            "expert_ranks": layout.expert_parallel if spread else None,
+            "expert_copies": layout.expert_data if layout.is_mixture and layout.expert_data > 1 else None,
+            "deepep": latent and layout.scheme == "zigzag",
             "in_pieces": self.in_pieces,
-            "uneven_pieces": degrees.uneven_pieces,
-            "step_tokens": self.step_tokens,
+            "searched": layout.pieces == "searched",
+            "step_tokens": step_tokens,
+            "steps_of_groups": step_tokens and step_tokens * (layout.data if layout.is_mixture else 1),
             "max_sequences": self.max_sequences,
             "max_len": self.max_len,
             "role": self.role,
@@ -194,6 +231,8 @@ class Server:
             f"  dtype: {self.values['kv_dtype']}",
             f"  free_gpu_memory_fraction: {self.values['memory_fraction']}",
         ]
+        if self.layout.data > 1:
+            lines.append("enable_attention_dp: true")
         if self.role == "prefill":
             lines.append("disable_overlap_scheduler: true")
         if self.role is not None:
@@ -218,9 +257,10 @@ class Server:
         yield f"flags as documented at {engine.name} {engine.version}, looked at on {engine.looked_at}"
         if "/" not in self.model:
             yield f"{self.model} is kvrsim's name of the model: put your checkpoint's name or path in its place"
-        for need in needs_of(self.degrees):
-            if need in engine.notes:
-                yield engine.notes[need]
+        layout = self.layout
+        about = {"context": layout.context > 1, "searched": layout.pieces == "searched", "data": layout.data > 1}
+        about |= {"nodes": self.nodes > 1, "deepep": bool(self.values["deepep"])}
+        yield from (engine.notes[what] for what, holds in about.items() if holds and what in engine.notes)
         if engine.name != "vllm":
             yield f"{engine.name}'s memory fraction leaves out activations: make it smaller where memory runs out"
         quantization = scenario.model.quantization
@@ -286,15 +326,26 @@ def only_deployable(
     return names_here
 
 
-def degrees_on(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Degrees:
+def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:
     """How an engine splits a strategy's GPUs; InputError names what it has, where it has not got the strategy."""
-    degrees = degrees_of(strategy.name, scenario.num_gpus)
-    if degrees is not None and engine.has(strategy, scenario):
-        return degrees
+    lacks = engine.lacks(strategy, scenario)
+    if lacks is None:
+        return layout_on_gpus(strategy, scenario)
     names = ", ".join(names_for(scenario, engine.name, "emit"))
     others = " and ".join(map(" ".join, engines_with(strategy, scenario).items())) or "no engine that was looked at"
-    accepted = f"a best strategy that {engine.title} has, not {strategy.name}, which {others} has; here it has {names}"
-    raise InputError("emit", engine.name, accepted)
+    accepted = f"a best strategy that {engine.title} has, not {strategy.name} ({lacks}), which {others} has"
+    raise InputError("emit", engine.name, f"{accepted}; here it has {names}")
+
+
+def longest_sequence(model: ModelSpec, tokens: int) -> int:
+    """Tokens of a sequence that an engine may be started with; InputError where the model's positions end before."""
+    most = model.max_position_embeddings
+    if most is None or tokens < most:
+        return tokens + 1
+    if tokens == most:
+        return most
+    accepted = f"at most {most} tokens, which {model.name} has positions for; set rope scaling in its config.json first"
+    raise InputError("ctx", tokens, accepted)
 
 
 def launch_of(
@@ -312,21 +363,25 @@ def launch_of(
     Raises InputError naming what the engine can run, where it has not got the strategy.
     """
     engine, chosen = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
-    degrees = degrees_on(engine, scenario, chosen)
-    pieces = tuple(partition) if degrees.pipeline > 1 else (scenario.request.new_tokens,)
+    layout = layout_for(engine, scenario, chosen)
+    _check_fits(scenario, engine, chosen, partition)
+    pieces = tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,)
+    max_len = longest_sequence(scenario.model, scenario.request.context_len)
     server = Server(
         engine=engine,
         scenario=scenario,
-        degrees=degrees,
+        layout=layout,
         model=model,
-        max_len=scenario.request.context_len + 1,
+        max_len=max_len,
         step_tokens=max(pieces) * scenario.request.batch,
         in_pieces=len(pieces) > 1,
     )
     notes = [
         *server.notes(),
-        *about_pieces(degrees, pieces, layers or ()),
-        "the longest sequence is the prompt and one token: add your output tokens",
+        *about_pieces(layout, pieces, layers or ()),
+        "the longest sequence is the prompt and one token: add your output tokens"
+        if max_len > scenario.request.context_len
+        else f"{scenario.model.name} has {max_len} positions: the prompt must leave some for the output",
     ]
     placement = scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
@@ -334,9 +389,18 @@ def launch_of(
     return Launch.of(server, chosen.name, notes, server.files)
 
 
-def about_pieces(degrees: Degrees, pieces: Sequence[int], layers: Sequence[int]) -> Iterator[str]:
+def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:
+    """Raise InputError where the partition needs more memory than the GPUs have."""
+    planned = Candidate(scenario=scenario, strategy=strategy, partition=Partition(chunk_lens=tuple(partition)))
+    if not planned.fits:
+        most = format_bytes(max(memory.total for memory in planned.memory))
+        limit = planned.per_rank.memory_limit.describe()
+        raise InputError("emit", engine.name, f"a plan that fits: {strategy.name} needs {most} on a GPU ({limit})")
+
+
+def about_pieces(layout: Layout, pieces: Sequence[int], layers: Sequence[int]) -> Iterator[str]:
     """Notes on pieces and layers, which no flag sets; layers: of each stage of a pipeline, () where even."""
-    if degrees.uneven_pieces:
+    if layout.pieces == "searched":
         yield f"kvrsim's pieces: {', '.join(map(str, pieces))} tokens"
         if len(set(layers)) > 1:
             shown = ",".join(map(str, layers))

@@ -33,7 +33,7 @@ from planner.candidates import (
     strategies_to_compare,
     ttft_of,
 )
-from planner.deploy import Degrees, degrees_of, engines_with
+from planner.deploy import engines_with, layout_on_gpus
 from planner.promise import limits_of, promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
@@ -161,9 +161,8 @@ class Ranking:
 
     def _effort(self, one: Candidate) -> tuple[bool, int, int]:
         """What deploying it takes: whether no engine has it, its GPUs, and its stages."""
-        sizes = degrees_of(one.strategy.name, self.scenario.num_gpus) or Degrees()
-        gpus = 1 if one.strategy.name == "single" else self.scenario.num_gpus
-        return not engines_with(one.strategy, self.scenario), gpus, sizes.pipeline
+        layout = layout_on_gpus(one.strategy, self.scenario)
+        return not engines_with(one.strategy, self.scenario), layout.num_gpus, layout.pipeline
 
     def _ranking_s(self, one: Candidate) -> float:
         return self.noisy[one.strategy.name].mean.value_s if self.noisy else one.ttft_s

@@ -19,21 +19,32 @@ from typing import Any
 from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.layout import Layout
+from kvrsim.strategies import get_strategy
+from planner.candidates import Search
 from planner.capacity.launch import launch_of_fleet
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.capacity.times import StrategyPolicy
-from planner.deploy import DeployEngine, Launch, deploy_engine, launch_of, names_for
+from planner.deploy import DeployEngine, Launch, deploy_engine, launch_of, layout_on_gpus
 from validate.report import RESULTS, fill, table, write_page
 
 PAGE = RESULTS / "engine_flags.md"
-QUESTIONS: tuple[dict[str, Any], ...] = (
-    {"model": "llama-3-70b", "cluster": "h100-nvlink"},
-    {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "bf16", "batch": 4, "cached_prefix": "4k"},
-    {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "fp8"},
-    {"model": "qwen3-235b-a22b", "cluster": "h100-nvlink", "expert_parallel": True},
-    {"model": "deepseek-v3", "cluster": "b200-nvlink5"},
-    {"model": "llama-3-70b", "cluster": "h100-2x8-ndr400", "gpus": 16},
+_LATENT = {"model": "deepseek-v3", "cluster": "h200-nvlink"}
+_MIXTURE = {"model": "qwen3-235b-a22b", "cluster": "h200-nvlink"}
+QUESTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"model": "llama-3.1-70b", "cluster": "h100-nvlink"}, ("tp", "pp", "pp-s", "tp4+pp2", "dp2+tp4")),
+    ({"model": "llama-3.1-70b", "cluster": "h100-nvlink", "ctx": "128k"}, ("tp", "tp2+pp4")),
+    ({"model": "llama-3.1-70b", "cluster": "b200-nvlink5", "ctx": "10000"}, ("tp", "pp")),
+    ({"model": "llama-3.1-8b", "cluster": "h100-nvlink", "dtype": "bf16", "batch": 4}, ("single", "tp", "dp8")),
+    ({"model": "llama-3.1-8b", "cluster": "h100-nvlink", "dtype": "fp8"}, ("tp",)),
+    ({"model": "llama-3.1-70b", "cluster": "h100-2x8-ndr400", "gpus": 16}, ("tp8+pp2", "pp-s", "dp2+tp8")),
+    ({"model": "gemma-3-27b", "cluster": "h100-nvlink", "ctx": "32k"}, ("tp", "tp4+pp2")),
+    ({"model": "gpt-oss-120b", "cluster": "h100-nvlink"}, ("tp", "tp+ep", "dp8+ep8")),
+    (_MIXTURE, ("tp4+ep4+pp2", "tp+ep", "cp8", "cp8+ep8", "tp4+cp2+edp2", "tp4+cp2", "dp8+ep8", "dp2+tp4")),
+    (_LATENT, ("tp", "tp+ep", "cp8+ep8", "tp4+pp2", "tp4+cp2", "dp8+ep8", "dp8", "tp+ep4", "pp-s")),
+    (_LATENT | {"cluster": "h100-2x8-ndr400", "gpus": 16}, ("tp8+pp2", "dp16+ep16", "dp2+tp8+ep16", "tp8+pp2+ep8")),
+    ({"model": "deepseek-v3.2", "cluster": "h200-nvlink"}, ("tp", "cp8-i", "tp2+cp4-i", "cp8+ep8", "dp8+ep8")),
 )
 TRAFFIC = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
 # By engine: its package, and the code that creates `parser` in its interpreter.
@@ -74,16 +85,20 @@ class Parsed:
     refused_options: tuple[str, ...]
 
 
-def launches(engine: str) -> Iterator[Launch]:
-    """Of every strategy of an engine on several machines and models, and of fleets with separate decode GPUs."""
-    for question in QUESTIONS:
-        fields: dict[str, Any] = {"ctx": "16k", "gpus": 8} | question
-        scenario, _ = make_scenario(**fields)
-        tokens = scenario.request.new_tokens
-        for name in names_for(scenario, engine, "emit"):
-            pieces = (tokens // 2, tokens - tokens // 2) if "pp" in name else (tokens,)
-            yield launch_of(scenario, engine, name, pieces, model="org/model")
-    yield from (_fleet(engine, name) for name in ("llama-3-8b", "llama-3-70b"))
+def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
+    """By question and layout, on several machines and models, each with its layout; then those of fleets."""
+    for question, names in QUESTIONS:
+        scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
+        for strategy in map(get_strategy, names):
+            if deploy_engine(engine).has(strategy, scenario):
+                candidate = Search().candidate(scenario, strategy)
+                cut, layers = candidate.partition.chunk_lens, candidate.strategy.stage_layers
+                launch = launch_of(
+                    scenario, engine, candidate.strategy, cut, model=str(question["model"]), layers=layers
+                )
+                yield f"{question['model']}, {strategy.name}", launch, layout_on_gpus(strategy, scenario)
+    for name in ("llama-3.1-8b", "llama-3.1-70b"):
+        yield f"{name}, fleet", _fleet(engine, name), None
 
 
 def _fleet(engine: str, model: str) -> Launch:
@@ -107,7 +122,7 @@ def option_arguments(engine: DeployEngine) -> Iterator[list[str]]:
 
 def parse_all(engine: DeployEngine, python: str) -> Parsed:
     """Read all launches and options with an interpreter's parser. Raises InputError if the parser cannot be created."""
-    launch_arguments = [list(launch.args) for launch in launches(engine.name)]
+    launch_arguments = [list(launch.args) for _, launch, _ in launches(engine.name)]
     required = ["--model-path", "x"] if engine.name == "sglang" else []
     options = {" ".join(words): words for words in option_arguments(engine)}
     option_lines = {

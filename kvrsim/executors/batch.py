@@ -73,7 +73,7 @@ def segment_of(ops: Sequence[Op]) -> Segment:
     if len(ops) < _MANY:
         return reduce(Segment.then, map(Segment.of, ops)) if ops else NO_WORK
     device_s = np.stack(np.broadcast_arrays(*map(stream_s, ops)))
-    host_s = np.array([[host_s_of(op)] for op in ops])
+    host_s = np.array([host_s_of(op) for op in ops]).reshape(-1, *[1] * (device_s.ndim - 1))
     rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # of those after each
     floors_s = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
     return Segment(device_s.sum(axis=0), floors_s.max(axis=0), float(host_s.sum()))

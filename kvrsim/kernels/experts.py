@@ -6,11 +6,11 @@ weights of all experts that have a row are read once. Tiles start and end, which
 sum over: narrow experts waste more. Reading and computing overlap in part, as the root of the sum of their squares.
 Permuting, quantising, activating and summing up move each row through memory.
 
-Without expert parallelism every rank holds all experts, or each GPU of its group a slice of each. With it, the experts
-are spread whole over all GPUs of the run. The GPUs of a group have the same tokens, so each computes those that its own
-experts see, and the group's all-reduce sums what they have. Ranks have tokens of their own: each token goes to the
-ranks that hold its experts and its results come back, so that all ranks meet twice in such a layer, and all have about
-as many rows, whatever their chunks.
+Each expert is sliced over GPUs, or experts are spread whole over them, or both (kvrsim.layout). GPUs of a rank have the
+same tokens, so each computes those that its own experts see, and the group's all-reduce sums what they have. Where
+ranks share one copy of the experts, tokens come to them in one of two ways. all-to-all: each token goes to the ranks
+that hold its experts and its results come back, so that all ranks meet twice in such a layer. gather: all tokens go to
+all ranks, and the results are summed and scattered. Either way all ranks have about as many rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from kvrsim.io.schema import Keys, NonNegative
 from kvrsim.kernels.cost import CalibratedCost, CostModel, Part, RooflineCost
 from kvrsim.kernels.elementwise import Traffic, activation
 from kvrsim.kernels.gemm import GEMM_TYPES, Product, Width, alike, launches, of_each
+from kvrsim.kernels.tensor_parallel import Group
+from kvrsim.layout import ONE_LAYOUT, Exchange, Layout
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
@@ -175,12 +177,18 @@ _MOST_IMBALANCE = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlacement:
-    """How routed experts lie on the GPUs of a run."""
+    """How routed experts lie on the GPUs of a run, and how tokens come to them."""
 
-    num_gpus: int = 1  # that they are spread over
-    gpus_per_rank: int = 1  # of these, how many have the same tokens
+    layout: Layout = ONE_LAYOUT
+    gather: Group | None = None  # of one GPU per rank that shares the experts; None: their tokens are not gathered
     tokens: int = 0  # of each sequence, that all ranks compute together
+    load: float = 1.0  # sequences of all data groups over those of the busiest
     imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
+
+    @property
+    def num_gpus(self) -> int:
+        """That experts are spread over, whole."""
+        return self.layout.expert_parallel
 
     def of_model(self, layer: LayerSpec) -> float:
         """Imbalance of a layer of the model, with all experts."""
@@ -192,31 +200,29 @@ class ExpertPlacement:
 ONE_GPU = ExpertPlacement()
 
 
-def check_experts(model: ModelSpec, num_gpus: int | None, imbalance: float | None) -> None:
-    """Raise InputError where experts cannot be spread over the GPUs (None: they are not), or for an odd imbalance."""
-    if num_gpus is None and imbalance is not None:
-        raise InputError("expert_imbalance", imbalance, "nothing without expert_parallel, of which it is the imbalance")
+def check_imbalance(imbalance: float | None) -> None:
+    """Raise InputError for an odd imbalance."""
     if imbalance is not None and not 1.0 <= imbalance <= _MOST_IMBALANCE:
         raise InputError("expert_imbalance", imbalance, f"a number from 1 to {_MOST_IMBALANCE:g}")
-    if num_gpus is None:
-        return
-    counts = [layer.num_experts for layer in model.layer_kinds if layer.num_experts]
-    if not counts:
-        raise InputError("expert_parallel", "yes", f"a mixture of experts, which {model.name} is not")
-    for count in counts:
-        if count % num_gpus:
-            accepted = f"a number of GPUs that the {count} experts of {model.name} divide over"
-            raise InputError("expert_parallel", f"{num_gpus} GPUs", accepted)
 
 
-def spread_experts(share: ModelSpec, model: ModelSpec, num_gpus: int) -> ModelSpec:
-    """A GPU's share of a model, but of its routed experts one in `num_gpus`, and these whole."""
-    pairs = {
-        (mine, whole): replace(mine, mlp=whole.mlp, num_experts=whole.num_experts // num_gpus)
-        if whole.num_experts
-        else mine
-        for mine, whole in zip(share.layers, model.layers, strict=True)
-    }
+def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSpec:
+    """A GPU's share of a model, with the routed experts, or the slices of them, that lie on it.
+
+    Raises InputError where the experts do not divide over the GPUs.
+    """
+    groups = layout.expert_parallel
+
+    def placed(mine: LayerSpec, whole: LayerSpec) -> LayerSpec:
+        if not whole.num_experts:
+            return mine
+        if whole.num_experts % groups:
+            accepted = f"a number of GPUs that the {whole.num_experts} experts of {model.name} divide over"
+            raise InputError("expert_parallel", f"{groups} GPUs", accepted)
+        mlp = tuple(gemm.share(layout.expert_tensor) for gemm in whole.mlp)
+        return replace(mine, mlp=mlp, num_experts=whole.num_experts // groups)
+
+    pairs = {pair: placed(*pair) for pair in dict.fromkeys(zip(share.layers, model.layers, strict=True))}
     return replace(share, layers=tuple(pairs[pair] for pair in zip(share.layers, model.layers, strict=True)))
 
 
@@ -229,9 +235,9 @@ class RoutedExperts:
     placement: ExpertPlacement
 
     @property
-    def meets(self) -> bool:
-        """Whether ranks exchange tokens."""
-        return self.placement.num_gpus > self.placement.gpus_per_rank
+    def exchange(self) -> Exchange:
+        """How tokens come to experts of other ranks."""
+        return self.placement.layout.exchange
 
     @property
     def kernels(self) -> int:
@@ -240,16 +246,24 @@ class RoutedExperts:
         products, steps = counted_experts(self.call(np.ones(1)), fused=fused)
         return launches(products, fused=fused) + sum(step.kernels for step in steps) + _ROUTING_KERNELS
 
-    def seconds(self, chunk: Array) -> Array:
-        """Of the busiest GPU, which the others wait for; `chunk`: of each sequence, tokens that the rank computes."""
-        return self.cost.call_s(self.call(chunk))
+    def seconds(self, chunk: Array, together: Array | None = None) -> Array:
+        """Of the busiest GPU, which the others wait for; `chunk`: of each sequence, tokens that the rank computes.
 
-    def call(self, chunk: Array) -> ExpertsCall:
-        """What one GPU computes: where ranks exchange tokens, of all ranks' chunks."""
+        together: those of all ranks that share the experts; None: see call.
+        """
+        return self.cost.call_s(self.call(chunk, together))
+
+    def call(self, chunk: Array, together: Array | None = None) -> ExpertsCall:
+        """What one GPU computes: where ranks exchange tokens, of all ranks' chunks (None: of the whole request)."""
         first, *_, back = self.layer.mlp
         placement, per_tok = self.placement, self.layer.num_experts_per_tok
+        if self.exchange == "none":
+            tokens = chunk
+        else:
+            every = np.full(1, float(placement.tokens)) if together is None else together
+            tokens = every * placement.load
         return ExpertsCall(
-            tokens=np.full(1, float(placement.tokens)) if self.meets else chunk,
+            tokens=tokens,
             hidden_size=first.in_features,
             intermediate_size=back.in_features,
             gated=self.layer.gated_mlp,
@@ -259,9 +273,9 @@ class RoutedExperts:
             imbalance=placement.of_model(replace(self.layer, num_experts=self.layer.num_experts * placement.num_gpus)),
         )
 
-    def rows(self, chunk: Array, batch: int) -> Array:
-        """Rows of the busiest GPU."""
-        return self.call(chunk).rows(batch)
+    def rows(self, chunk: Array, batch: int, together: Array | None = None) -> Array:
+        """Rows of the busiest GPU; as of `seconds`."""
+        return self.call(chunk, together).rows(batch)
 
     @property
     def reach(self) -> float:

@@ -164,11 +164,13 @@ class LayerCosts:
     def output_mlp_s(self, chunk: Array) -> Array:
         """Output projection, norm, MLP, residuals; routed experts too, unless ranks exchange tokens for them."""
         seconds = self._after(chunk) + self._launch_after_s
-        return seconds if self.experts is None or self.experts.meets else seconds + self.experts.seconds(chunk)
+        alone = self.experts is not None and self.experts.exchange == "none"
+        return seconds + self.experts.seconds(chunk) if self.experts is not None and alone else seconds
 
     def exchanged_experts_s(self, chunk: Array) -> Array:
         """Routed experts of the tokens that come from all ranks; 0 where ranks exchange no tokens."""
-        return self.experts.seconds(chunk) if self.experts is not None and self.experts.meets else 0.0 * chunk
+        exchanges = self.experts is not None and self.experts.exchange != "none"
+        return self.experts.seconds(chunk) if self.experts is not None and exchanges else 0.0 * chunk
 
     # -- messages
     def forwarded_kv_bytes(self, end: Array) -> Array:

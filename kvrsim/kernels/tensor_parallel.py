@@ -80,9 +80,10 @@ def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
     return Collective(name="all-reduce", seconds=seconds, nbytes=sent)
 
 
-def all_gather(group: Group, nbytes: Array) -> Collective:
-    """Join `nbytes` from the GPUs of a group."""
-    return Collective(name="all-gather", seconds=group.all_gather_s(nbytes), nbytes=group.sent_bytes(nbytes))
+def all_gather(group: Group, nbytes: Array, more_s: float = 0.0) -> Collective:
+    """Join `nbytes` from the GPUs of a group; more_s: seconds in addition to its kernel."""
+    seconds = more_s + group.all_gather_s(nbytes)
+    return Collective(name="all-gather", seconds=seconds, nbytes=group.sent_bytes(nbytes))
 
 
 def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
@@ -126,6 +127,23 @@ def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
     if size % per_node == 0:
         return replace(grouped, topology="switch", link=cluster.network, gpus_per_node=None, network=None)
     raise InputError("strategies", f"tp{size}", f"groups that nodes of {per_node} GPUs divide into, or the reverse")
+
+
+def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
+    """The ranks of one data group of each stage, which has `data` groups of `context` ranks.
+
+    Raises InputError where nodes and stages do not divide into each other.
+    """
+    if data == 1:
+        return cluster
+    one, per_node, stage = replace(cluster, num_gpus=cluster.num_gpus // data), cluster.gpus_per_node, data * context
+    if cluster.topology != "nodes" or per_node is None:
+        return one
+    if per_node % stage == 0:
+        return replace(one, gpus_per_node=per_node // data)
+    if stage % per_node == 0:
+        return replace(one, gpus_per_node=min(context, per_node))
+    raise InputError("strategies", f"dp{data}", f"stages that nodes of {per_node} ranks divide into, or the reverse")
 
 
 def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> ModelSpec:

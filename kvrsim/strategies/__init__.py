@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrsim.errors import InputError
+from kvrsim.layout import Degrees, parse_degrees
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.gather import TSP, ZIGZAG
+from kvrsim.strategies.gather import INTERLEAVE, TSP, ZIGZAG
 from kvrsim.strategies.kv_runahead import KVR_B, KVR_DIRECT, KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.load import from_file, installed, installed_names, is_file
-from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED, with_stages
+from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
-from kvrsim.strategies.single import SINGLE, TENSOR_PARALLEL, in_groups
+from kvrsim.strategies.single import SINGLE, TENSOR_PARALLEL
 from kvrsim.strategies.ulysses import ULYSSES
 
 __all__ = [
@@ -34,12 +34,10 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         *(SINGLE, TSP, KVR_E, KVR_S, KVR_P),
-        *(KVR_B, KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
+        *(KVR_B, KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, INTERLEAVE, ULYSSES),
+        *(TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
-_HYBRID = re.compile(r"tp([1-9]\d{0,4})(?:\+(.+))?")
-_STAGES = re.compile(r"pp([1-9]\d{0,4})?(-s)?(?:\+cp([1-9]\d{0,4}))?")  # as engines name pipeline and context sizes
-_CONTEXT = re.compile(r"cp([1-9]\d{0,4})")
 _IN_HYBRIDS = (
     "kvr-s",
     "ring",
@@ -52,8 +50,9 @@ _IN_HYBRIDS = (
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
     """A strategy by its name, or as it is.
 
-    Names are those of kvrsim's strategies and of installed packages', "FILE.py:NAME", and hybrids such as tp8+kvr-s.
-    Raises InputError naming the parameter where there is none, or where another strategy has the name of kvrsim's.
+    Names are those of kvrsim's strategies and of installed packages', "FILE.py:NAME", and layouts such as tp8+kvr-s or
+    dp8+ep8 (kvrsim.layout). Raises InputError naming the parameter where there is none, or where another strategy has
+    the name of kvrsim's.
     """
     if isinstance(strategy, Strategy):
         if STRATEGIES.get(strategy.name, strategy) != strategy:
@@ -61,18 +60,16 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
         return strategy
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
-    if (split := _by_sizes(strategy, parameter)) is not None:
-        return split
-    hybrid = _HYBRID.fullmatch(strategy)
-    if hybrid and hybrid[2] is None:
-        return replace(TENSOR_PARALLEL, name=strategy, group_size=int(hybrid[1]), context_size=1)
-    if hybrid:
+    degrees, inner = parse_degrees(strategy, parameter)
+    if inner is None:
+        return _of_sizes(degrees)
+    if inner != strategy:
         try:
-            inner = get_strategy(hybrid[2], parameter)
+            between = get_strategy(inner, parameter)
         except InputError as error:
             raise InputError(parameter, strategy, error.accepted) from error
-        if inner.group_size == 1 and inner.partition_rule not in ("whole", "table"):
-            return inner if hybrid[1] == "1" else in_groups(inner, int(hybrid[1]))
+        if between.group_size == 1 and between.partition_rule not in ("whole", "table"):
+            return _with_degrees(between, replace(degrees, scheme=between.degrees.scheme))
         raise InputError(parameter, strategy, "tpN+ before a strategy that splits the context or the layers")
     if is_file(strategy):
         return get_strategy(from_file(strategy, parameter), parameter)
@@ -83,21 +80,34 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
     raise InputError(parameter, strategy, accepted)
 
 
-def _by_sizes(name: str, parameter: str) -> Strategy | None:
-    """The strategy that pipeline and context sizes name: pp4, pp4-s, pp2+cp4, cp4; None: the name is another.
+def _of_sizes(degrees: Degrees) -> Strategy:
+    """The strategy that sizes alone name: tp8, pp4, pp4-s, tp2+pp2+cp4, cp4, dp8+ep8."""
+    if degrees.pieces == "none":
+        if degrees.scheme is not None:
+            return _with_degrees(STRATEGIES[degrees.scheme], degrees)
+        return SINGLE if degrees == SINGLE.degrees else _with_degrees(TENSOR_PARALLEL, degrees)
+    base = PIPELINE_SEARCHED if degrees.pieces == "searched" else PIPELINE
+    if degrees.scheme is None:
+        return _with_degrees(base, degrees)
+    inside = STRATEGIES[degrees.scheme]
+    title = f"pipeline of layers, {degrees.context} context ranks a stage"
+    source = f"{base.source}; inside a stage: {inside.source}"
+    return _with_degrees(replace(base, title=title, source=source, layer=inside.layer), degrees)
 
-    A size of 1 splits nothing: pp1+cp4 is cp4, and pp4+cp1 is pp4. cp4 is zigzag over four ranks.
-    """
-    if alone := _CONTEXT.fullmatch(name):
-        return replace(ZIGZAG, name=name, context_size=int(alone[1]))
-    if not (sizes := _STAGES.fullmatch(name)):
-        return None
-    stages, context = (None if size is None else int(size) for size in sizes.group(1, 3))
-    if context is not None and sizes[2]:
-        raise InputError(parameter, name, "even pieces where ranks split the context: ppM+cpK, without -s")
-    if stages == 1 and context is not None:
-        return _by_sizes(f"cp{context}", parameter)
-    return with_stages(stages, None if context == 1 else context, searched=sizes[2] is not None)
+
+def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
+    """A strategy with other sizes, in whose name, title and sources they stand."""
+    if degrees == base.degrees:
+        return base
+    title, source, tensor = base.title, base.source, degrees.tensor
+    if tensor != 1 and base is not TENSOR_PARALLEL:
+        title = f"tensor parallelism in groups of {tensor or 'the other GPUs'}; between them {title}"
+        source = f"{TENSOR_PARALLEL.source}; {source}"
+    if degrees.data != 1:
+        title = f"{title}; attention in {degrees.data or 'as many'} groups with prompts of their own"
+    if degrees.experts != "default":
+        title = f"{title}; experts {'spread' if degrees.experts == 'ep' else 'whole on each rank'}"
+    return replace(base, name=degrees.name, title=title, source=source, degrees=degrees)
 
 
 def label_of(strategy: str | Strategy) -> str:
@@ -115,7 +125,7 @@ def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
 
 def chain_like(strategy: Strategy) -> Strategy:
     """KVR's chain over ranks of the same size."""
-    return KVR_S if strategy.group_size == 1 else in_groups(KVR_S, strategy.group_size or 1)
+    return _with_degrees(KVR_S, replace(KVR_S.degrees, tensor=strategy.group_size or 1))
 
 
 def strategy_names() -> tuple[str, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.kernels.layer import LayerCosts
+from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
 
@@ -18,15 +19,8 @@ PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-
 LayerProgram = Callable[["Step", int], Iterator[Op]]
 PipelineProgram = Callable[..., Program]  # of a scenario, strategy, pieces and costs: see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
+_ALL_RANKS = Degrees(context=None)  # which split the context by the strategy itself
 _NAME = re.compile(r"[^\s,:]+")
-
-
-class Sizes(NamedTuple):
-    """How many GPUs share what; their product is the number of GPUs."""
-
-    tensor: int  # GPUs that split every matrix
-    pipeline: int  # stages of layers
-    context: int  # ranks that split the context, or each piece of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +33,9 @@ class Strategy:
     partition_rule: PartitionRule  # where its partition comes from
     layer: LayerProgram  # the operations of one rank in one layer
     gathers_kv: bool  # every rank has the K and V of the whole context before its attention
-    keeps_gathered: bool = True  # K, V that the program says it holds stay to the end; else its own chunk's alone
-    group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
+    degrees: Degrees = _ALL_RANKS  # what its name says of the layout
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
-    num_stages: int | None = None  # of a pipeline: its stages; None: as many as the GPUs make
     stage_layers: tuple[int, ...] | None = None  # of a pipeline: layers of each stage; None: as even as they can be
-    context_size: int | None = None  # ranks that split the context; None: all, of a pipeline's stage one
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
     sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
@@ -64,16 +55,13 @@ class Strategy:
             raise InputError("partition_rule", self.partition_rule, f"one of {', '.join(rules)}")
         if not self.query_blocks or list(self.query_blocks) != sorted({*self.query_blocks} - {0}):
             raise InputError("query_blocks", self.query_blocks, "rising numbers of calls, at least 1")
+        if replace(self.degrees, scheme=None) == _ALL_RANKS:
+            object.__setattr__(self, "degrees", replace(self.degrees, scheme=self.name))
 
-    def sizes(self, num_gpus: int) -> Sizes:
-        """Tensor, pipeline and context sizes; where their product is not `num_gpus`, the strategy cannot run."""
-        if self.partition_rule == "whole":
-            return Sizes(1, 1, 1)
-        tensor = self.group_size or num_gpus
-        if self.pipeline is None:
-            return Sizes(tensor, 1, self.context_size or num_gpus // tensor)
-        context = self.context_size or 1
-        return Sizes(tensor, self.num_stages or num_gpus // (tensor * context), context)
+    @property
+    def group_size(self) -> int | None:
+        """GPUs that split every matrix and act as one rank; None: all that there are."""
+        return self.degrees.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +153,14 @@ class Step:
     def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
         """Some of the rank's queries, which begin at `start`, against all keys up to their own."""
         return self._attention(name, np.maximum(tokens, 1.0), start, some=tokens > 0)
+
+    def attention_share(self, rank: int) -> Compute:
+        """Queries of the rank's tokens, spread evenly over the context, against all keys up to their own."""
+        total, chunk = self.lengths.sum(axis=0), self.chunks[rank]
+        whole = self._attention("attention", total, self.cached)
+        share = chunk / np.maximum(total, 1.0)
+        scores = None if whole.score_elements is None else whole.score_elements * share
+        return replace(whole, device_s=whole.device_s * share, score_elements=scores)
 
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""

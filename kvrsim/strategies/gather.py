@@ -1,8 +1,13 @@
-"""Strategies that gather the K and V of all chunks on every rank: TSP, and zigzag with an early and a late piece."""
+"""Strategies that gather the K and V of all chunks on every rank: TSP, zigzag and interleave.
+
+Every rank keeps the K and V of the whole context: serving engines hold a copy of the cache on each context rank
+(SGLang #18233, vLLM #46358).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,14 +49,22 @@ def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield step.all_gather_kv(rank)
     yield step.assemble_kv(rank)
-    mixer = step.costs.layer.mixer
-    if step.costs.packs and mixer is not None:
-        joined_s = step.costs.all_to_all_pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
-        yield Compute(name="join", device_s=joined_s, kind="append")
+    joined = _joined(step)
+    if joined is not None:
+        yield joined
     early, late = pieces(step, rank)
     yield step.attention_to("early attention", *early)
     yield step.attention_to("late attention", *late)
     yield step.output_mlp(rank)
+
+
+def _joined(step: Step) -> Compute | None:
+    """Copy the gathered pieces into the order of the context, where such copies are counted."""
+    mixer = step.costs.layer.mixer
+    if not step.costs.packs or mixer is None:
+        return None
+    joined_s = step.costs.all_to_all_pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
+    return Compute(name="join", device_s=joined_s, kind="append")
 
 
 def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -79,5 +92,29 @@ ZIGZAG = Strategy(
     layer=zigzag_layer,
     gathers_kv=True,
     carries_prefix=True,
-    keeps_gathered=False,
+)
+
+
+def interleave_layer(step: Step, rank: int) -> Iterator[Op]:
+    """Project every N-th token, gather all K and V, attend to all tokens before each, MLP.
+
+    The tokens of all ranks see, on average, what the whole context sees: each rank has its share of that work, which is
+    even where a token's work grows with its place, as scoring in sparse attention does.
+    """
+    yield step.qkv(rank)
+    yield step.all_gather_kv(rank)
+    yield step.assemble_kv(rank)
+    joined = _joined(step)
+    if joined is not None:
+        yield joined
+    yield step.attention_share(rank)
+    yield step.output_mlp(rank)
+
+
+INTERLEAVE = replace(
+    ZIGZAG,
+    name="interleave",
+    title="all-gather of K and V, every N-th token on a rank",
+    source="SGLang 0.5.23, --cp-strategy interleave (sglang/srt/layers/cp/interleave.py)",
+    layer=interleave_layer,
 )

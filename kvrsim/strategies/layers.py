@@ -7,12 +7,13 @@ layer with a state each rank waits for the state of the rank before, and sends i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from kvrsim.choices import PrefixAccess
 from kvrsim.kernels.prefix import PrefixPlacement
-from kvrsim.kernels.tensor_parallel import all_reduce
+from kvrsim.kernels.tensor_parallel import all_gather, all_reduce
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Collective, Compute, Load, Op
@@ -84,11 +85,20 @@ def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, rank
 def _experts(step: Step, rank: int) -> Iterator[Op]:
     """Where experts lie on other ranks: tokens to their experts, the experts, their results back."""
     routed, ranks = step.costs.experts, step.num_ranks
-    if routed is None or not routed.meets:
+    if routed is None or routed.exchange == "none":
+        return
+    placement, own = routed.placement, step.chunks[rank]
+    if placement.gather is not None:  # ranks with even shares, which come to it together
+        together = own * placement.layout.context if ranks < placement.layout.context else step.lengths.sum(axis=0)
+        tokens = together * (step.costs.setting.batch * placement.load)
+        more_s = step.costs.setting.host.collective_s
+        yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)
+        yield Compute(name="experts", device_s=routed.seconds(own, together), kind="output+mlp")
+        yield replace(all_gather(placement.gather, tokens * routed.combined_bytes, more_s), name="reduce-scatter")
         return
     shares = [step.costs.setting.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
     there, back = routed.dispatched_bytes, routed.combined_bytes
-    experts = Compute(name="experts", device_s=routed.seconds(step.chunks[rank]), kind="output+mlp")
+    experts = Compute(name="experts", device_s=routed.seconds(own), kind="output+mlp")
     if ranks == 1:  # a part of the ranks, of which only computation counts
         yield experts
         return
@@ -119,7 +129,7 @@ def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     """What the model must fulfil for the strategy on this number of ranks; None if it does."""
     stages, context = 1, ranks
     if strategy.pipeline is not None:
-        context = strategy.context_size or 1
+        context = strategy.degrees.context or 1
         stages = ranks // context
     if strategy.refuses is not None and (why := strategy.refuses(model, stages if strategy.pipeline else ranks)):
         return why

@@ -17,11 +17,11 @@ import numpy as np
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
 from kvrsim.kernels.cost import CostModel
+from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.gather import ZIGZAG
 from kvrsim.strategies.layers import layer_ops, prefix_load
 from kvrsim.strategies.single import SINGLE
 
@@ -50,7 +50,7 @@ def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, 
 
 def context_ranks(strategy: Strategy) -> int:
     """Ranks of each stage of a pipeline; 1 elsewhere."""
-    return 1 if strategy.pipeline is None else strategy.context_size or 1
+    return 1 if strategy.pipeline is None else strategy.degrees.context or 1
 
 
 def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
@@ -184,6 +184,7 @@ PIPELINE = Strategy(
     partition_rule="pieces",
     layer=SINGLE.layer,
     gathers_kv=False,
+    degrees=Degrees(pipeline=None, pieces="even"),
     pipeline=program,
     refuses=refuses,
 )
@@ -193,21 +194,5 @@ PIPELINE_SEARCHED = replace(
     title="pipeline of layers, pieces and stages searched",
     source=f"{PIPELINE.source}; pieces of equal time as in SGLang (dynamic chunking, 2025)",
     partition_rule="searched-pieces",
+    degrees=Degrees(pipeline=None, pieces="searched"),
 )
-
-
-def with_stages(num_stages: int | None, context: int | None, *, searched: bool = False) -> Strategy:
-    """The pipeline with this number of stages (None: all other GPUs) and of context ranks per stage (None: one)."""
-    base = PIPELINE_SEARCHED if searched else PIPELINE
-    number = "" if num_stages is None else str(num_stages)
-    if context is None:
-        return replace(base, name=base.name.replace("pp", f"pp{number}"), num_stages=num_stages)
-    return replace(
-        base,
-        name=f"{base.name}{number}+cp{context}",
-        title=f"pipeline of layers, {context} context ranks a stage",
-        source=f"{base.source}; inside a stage: {ZIGZAG.source}",
-        layer=ZIGZAG.layer,
-        num_stages=num_stages,
-        context_size=context,
-    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+from kvrsim.layout import Degrees
 from kvrsim.program import Op
 from kvrsim.strategies.base import Step, Strategy
 
@@ -24,6 +24,7 @@ SINGLE = Strategy(
     partition_rule="whole",
     layer=layer,
     gathers_kv=False,
+    degrees=Degrees(),
 )
 TENSOR_PARALLEL = Strategy(
     name="tp",
@@ -32,16 +33,5 @@ TENSOR_PARALLEL = Strategy(
     partition_rule="even",
     layer=SINGLE.layer,
     gathers_kv=False,
-    group_size=None,
+    degrees=Degrees(tensor=None),
 )
-
-
-def in_groups(strategy: Strategy, size: int) -> Strategy:
-    """A hybrid: another strategy between groups of `size` GPUs, tensor parallelism inside each."""
-    return replace(
-        strategy,
-        name=f"tp{size}+{strategy.name}",
-        title=f"tensor parallelism in groups of {size}; between them {strategy.title}",
-        source=f"{TENSOR_PARALLEL.source}; {strategy.source}",
-        group_size=size,
-    )

@@ -11,7 +11,7 @@ from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer
-from planner.deploy import DeployEngine, Launch, Server, about_pieces, degrees_on, deploy_engine
+from planner.deploy import DeployEngine, Launch, Server, about_pieces, deploy_engine, layout_for, longest_sequence
 
 _LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that prefills"
 
@@ -61,18 +61,19 @@ def _servers(
     plan: CapacityPlan, groups: tuple[GroupAnswer, ...], engine: DeployEngine, model: str
 ) -> Iterator[_Servers]:
     decoders, budget = plan.decode_fleet, plan.request.pack_tokens
-    max_len = plan.question.context_len + int(plan.workload["output_tokens"]["max"])
+    longest_tokens = plan.question.context_len + int(plan.workload["output_tokens"]["max"])
+    max_len = longest_sequence(plan.scenario.model, longest_tokens - 1)
     for number, group in enumerate(groups, start=1):
         low, high = group.context_range
         request = replace(plan.scenario.request, context_len=high, cached_prefix=0, batch=1)
         here = replace(plan.scenario.on_gpus(group.gpus_per_group), request=request)
         longest = Search().candidate(here, get_strategy(_strategy(group)))
-        degrees, pieces = degrees_on(engine, here, longest.strategy), longest.partition.chunk_lens
+        layout, pieces = layout_for(engine, here, longest.strategy), longest.partition.chunk_lens
         notes = []
         if budget is not None:
             pieces = (budget,) * (high // budget) + (high % budget,) * (high % budget > 0)
             notes = [f"prompts share steps of up to {budget} new tokens"]
-        elif degrees.pipeline == 1:
+        elif layout.pieces == "none":
             pieces = (high,)
         elif len(pieces) > 1:
             notes = [f"pieces are those of {high} new tokens; shorter prompts were planned with their own"]
@@ -82,7 +83,7 @@ def _servers(
             server=Server(
                 engine=engine,
                 scenario=here,
-                degrees=degrees,
+                layout=layout,
                 model=model,
                 max_len=max_len,
                 step_tokens=max(pieces) if budget is None else budget,
@@ -90,7 +91,7 @@ def _servers(
                 role=None if decoders is None else "prefill",
             ),
             what=_count(group.replicas, group.gpus_per_group, _strategy(group)) + lengths,
-            notes=(*notes, *about_pieces(degrees, pieces, longest.strategy.stage_layers or ())),
+            notes=(*notes, *about_pieces(layout, pieces, longest.strategy.stage_layers or ())),
         )
     if decoders is not None:
         here = plan.scenario.on_gpus(decoders.gpus_per_group)
@@ -100,7 +101,7 @@ def _servers(
             server=Server(
                 engine=engine,
                 scenario=here,
-                degrees=degrees_on(engine, here, get_strategy(decoders.strategy)),
+                layout=layout_for(engine, here, get_strategy(decoders.strategy)),
                 model=model,
                 max_len=max_len,
                 role="decode",

@@ -103,7 +103,7 @@ class PackingRule:
 def takes_steps(strategy: Strategy) -> bool:
     """Whether each rank runs all tokens of a step through its layers, so that prompts can share steps."""
     if strategy.pipeline is not None:
-        return (strategy.context_size or 1) == 1
+        return strategy.degrees.context == 1
     return strategy.partition_rule == "whole" or strategy.group_size is None
 
 

@@ -124,9 +124,9 @@ class StrategyPolicy:
 
 def weights_of(strategy: Strategy, num_gpus: int) -> str:
     """How the weights lie under a strategy."""
-    tensor, stages, _ = strategy.sizes(num_gpus)
-    parts = [f"tp{tensor}"] * (tensor > 1) + [f"pp{stages}"] * (stages > 1)
-    return "+".join(parts) or WHOLE
+    sizes = strategy.degrees if strategy.partition_rule == "whole" else strategy.degrees.on(num_gpus)
+    weights = replace(sizes, context=1, scheme=None, pieces="none" if sizes.pipeline == 1 else "even")
+    return WHOLE if weights.name == "single" else weights.name
 
 
 def _usual(scenario: Scenario) -> Sequence[str]:

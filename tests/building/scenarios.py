@@ -134,7 +134,7 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario
             placed = for_strategy(scenario, strategy)
             if not strategy.pipeline:
                 return placed, any_partition(rng, placed.request.new_tokens, placed.cluster.num_gpus)
-            return placed, any_pieces(rng, placed.request.new_tokens, strategy.sizes(placed.num_gpus).context)
+            return placed, any_pieces(rng, placed.request.new_tokens, strategy.degrees.context or 1)
     raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
 
 
@@ -177,7 +177,7 @@ def any_rows(rng: Draws, scenario: Scenario, strategy: Strategy, number: int) ->
     if not strategy.pipeline:
         even = Partition.even(tokens, ranks).chunk_lens
         return [even, *(any_partition(rng, tokens, ranks) for _ in range(number - 1))]
-    context = strategy.sizes(scenario.num_gpus).context
+    context = strategy.degrees.context or 1
     first = any_pieces(rng, tokens, context)
     least = len(first) * (context - 1)
     more = [any_partition(rng, tokens - least, len(first)) for _ in range(number - 1)]

@@ -147,15 +147,9 @@ def test_tables_tell_how_experts_lie() -> None:
         ),
         ({"gpus": 3}, "expert_parallel: got '3 GPUs', accepted: a number of GPUs that the 128 experts"),
         ({"expert_imbalance": 0.5}, "expert_imbalance: got '0.5', accepted: a number from 1 to 1000"),
-        ({"expert_parallel": False, "expert_imbalance": 2}, "expert_imbalance: got '2.0', accepted: nothing without"),
     ],
 )
 def test_refusals(more: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         make_scenario(**QWEN | {"expert_parallel": True} | more)
     assert str(caught.value).startswith(message)
-
-
-def test_a_pipeline_has_no_expert_parallelism() -> None:
-    with pytest.raises(InputError, match="no expert parallelism"):
-        kvrsim.simulate(**QWEN, strategy="pp", expert_parallel=True)

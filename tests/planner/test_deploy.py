@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,15 @@ from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
-from planner.deploy import Degrees, Launch, degrees_of, engines_with, launch_of, names_for, only_deployable
+from planner.deploy import Launch, deploy_engine, engines_with, launch_of, only_deployable
 from tests.building.flags import options
-from validate.engine_flags import QUESTIONS
+from validate.engine_flags import launches
+
+LLAMA = {"model": "llama-3.1-70b", "cluster": "h100-nvlink"}
+MIXTURE = {"model": "qwen3-235b-a22b", "cluster": "h200-nvlink"}
+LATENT = {"model": "deepseek-v3", "cluster": "h200-nvlink"}
+DEEPSEEK = ("deepseek-v3", "deepseek-v3.2")
+CONTEXT = ("cp8+ep8", "cp8", "tp2+cp4+ep8", "cp8-i")
 
 
 def launched(engine: str, strategy: str, **question: Any) -> Launch:
@@ -29,74 +35,93 @@ def launched(engine: str, strategy: str, **question: Any) -> Launch:
     return launch_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", DEPLOY_ENGINES)
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: "-".join(map(str, question.values())))
-def test_flags_are_documented(engine: str, question: dict[str, Any]) -> None:
-    scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
-    names = names_for(scenario, engine, "emit")
-    assert "tp" in names
-    for name in names:
-        pieces = (8192, 8192 - scenario.request.cached_prefix) if "pp" in name else (1,) * 8
-        launch = launch_of(scenario, engine, name, pieces, model="org/model")
+def test_flags_are_documented_and_say_the_layout(engine: str) -> None:
+    """Every flag is documented, with a value of its kind; their sizes are the plan's."""
+    number = 0
+    for what, launch, layout in launches(engine):
         found = options(launch)
-        degrees = degrees_of(name, scenario.num_gpus)
-        assert degrees is not None
-        sizes = [int(value) for flag, value in found.items() if value and flag.endswith(("-parallel-size", "p_size"))]
-        sizes += [int(found[flag] or 1) for flag in ("--tp-size", "--pp-size") if flag in found]
-        product = 1
-        for size in sizes if engine != "trtllm" else sizes[:2]:
-            product *= size
-        assert product == (scenario.num_gpus if name != "single" else 1)
-        assert set(launch.files) == ({"trtllm.yaml"} if engine == "trtllm" else set())
-        assert launch.command.endswith("0.9") or "--nnodes" in found or engine == "trtllm"
+        assert set(launch.files) == ({"trtllm.yaml"} if engine == "trtllm" else set()) or layout is None
+        if layout is not None:
+            assert sizes_of(engine, found, launch.files) == (layout.num_gpus, layout.pipeline), what
+            number += 1
+    assert number >= 20
+
+
+def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]) -> tuple[int, int]:
+    """All GPUs, and stages, that an engine starts with these options."""
+
+    def size(flag: str) -> int:
+        return int(found.get(flag) or 1)
+
+    if engine == "vllm":
+        stages = size("--pipeline-parallel-size")
+        others = ("--tensor-parallel-size", "--prefill-context-parallel-size", "--data-parallel-size")
+        return math.prod(map(size, others)) * stages, stages
+    if engine == "sglang":
+        return size("--tp-size") * size("--pp-size") * size("--dp-size"), size("--pp-size")
+    return size("--tp_size") * size("--pp_size"), size("--pp_size")
 
 
 def test_uneven_pieces_are_sglangs() -> None:
-    scenario, _ = make_scenario(ctx="16k", gpus=8)
-    uneven, pieces = replace(STRATEGIES["pp"], name="tp2+pp-s", title="searched pieces"), (6000, 5000, 4000, 1384)
-    launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(9, 8, 8, 7))
+    scenario, _ = make_scenario(ctx="16k", gpus=8, **LLAMA)
+    uneven, pieces = get_strategy("tp2+pp-s"), (6000, 5000, 4000, 1384)
+    launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(20, 20, 20, 20))
     found = options(launch)
     assert (found["--tp-size"], found["--pp-size"]) == ("2", "4")
     assert "--enable-dynamic-chunking" in found
-    assert found["--chunked-prefill-size"] == "6000"
+    assert found["--chunked-prefill-size"] == str(47 * 128)  # a multiple of any page
     assert any("6000, 5000, 4000, 1384" in note for note in launch.notes)
-    assert any("SGLANG_PP_LAYER_PARTITION=9,8,8,7" in note for note in launch.notes)
-    with pytest.raises(InputError, match=r"not tp2\+pp-s, which sglang 0.5.23 has; here it has single"):
+    with pytest.raises(InputError, match=r"not tp2\+pp-s .*which sglang 0.5.23 has; here it has single"):
         launch_of(scenario, "vllm", uneven, pieces, model="org/model")
 
 
 def test_types_and_experts() -> None:
-    assert options(launched("vllm", "tp", **QUESTIONS[2]))["--quantization"] == "fp8"
-    assert options(launched("sglang", "tp", **QUESTIONS[1]))["--dtype"] == "bfloat16"
-    assert "--enable-expert-parallel" in options(launched("vllm", "tp", **QUESTIONS[3]))
-    assert options(launched("sglang", "tp", **QUESTIONS[3]))["--ep-size"] == "8"
-    found = options(launched("sglang", "tp2+zigzag", **QUESTIONS[3]))
-    assert (found["--tp-size"], found["--attn-cp-size"], found["--cp-strategy"]) == ("8", "4", "zigzag")
+    assert options(launched("vllm", "tp", **LLAMA, dtype="fp8"))["--quantization"] == "fp8"
+    assert options(launched("sglang", "tp", **LLAMA, dtype="fp16"))["--dtype"] == "auto"
+    assert "--enable-expert-parallel" in options(launched("vllm", "tp+ep", **MIXTURE))
+    assert options(launched("sglang", "tp", **MIXTURE, expert_parallel=True))["--ep-size"] == "8"
+    found = options(launched("sglang", "tp4+cp2+edp2", **MIXTURE))
+    assert [found[flag] for flag in ("--tp-size", "--attn-cp-size", "--moe-dp-size")] == ["8", "2", "2"]
+    found = options(launched("sglang", "cp8+ep8", **LATENT))
+    assert [found[flag] for flag in ("--attn-cp-size", "--ep-size", "--moe-a2a-backend")] == ["8", "8", "deepep"]
+    found = options(launched("sglang", "dp8+ep8", **LATENT))
+    assert [found[flag] for flag in ("--tp-size", "--attn-dp-size", "--ep-size")] == ["8", "8", "8"]
+    assert "enable_attention_dp: true" in launched("trtllm", "dp8+ep8", **LATENT).files["trtllm.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("name", "degrees"),
-    [
-        ("single", Degrees()),
-        ("tp", Degrees(tensor=8)),
-        ("pp-s", Degrees(pipeline=8, uneven_pieces=True)),
-        ("tp2+pp2+cp2", Degrees(tensor=2, pipeline=2, context=2)),
-        ("tp4+zigzag", Degrees(tensor=4, context=2)),
-        ("kvr-s", None),
-    ],
-)
-def test_degrees(name: str, degrees: Degrees | None) -> None:
-    assert degrees_of(name, 8) == degrees
+def test_lengths_end_where_the_positions_do() -> None:
+    """A model's positions are the longest sequence; no launch beyond them, or of what does not fit."""
+    assert options(launched("vllm", "tp", **LLAMA, ctx="128k"))["--max-model-len"] == "131072"
+    assert options(launched("vllm", "tp", **LLAMA, ctx="64k"))["--max-model-len"] == "65537"
+    with pytest.raises(InputError, match="at most 8192 tokens"):
+        launched("vllm", "tp", model="llama-3-70b", cluster="h100-nvlink", ctx="16k")
+    with pytest.raises(InputError, match="a plan that fits: tp needs"):
+        launched("vllm", "tp", model="deepseek-v3", cluster="h100-nvlink", ctx="16k")
+
+
+def test_sglang_binds_sizes_of_latents() -> None:
+    """Context ranks of latents are single GPUs with experts spread over all; sparse attention alone interleaves."""
+    latent, sparse = (make_scenario(ctx="16k", gpus=8, cluster="h200-nvlink", model=model)[0] for model in DEEPSEEK)
+    sglang = deploy_engine("sglang")
+    has = {name: [sglang.has(get_strategy(name), one) for one in (latent, sparse)] for name in CONTEXT}
+    assert has == {
+        "cp8+ep8": [True, False],
+        "cp8": [False, False],
+        "tp2+cp4+ep8": [False, False],
+        "cp8-i": [False, True],
+    }
 
 
 def test_what_no_engine_has() -> None:
-    dense, _ = make_scenario(ctx="4k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
+    dense, _ = make_scenario(ctx="4k", gpus=8, model="llama-3.1-8b", cluster="h100-nvlink")
     assert {name for name, one in STRATEGIES.items() if engines_with(one, dense)} == {"single", "tp", "pp", "pp-s"}
     latent, _ = make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="b200-nvlink5")
-    assert list(engines_with(get_strategy("zigzag"), latent)) == ["vllm", "sglang"]
+    assert list(engines_with(get_strategy("zigzag+ep"), latent)) == ["vllm", "sglang"]
     mixture, _ = make_scenario(ctx="4k", gpus=8, model="qwen3-235b-a22b", cluster="h100-nvlink")
     assert list(engines_with(get_strategy("tp2+pp2+cp2"), mixture)) == ["sglang"]
-    with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s, which no engine .* has; here it has single"):
+    with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s .* no engine .* has; here it has single"):
         launched("vllm", "kvr-s", model="llama-3-8b")
     scenario, _ = make_scenario(ctx="4k", gpus=4)
     with pytest.raises(InputError, match=r"^strategies: got 'kvr-s,ring', accepted: what trtllm \(main"):

@@ -132,7 +132,8 @@ def test_the_story_of_a_kvr_layer() -> None:
 
 
 def test_names() -> None:
-    more = ["kvr-b", "kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp", "pp-s"]
+    more = ["kvr-b", "kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "interleave", "ulysses"]
+    more += ["tp", "pp", "pp-s"]
     assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
     for name, strategy in STRATEGIES.items():
         assert get_strategy(name) is strategy
@@ -157,7 +158,8 @@ def test_names() -> None:
 def test_sizes(name: str, called: str, sizes: tuple[int, int, int]) -> None:
     """Of tensor, pipeline and context parallelism, on 16 GPUs; a size of 1 splits nothing."""
     assert get_strategy(name).name == called
-    assert get_strategy(name).sizes(16) == sizes
+    degrees = get_strategy(name).degrees.on(1 if name == "single" else 16)
+    assert (degrees.tensor, degrees.pipeline, degrees.context) == sizes
 
 
 @pytest.mark.parametrize("name", ["tp2+single", "tp2+tp", "tp2+kvr-p", "tp0+ring", "tp2+", "pp2+cp0", "pp-s+cp2"])
@@ -174,7 +176,7 @@ def test_what_is_no_hybrid(name: str) -> None:
         ("tp4+ring", 6, "6 GPUs divide into"),
         ("pp", 33, "at most 32 stages"),
         ("tp4+ulysses", 24, "8 heads and 8 KV heads"),
-        ("tp4+pp2+cp2", 8, "product is the number of GPUs, 8, not 4 x 2 x 2 = 16"),
+        ("tp4+pp2+cp2", 8, "product is 8 GPUs, not tensor 4 x pipeline 2 x context 2"),
     ],
 )
 def test_gpus_that_do_not_do(name: str, gpus: int, says: str) -> None:
