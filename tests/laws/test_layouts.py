@@ -34,7 +34,7 @@ NAMES = (
     "dp+ep",
     "dp2+tp+ep",
     "dp2+cp+ep2",
-    "pp2+cp+ep",
+    "pp2+cp4+ep",
     "dp2+pp2+tp",
 )
 
