@@ -646,10 +646,15 @@ class FleetArgs(Arguments):
 
     requests: Any = option(
         "FILE|azure:FILE|mooncake:FILE|synthetic:SPEC",
-        "A trace, or random arrivals such as synthetic:poisson,rate=4.",
+        "A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.",
         "Workload",
-        named(),
+        named("pandas:DataFrame", "pandas.core.frame:DataFrame"),
         REQUIRED,
+    )
+    columns: Any = option(
+        "ROLE=COLUMN,...",
+        "Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: by usual names.",
+        "Workload",
     )
     rate_scale: Any = option(
         "X", "Multiply the number of requests in the same time.", "Workload", number(above=0, most=1e6), 1

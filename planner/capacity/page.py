@@ -25,6 +25,7 @@ _MOST_DOTS = 12_000  # requests of the charts; of more, every second, third, ...
 _MOST_STEPS = 20_000  # changes of the queue that are drawn as they are; of more, the longest queue in each of _BINS
 _BINS = 4000
 _DIGITS = 4
+_HOURS_A_MONTH = 730
 _LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
 Rows = list[list[str | Cell]]
 Table = tuple[list[Column], Rows, str]  # with its caption
@@ -41,8 +42,7 @@ def verdict(plan: CapacityPlan) -> str:
     fleet = plan.first
     reached = format_time(fleet.target_ttft_s)
     if plan.answer is not None:
-        gpus = f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}"
-        return f"{gpus}: {fleet.describe()}. {plan.percentile:g}th percentile {reached}."
+        return f"{size_and_price(plan)}: {fleet.describe()}. {plan.percentile:g}th percentile {reached}."
     if fleet.unserved == fleet.requests:
         return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
     result = f"has a {plan.percentile:g}th percentile of {reached}"
@@ -51,15 +51,38 @@ def verdict(plan: CapacityPlan) -> str:
     return f"No fleet meets the target. The nearest miss, {fleet.describe()}, {result}."
 
 
+def size_and_price(plan: CapacityPlan) -> str:
+    """The whole fleet in words: "12 prefill + 4 decode = 16 GPUs, 40 $/h, 29 k$ a month"."""
+    fleet = plan.first
+    text = f"{fleet.total_gpus} GPU{'s' * (fleet.total_gpus > 1)}"
+    if fleet.decode is not None:
+        text = f"{fleet.num_gpus} prefill + {fleet.decode.num_gpus} decode = {text}"
+    elif plan.request.decoding.seconds_per_token is None:
+        text += " for prefill only"
+    if (cost := fleet.total_cost_per_hour) is not None:
+        month = cost * _HOURS_A_MONTH
+        text += f", {cost:.4g} $/h, " + (f"{month / 1e3:.3g} k$" if month >= 1e3 else f"{month:.0f} $") + " a month"
+    return text
+
+
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
     fleet, sent, decoders = plan.first, plan.kv_transfer, plan.decode_fleet
-    if fleet.target_low_s is not None and fleet.target_high_s is not None:
-        ends = f"{format_time(fleet.target_low_s)} to {format_time(fleet.target_high_s)}"
-        if plan.answer is not None and fleet.target_high_s > plan.slo_ttft_s:
-            target = format_seconds(plan.slo_ttft_s)
-            ends += f", which ends ABOVE the target of {target} (--sure requires it below)"
-        yield "interval", f"{ends}. {plan.assumptions()['interval_meaning']}"
+    if (interval := fleet.interval) is not None:
+        safe = "safe: it ends below" if interval.safe else "NOT safe: it ends above"
+        ends = f"{format_time(interval.low_s)} to {format_time(interval.high_s)}"
+        target = format_seconds(plan.slo_ttft_s)
+        yield "interval", f"80 % from {ends}, model and sampling together; {safe} the target of {target}"
+    if plan.answer is not None:
+        yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
+    if fleet.growth is not None:
+        most, rate, gpus = fleet.growth
+        text = f"the fleet serves {most:g} times these requests" if most > 1 else "the fleet has no room for 1.1 times"
+        if rate is not None:
+            text += f"; {rate:g} times need " + (f"{gpus} GPUs that prefill" if gpus else "more GPUs than --max-gpus")
+        yield "traffic", text
+    for text in plan.would_meet:
+        yield "would meet", text
     if fleet.unserved:
         yield "requests", f"{fleet.unserved} of {fleet.requests} never served; they count as late"
     if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
@@ -94,6 +117,7 @@ def fleet_table(plan: CapacityPlan) -> Table:
     priced = any(fleet.cost_per_hour is not None for fleet in fleets)
     columns = [
         Column(title="fleet"),
+        Column(title="engine"),
         Column(title="GPUs", number=True),
         Column(title="p50", number=True, rank=2),
         Column(title="p95", number=True, rank=2),
@@ -106,11 +130,12 @@ def fleet_table(plan: CapacityPlan) -> Table:
     rows: Rows = []
     for fleet in fleets:
         times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
-        cost = fleet.cost_per_hour
+        cost = fleet.total_cost_per_hour
         rows.append(
             [
                 fleet.describe(),
-                str(fleet.num_gpus),
+                fleet.engine or "none",
+                str(fleet.total_gpus),
                 *(seconds_cell(one) if math.isfinite(one) else Cell(shown=format_time(one)) for one in times),
                 Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
                 Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),

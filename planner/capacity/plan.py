@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,18 +10,22 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.arguments import OnProgress
+from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, label_of
+from kvrsim.strategies import KVR_S, STRATEGIES, get_strategy, label_of
+from kvrsim.units import format_seconds
+from planner.candidates import Search
 from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fleet
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
-from planner.capacity.search import FleetSearch, FleetSimulator, front_of
+from planner.capacity.search import FleetSearch, FleetSimulator, fleet_of, front_of
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Workload
+from planner.deploy import engines_with
 from planner.processes import Pool
 
 LONG = 60_000  # requests, above which designs are searched on a stretch of the workload
@@ -77,22 +82,80 @@ def plan_capacity(
     if left_out := policy.left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
     transfer = request.decoding.transfer
+    decode = decoders if isinstance(decoders, DecodeFleet) else None
+    fleets = [replace(one, engine=_engines_of(one, largest), decode=decode) for one in fleets[: 1 + _ALTERNATIVES]]
+    if fleets:
+        low, high = _prefill_interval(fleets[0], largest, request.target.percentile)
+        interval = simulator.interval(fleet_of(fleets[0]), fleets[0], low, high)
+        short = FleetSimulator(request, workloads if sum(map(len, workloads)) <= LONG else workloads[:1], times)
+        growth = short.growth(fleet_of(fleets[0])) if len(workloads[0]) <= LONG else None
+        fleets[0] = replace(fleets[0], interval=interval, growth=growth)
+    nearest = None if fleets else search.nearest_miss()
     return CapacityPlan(
         question=_question(largest, request, policy),
         scenario=largest,
         request=request,
         answer=fleets[0] if fleets else None,
-        nearest_miss=None if fleets else search.nearest_miss(),
-        alternatives=tuple(replace(answer, curves=None) for answer in fleets[1 : 1 + _ALTERNATIVES]),
+        nearest_miss=nearest,
+        alternatives=tuple(replace(answer, curves=None) for answer in fleets[1:]),
         infeasible=tuple(infeasible),
         workload=workloads[0].summary(),
         kv_transfer=None if transfer is None else transfer.summary(workloads),
-        decode_fleet=decoders if isinstance(decoders, DecodeFleet) else None,
+        decode_fleet=decode,
         simulated_requests=simulator.simulated,
         seconds=time.perf_counter() - begin_s,
         warnings=tuple(notes),
+        would_meet=() if nearest is None else tuple(_would_meet(nearest, request, workloads, times)),
         front=front,
     )
+
+
+def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
+    """Engines that have all groups of a fleet; None where none has. A server runs one strategy."""
+    names: set[str] | None = None
+    for group in fleet.groups:
+        here = largest.on_gpus(group.gpus_per_group)
+        each = [
+            set(engines_with(get_strategy(name), here))
+            for name in group.strategies
+            if name in STRATEGIES or "+" in name
+        ]
+        one = each[0] if len(each) == 1 == len(group.strategies) else set()
+        names = one if names is None else names & one
+    return ", ".join(name for name in DEPLOY_ENGINES if name in (names or ())) or None
+
+
+def _prefill_interval(fleet: FleetAnswer, largest: Scenario, percentile: float) -> tuple[float, float]:
+    """Ends of the interval of the prefill at the percentile, over its time."""
+    assert fleet.curves is not None
+    served = np.flatnonzero(np.isfinite(fleet.curves.ttft_s))
+    order = served[np.argsort(fleet.curves.ttft_s[served], kind="stable")]
+    tokens = int(fleet.curves.new_tokens[order[min(len(order) - 1, int(percentile / 100 * len(order)))]])
+    group = next(one for one in fleet.groups if tokens <= one.context_range[1])
+    request = replace(largest.request, context_len=max(tokens, group.gpus_per_group), cached_prefix=0)
+    here = replace(largest.on_gpus(group.gpus_per_group), request=request)
+    strategy = KVR_S if group.strategy == "kvr-p" else get_strategy(group.strategy)
+    one = Search(method="analytical").candidate(here, strategy)
+    return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
+
+
+def _would_meet(
+    nearest: FleetAnswer, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes
+) -> Iterator[str]:
+    """Targets that can be met: a longer TTFT, a lower percentile, or a cap on the context."""
+    target = request.target
+    if math.isfinite(nearest.target_ttft_s):
+        yield f"--slo-ttft {format_seconds(nearest.target_ttft_s * 1.01).replace(' ', '')}, with {nearest.describe()}"
+    share = math.floor(1000 * nearest.in_time) / 10
+    if 0 < share < target.percentile:
+        yield f"--percentile {share:g}, with the same fleet"
+    new = np.concatenate([one.new_tokens for one in workloads])
+    prefix = np.concatenate([one.cached_prefix for one in workloads])
+    alone_s = np.min([times.least_s(size, new, prefix) for size in request.limits.sizes], axis=0)
+    late = alone_s > target.slo_s
+    if 0 < late.sum() < len(late):
+        cap = int(new[late].min()) - 1
+        yield f"prompts of at most {cap} new tokens: {late.mean():.2%} of the requests take longer even alone"
 
 
 def _on_machine(scenario: Scenario, request: CapacityRequest, policy: StrategyPolicy) -> CapacityRequest:

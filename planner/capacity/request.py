@@ -80,7 +80,7 @@ def make_request(fleet: FleetArgs, gpus_per_node: int | None = None) -> Capacity
     if fleet.pack_tokens is not None and fleet.pack_tokens > _MOST_PACKED:
         raise InputError("pack_tokens", fleet.pack_tokens, f"at most {_MOST_PACKED} tokens a step")
     return CapacityRequest(
-        source=Source.of(str(fleet.requests), rate_scale=fleet.rate_scale),
+        source=Source.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
         target=target,
         limits=limits,
         order=fleet.order,

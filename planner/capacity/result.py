@@ -101,6 +101,19 @@ class Curves:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FleetInterval:
+    """The 80 % prediction interval of the requested percentile: error of the prefill times and sampling together."""
+
+    low_s: float
+    high_s: float  # inf: with prefills at the upper end of their interval, the percentile is never served
+    safe: bool  # whether it ends below the target
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; null for never."""
+        return {"low_s": self.low_s, "high_s": self.high_s if math.isfinite(self.high_s) else None, "safe": self.safe}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FleetAnswer:
     """One simulated fleet."""
 
@@ -122,11 +135,29 @@ class FleetAnswer:
     unserved: int  # requests that fit in no group's memory; they count as late
     p50_kv_transfer_s: float | None  # from the first token until the cache has left; None: not counted
     p99_kv_transfer_s: float | None
+    engine: str | None = None  # engines that have the strategies of all groups, with commas between; None: none
+    decode: DecodeFleet | None = None  # None: not asked for
+    interval: FleetInterval | None = None  # None: of the first fleet alone is it known
+    growth: tuple[float, float | None, int | None] | None = None  # see FleetSimulator.growth; None: not simulated
     curves: Curves | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def total_gpus(self) -> int:
+        """GPUs that prefill and GPUs that decode."""
+        return self.num_gpus + (self.decode.num_gpus if self.decode else 0)
+
+    @property
+    def total_cost_per_hour(self) -> float | None:
+        """Price of all of them; None: no price was given."""
+        if self.cost_per_hour is None:
+            return None
+        return self.cost_per_hour + ((self.decode.cost_per_hour or 0.0) if self.decode else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
-        content = fields_to_json(self, *(one.name for one in fields(self) if one.name != "curves"))
+        content = fields_to_json(self, *(one.name for one in fields(self) if one.name not in ("curves", "decode")))
+        if self.decode is not None:
+            content |= fields_to_json(self, "decode", "total_gpus", "total_cost_per_hour")
         return {name: None if value == math.inf else value for name, value in content.items()}
 
     def describe(self) -> str:
@@ -208,6 +239,7 @@ class CapacityPlan(Displayed):
     simulated_requests: int  # over the whole search
     seconds: float  # duration of the search
     warnings: tuple[str, ...]
+    would_meet: tuple[str, ...]  # changes of the target after which the nearest miss meets it, in words
     front: Front = field(repr=False, compare=False)
 
     @property
@@ -277,7 +309,9 @@ class CapacityPlan(Displayed):
             | fields_to_json(self, "answer", "alternatives", "infeasible", "nearest_miss", "pareto", "cluster")
             | about
             | self.scenario.memory_limit.to_dict()
-            | fields_to_json(self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds")
+            | fields_to_json(
+                self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds", "would_meet"
+            )
             | self.assumptions()
             | fields_to_json(self, "warnings")
         )

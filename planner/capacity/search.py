@@ -39,6 +39,7 @@ from planner.capacity.result import (
     Cause,
     Curves,
     FleetAnswer,
+    FleetInterval,
     Front,
     GroupAnswer,
     Infeasible,
@@ -63,6 +64,9 @@ _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
 _SCALES_AT_RATES = (0.8, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # the same at another rate
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, where no fleet meets it
+_80_OF_95 = 1.2816 / 1.96  # half an 80 % interval of a normal distribution over half a 95 % one
+GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
+_LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas of the answer
 _GAP = 0.01  # relative; a more expensive fleet of the front is at least this much faster
 _SIMULATED = 1_000_000  # requests, over all fleets at other rates, or half of those that the search has simulated
 _LEAST = 1000  # requests of a stretch of the workload
@@ -219,6 +223,53 @@ class FleetSimulator:
             ),
         )
 
+    def interval(self, fleet: Fleet, answer: FleetAnswer, low: float, high: float) -> FleetInterval | None:
+        """The interval of an answer; low, high: ends of the prefills' own interval over their times.
+
+        A fleet whose prefills all take `high` times as long is the same fleet under requests that arrive that much
+        faster. The sampling error is independent of the model's; their logarithms are added in quadrature.
+        """
+        value_s, percentile = answer.target_ttft_s, self.target.percentile
+        if not math.isfinite(value_s):
+            return None
+        narrower = _80_OF_95
+        if self.request.source.is_random and len(self.workloads) > 1:  # Student's t, as in replications_interval
+            from scipy.stats import t as student
+
+            narrower = float(student.ppf(0.9, len(self.workloads) - 1) / student.ppf(0.975, len(self.workloads) - 1))
+        sampled = (answer.target_low_s or value_s, answer.target_high_s or value_s)
+        ends = []
+        for factor, end_s in zip((low, high), sampled, strict=True):
+            runs = self.faster(factor).runs(fleet)
+            modelled_s = factor * percentile_of(np.concatenate([run.ttft_s for run in runs]), percentile)
+            if not math.isfinite(modelled_s):
+                ends.append(math.inf)
+                continue
+            model, sampling = math.log(modelled_s / value_s), narrower * math.log(end_s / value_s)
+            ends.append(value_s * math.exp(math.copysign(math.hypot(model, sampling), factor - 1)))
+        return FleetInterval(low_s=min(ends[0], value_s), high_s=ends[1], safe=ends[1] <= self.target.slo_s)
+
+    def growth(self, fleet: Fleet) -> tuple[float, float | None, int | None]:
+        """How many times the traffic a fleet serves within the target, the next rate, and the GPUs that it takes.
+
+        The rates are those of GROWTH; the GPUs are of a fleet with the same groups and more of each. None: the
+        fleet serves all of the rates, or no such fleet is small enough.
+        """
+        most = 1.0
+        for rate in GROWTH:
+            on = self.faster(rate)
+            if not on.meets(fleet):
+                larger = (tuple(group.of(math.ceil(group.replicas * scale)) for group in fleet) for scale in _LARGER)
+                small = (one for one in larger if _num_gpus(one) <= self.limits.max_gpus and on.meets(one))
+                return most, rate, next(map(_num_gpus, small), None)
+            most = rate
+        return most, None, None
+
+    def meets(self, fleet: Fleet) -> bool:
+        """Whether at most the allowed number of requests is late."""
+        ttft_s = np.concatenate([run.ttft_s for run in self.runs(fleet)])
+        return int((ttft_s > self.target.slo_s).sum()) <= self.allowed
+
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
         """That percentile of the time from the first token until the cache has left, of requests that are served."""
         if self.request.decoding.transfer is None:
@@ -252,6 +303,19 @@ class FleetSimulator:
             context_range=(group.least_new, group.most_new),
             requests=requests,
         )
+
+
+def fleet_of(answer: FleetAnswer) -> Fleet:
+    """The fleet that an answer describes."""
+    return tuple(
+        Group(
+            type=GroupType(one.gpus_per_group, one.weights),
+            replicas=one.replicas,
+            least_new=one.context_range[0],
+            most_new=one.context_range[1],
+        )
+        for one in answer.groups
+    )
 
 
 def _num_gpus(fleet: Fleet) -> int:

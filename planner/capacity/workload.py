@@ -18,10 +18,11 @@ cached    share of every context that is in a prefix cache;  max  the longest co
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -256,12 +257,19 @@ class Source:
     rate_scale: float = 1.0  # factor on the requests in the same time
 
     @classmethod
-    def of(cls, text: str, *, rate_scale: float = 1.0) -> Source:
-        """Read FILE, azure:FILE, mooncake:FILE or synthetic:SPEC."""
+    def of(cls, given: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
+        """Read FILE, azure:FILE, mooncake:FILE or synthetic:SPEC, or a data frame; columns: see `named_columns`."""
+        names = {} if columns is None else named_columns(columns)
+        if not isinstance(given, str):
+            return cls(trace=read_frame(given, names), synthetic=None, rate_scale=rate_scale)
+        text = given
         kind, mark, rest = text.partition(":")
         if mark and kind == "synthetic":
             return cls(trace=None, synthetic=Synthetic.parse(rest), rate_scale=rate_scale)
-        trace = read_trace(rest, kind) if mark and kind in (AZURE, MOONCAKE) else read_trace(text)
+        if mark and kind in (AZURE, MOONCAKE):
+            trace = read_trace(rest, kind)
+        else:
+            trace = read_trace(text, names=names)
         return cls(trace=trace, synthetic=None, rate_scale=rate_scale)
 
     @property
@@ -321,6 +329,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # of a specificatio
 #     arrival_s,context_tokens,output_tokens[,cached_tokens]     seconds, tokens
 #     TIMESTAMP,ContextTokens,GeneratedTokens                    Azure LLM inference traces, 2023 and 2024
 #     {"timestamp", "input_length", "output_length", "hash_ids"} Mooncake: milliseconds; a hash is a block of 512 tokens
+#     any CSV with usual names, or names that the user gives     seconds, milliseconds since 1970, or ISO dates
 #
 # Leading Mooncake blocks that occurred in an earlier request count as cached, as in an unlimited prefix cache that all
 # GPUs share.
@@ -331,13 +340,32 @@ MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
 _MAX_HASH = 64  # characters of a hash that is text
 _MAX_ARRIVAL_S = 1e10
 _ACCEPTED = (
-    "CSV with a header line arrival_s,context_tokens,output_tokens[,cached_tokens] or"
-    " TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines"
+    "a column of arrivals and one of context tokens (arrival_s or timestamp; context_tokens, prompt_tokens or"
+    " input_tokens), or their names: `columns` timestamp=COLUMN,context=COLUMN[,output=COLUMN,cached=COLUMN]"
 )
 _Record = Mapping[str, Any]  # one line of a file by column
 
 
-def read_trace(path: str, kind: str | None = None, argument: str = "requests") -> Workload:
+def named_columns(text: str) -> dict[str, str]:
+    """Names of a file's columns, such as "timestamp=ts,context=prompt_tokens,output=completion_tokens", by role."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(mark and role.strip() in _ROLES and name.strip() for role, mark, name in pairs):
+        raise InputError("columns", text, f"{', '.join(f'{role}=COLUMN' for role in _ROLES)}, with commas between")
+    return {role.strip(): name.strip() for role, _, name in pairs}
+
+
+def read_frame(frame: Any, names: Mapping[str, str], argument: str = "requests") -> Workload:
+    """The requests of a pandas DataFrame with the columns of a CSV file; arrivals may be datetimes.
+
+    Raises InputError naming the argument, the row and the column.
+    """
+    lines = io.StringIO(frame.to_csv(index=False, date_format="%Y-%m-%dT%H:%M:%S.%f"))
+    return _read_lines(lines, "data frame", f"{argument} DataFrame", None, names)
+
+
+def read_trace(
+    path: str, kind: str | None = None, argument: str = "requests", names: Mapping[str, str] | None = None
+) -> Workload:
     """Read a trace in the format of its first line, line by line, so that the text is never held in memory.
 
     kind: "azure" or "mooncake", the only format to accept besides this project's columns. Empty contexts are left out,
@@ -345,35 +373,41 @@ def read_trace(path: str, kind: str | None = None, argument: str = "requests") -
     the argument, the file and the line.
     """
     source = f"{argument} {' '.join(path.split())}"
-    rows = array("d")  # line number, arrival in seconds, tokens of context, output and cached prefix
-    count = 0
     try:
         with open(path, encoding="utf-8-sig", newline=None) as file:
-            lines = _bounded(file, source)
-            first = next(lines, "")
-            read = _json_records if first.lstrip().startswith("{") else _csv_records
-            file_kind, records = read(itertools.chain((first,), lines), source)
-            columns, to_seconds = _FORMATS[file_kind]
-            seen: set[int | str] = set()
-            for count, (line, record) in enumerate(records, start=1):
-                if count > MAX_REQUESTS:
-                    break
-                where = f"{source}: line {line}"
-                arrival, *lengths = columns
-                context, output = (_tokens(record[name], f"{where}: {name}") for name in lengths)
-                cached = _tokens(record.get("cached_tokens", 0), f"{where}: cached_tokens")
-                if hashes := record.get("hash_ids"):
-                    cached = min(BLOCK_TOKENS * _leading_blocks(hashes, seen, f"{where}: hash_ids"), context)
-                rows.extend((line, to_seconds(record[arrival], f"{where}: {arrival}"), context, output, cached))
+            return _read_lines(file, Path(path).name, source, kind, names or {})
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text, or not a path"
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
+
+
+def _read_lines(file: TextIO, name: str, source: str, kind: str | None, names: Mapping[str, str]) -> Workload:
+    rows = array("d")  # line number, arrival in seconds, tokens of context, output and cached prefix
+    count = 0
+    lines = _bounded(file, source)
+    first = next(lines, "")
+    read = _json_records if first.lstrip().startswith("{") else partial(_csv_records, names=names)
+    format_, records = read(itertools.chain((first,), lines), source)
+    seen: set[int | str] = set()
+    for count, (line, record) in enumerate(records, start=1):
+        if count > MAX_REQUESTS:
+            break
+        where = f"{source}: line {line}"
+        context, output, cached = (
+            _tokens(record[name], f"{where}: {name}") if name in record else 0.0
+            for name in (format_.context, format_.output, format_.cached)
+        )
+        if hashes := record.get("hash_ids"):
+            cached = min(BLOCK_TOKENS * _leading_blocks(hashes, seen, f"{where}: hash_ids"), context)
+        arrival_s = format_.to_seconds(record[format_.arrival], f"{where}: {format_.arrival}")
+        rows.extend((line, arrival_s, context, output, cached))
     if not 1 <= count <= MAX_REQUESTS:
         number = "0 requests" if not count else f"more than {MAX_REQUESTS} requests"
         raise InputError(source, number, f"1 to {MAX_REQUESTS} requests")
-    if kind is not None and file_kind not in (kind, OWN):
-        raise InputError(source, first, f"the columns of {kind}: {', '.join(_FORMATS[kind].columns)}")
-    return _workload(Path(path).name, kind or file_kind, np.array(rows).reshape(-1, 5), source)
+    if kind is not None and format_.kind not in (kind, OWN):
+        one = _FORMATS[kind]
+        raise InputError(source, first, f"the columns of {kind}: {one.arrival}, {one.context}, {one.output}")
+    return _workload(name, kind or format_.kind, np.array(rows).reshape(-1, 5), source)
 
 
 def _bounded(file: TextIO, source: str) -> Iterator[str]:
@@ -387,7 +421,9 @@ def _bounded(file: TextIO, source: str) -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _csv_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
+def _csv_records(
+    lines: Iterator[str], source: str, names: Mapping[str, str]
+) -> tuple[_Format, Iterator[tuple[int, _Record]]]:
     """The format of the header line, and line number and record of each line after it."""
     reader = csv.reader(lines)
 
@@ -399,9 +435,7 @@ def _csv_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tuple
             raise InputError(where, str(error), "a line of comma-separated values") from None
 
     header = [name.strip() for name in next(rows(), ())]
-    kind = next((kind for kind, one in _FORMATS.items() if set(one.columns) <= set(header)), None)
-    if kind is None or len(set(header)) < len(header):
-        raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
+    format_ = _format_of(header, names, source)
 
     def records() -> Iterator[tuple[int, _Record]]:
         for row in filter(None, rows()):
@@ -410,12 +444,31 @@ def _csv_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tuple
                 raise InputError(f"{source}: line {reader.line_num}", ",".join(row), accepted)
             yield reader.line_num, {name: value for name, value in zip(header, row, strict=True) if name != "hash_ids"}
 
-    return kind, records()
+    return format_, records()
 
 
-def _json_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tuple[int, _Record]]]:
+def _format_of(header: Sequence[str], names: Mapping[str, str], source: str) -> _Format:
+    """The format of a header, with the columns that the user names."""
+    if missing := [name for name in names.values() if name not in header]:
+        raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
+    known = next((one for one in _FORMATS.values() if {one.arrival, one.context, one.output} <= set(header)), None)
+    if len(set(header)) < len(header):
+        raise InputError(f"{source}: line 1", ",".join(header), "each column once")
+    if known is not None and not names:
+        return known
+    lower = {name.lower(): name for name in reversed(header)}
+    found = {role: next((lower[one] for one in usual if one in lower), "") for role, usual in _ROLES.items()}
+    found |= names
+    if not (found["timestamp"] and found["context"]):
+        raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
+    arrival, context, output, cached = (found[role] for role in _ROLES)
+    return _Format(OWN, arrival, context, output, _seconds_or_date, cached)
+
+
+def _json_records(lines: Iterator[str], source: str) -> tuple[_Format, Iterator[tuple[int, _Record]]]:
     """The same of JSON lines."""
-    columns = _FORMATS[MOONCAKE].columns
+    one = _FORMATS[MOONCAKE]
+    columns = (one.arrival, one.context, one.output)
 
     def records() -> Iterator[tuple[int, _Record]]:
         for number, line in enumerate(lines, start=1):
@@ -429,7 +482,7 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[str, Iterator[tupl
                 raise InputError(f"{source}: line {number}", line, f"a JSON object with {', '.join(columns)}")
             yield number, record
 
-    return MOONCAKE, records()
+    return one, records()
 
 
 def _leading_blocks(hashes: Any, seen: set[int | str], where: str) -> int:
@@ -475,6 +528,14 @@ def _date(value: Any, where: str) -> float:
         raise InputError(where, value, "a date and time") from None
 
 
+def _seconds_or_date(value: Any, where: str) -> float:
+    """Seconds, seconds or milliseconds since 1970, or a date."""
+    number = _number(value)
+    if math.isnan(number):
+        return _date(value, where)
+    return 1e-3 * number if number > _MAX_ARRIVAL_S else number
+
+
 def _tokens(value: Any, where: str) -> float:
     """A whole number of tokens, at least 0."""
     number = _number(value)
@@ -484,15 +545,27 @@ def _tokens(value: Any, where: str) -> float:
 
 
 class _Format(NamedTuple):
-    columns: tuple[str, str, str]  # arrival, context, output
+    """Columns of a trace; empty: it has none."""
+
+    kind: str
+    arrival: str
+    context: str
+    output: str
     to_seconds: Callable[[Any, str], float]  # of an arrival, and where it stands
+    cached: str = "cached_tokens"
 
 
 OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
 _FORMATS = {
-    OWN: _Format(("arrival_s", "context_tokens", "output_tokens"), _seconds),
-    AZURE: _Format(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date),
-    MOONCAKE: _Format(("timestamp", "input_length", "output_length"), _milliseconds),
+    OWN: _Format(OWN, "arrival_s", "context_tokens", "output_tokens", _seconds),
+    AZURE: _Format(AZURE, "TIMESTAMP", "ContextTokens", "GeneratedTokens", _date),
+    MOONCAKE: _Format(MOONCAKE, "timestamp", "input_length", "output_length", _milliseconds),
+}
+_ROLES = {  # of a column, and its usual names, in lower case
+    "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
+    "context": ("context_tokens", "prompt_tokens", "input_tokens", "contexttokens", "input_length", "prompt_len"),
+    "output": ("output_tokens", "completion_tokens", "generated_tokens", "generatedtokens", "output_length"),
+    "cached": ("cached_tokens", "cached_prefix", "cached_prompt_tokens", "cache_read_tokens"),
 }
 
 

@@ -115,7 +115,7 @@ def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
                 "groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests"
             )
         for label, line in details(plan):
-            (answer if label == "interval" else table).add_row(f"{label}:", line)
+            (answer if label in ("interval", "engines", "traffic", "would meet") else table).add_row(f"{label}:", line)
     for reason in plan.reasons():
         table.add_row("why not:", reason)
     table.add_row("memory:", limit_text(plan.scenario.memory_limit))
@@ -149,7 +149,8 @@ def _fleets(plan: CapacityPlan) -> Table:
 
     titles, rows, _ = fleet_table(plan)
     table = columns(titles[0].title)
-    columns(*(one.title for one in titles[1:]), numbers=True, into=table)
+    columns(titles[1].title, into=table)
+    columns(*(one.title for one in titles[2:]), numbers=True, into=table)
     for number, row in enumerate(as_text(rows[: 1 + _SHOWN])):
         table.add_row(*row, style="bold" if number == 0 and plan.answer is not None else None)
     return table

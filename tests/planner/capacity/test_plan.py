@@ -148,7 +148,7 @@ def test_a_page_that_fails_costs_the_page_alone(
     def fail(*_: object) -> None:
         raise ValueError("no such fleet")
 
-    monkeypatch.setattr("planner.capacity.workload.Workload.faster", fail)
+    monkeypatch.setattr("planner.capacity.result.CapacityPlan.explored", fail)
     asked = ("--requests", SMALL, "--slo-ttft", "1s", "--strategies", "single", "--html", "r.html", "--json", *FEW)
     code, out, err = run(capsys, *asked)
     assert (code, err.count("\n")) == (74, 1)

@@ -243,3 +243,33 @@ def test_lognormal_lengths() -> None:
     logs = np.log(drawn.context_len)
     assert np.median(drawn.context_len) == pytest.approx(1024, rel=0.02)
     assert logs.std() == pytest.approx(0.8, rel=0.02)
+
+
+GATEWAY = "id,timestamp,prompt_tokens,completion_tokens\na,2026-11-01T10:00:00Z,1000,50\nb,2026-11-01T10:00:01.5Z,3000,20\n"
+
+
+def test_a_gateways_csv_is_read_by_its_usual_names_and_others_by_the_names_given(tmp_path: Path) -> None:
+    usual, other = tmp_path / "usual.csv", tmp_path / "other.csv"
+    usual.write_text(GATEWAY)
+    other.write_text(GATEWAY.replace("timestamp", "when").replace("prompt_tokens", "size"))
+    first = Source.of(str(usual)).workload(0)
+    assert (first.arrival_s.tolist(), first.context_len.tolist()) == ([0.0, 1.5], [1000, 3000])
+    assert first.output_tokens.tolist() == [50, 20]
+    named = Source.of(str(other), columns="timestamp=when,context=size").workload(0)
+    assert named.context_len.tolist() == [1000, 3000]
+    for columns, message in (("time=when", "timestamp=COLUMN"), ("timestamp=hour,context=size", "hour")):
+        with pytest.raises(InputError, match=message):
+            Source.of(str(other), columns=columns)
+    with pytest.raises(InputError, match="prompt_tokens"):
+        Source.of(str(other))
+
+
+def test_a_data_frame_is_read_as_its_csv(tmp_path: Path) -> None:
+    import pandas
+
+    path = tmp_path / "requests.csv"
+    path.write_text(GATEWAY)
+    frame = pandas.read_csv(path, parse_dates=["timestamp"])
+    from_frame, from_file = Source.of(frame).workload(0), Source.of(str(path)).workload(0)
+    assert from_frame.arrival_s.tolist() == from_file.arrival_s.tolist()
+    assert from_frame.context_len.tolist() == from_file.context_len.tolist()
