@@ -76,13 +76,13 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if fleet.growth is not None:
-        most, rate, gpus = fleet.growth
+        most, rate, more = fleet.growth
         text = f"the fleet serves {most:g} times these requests" if most > 1 else "the fleet has no room for 1.1 times"
         if rate is not None:
-            text += f"; {rate:g} times need " + (f"{gpus} GPUs that prefill" if gpus else "more GPUs than --max-gpus")
+            text += f"; {rate:g} times need " + (f"{more} GPUs that prefill" if more else "more GPUs than --max-gpus")
         yield "traffic", text
-    for text in plan.would_meet:
-        yield "would meet", text
+    for change in plan.would_meet:
+        yield "would meet", change
     if fleet.unserved:
         yield "requests", f"{fleet.unserved} of {fleet.requests} never served; they count as late"
     if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:

@@ -340,8 +340,9 @@ MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
 _MAX_HASH = 64  # characters of a hash that is text
 _MAX_ARRIVAL_S = 1e10
 _ACCEPTED = (
-    "a column of arrivals and one of context tokens (arrival_s or timestamp; context_tokens, prompt_tokens or"
-    " input_tokens), or their names: `columns` timestamp=COLUMN,context=COLUMN[,output=COLUMN,cached=COLUMN]"
+    "a header line with a column of arrivals and one of context tokens (arrival_s or timestamp; context_tokens,"
+    " prompt_tokens or input_tokens), or their names: `columns`"
+    " timestamp=COLUMN,context=COLUMN[,output=COLUMN,cached=COLUMN]"
 )
 _Record = Mapping[str, Any]  # one line of a file by column
 
