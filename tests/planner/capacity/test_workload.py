@@ -245,7 +245,10 @@ def test_lognormal_lengths() -> None:
     assert logs.std() == pytest.approx(0.8, rel=0.02)
 
 
-GATEWAY = "id,timestamp,prompt_tokens,completion_tokens\na,2026-11-01T10:00:00Z,1000,50\nb,2026-11-01T10:00:01.5Z,3000,20\n"
+GATEWAY = """id,timestamp,prompt_tokens,completion_tokens
+a,2026-11-01T10:00:00Z,1000,50
+b,2026-11-01T10:00:01.5Z,3000,20
+"""
 
 
 def test_a_gateways_csv_is_read_by_its_usual_names_and_others_by_the_names_given(tmp_path: Path) -> None:
