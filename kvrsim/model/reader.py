@@ -622,7 +622,7 @@ class _Reader:
         """What a mixer keeps or returns besides its output, where the class's cache has no place for it."""
         own = [one.recurrent_states for one in parts.module.modules() if hasattr(one, "recurrent_states")]
         number, linear = _attribute(parts.module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
-        if number is not None and number < len(linear) and isinstance(linear[number], torch.Tensor):
+        if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
             own.append(linear[number])
         if own:
             return own
@@ -637,13 +637,14 @@ class _Reader:
         """The layer of the class's cache that a mixer writes; None: it writes none."""
         number = next((one.layer_idx for one in module.modules() if _attribute(one, "layer_idx") is not None), None)
         layers = getattr(self.trace.cache, "layers", [])
-        return None if number is None or number >= len(layers) else layers[number]
+        return layers[number] if number in range(len(layers)) else None
 
     def _attention(self, parts: _Parts, indexer: Indexer | None, cached: Any) -> Attention:
         config, module, layer = self.config, parts.module, parts.layer
         heads = _attribute(module, *_HEADS) or config.num_attention_heads
         output = self._gemm(layer, parts.last, "rows")
-        roles = {path: path.rpartition(".")[2] for path in parts.linears if path != parts.last}
+        names = {path: path.removesuffix(".linear") for path in parts.linears if path != parts.last}
+        roles = {path: name.rpartition(".")[2] for path, name in names.items()}
         queries = [path for path, leaf in roles.items() if _QUERIES.match(leaf)]
         keys = [path for path, leaf in roles.items() if _KEYS_VALUES.match(leaf)]
         gates = [path for path, leaf in roles.items() if _GATES.search(leaf)]
