@@ -76,7 +76,8 @@ def a_million(repeats: int = 3) -> list[str]:
 def a_million_planned() -> str:
     """A whole plan, in a fresh process."""
     spec = f"synthetic:diurnal,rate=40,requests={MILLION},context=lognormal:2k:1,max=12k"
-    options = ["--slo-ttft", "2s", "--replications", "1", "--max-gpus", "1024", "--profile", "a100-eager", "--json"]
+    options = ["--model", "llama-7b", "--cluster", "a100-nvlink"]
+    options += ["--slo-ttft", "2s", "--replications", "1", "--max-gpus", "1024", "--profile", "a100-eager", "--json"]
     return f"| `kvrsim capacity` on 1,000,000 synthetic requests, whole search | {answered_s(spec, options):.1f} s |"
 
 

@@ -172,7 +172,7 @@ def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile
         return paper, (note("paper", model=model.name),)
     for name in DEFAULT_PROFILES:
         if name.startswith(f"{gpu.name.partition('-80gb')[0]}-"):
-            others = ()
+            others: tuple[Note, ...] = ()
             if name == "a100-flash":
                 others = (note("default profile", profile=name, other=PAPER_PROFILE, what="eager attention of 2023"),)
             return load_profile(name), others

@@ -99,8 +99,8 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     name = str(name_or_path)
     if (known := known_shape(name)) is not None:
         known_name, shape, positions = known
-        model = load_model(shape, argument)
-        return replace(model, name=known_name, max_position_embeddings=positions or model.max_position_embeddings)
+        same = load_model(shape, argument)
+        return replace(same, name=known_name, max_position_embeddings=positions or same.max_position_embeddings)
     path = config_path(name, argument)
     if name not in builtin_models():
         name = (path.resolve().parent.name if path.name == "config.json" else path.stem) or name

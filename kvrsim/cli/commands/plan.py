@@ -197,8 +197,10 @@ def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
             today = f"{fastest.strategy}, {format_seconds(fastest.ttft_s)} ({', '.join(fastest.engines)})"
         yield f"Engines today: {today}; none that was looked at has {best.strategy}."
     if emit is not None and emit not in best.engines:
-        other = plan.best_on(emit)
-        launched = "nothing that it has fits" if other is None else f"{other.strategy}, {format_seconds(other.ttft_s)}"
+        has_best = plan.best_on(emit)
+        launched = "nothing that it has fits"
+        if has_best is not None:
+            launched = f"{has_best.strategy}, {format_seconds(has_best.ttft_s)}"
         yield f"For {emit}: {launched}; {best.strategy}, {format_seconds(best.ttft_s)}, was passed over."
 
 
