@@ -175,7 +175,7 @@ def test_make_targets_exist() -> None:
         "plan --gpus 2 --ctx 2k",
         "simulate --strategy kvr-e --gpus 2 --ctx 2k --breakdown --noise jitter:0.1 --samples 20",
         "map --gpus 2 --ctx 1k,2k",
-        "capacity llama-7b 8xa100 --slo-ttft 2s --max-gpus 8 --requests synthetic:poisson,rate=1,requests=50,context=1k",
+        "capacity llama-7b a100 --slo-ttft 2s --max-gpus 8 --requests synthetic:poisson,rate=1,requests=50,context=1k",
     ],
 )
 def test_every_json_field_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
