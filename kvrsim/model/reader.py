@@ -637,7 +637,7 @@ class _Reader:
         """The layer of the class's cache that a mixer writes; None: it writes none."""
         number = next((one.layer_idx for one in module.modules() if _attribute(one, "layer_idx") is not None), None)
         layers = getattr(self.trace.cache, "layers", [])
-        return layers[number] if number in range(len(layers)) else None
+        return None if number is None or not 0 <= number < len(layers) else layers[number]
 
     def _attention(self, parts: _Parts, indexer: Indexer | None, cached: Any) -> Attention:
         config, module, layer = self.config, parts.module, parts.layer
@@ -652,7 +652,8 @@ class _Reader:
         head_dim = _attribute(module, "head_dim", "head_size", "attention_head_size")
         head_dim = head_dim or _attribute(config, "head_dim") or config.hidden_size // heads
         value_dim = _symbol(int(output.in_features) // int(heads), _attribute(module, "v_head_dim"), head_dim)
-        splits: dict[str, Split] = dict.fromkeys((*queries, *gates), "columns") | dict.fromkeys(keys, "kv_heads")
+        splits: dict[str, Split] = dict.fromkeys((*queries, *gates), "columns")
+        splits |= dict.fromkeys(keys, "kv_heads")
         if len(others) == 1 and not queries and not keys:
             splits[others[0]] = "qkv_heads"
         elif others:
