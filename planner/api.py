@@ -221,7 +221,7 @@ def build_predictor(
     Parameters
     ----------
     strategy : str or Strategy
-        As in `simulate`; "best": the fastest that fits, of those that `plan` compares by default.
+        As in `simulate`; "best": the fastest that fits and that some engine has.
     jobs : int
         As in `build_table`.
     on_progress : callable

@@ -76,10 +76,10 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if fleet.growth is not None:
-        most, rate, more = fleet.growth
+        most, times, more = fleet.growth
         text = f"the fleet serves {most:g} times these requests" if most > 1 else "the fleet has no room for 1.1 times"
-        if rate is not None:
-            text += f"; {rate:g} times need " + (f"{more} GPUs that prefill" if more else "more GPUs than --max-gpus")
+        if times is not None:
+            text += f"; {times:g} times need " + (f"{more} GPUs that prefill" if more else "more GPUs than --max-gpus")
         yield "traffic", text
     for change in plan.would_meet:
         yield "would meet", change

@@ -17,6 +17,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
 from planner.candidates import Candidate, per_rank_scenario, strategies_to_compare
+from planner.deploy import engines_with
 from planner.grid import quick_candidate
 from planner.predictor.predictor import StrategyTimes, TtftPredictor
 from planner.processes import Pool
@@ -41,7 +42,7 @@ def make_predictor(
 ) -> TtftPredictor:
     """The predictor of a scenario, whose context and batch are the largest that it answers for.
 
-    strategy: "best", the fastest of those that `plan` compares by default and that fit, or one by name.
+    strategy: "best", the fastest of those that fit and that some engine has, or one by name.
     pool: who works; None: this process. Raises InputError where no strategy fits in memory.
     """
     build = _Build(scenario, pool or Pool(), on_progress)
@@ -69,7 +70,7 @@ class _Build:
         self.prefixes = tuple(sorted({self.longest // share if share else 0 for share in _PREFIX_SHARES}))
 
     def strategies(self, strategy: str | Strategy) -> tuple[Strategy, ...]:
-        """The strategy of that name, or all that are about the fastest in some of a few places."""
+        """The strategy of that name, or all deployable ones that are about the fastest in some of a few places."""
         scenario = self.scenario
         if strategy != BEST:
             one = get_strategy(strategy)
@@ -77,7 +78,10 @@ class _Build:
                 raise InputError("strategy", one.name, "a strategy that needs no table")
             per_rank_scenario(scenario, one)  # refuses what the machine or the model does not allow
             return (one,)
-        contending = tuple(one for one in strategies_to_compare(scenario, None).strategies if one.approximate is None)
+        compared = strategies_to_compare(scenario, None).strategies
+        contending = tuple(one for one in compared if one.approximate is None and engines_with(one, scenario))
+        if not contending:
+            raise InputError("strategy", BEST, "a strategy by name: no engine has any on these GPUs")
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
         samples = product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1]))
         work = [(_at(scenario, *sample), contending) for sample in samples]

@@ -29,7 +29,7 @@ from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
 
 app = typer.Typer()
-_STRATEGY = "What the GPUs run; best: the fastest that fits, of those that plan compares by default."
+_STRATEGY = "What the GPUs run; best: the fastest that fits and that some engine has."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +109,16 @@ def lookup(
     """
     from planner.predictor.predictor import load_predictor
 
-    estimate = load_predictor(file, "PREDICTOR").predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
+    predictor = load_predictor(file, "PREDICTOR")
+    estimate, asked = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch), predictor.question
+    about = {name: asked[name] for name in ("model", "num_gpus", "profile", "engine")}
+    about["cluster"] = asked["cluster"]["name"]
     if json:
-        print_json(estimate.to_dict())
+        print_json(estimate.to_dict() | about)
         return
     table, interval = facts(), format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
     time = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
     table.add_row("TTFT:", headline(time))
+    gpus = f"{about['num_gpus']} GPU{'s' * (about['num_gpus'] > 1)} of {about['cluster']}"
+    table.add_row("of:", f"{about['model']} on {gpus}, profile {about['profile']}, engine {about['engine']}")
     show(table)

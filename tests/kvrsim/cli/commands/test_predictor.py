@@ -40,12 +40,16 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_lookup(built: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["predictor", "lookup", built, "--ctx", "900", "--cached-prefix", "512", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert list(told) == ["ttft_s", "ttft_low_s", "ttft_high_s", "strategy"]
+    assert list(told)[:4] == ["ttft_s", "ttft_low_s", "ttft_high_s", "strategy"]
+    assert told["num_gpus"] == 2
+    assert {"model", "cluster", "profile", "engine"} < set(told)
     simulate = ("simulate", "--strategy", "tp", "--gpus", "2", "--ctx", "900", "--cached-prefix", "512", "--json")
     assert cli.main([*simulate]) == 0
     assert told["ttft_s"] == pytest.approx(json.loads(capsys.readouterr().out)["ttft_s"], rel=0.03)
     assert cli.main(["predictor", "lookup", built, "--ctx", "900", "--batch", "2"]) == 0
-    assert capsys.readouterr().out.startswith("TTFT: tp, ")
+    out = capsys.readouterr().out
+    assert out.startswith("TTFT: tp, ")
+    assert "2 GPUs of" in out
 
 
 @pytest.mark.parametrize(
