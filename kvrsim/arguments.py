@@ -16,7 +16,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
 from kvrsim.choices import (
@@ -281,6 +281,12 @@ def option(
     return field(default=default, metadata={"option": known})
 
 
+def replaced(group: type, name: str, *, default: Any) -> Any:
+    """Declare the argument of another group with another default; its help then says nothing of the old one."""
+    known: Option = next(one for one in fields(group) if one.name == name).metadata["option"]
+    return field(default=default, metadata={"option": replace(known, help=known.help.partition(" Default: ")[0])})
+
+
 def switch(help: str, section: str = "Output", default: bool | None = False, *, spelling: tuple[str, ...] = ()) -> Any:
     """Declare an argument that is False unless it is given."""
     return option("", help, section, flag, default, spelling=spelling)
@@ -450,20 +456,8 @@ class ScenarioArgs(Arguments):
 class DeploymentArgs(ScenarioArgs):
     """The same for an answer that others pay for: nothing of it is a default of the paper."""
 
-    model: Any = option(
-        "NAME|PATH",
-        "A built-in model, a Hugging Face id of a known shape, a config.json or its folder.",
-        "Question",
-        named("kvrsim.model.spec:ModelSpec"),
-        REQUIRED,
-    )
-    cluster: Any = option(
-        "NAME|PATH",
-        "GPUs and their links: a built-in name, a size such as 8xh100, or a file.",
-        "Machine",
-        named("kvrsim.hardware:Cluster"),
-        REQUIRED,
-    )
+    model: Any = replaced(ScenarioArgs, "model", default=REQUIRED)
+    cluster: Any = replaced(ScenarioArgs, "cluster", default=REQUIRED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,6 @@ NOTES = {
     "even chunks, tied": (
         "even chunks are {gain:.1%} slower than KVR-S's: less than a prediction can tell, so take either"
     ),
-    "fewer GPUs": "{fewer} {how} {num_gpus} with KVR-S: {fewer_s:.3g} s against {ttft_s:.3g} s",
     "memory": "{strategy} does not fit: rank {ranks} over {limit} (worst {worst})",
     "timelines": "no timeline of {strategies}: all timelines together have at most {most:,} operations",
     # tables and maps

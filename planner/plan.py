@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 200_000  # of all timelines together but the first: what a page holds and a browser moves
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
-_SURELY_SLOWER = 1.5  # compute alone over TTFT, from which fewer GPUs cannot be as fast
 _LEAST_GAIN = 0.0005  # smaller gains would be printed as 0.0 %
-_AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
 
 def make_plan(
@@ -291,7 +289,6 @@ class Ranking:
             *prefix_access_notes(self.candidates),
             *self._approximate_notes(),
             *self._even_chunks_note(),
-            *(self._fewer_gpus_note() if self._compares_kvr else ()),
             *(_memory_note(one) for one in self.candidates if not one.fits),
         ]
 
@@ -320,37 +317,6 @@ class Ranking:
             return []
         gain = even.ttft_s / best.ttft_s - 1
         return [note("even chunks" if gain < _LEAST_GAIN else "even chunks, tied", gain=gain)]
-
-    def _fewer_gpus_note(self) -> list[str]:
-        """Whether half of the GPUs, a quarter, ... would be as fast with KVR-S.
-
-        Numbers of GPUs that would have to do all compute in too little time are not tried.
-        """
-        scenario, ttft_s = self._kvr.per_rank, self._kvr.ttft_s
-        if scenario.expert_parallel:  # fewer GPUs would hold more experts each
-            return []
-        quiet = Candidate(scenario=scenario.without_communication(), strategy=KVR_S, partition=self._kvr.partition)
-        method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
-        as_fast: dict[int, float] = {}
-        num_gpus = scenario.cluster.num_gpus // 2
-        while num_gpus >= 1 and sum(quiet.compute_s) / num_gpus < _SURELY_SLOWER * ttft_s:
-            fewer_s = search(scenario.on_gpus(num_gpus), KVR_S, method=method).ttft_s
-            if fewer_s <= ttft_s * (1 + _AS_FAST):
-                as_fast[num_gpus] = fewer_s
-            num_gpus //= 2
-        if not as_fast:
-            return []
-        fewest = min(as_fast)
-        return [
-            note(
-                "fewer GPUs",
-                fewer=f"{fewest} GPUs are" if fewest > 1 else "1 GPU is",
-                how="as fast as" if as_fast[fewest] > ttft_s * (1 - _AS_FAST) else "faster than",
-                num_gpus=scenario.cluster.num_gpus,
-                fewer_s=as_fast[fewest],
-                ttft_s=ttft_s,
-            )
-        ]
 
 
 def _question(

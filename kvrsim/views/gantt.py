@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 10.0  # inches
-_LEAST_LAYERS = 8  # with fewer layers there are no close-ups of layers
-_SHORT = 0.4  # the longest close-up, as a share of the timeline
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """A time window with its own panel."""
-
-    name: str  # label in the whole timeline
-    title: str  # of its panel
-    start_s: float
-    end_s: float
 
 
 def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
@@ -46,99 +33,25 @@ def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: s
 
 
 def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
-    """Ranks x seconds.
-
-    Beneath the whole stand two close-ups, where they show more: of layers, of a pipeline's pieces or, of several
-    requests, of two behind each other.
-    """
+    """Ranks x seconds; the interactive page (views/timeline.py) zooms."""
     with styled():
         return _draw(timeline, title, subtitle)
 
 
 def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
-
-    ranks = timeline.num_ranks
-    detailed = ranks <= MAX_DETAILED_RANKS
-    windows = _windows(timeline) if detailed else []
-    alternates = not is_pipeline(timeline)
+    ranks, alternates = timeline.num_ranks, not is_pipeline(timeline)
     entries = legend_entries(timeline.spans, alternates=alternates)
     head = Head(title=title, subtitle=subtitle, width=WIDTH, entries=entries)
-    lanes = min(10.0, max(0.9, ranks * (0.34 if detailed else 0.11)))
-    rows, gap = (2, 0.8) if windows else (1, 0.0)
-    height = rows * lanes + gap + head.height + 0.85
+    height = min(10.0, max(0.9, ranks * (0.34 if ranks <= MAX_DETAILED_RANKS else 0.11))) + head.height + 0.85
     figure = drawing(WIDTH, height)
     left = 0.07 if timeline.gpus_per_rank == 1 else 0.115
     edges: dict[str, Any] = dict(left=left, right=0.98, top=1 - (head.height + 0.3) / height, bottom=0.55 / height)
-    grid = figure.add_gridspec(rows, max(1, len(windows)), hspace=gap / lanes, wspace=0.06, **edges)
-    whole = figure.add_subplot(grid[0, :])
-    draw_lanes(whole, timeline.spans, 0.0, timeline.end_s, alternates=alternates)
-    lane_axes(whole, timeline, 0.0, timeline.end_s)
-    mark_first_token(whole, timeline)
-    for column, window in enumerate(windows):
-        axes = figure.add_subplot(grid[1, column])
-        _close_up(axes, timeline, window, alternates=alternates)
-        lane_axes(axes, timeline, window.start_s, window.end_s, title=window.title, named=column == 0)
-        _frame(whole, window)
+    axes = figure.add_subplot(figure.add_gridspec(1, 1, **edges)[0, 0])
+    draw_lanes(axes, timeline.spans, 0.0, timeline.end_s, alternates=alternates)
+    lane_axes(axes, timeline, 0.0, timeline.end_s)
+    mark_first_token(axes, timeline)
     head.draw(figure)
     return figure
-
-
-def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bool) -> None:
-    """Draw bars, arrows and layer numbers of one time window."""
-    inside = [span for span in timeline.spans if span.end_s > window.start_s and span.start_s < window.end_s]
-    draw_lanes(axes, inside, window.start_s, window.end_s, pixels=PIXELS // 2, alternates=alternates)
-    draw_arrows(axes, [span for span in inside if span.kind == "transfer"], window.start_s, window.end_s)
-    if alternates:
-        number_layers(axes, inside, window.start_s, window.end_s)
-
-
-def _windows(timeline: Timeline) -> list[_Window]:
-    """Close-ups; none where the whole timeline shows as much."""
-    if is_pipeline(timeline):
-        return _of_pieces(timeline)
-    layers = sorted({span.layer for span in timeline.spans if span.layer is not None})
-    if len(layers) < _LEAST_LAYERS:
-        return []
-    middle = len(layers) // 2
-    return [
-        _of_layers(timeline, "first layers", layers[:2]),
-        _of_layers(timeline, "midway", layers[middle : middle + 2]),
-    ]
-
-
-def _of_layers(timeline: Timeline, name: str, layers: Sequence[int]) -> _Window:
-    """From the first operation of some layers to their last; only on the last rank where ranks are far apart."""
-    spans = [span for span in timeline.spans if span.layer in layers and is_solid(span) and span.kind != "transfer"]
-    title = f"{name}: {layers[0]} and {layers[1]}"
-    last = [span for span in spans if span.rank == timeline.num_ranks - 1]
-    if layers[0] > 0 and last and _end_s(spans) - _start_s(spans) > timeline.end_s / 5:
-        spans = last
-        title += f" of rank {timeline.num_ranks - 1}"
-    if not spans:
-        return _Window(name, title, 0.0, timeline.end_s)
-    pad_s = 0.01 * (_end_s(spans) - _start_s(spans))
-    return _Window(name, title, max(0.0, _start_s(spans) - pad_s), _end_s(spans) + pad_s)
-
-
-def _of_pieces(timeline: Timeline) -> list[_Window]:
-    """Windows as long as a pipeline takes to fill, at the beginning and midway."""
-    last = timeline.num_ranks - 1
-    fills_s = 1.25 * min((span.start_s for span in timeline.of(last, "compute")), default=timeline.end_s)
-    if not 0 < fills_s <= _SHORT * timeline.end_s:
-        return []
-    middle_s = (timeline.end_s - fills_s) / 2
-    return [
-        _Window("fills", "while the pipeline fills", 0.0, fills_s),
-        _Window("midway", "midway, as long a stretch", middle_s, middle_s + fills_s),
-    ]
-
-
-def _start_s(spans: Iterable[Span]) -> float:
-    return min(span.start_s for span in spans)
-
-
-def _end_s(spans: Iterable[Span]) -> float:
-    return max(span.end_s for span in spans)
 
 
 def lane_axes(
@@ -169,13 +82,6 @@ def mark_first_token(axes: Axes, timeline: Timeline) -> None:
     _above(axes, ttft_s, f"TTFT {format_seconds(ttft_s)}", ha="right", fontsize=10, fontweight="bold")
 
 
-def _frame(whole: Axes, window: _Window) -> None:
-    """Mark a close-up in the whole timeline."""
-    style: dict[str, Any] = dict(facecolor="none", edgecolor=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=5)
-    whole.axvspan(window.start_s, window.end_s, **style)
-    _above(whole, window.start_s, window.name, ha="left", fontsize=8)
-
-
 def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
     """Write a label above the axes."""
     axes.annotate(
@@ -192,8 +98,7 @@ def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
 
 # Lanes: the operations of each rank over time as coloured bars or pixels
 
-MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin and there are no close-ups
-_MOST_ARROWS = 14  # per rank
+MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin
 PIXELS = 1400  # of a figure's width, about
 _THIN = 1.5  # pixels; thinner bars are drawn as pixels
 _LAYER = 4  # pixels; thinner layers are all alike
@@ -300,50 +205,6 @@ def _draw_pixels(
         axes.imshow(colours[None], extent=extent, aspect="auto", interpolation="nearest", zorder=2)
     if waits:
         _boxes(axes, waits, **HATCHED, linewidths=0)
-
-
-def draw_arrows(axes: Axes, transfers: Sequence[Span], start_s: float, end_s: float) -> None:
-    """Draw arrows from the sender's link to the receiver's lane; none for an all-gather or ring."""
-    if any(span.peer != span.rank + 1 for span in transfers):
-        return
-    if len(transfers) > _MOST_ARROWS * len({span.rank for span in transfers}):
-        return
-    for span in transfers:
-        if start_s <= span.start_s and span.end_s <= end_s:
-            axes.annotate(
-                "",
-                xy=(span.end_s, span.rank + 1 + _BAR[0]),
-                xytext=(span.start_s, span.rank + _LINK_BAR[1]),
-                arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0},
-                zorder=4,
-            )
-
-
-def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: float) -> None:
-    """Write each layer's number once per rank, in its longest attention bar, where there is room."""
-    for (rank, layer), (begin_s, until_s) in _longest_attention(spans).items():
-        begin_s, until_s = max(begin_s, start_s), min(until_s, end_s)
-        if until_s - begin_s < (0.004 + 0.016 * len(str(layer))) * (end_s - start_s):
-            continue
-        middle = rank + (_BAR[0] + _BAR[1]) / 2 + 0.02
-        style: dict[str, Any] = dict(ha="center", va="center", fontsize=8, color=INK, zorder=5)
-        axes.text((begin_s + until_s) / 2, middle, str(layer), clip_on=True, **style)
-
-
-def _longest_attention(spans: Iterable[Span]) -> dict[tuple[int, int], tuple[float, float]]:
-    """The longest attention bar without a gap, by rank and layer."""
-    runs: dict[tuple[int, int], tuple[float, float]] = {}
-    longest: dict[tuple[int, int], tuple[float, float]] = {}
-    for span in spans:
-        if span.op != "attention" or span.kind != "compute" or span.layer is None:
-            continue
-        key = (span.rank, span.layer)
-        begin_s, until_s = runs.get(key, (span.start_s, span.start_s))
-        touches = span.start_s <= until_s * (1 + 1e-9)
-        runs[key] = (begin_s if touches else span.start_s, span.end_s)
-        best = longest.get(key, runs[key])
-        longest[key] = max(best, runs[key], key=lambda run: run[1] - run[0])
-    return longest
 
 
 def _colour(span: Span, *, alternates: bool) -> str:

@@ -55,8 +55,6 @@ def figure(confirmation: Confirmation) -> Figure:
     for row, (title, timeline) in enumerate(timelines):
         axes = figure.add_subplot(grid[row, 0])
         gantt.draw_lanes(axes, timeline.spans, 0.0, end_s)
-        gantt.draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
-        gantt.number_layers(axes, timeline.spans, 0.0, end_s)
         gantt.lane_axes(axes, timeline, 0.0, end_s, title=title)
         gantt.mark_first_token(axes, timeline)
     head.draw(figure)

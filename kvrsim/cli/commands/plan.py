@@ -115,7 +115,7 @@ def _deployable(args: ScenarioArgs, compared: PlanArgs, deploy: DeployArgs) -> P
     )
 
 
-_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "fewer GPUs", "links, messages")  # codes of notes
+_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # codes of notes
 
 
 def show_plan(plan: Plan, launch: Launch | None = None, emit: str | None = None, *, explain: bool = False) -> None:
