@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,15 +43,43 @@ def plan_capacity(
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
 ) -> CapacityPlan:
+    """Search the cheapest fleet that meets the target; one that engines have, where no strategies are named.
+
+    Where strategies that no engine has need fewer GPUs, or alone meet the target, a note says so. The arguments and
+    errors are those of `_plan`.
+    """
+    policy = policy or StrategyPolicy()
+    common: dict[str, Any] = {"warnings": warnings, "pool": pool, "on_progress": on_progress}
+    theory = _plan(scenario, request, policy, **common)
+    if policy.names is not None or policy.engines or theory.answer is None or theory.answer.engine is not None:
+        return theory
+    practice = _plan(scenario, request, replace(policy, deployable=True), **common)
+    if practice.answer is None:
+        return replace(theory, warnings=(*theory.warnings, "no fleet that an engine has today meets the target"))
+    if theory.answer.num_gpus >= practice.answer.num_gpus:
+        return practice
+    fewer = f"with strategies that no engine has: {theory.answer.num_gpus} GPUs, {theory.answer.describe()}"
+    return replace(practice, warnings=(*practice.warnings, f"{fewer} (--strategies all)"))
+
+
+def _plan(
+    scenario: Scenario,
+    request: CapacityRequest,
+    policy: StrategyPolicy,
+    *,
+    warnings: Sequence[str] = (),
+    pool: Pool | None = None,
+    on_progress: OnProgress | None = None,
+) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
-    policy: what groups may run; None: the usual strategies. pool: who simulates groups; None: this process.
+    policy: what groups may run. pool: who simulates groups; None: this process.
     on_progress: called with each stage.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
     report = on_progress or (lambda done, total, text: None)
-    policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
+    policy = replace(policy, packs=request.pack_tokens is not None)
     request = _on_machine(scenario, request, policy)
     workloads = [
         request.source.workload(request.seed, number)

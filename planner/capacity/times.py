@@ -30,7 +30,7 @@ from planner.capacity.decode import Decoding
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
 from planner.capacity.packing import ACCEPTED, Packing, StepCosts, check_packs, most_tokens_in_memory, takes_steps
 from planner.capacity.workload import Lengths, Workload
-from planner.deploy import DeployEngine
+from planner.deploy import DeployEngine, engines_with
 from planner.grid import largest
 from planner.processes import Pool
 from planner.search.minimise import chunks_between, to_grid
@@ -61,6 +61,7 @@ class StrategyPolicy:
     names: tuple[str | Strategy, ...] | None = None  # None: the usual ones
     table: PartitionTable | None = None
     engines: tuple[DeployEngine, ...] = ()
+    deployable: bool = False  # whether some engine must have them, whichever
     packs: bool = False  # whether groups pack prompts into steps, so that only strategies of whole steps can run
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class StrategyPolicy:
             except InputError:
                 continue
             if strategy.approximate is None:
-                by_name = self.engines and scenario.num_gpus > 1
+                by_name = (self.engines or self.deployable) and scenario.num_gpus > 1
                 weights = strategy.name if by_name else weights_of(strategy, scenario.num_gpus)
                 layouts.setdefault(weights, []).append(strategy)
         return {weights: tuple(strategies) for weights, strategies in layouts.items()}
@@ -104,8 +105,10 @@ class StrategyPolicy:
         """Whether all engines run a strategy on all of the GPUs, with packed prompts where they are packed."""
         if self.packs and not takes_steps(strategy):
             return False
-        if (self.packs or self.engines) and strategy.name == "single" and scenario.num_gpus > 1:
+        if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
             return False  # GPUs would be idle
+        if self.deployable and not engines_with(strategy, scenario):
+            return False
         return all(engine.has(strategy, scenario) for engine in self.engines)
 
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
