@@ -150,19 +150,32 @@ def simulate(
     >>> result.partition
     (2048, 2048)
     """
+    return simulation_of(args, run, noise, users, timeline=timeline)
+
+
+def simulation_of(
+    args: ScenarioArgs,
+    run: SimulateArgs,
+    noise: NoiseArgs,
+    users: UsersArgs,
+    *,
+    timeline: bool = False,
+    on_progress: OnProgress | None = None,
+) -> SimResult:
+    """The result of `simulate`."""
     from planner.candidates import Search
     from planner.decode import with_users
     from planner.simulate import run_simulation
 
+    disturbance, table = disturbance_of(noise), table_of(run.table)
     scenario, warnings = build_scenario(args)
-    record: Any = [*["timeline"] * timeline, *["breakdown"] * run.breakdown]
     result = run_simulation(
         scenario,
         strategy=run.strategy,
-        search=Search(partition=run.partition, table=table_of(run.table)),
+        search=Search(partition=run.partition, table=table, on_progress=on_progress),
         executor=run.executor,
-        record=record,
-        disturbance=disturbance_of(noise),
+        record=[*["timeline"] * timeline, *["breakdown"] * run.breakdown],
+        disturbance=disturbance,
         warnings=warnings,
         seed=noise.seed,
     )

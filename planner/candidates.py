@@ -318,7 +318,7 @@ def _quick(scenario: Scenario, *, noisy: bool) -> ComparedStrategies:
     quick = UNDER_NOISE if noisy else QUICK
     slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
     strategies, notes = _allowed(scenario, [name for name in quick if name not in slow])
-    later = slow if noisy else (*slow, "kvr-b", "kvr-direct", "pp", "pp-s", *hybrids(scenario))
+    later = slow if noisy else (*slow, "interleave", "kvr-b", "kvr-direct", "pp", "pp-s", *hybrids(scenario))
     return ComparedStrategies(strategies=strategies, ranked=True, notes=notes, not_compared=later)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs, UsersArgs
 from kvrsim.cli.options import OutputArgs, PageArgs, takes
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kvrsim.noise import Distribution, Estimate
     from kvrsim.results.results import SimResult
     from kvrsim.results.timeline import Breakdown, BreakdownRow
-    from kvrsim.scenario import Scenario
 
 
 @takes(ScenarioArgs, SimulateArgs, UsersArgs, NoiseArgs, PageArgs, OutputArgs)
@@ -51,29 +49,11 @@ def simulate(
     output.check()
     if run.executor == "batch" and (files.is_given or run.breakdown):
         raise InputError("executor", run.executor, "event, with --trace, --plot or --breakdown")
-    from kvrsim.builder import build_scenario
-    from planner.api import disturbance_of, table_of
-    from planner.candidates import Search
-    from planner.decode import with_users
-    from planner.simulate import run_simulation
+    from planner.api import simulation_of
 
-    disturbance = disturbance_of(noise)
-    search = Search(partition=run.partition, table=table_of(run.table))
-    scenario, warnings = build_scenario(args)
-    record: Any = [*["timeline"] * files.is_given, *["breakdown"] * run.breakdown]
     with Progress() as progress:
-        result = run_simulation(
-            scenario,
-            strategy=run.strategy,
-            search=replace(search, on_progress=progress),
-            executor=run.executor,
-            record=record,
-            disturbance=disturbance,
-            warnings=warnings,
-            seed=noise.seed,
-        )
-    result = with_users(result, scenario, users)
-    print_answer(output, result.to_dict, "per_rank", lambda: show_simulation(result, scenario), without=("memory",))
+        result = simulation_of(args, run, noise, users, timeline=files.is_given, on_progress=progress)
+    print_answer(output, result.to_dict, "per_rank", lambda: show_simulation(result), without=("memory",))
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
@@ -85,9 +65,9 @@ _MOST_CAUSES = 4  # of the interval, that are listed
 _WIDE = 0.005  # of TTFT, from which on a cause is listed
 
 
-def show_simulation(result: SimResult, scenario: Scenario) -> None:
+def show_simulation(result: SimResult) -> None:
     """TTFT, the question, one row per rank, and the rest."""
-    limit = scenario.memory_limit.nbytes
+    limit = result.memory_limit.nbytes
     answer, table = facts(), facts()
     answer.add_row("TTFT:", headline(_ttft(result, limit)))
     add_users(answer, result.users, result.mean_ttft_s)
@@ -101,7 +81,7 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     if said := _interval(result):
         table.add_row("interval:", said)
     table.add_row("executor:", result.executor)
-    table.add_row("memory:", limit_text(scenario.memory_limit))
+    table.add_row("memory:", limit_text(result.memory_limit))
     add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
     table.add_row("rests on:", rests_on_line(result.question, coverage_text(result.interval_coverage)))
     add_notes(table, result.warnings)
