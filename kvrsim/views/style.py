@@ -57,7 +57,7 @@ STRATEGY_COLOURS = {
     "striped": Colour("#ab3f8b", "#f9b5c7"),
     "zigzag-ring": Colour("#41013d", "#b486ae"),
     "zigzag": Colour("#9781f9", "#a7bafe"),
-    "interleave": Colour("#4b2ca8", "#c9d3ff"),
+    "interleave": Colour("#8305f6", "#7e2ff7"),
     "ulysses": Colour("#755a2a", "#ffa823"),
     "tp": Colour("#570903", "#cc5042"),
     "pp": Colour("#454709", "#fddf48"),
