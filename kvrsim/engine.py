@@ -107,15 +107,16 @@ class Engine:
         """The engine at a version, or at the nearest one that was measured. Raises InputError where none was."""
         if not self.versions:
             raise InputError("engine", f"{self.name}@{version}", f"{self.name}, of which no versions were measured")
-        nearest = version if version in self.versions else min(self.versions, key=lambda one: _distance(one, version))
-        factor = self.versions[nearest]
+        is_numbered = version[:1].isdigit()  # a nightly build is as the newest
+        nearest = min(self.versions, key=lambda one: _distance(one, version)) if is_numbered else ""
+        factor = self.versions.get(nearest, 1.0)
         seconds = {one.name: getattr(self.host, one.name) for one in fields(self.host)}
         return replace(
             self,
             name=f"{self.name}@{version}",
             host=HostRates(**{name: value and factor * value for name, value in seconds.items()}),
             kernel_scale={gpu: factor * scale for gpu, scale in (self.kernel_scale or {OTHER_GPU: 1.0}).items()},
-            is_other_version=nearest != version,
+            is_other_version=not is_numbered or any(_distance(nearest, version)),
         )
 
     def unknowns(self, model_type: str, gpu: str, tokens: int) -> tuple[str, ...]:

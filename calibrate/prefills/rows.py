@@ -1,8 +1,10 @@
 """Measured prefills from files: CSV, and what benchmarks of engines write, recognised by their content.
 
 A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
-ttft_s is required; PrefillDefaults give the rest. An output of a benchmark holds one JSON object, or one per line; its
-keys identify the tool that wrote it. Sources of the formats, each at the commit that was read:
+ttft_s is required; PrefillDefaults give the rest. With `concurrency` above 1, ttft_s is the mean TTFT of as many users,
+who each wait for their answer; `tpot_s` and `output_tokens` describe their decoding, and kvrsim.closed_loop gives the
+prefill. An output of a benchmark holds one JSON object, or one per line; its keys identify the tool that wrote it.
+Sources of the formats, each at the commit that was read:
 
 - `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
 - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
@@ -25,14 +27,16 @@ from typing import Any
 
 from calibrate.data import CsvRow, CsvTable
 from kvrsim.choices import DTYPES
+from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text
-from kvrsim.io.schema import JsonObject, parse_json
+from kvrsim.io.schema import JsonObject, NonNegative, parse_json
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
 from kvrsim.units import MAX_TOKENS, parse_count, parse_tokens
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
+LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # of rows that several users share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,20 +214,38 @@ def _vllm_latency(data: JsonObject, output: Output) -> None:
 def _vllm_serve(data: JsonObject, output: Output) -> None:
     """TTFTs at the client, in seconds a request (ttfts, input_lens) or as statistics in milliseconds.
 
-    A failed request has a TTFT of 0. Without --save-detailed there is only the mean length of all prompts.
+    A failed request has a TTFT of 0. Without --save-detailed there is only the mean length of all prompts. Waits in the
+    server's queue (server_queue_times, seconds per request) are subtracted. The mean TTFT of --max-concurrency users
+    without a rate is turned into one prefill by the wait model.
     """
     model = known_model(data.fields.get("model_id"))
+    rate, users = data.fields.get("request_rate"), data.fields.get("max_concurrency")
     if data.has("ttfts"):
         pairs = _requests(data)
         add_requests(output, pairs, data.where, model)
         typical_s = statistics.median(seconds for _, seconds in pairs)
+        if _waits(data, len(data.numbers("ttfts", allow_zero=True))):
+            output.note("server_queue_times are subtracted from the times to first token")
+            return
     else:
         key = data.first_of("median_ttft_ms", "mean_ttft_ms")
         typical_s = data.number(key) * 1e-3
+        if (alone_s := _alone_s(data, rate, users)) is not None:
+            output.note(f"one prefill from the mean TTFT of {users} users, by the wait model")
+            typical_s, users = alone_s, 1
         tokens = data.integer("total_input_tokens", maximum=MAX_TOKENS**2) / data.integer("completed")
         output.note("saved without --save-detailed: all prompts are taken to have the mean length")
         output.add(data.where, typical_s, context_len=max(1, round(tokens)), batch=1, likely_model=model)
-    _note_queues(data.fields.get("request_rate"), data.fields.get("max_concurrency"), typical_s, output)
+    _note_queues(rate, users, typical_s, output)
+
+
+def _alone_s(data: JsonObject, rate: object, users: object) -> float | None:
+    """One prefill from the mean TTFT of several users without a rate; None: the file does not say how they decode."""
+    if rate not in ("inf", None) or not isinstance(users, int) or users < 2 or not data.has("mean_tpot_ms"):
+        return None
+    output_tokens = data.integer("total_output_tokens", maximum=MAX_TOKENS**2) / data.integer("completed")
+    loop = ClosedLoop(users=users, tpot_s=data.number("mean_tpot_ms") * 1e-3, output_tokens=output_tokens)
+    return loop.prefill_s(data.number("mean_ttft_ms") * 1e-3)
 
 
 def _requests(data: JsonObject) -> list[tuple[int, float]]:
@@ -232,10 +254,22 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
     lengths = data.numbers("input_lens")
     if len(seconds) != len(lengths):
         raise data.error("input_lens", f"an array with a length for each of the {len(seconds)} ttfts")
-    pairs = [(round(length), one) for length, one in zip(lengths, seconds, strict=True) if one > 0]
+    queued = _waits(data, len(seconds)) or [0.0] * len(seconds)
+    rows = zip(lengths, seconds, queued, strict=True)
+    pairs = [(round(length), one - wait_s) for length, one, wait_s in rows if one > wait_s]
     if not pairs:
         raise data.error("ttfts", "an array with a time above 0: that of a request that was answered")
     return pairs
+
+
+def _waits(data: JsonObject, count: int) -> list[float] | None:
+    """Seconds of each request in the server's queue, 0 where it is null; None: the file has none."""
+    listed: list[float | None] = data.get("server_queue_times", list[NonNegative | None], [])
+    if all(one is None for one in listed):
+        return None
+    if len(listed) != count:
+        raise data.error("server_queue_times", f"an array with seconds, or null, for each of the {count} ttfts")
+    return [one or 0.0 for one in listed]
 
 
 def _note_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
@@ -342,7 +376,7 @@ def read_prefills(paths: Sequence[str | Path], defaults: PrefillDefaults, argume
             table = CsvTable.read(path, argument)
             table.need(["ttft_s"])
             rows += map(_csv_row, table.rows)
-            unread = [name for name in table.columns if name and name not in COLUMNS]
+            unread = [name for name in table.columns if name and name not in (*COLUMNS, *LOAD_COLUMNS)]
             if unread:
                 notes.append(f"{Path(path).name}: columns that are not read: {', '.join(unread)}")
     if not rows:
@@ -383,7 +417,22 @@ def _csv_row(row: CsvRow) -> PrefillRow:
             raise row.error("strategy", "a strategy's name; one of a file: `strategy`")
         get_strategy(texts["strategy"], f"{row.where}: strategy")
     values: dict[str, Any] = {**texts, **sizes}
-    return PrefillRow(ttft_s=row.number("ttft_s"), where=row.where, **values)
+    return PrefillRow(ttft_s=_prefill_s(row), where=row.where, **values)
+
+
+def _prefill_s(row: CsvRow) -> float:
+    """The row's TTFT; of several users, one prefill from their mean TTFT."""
+    mean_s = row.number("ttft_s")
+    users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
+    if users == 1:
+        return mean_s
+    if not row.has("tpot_s"):
+        raise row.error("tpot_s", f"seconds per output token, without which a mean TTFT of {users} users is no prefill")
+    output_tokens = row.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
+    seconds = ClosedLoop(users=users, tpot_s=row.number("tpot_s"), output_tokens=output_tokens).prefill_s(mean_s)
+    if seconds is None:
+        raise row.error("ttft_s", "more than the wait for the running decode step, half of tpot_s")
+    return seconds
 
 
 def _output(path: str | Path, argument: str) -> Output:

@@ -191,3 +191,18 @@ def test_what_was_never_measured_widens_the_interval_and_is_said() -> None:
     assert other.ttft_high_s / other.ttft_s >= known.ttft_high_s / known.ttft_s
     engine = load_engine("vllm")
     assert engine.unknowns("qwen3", "l40s", 100) == ("model", "gpu", "short")
+
+
+@pytest.mark.parametrize(
+    ("version", "scale", "is_other"),
+    [
+        ("0.19", 1.2, False),
+        ("0.19.0", 1.2, False),
+        ("0.20.1", 1.2, True),
+        ("0.1", 0.9, True),
+        ("nightly-dev", 1.0, True),
+    ],
+)
+def test_a_version_is_the_measured_one_or_the_nearest(version: str, scale: float, is_other: bool) -> None:
+    engine = replace(NOTHING, kernel_scale={"other": 1.0}, versions={"0.15.1": 0.9, "0.19.0": 1.2}).at_version(version)
+    assert (engine.kernel_scale["other"], engine.is_other_version) == (pytest.approx(scale), is_other)

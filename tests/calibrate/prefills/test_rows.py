@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from calibrate.prefills.rows import MOST_LENGTHS, PrefillDefaults, PrefillRow, known_model, read_prefills
+from kvrsim.closed_loop import ClosedLoop
 from kvrsim.errors import InputError
 
 FULL = """\
@@ -43,6 +44,14 @@ def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> Non
     assert (other.num_gpus, other.context_len, other.dtype, other.cached_prefix) == (4, 512, "bf16", 0)
 
 
+def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:
+    mean_s = ClosedLoop(users=8, tpot_s=0.01, output_tokens=500).mean_ttft_s(0.2)
+    text = f"ttft_s,context_len,concurrency,tpot_s,output_tokens\n{mean_s},1k,8,0.01,500\n0.2,1k,1,,\n"
+    found = read_prefills([written(tmp_path, text)], PrefillDefaults(model="llama-2-7b"))
+    assert [row.ttft_s for row in found.rows] == pytest.approx([0.2, 0.2])
+    assert found.notes == ()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -50,6 +59,8 @@ def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> Non
         ("ttft_s,context_len,model\n0,1k,llama-2-7b\n", "line 2: ttft_s: got '0', accepted: a finite number above 0"),
         ("ttft_s,context_len,model\n0.1,long,llama-2-7b\n", "line 2: context_len: got 'long'"),
         ("ttft_s,context_len,model,dtype\n0.1,1k,llama-2-7b,int3\n", "line 2: dtype: got 'int3', accepted: fp16"),
+        ("ttft_s,context_len,model,concurrency\n0.1,1k,llama-2-7b,8\n", "line 2: tpot_s"),
+        ("ttft_s,context_len,model,concurrency,tpot_s\n0.1,1k,llama-2-7b,8,1\n", "line 2: ttft_s: got '0.1'"),
         ("ttft_s,context_len\n0.1,1k\n", "line 2: model: got 'nothing', accepted: a value, or one for all rows"),
     ],
 )
@@ -160,6 +171,22 @@ def test_vllm_bench_serve_alone_has_a_mean_length(tmp_path: Path) -> None:
     assert "--save-detailed" in notes
 
 
+def test_vllm_bench_serve_of_several_users_is_one_prefill(tmp_path: Path) -> None:
+    loop = ClosedLoop(users=4, tpot_s=0.02, output_tokens=256)
+    load = {"max_concurrency": 4, "mean_tpot_ms": 20.0, "total_output_tokens": 1024}
+    rows, notes = read(tmp_path, SERVE | load | {"mean_ttft_ms": 1e3 * loop.mean_ttft_s(0.1)})
+    assert rows[0].ttft_s == pytest.approx(0.1)
+    assert "wait model" in notes
+    assert "queues" not in notes
+
+
+def test_waits_in_the_queue_of_the_server_are_subtracted(tmp_path: Path) -> None:
+    queued = {"request_rate": 4.0, "max_concurrency": None, "server_queue_times": [0.01, 0.0, 0.012, 0.004, None]}
+    rows, notes = read(tmp_path, SERVE | DETAILS | queued)
+    assert [row.ttft_s for row in rows] == pytest.approx([0.040, 0.090])
+    assert "hold waiting" not in notes
+
+
 def test_many_lengths_are_grouped(tmp_path: Path) -> None:
     lens = list(range(100, 300))
     details = {"input_lens": lens, "ttfts": [length * 1e-4 for length in lens]}
@@ -196,6 +223,7 @@ def test_aiperf_request_by_request(tmp_path: Path) -> None:
             SERVE | DETAILS | {"input_lens": [1024]},
             "input_lens: got '[1024]', accepted: an array with a length for each",
         ),
+        (SERVE | DETAILS | {"server_queue_times": [0.1]}, "server_queue_times: got"),
         (LATENCY | {"latencies": [0.2, -1.0]}, "latencies[1]: got"),
     ],
 )
