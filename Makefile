@@ -91,6 +91,7 @@ models: $(VENV)/.dev ## write the catalogue of model types and its page anew (tr
 profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of github.com/microsoft/vidur)
 	@[ -n "$(VIDUR)" ] || { echo "make profiles: VIDUR=CLONE, a git clone of https://github.com/microsoft/vidur" >&2; exit 2; }
 	@$(PIP_INSTALL) -e '.[import]' aiconfigurator-core==0.12.0
+	@$(PIP_INSTALL) --no-deps --pre aisimulate==0.13.0.dev202610270000000085
 	$(BIN)/python -m calibrate.shipped.recipes --vidur "$(VIDUR)"
 
 clean: ## remove .venv, caches and build outputs

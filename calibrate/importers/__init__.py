@@ -2,8 +2,9 @@
 
 SOURCE is one of
 
-    aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]   NVIDIA's tables, see calibrate.importers.aiconfigurator
-    PATH                                          a CSV file; its header says which kind of LAYOUTS it is
+    aisimulate:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]]   NVIDIA's tables, see calibrate.importers.aiconfigurator
+    aiconfigurator:[WHEEL:]SYSTEM[/...]               their older package
+    PATH                                              a CSV file; its header says which kind of LAYOUTS it is
 
 and may end in a filter, ?KEY=TEXT[&KEY=TEXT ...], which keeps the rows whose device (gpu=), kernel (kernel=) or source
 (model=, for a source names the model where there is one) contains the text, upper or lower case:
@@ -14,8 +15,6 @@ To read one more kind of CSV, add its Layout to LAYOUTS.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from calibrate.data import LAYOUT, OPERATIONS, CsvTable, Layout, Measurement
 from calibrate.importers import aiconfigurator, vidur
@@ -28,18 +27,15 @@ _FILTERS = {"gpu": "device", "kernel": "kernel", "model": "source"}
 _MAX_SHOWN = 6
 
 
-def read_source(
-    text: str, argument: str = "measurements", aiconfigurator_root: Path | None = None
-) -> list[Measurement]:
+def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
     """The measurements of one SOURCE, in its order; at least one.
 
-    `aiconfigurator_root` is the folder aiconfigurator_core of an unpacked wheel, None the installed package's. Raises
-    InputError naming `argument` where the source is unknown, cannot be read or has no usable rows.
+    Raises InputError naming `argument` where the source is unknown, cannot be read or has no usable rows.
     """
     place, _, query = text.partition("?")
     wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
-    if place.startswith(aiconfigurator.PREFIX):
-        found = aiconfigurator.read_aiconfigurator(place, argument, aiconfigurator_root)
+    if place.partition(":")[0] in aiconfigurator.PACKAGES:
+        found = aiconfigurator.read_aiconfigurator(place, argument)
     else:
         table = CsvTable.read(place, argument)
         found = layout_of(table).read(table)

@@ -1,9 +1,11 @@
-"""The kernel tables that NVIDIA's PyPI package aiconfigurator-core ships (Apache-2.0): times in ms, on the GPU alone.
+"""The kernel tables of NVIDIA's PyPI packages aiconfigurator-core and aisimulate, which follows it (Apache-2.0).
 
-aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]], such as aiconfigurator:a100_sxm/vllm. FRAMEWORK is vllm, sglang or trtllm
-(default vllm), VERSION the framework's. A version that is not given, or that lacks a table, stands for the newest that
-has it; NCCL's is always the newest. `source` of a measurement names the system, framework and version that were read.
-Of the folder systems/data/SYSTEM are read
+PACKAGE:[PLACE:]SYSTEM[/FRAMEWORK[/VERSION]], such as aiconfigurator:a100_sxm/vllm or aisimulate:FILE.whl:b200_sxm.
+PLACE is a wheel or the folder of an unpacked one; without it the installed package is read. FRAMEWORK is vllm, sglang
+or trtllm (default vllm), VERSION the framework's. A version that is not given, or that lacks a table, stands for the
+newest that has it; NCCL's is always the newest. `source` of a measurement names the package, system, framework and
+version that were read. Times are in ms, on the GPU alone. Nothing but tables under systems/data is read. Of the folder
+systems/data/SYSTEM these are read
 
     gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
                                                                 kvrsim.kernels.gemm.GEMM_TYPES (sq is int8)
@@ -14,8 +16,8 @@ Of the folder systems/data/SYSTEM are read
                                                                 all elements gathered: 2**28 took 2.1 ms on four A100s,
                                                                 a third of what each sending as many would take
     comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        the framework's all_reduce, in a CUDA graph if it was
-    moe, mla, linear_attention, kda, sparse_attention, msa      see read_experts, read_latent, read_recurrence,
-                                                                read_kernel and read_module
+    moe, mla, linear_attention, kda, sparse_attention, msa      see read_experts, read_latent, read_recurrence and
+                                                                read_module
 
 SGLang's and TensorRT-LLM's collectors (github.com/ai-dynamo/aiconfigurator) fill matrices with random data; vLLM's
 leaves weights of BF16 products as torch.empty made them, which takes less time.
@@ -28,11 +30,13 @@ those before TensorRT-LLM's, then FlashInfer's, Triton's last; kernels for decod
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import re
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -46,10 +50,11 @@ from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.recurrence import RecurrenceCall
 from kvrsim.program import Array
 
-PREFIX = "aiconfigurator:"
+# By the word before a source: the package on PyPI.
+PACKAGES = MappingProxyType({"aiconfigurator": "aiconfigurator-core", "aisimulate": "aisimulate"})
 DEFAULT_FRAMEWORK = "vllm"
-_PACKAGE = "aiconfigurator_core"
-_INSTALL = "a machine that has it (pip install aiconfigurator-core pyarrow, which are the extra kvrsim[import])"
+_INSTALL = "a machine that has it (pip install {} pyarrow), or a wheel: {}:WHEEL:SYSTEM[/FRAMEWORK[/VERSION]]"
+_DATA = "systems/data"
 _PRE_RELEASES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
 _HALF_BYTES = 2
 
@@ -81,20 +86,17 @@ _L2_MIB = {
 }
 
 
-def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | None = None) -> list[Measurement]:
+def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measurement]:
     """Measurements of one system and framework: gemm, attention and, where they were measured, collectives.
 
-    `text` is the SOURCE with its prefix. `root` is the folder aiconfigurator_core of an unpacked wheel; None: of the
-    installed package. Raises InputError where the package, the system, the framework or the version is missing.
+    `text` is the SOURCE with its prefix. Raises InputError where the package, the system, the framework or the version
+    is missing.
     """
-    folder = root if root is not None else find_package(text, argument)
-    data = folder / "systems" / "data"
-    system, framework, version = parse_source(text, argument)
-    _check_one_of(text, argument, "system", system, _folder_names(data, "*/gemm"))
-    _check_one_of(text, argument, "framework", framework, _folder_names(data / system, "gemm/*", "attention/*"))
+    source = Source.parse(text, argument)
+    framework, version = source.framework, source.version
     if version is not None:
         files = (f"gemm/{framework}/*/{_GEMM_FILE}", f"attention/{framework}/*/{_ATTENTION_FILE}")
-        _check_one_of(text, argument, "version", version, _folder_names(data / system, *files))
+        source.check_one_of("version", version, *files)
     measured: list[Measurement] = []
     for table, file, read in (
         (f"gemm/{framework}", _GEMM_FILE, _read_gemm),
@@ -103,21 +105,21 @@ def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | 
         ("comm/nccl", _NCCL_FILE, _read_nccl),
         (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
-        path = _newest_table(data / system / table, file, version if file != _NCCL_FILE else None)
-        if path is not None:
-            rows = read(path, f"{argument} {path}", f"{package_name(folder)} {system}/{table}/{path.parent.name}")
+        found = source.table(table, file, version if file != _NCCL_FILE else None)
+        if found is not None:
+            rows = read(found)
             if file == _DECODE_FILE:  # as the kernels of a prefill, if they do both
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
-            measured += [with_loop(row, framework, system) for row in rows]
+            measured += [with_loop(row, framework, source.system) for row in rows]
     return measured
 
 
-def _read_gemm(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = _read_frame(path, where, [*_GEMM_SHAPE[1:], "latency"], ["device", "kernel_source", "gemm_dtype"])
+def _read_gemm(table: Table) -> list[Measurement]:
+    frame = table.read([*_GEMM_SHAPE[1:], "latency"], ["device", "kernel_source", "gemm_dtype"])
     return [
         measured_at(
-            where,
+            table.where,
             operation="gemm",
             kernel=kernel,
             device=device,
@@ -125,18 +127,18 @@ def _read_gemm(path: Path, where: str, source: str) -> list[Measurement]:
             tokens=m,
             in_features=k,
             out_features=n,
-            source=source,
+            source=table.source,
             **times,
         )
         for (device, kernel, dtype, m, n, k), times in _merged(frame[frame["gemm_dtype"].isin(_DTYPES)], _GEMM_SHAPE)
     ]
 
 
-def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
+def _read_attention(table: Table) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
-    frame = _read_frame(path, where, [*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
+    frame = table.read([*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
-    if path.name == _DECODE_FILE:  # of several sequences no prefill is made
+    if table.name == _DECODE_FILE:  # of several sequences no prefill is made
         plain &= frame["batch_size"] == 1
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
@@ -145,7 +147,7 @@ def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
     frame = frame[frame["kernel_source"] == frame["head_dim"].map(chosen)]
     return [
         measured_at(
-            where,
+            table.where,
             operation="attention",
             kernel=kernel,
             device=device,
@@ -156,7 +158,7 @@ def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             batch=batch,
-            source=source,
+            source=table.source,
             **times,
         )
         for (device, kernel, batch, chunk, prefix, heads, kv_heads, head_dim), times in _merged(frame, _ATTENTION_SHAPE)
@@ -170,26 +172,26 @@ def _preference(kernel: str) -> tuple[int, str]:
     return (len(_KERNEL_ORDER) if place == 0 else place), name
 
 
-def _read_nccl(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = _read_frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
+def _read_nccl(table: Table) -> list[Measurement]:
+    frame = table.read([*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
     if "device" not in frame:  # the oldest tables do not say
-        frame = frame.assign(device=path.parents[3].name)
+        frame = frame.assign(device=table.system)
     frame = frame[frame["nccl_dtype"] == "half"]
     names = ("all_gather", "all_reduce")
-    return [row for name in names for row in _collectives(frame[frame["op_name"] == name], name, where, source)]
+    return [row for name in names for row in _collectives(frame[frame["op_name"] == name], name, table)]
 
 
-def _read_custom(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = _read_frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "device"])
+def _read_custom(table: Table) -> list[Measurement]:
+    frame = table.read([*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "device"])
     in_graph = frame["kernel_source"].str.endswith("_graph")
     frame = frame[(frame["op_name"] == "all_reduce") & (in_graph if in_graph.any() else ~in_graph)]
-    return _collectives(frame, "all_reduce", where, source)
+    return _collectives(frame, "all_reduce", table)
 
 
-def _collectives(frame: Any, operation: str, where: str, source: str) -> list[Measurement]:
+def _collectives(frame: Any, operation: str, table: Table) -> list[Measurement]:
     return [
         measured_at(
-            where,
+            table.where,
             operation=operation,
             kernel=kernel.lower(),
             device=device,
@@ -197,7 +199,7 @@ def _collectives(frame: Any, operation: str, where: str, source: str) -> list[Me
             bytes=elements * _HALF_BYTES,
             ranks=ranks,
             nodes=1,  # inside one NVLink domain, or on one host
-            source=source,
+            source=table.source,
             **times,
         )
         for (device, kernel, ranks, elements), times in _merged(frame[frame["num_gpus"] > 1], _COMM_SHAPE)
@@ -289,9 +291,7 @@ class ExpertRows(Columns):
         return [tuple(map(int, shape)) for shape in zip(*columns, strict=True)]
 
 
-def read_experts(
-    text: str, kinds: Sequence[str] | None = None, argument: str = "experts", root: Path | None = None
-) -> list[ExpertRows]:
+def read_experts(text: str, kinds: Sequence[str] | None = None, argument: str = "experts") -> list[ExpertRows]:
     """The rows of moe/FRAMEWORK/VERSION/moe_perf.parquet, one ExpertRows per type; `kinds` None: all types.
 
     A row is one call of a framework's experts on one GPU of moe_tp_size x moe_ep_size: num_tokens tokens, of whose
@@ -303,10 +303,10 @@ def read_experts(
 
     Of each type the kernel that has most rows is read: the others stand in where it does not run. Rows that take over
     half as long again as some row of the same shape with more tokens are dropped; their kernels were chosen badly.
-    `text`, `root` and errors: see read_table; InputError too for a type without rows.
+    `text` and errors: see read_table; InputError too for a type without rows.
     """
     numbers = ["num_tokens", *_MOE_SHAPE]
-    frame, source = read_table(text, "moe", "moe_perf.parquet", numbers, _MOE_TEXTS, argument=argument, root=root)
+    frame, source = read_table(text, "moe", "moe_perf.parquet", numbers, _MOE_TEXTS, argument=argument)
     framework = source.split("/")[-2]
     kind = frame["moe_dtype"].map(TYPES.get)
     there = [one for one in (HALF, *GEMM_TYPES) if (kind == one).any()]
@@ -364,9 +364,7 @@ def mean_head_dim(form: LatentForm) -> int:
     return sum(WIDTHS[form]) // 2
 
 
-def read_latent(
-    text: str, form: LatentForm, argument: str = "measurements", root: Path | None = None
-) -> list[Measurement]:
+def read_latent(text: str, form: LatentForm, argument: str = "measurements") -> list[Measurement]:
     """Calls of mla/FRAMEWORK/VERSION/context_mla_perf.parquet with a BF16 cache, as attention with heads of the mean
     width.
 
@@ -376,7 +374,7 @@ def read_latent(
     does.
     """
     file, texts = "context_mla_perf.parquet", ["kernel_source", "mla_dtype", "kv_cache_dtype"]
-    frame, source = read_table(text, "mla", file, _CALL_SHAPE, texts, argument=argument, root=root)
+    frame, source = read_table(text, "mla", file, _CALL_SHAPE, texts, argument=argument)
     frame = frame[(frame["mla_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16")]
     return [
         measured_at(
@@ -449,7 +447,7 @@ class RecurrenceRows(Columns):
         return call, self.batch, _HALF_BYTES
 
 
-def read_recurrence(text: str, kind: str, argument: str = "measurements", root: Path | None = None) -> RecurrenceRows:
+def read_recurrence(text: str, kind: str, argument: str = "measurements") -> RecurrenceRows:
     """The prefill rows of one kind, a key of TABLES; rows of the same shape become one, their median.
 
     gdn_perf is the gated delta rule of Qwen3.5 (convolution and chunked scan), kda_perf Kimi delta attention (three
@@ -459,7 +457,7 @@ def read_recurrence(text: str, kind: str, argument: str = "measurements", root: 
     """
     table, file = TABLES[kind]
     shape = list(_SCAN_COLUMNS.values())
-    frame, source = read_table(text, table, file, shape, ["kernel_source", "phase"], argument=argument, root=root)
+    frame, source = read_table(text, table, file, shape, ["kernel_source", "phase"], argument=argument)
     rows = [(key, times["median_s"]) for key, times in _merged(frame[frame["phase"] == "context"], shape)]
     sizes = np.array([key[2:] for key, _ in rows], dtype=float).reshape(-1, len(shape))
     return RecurrenceRows(
@@ -473,34 +471,15 @@ def read_recurrence(text: str, kind: str, argument: str = "measurements", root: 
 
 # -- sparse attention
 
-# Kernels alone, of GLM-5 and DeepSeek V4 (collector/sglang/*_sparse_modules.py):
-_KERNELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        # Index scores, 32 heads of 128, FP8, causal.
-        "glm5_mqa_logits_module": {"heads": 32, "width": 128, "seen": True},
-        # The same with 64 heads, of entries that stand for 4 tokens.
-        "dsv4_paged_mqa_logits_module": {"heads": 64, "width": 128, "seen": True, "compress_ratio": 4},
-        # The best 2048 of step + isl scores for each query; score_mode top_last has clear winners.
-        "glm5_topk_module": {"top_k": 2048},
-        # All 64 heads attend to 2048 latents (576 and 512 wide), BF16.
-        "glm5_dsa_attn_module": {"width": 576 + 512, "top_k": 2048, "filled": True},
-        # All 64 heads attend to a window of 128 tokens and to an entry for each 128 tokens (512).
-        "dsv4_hca_attn_module": {"width": 512 + 512, "compress_ratio": 128, "window": 128},
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SparseRows(Columns):
-    """Calls of one kernel or module of sparse attention."""
+    """Calls of one module of sparse attention."""
 
     chunk: Array  # queries of a sequence
     prefix: Array  # tokens before them
-    heads: Array  # on the GPU; of index scores the indexer's
-    keys: Array  # that a query sees or attends to, in the mean
+    heads: Array  # on the GPU
     seconds: Array  # median of the rows of a shape
-    width: int  # elements of a key, and of its value where there is one; 0: does not apply
-    compress_ratio: int = 1  # tokens for which one key stands
     source: str
     texts: dict[str, Array]  # further columns
 
@@ -513,53 +492,23 @@ class SparseRows(Columns):
         return self.texts[column]
 
 
-def read_kernel(text: str, kernel: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
-    """One of the tables of kernels alone, one sequence per call. Raises InputError as read_table does."""
-    about, is_choice = _KERNELS[kernel], kernel == "glm5_topk_module"
-    rows = _read_sparse(text, "sparse_attention", kernel, ("score_mode",) if is_choice else (), argument, root)
-    ratio, window, top_k = about.get("compress_ratio", 1), about.get("window", 0), about.get("top_k")
-    all_keys = rows.context / ratio
-    keys = (rows.prefix + 0.5 * rows.chunk) / ratio if about.get("seen") else all_keys
-    if about.get("filled"):
-        keys = np.full_like(keys, float(top_k or 0))
-    rows = replace(
-        rows,
-        keys=window + keys,
-        heads=np.full_like(keys, float(about["heads"])) if "heads" in about else rows.heads,
-        width=about.get("width", 0),
-        compress_ratio=ratio,
-    )
-    if is_choice:
-        return rows.take((all_keys > top_k) & (rows.text("score_mode") == "top_last"))
-    return rows if top_k is None else rows.take(all_keys >= top_k)
-
-
-def read_module(text: str, module: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
+def read_module(text: str, module: str, argument: str = "measurements") -> SparseRows:
     """A table of whole modules with their projections, one sequence per call: isl tokens behind step tokens.
 
-    msa_context_module is MiniMax M3's; `keys` are tokens that a query sees, in the mean.
+    dsa_context_module is DeepSeek V3.2's and GLM-5's, dsv4_csa and dsv4_hca are DeepSeek V4's, msa MiniMax M3's.
+    Rows of the same shape and texts become one. Raises InputError as read_table does.
     """
-    table = module.partition("_")[0]
-    return _read_sparse(text, table, module, ("op_name", "model", "kv_cache_dtype", "gemm_type"), argument, root)
-
-
-def _read_sparse(
-    text: str, table: str, name: str, more: tuple[str, ...], argument: str, root: Path | None
-) -> SparseRows:
-    """Rows of one sequence, those of the same shape and texts as one; what selects nothing took no time."""
-    file, texts = f"{name}_perf.parquet", ["kernel_source", *more]
-    frame, source = read_table(text, table, file, _CALL_SHAPE, texts, allow_zero=True, argument=argument, root=root)
-    frame = frame[(frame["batch_size"] == 1) & (frame["latency"] > 0)]
+    table = "msa" if module.startswith("msa") else "sparse_attention"
+    texts = ["kernel_source", "op_name", "model", "kv_cache_dtype", "gemm_type"]
+    frame, source = read_table(text, table, f"{module}_perf.parquet", _CALL_SHAPE, texts, argument=argument)
+    frame = frame[frame["batch_size"] == 1]
     merged = frame.groupby([*_CALL_SHAPE, *texts], sort=True)["latency"].median().reset_index()
     columns = {column: merged[column].to_numpy(dtype=float) for column in _CALL_SHAPE}
-    chunk, prefix = columns["isl"], columns["step"]
     return SparseRows(
-        chunk=chunk,
-        prefix=prefix,
+        chunk=columns["isl"],
+        prefix=columns["step"],
         heads=columns["num_heads"],
-        keys=prefix + 0.5 * chunk,
         seconds=merged["latency"].to_numpy(dtype=float) / 1000,
-        width=0,
         source=source,
         texts={column: merged[column].to_numpy(dtype=object) for column in texts},
     )
@@ -575,73 +524,167 @@ def read_table(
     numbers: Sequence[str],
     texts: Sequence[str] = (),
     *,
-    allow_zero: bool = False,
     argument: str = "measurements",
-    root: Path | None = None,
 ) -> tuple[Any, str]:
     """A DataFrame of systems/data/SYSTEM/TABLE/FRAMEWORK/VERSION/FILE, and its source in a few words.
 
-    `text`: aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]; without a version the newest that has the file. `numbers`:
-    columns of whole numbers, besides latency in ms; `texts`: of texts; `allow_zero`: of the latency. `root`: as of
-    read_aiconfigurator. Raises InputError where the package, the table or a column is missing, or a value is not of
-    its kind.
+    `text`: a SOURCE; without a version the newest that has the file. `numbers`: columns of whole numbers, besides
+    latency in ms; `texts`: of texts. Raises InputError where the package, the table or a
+    column is missing, or a value is not of its kind.
     """
-    folder = root if root is not None else find_package(text, argument)
-    system, framework, version = parse_source(text, argument)
-    path = _newest_table(folder / "systems" / "data" / system / table / framework, file, version)
-    if path is None or (version is not None and path.parent.name != version):
+    source = Source.parse(text, argument, check=False)
+    found = source.table(f"{table}/{source.framework}", file, source.version)
+    if found is None or (source.version is not None and found.version != source.version):
         raise InputError(argument, text, f"a system, framework and version with {table}/.../{file}")
-    frame = _read_frame(path, f"{argument} {path}", [*numbers, "latency"], ["device", *texts], allow_zero=allow_zero)
-    return frame, f"{package_name(folder)} {system}/{table}/{framework}/{path.parent.name}"
+    return found.read([*numbers, "latency"], ["device", *texts]), found.source
 
 
-def find_package(text: str, argument: str) -> Path:
-    """The folder of the installed package."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError(f"{argument} {text}", "no package aiconfigurator-core", _INSTALL)
-    return Path(next(iter(spec.submodule_search_locations)))
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """One of PACKAGES: a wheel, a folder that it was unpacked into, or the installed package."""
+
+    title: str  # name, and the version where it is known
+    place: Path
+    inside: str  # of the package, in a wheel
+    tables: frozenset[PurePosixPath]  # under systems/data
+
+    @classmethod
+    def find(cls, word: str, place: Path | None, argument: str) -> Package:
+        """The package of a word, at a place or installed; InputError where it is missing."""
+        name, module = PACKAGES[word], f"{word}_core"
+        if place is None:
+            spec = importlib.util.find_spec(module)
+            if spec is None or not spec.submodule_search_locations:
+                raise InputError(argument, f"no package {name}", _INSTALL.format(name, word))
+            place = Path(next(iter(spec.submodule_search_locations)))
+        inside = ""
+        if place.is_file() and zipfile.is_zipfile(place):
+            with zipfile.ZipFile(place) as wheel:
+                listed = wheel.namelist()
+            inside = next((one.split(f"{_DATA}/")[0] for one in listed if f"{_DATA}/" in one), "")
+            version = place.name.split("-")[1] if place.suffix == ".whl" else ""
+            paths = [PurePosixPath(one.removeprefix(f"{inside}{_DATA}/")) for one in listed if f"/{_DATA}/" in one]
+        else:
+            place = place if (place / _DATA).is_dir() else place / module
+            installed = sorted(place.parent.glob(f"{name.replace('-', '_')}-*.dist-info"))
+            version = installed[-1].name.removesuffix(".dist-info").partition("-")[2] if installed else ""
+            data = place / _DATA
+            paths = [PurePosixPath(one.relative_to(data).as_posix()) for one in data.glob("*/*/*/*/*.parquet")]
+        tables = frozenset(path for path in paths if path.suffix == ".parquet")
+        if not tables:
+            raise InputError(argument, place, f"a wheel of {name}, or the folder of an unpacked one")
+        return cls(title=f"{name} {version}".strip(), place=place, inside=inside, tables=tables)
+
+    def read(self, path: str) -> bytes:
+        """A file of the package."""
+        if self.place.is_dir():
+            return (self.place / path).read_bytes()
+        with zipfile.ZipFile(self.place) as wheel:
+            return wheel.read(self.inside + path)
 
 
-def package_name(folder: Path) -> str:
-    """The package and, where pip or an unpacked wheel left its name next to it, its version."""
-    installed = sorted(folder.parent.glob(f"{_PACKAGE}-*.dist-info"))
-    version = installed[-1].name.removesuffix(".dist-info").partition("-")[2] if installed else ""
-    return f"aiconfigurator-core {version}".strip()
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table of a package."""
+
+    package: Package
+    path: PurePosixPath  # SYSTEM/TABLE/FRAMEWORK/VERSION/FILE
+    argument: str
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def system(self) -> str:
+        return self.path.parts[0]
+
+    @property
+    def version(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def source(self) -> str:
+        """Package, system, table, framework and version."""
+        return f"{self.package.title} {self.path.parent}"
+
+    @property
+    def where(self) -> str:
+        return f"{self.argument} {self.package.place / _DATA / self.path}"
+
+    def read(self, numbers: Sequence[str], texts: Sequence[str]) -> Any:
+        """A DataFrame, its columns checked; InputError names the file and the column."""
+        import pandas
+
+        where = self.where
+        try:
+            frame = pandas.read_parquet(io.BytesIO(self.package.read(f"{_DATA}/{self.path}")), engine="pyarrow")
+        except ImportError:
+            raise InputError(where, "no pyarrow", "a machine that has it (pip install pyarrow)") from None
+        except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
+            raise InputError(where, error, "a parquet file") from None
+        for name in (*numbers, *texts):
+            if name not in frame:
+                raise InputError(f"{where}: columns", ", ".join(map(str, frame.columns)), f"{name} among them")
+        for name in numbers:
+            frame[name] = _numbers(frame[name], f"{where}: {name}")
+        for name in {*texts, "device"} & set(frame.columns):
+            _refuse(~frame[name].map(lambda value: isinstance(value, str)), frame[name], f"{where}: {name}", "a text")
+        return frame
 
 
-def parse_source(text: str, argument: str) -> tuple[str, str, str | None]:
-    """System, framework and version."""
-    match text.removeprefix(PREFIX).split("/"):
-        case [system]:
-            return system, DEFAULT_FRAMEWORK, None
-        case [system, framework]:
-            return system, framework, None
-        case [system, framework, version]:
-            return system, framework, version
-    raise InputError(argument, text, f"{PREFIX}SYSTEM[/FRAMEWORK[/VERSION]], such as {PREFIX}h100_sxm/vllm")
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A SOURCE in its parts."""
 
+    text: str
+    argument: str
+    package: Package
+    system: str
+    framework: str
+    version: str | None
 
-def _folder_names(folder: Path, *patterns: str) -> list[str]:
-    """What stands instead of the first * of patterns, wherever one matches."""
-    found = set()
-    for pattern in patterns:
-        depth = pattern.split("/").index("*")
-        found |= {path.relative_to(folder).parts[depth] for path in folder.glob(pattern)}
-    return sorted(found)
+    @classmethod
+    def parse(cls, text: str, argument: str, *, check: bool = True) -> Source:
+        """InputError for a source of another form, or, with `check`, of a system or framework without tables."""
+        word, _, rest = text.partition(":")
+        place, _, named = rest.rpartition(":")
+        if not place and Path(named).exists():
+            place, named = named, ""
+        package = Package.find(word, Path(place) if place else None, f"{argument} {text}")
+        system, *more = named.split("/")
+        if len(more) > 2:
+            accepted = f"{word}:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]], such as {word}:h100_sxm/vllm"
+            raise InputError(argument, text, accepted)
+        framework, version = (more[0] if more else DEFAULT_FRAMEWORK), (more[1] if len(more) == 2 else None)
+        source = cls(text=text, argument=argument, package=package, system=system, framework=framework, version=version)
+        if check:
+            source._refuse_unknown("system", system, {path.parts[0] for path in package.tables})
+            source.check_one_of("framework", framework, "gemm/*/*/*", "attention/*/*/*")
+        return source
 
+    def check_one_of(self, what: str, name: str, *patterns: str) -> None:
+        """Raise InputError unless `name` stands in place of the first * of a pattern, under the system."""
+        known = set()
+        for pattern in patterns:
+            depth = 1 + pattern.split("/").index("*")
+            known |= {path.parts[depth] for path in self.package.tables if path.match(f"{self.system}/{pattern}")}
+        self._refuse_unknown(what, name, known)
 
-def _check_one_of(text: str, argument: str, what: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise InputError(argument, text, f"a {what} among {', '.join(known) or 'none (no tables here)'}")
+    def _refuse_unknown(self, what: str, name: str, known: set[str]) -> None:
+        if name not in known:
+            listed = ", ".join(sorted(known)) or "none (no tables here)"
+            raise InputError(self.argument, self.text, f"a {what} among {listed}")
 
-
-def _newest_table(folder: Path, file: str, version: str | None) -> Path | None:
-    """The table of this version, else of the newest version that has it; None where there is none."""
-    tables = {path.parent.name: path for path in folder.glob(f"*/{file}")}
-    if not tables:
-        return None
-    return tables[version if version in tables else max(tables, key=version_key)]
+    def table(self, folder: str, file: str, version: str | None) -> Table | None:
+        """The table of this version, else of the newest version that has it; None where there is none."""
+        there = {
+            path.parent.name: path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")
+        }
+        if not there:
+            return None
+        path = there[version if version in there else max(there, key=version_key)]
+        return Table(package=self.package, path=path, argument=self.argument)
 
 
 def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -652,36 +695,13 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
     return numbers, (_PRE_RELEASES.get(tag[1], 0), int(tag[2] or 0)) if tag else (0, 0)
 
 
-def _read_frame(
-    path: Path, where: str, numbers: Sequence[str], texts: Sequence[str], *, allow_zero: bool = False
-) -> Any:
-    """A DataFrame of a parquet table, its columns checked; InputError names the file and the column."""
-    import pandas
-
-    try:
-        frame = pandas.read_parquet(path, engine="pyarrow")
-    except ImportError:
-        raise InputError(where, "no pyarrow", _INSTALL) from None
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        raise InputError(where, error, "a parquet file") from None
-    for name in (*numbers, *texts):
-        if name not in frame:
-            raise InputError(f"{where}: columns", ", ".join(map(str, frame.columns)), f"{name} among them")
-    for name in numbers:
-        frame[name] = _numbers(frame[name], f"{where}: {name}", allow_zero=allow_zero)
-    for name in {*texts, "device"} & set(frame.columns):
-        _refuse(~frame[name].map(lambda value: isinstance(value, str)), frame[name], f"{where}: {name}", "a text")
-    return frame
-
-
-def _numbers(written: Any, where: str, *, allow_zero: bool) -> Any:
+def _numbers(written: Any, where: str) -> Any:
     """A column as it is computed with: latency in ms, all else in whole numbers."""
     import pandas
 
     values = pandas.to_numeric(written, errors="coerce")
     if written.name == "latency":
-        positive = values >= 0 if allow_zero else values > 0
-        _refuse(~(positive & (values < math.inf)), written, where, "ms of at least 0" if allow_zero else "ms above 0")
+        _refuse(~((values > 0) & (values < math.inf)), written, where, "ms above 0")
         return values
     _refuse(~((values >= 0) & (values < 2**62) & (values % 1 == 0)), written, where, "a whole number")
     return values.astype("int64")

@@ -8,6 +8,7 @@ With --only SECTION, which needs no clone, it fits some of calibrate.shipped.rec
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -52,13 +53,16 @@ class Recipe:
     """The sources and settings of one shipped profile."""
 
     name: str
-    data: JsonObject  # as in recipes.json
+    data: JsonObject  # as in recipes.json, sources of aisimulate with the wheel
     vidur: Path  # a clone of microsoft/vidur
 
     @classmethod
-    def read(cls, name: str, vidur: Path) -> Recipe:
-        """Raises InputError for a profile without a recipe."""
-        known = JsonObject.read(_RECIPES, "recipes")
+    def read(cls, name: str, vidur: Path, aisimulate: Path | None = None) -> Recipe:
+        """`aisimulate`: a wheel; None: the installed package. Raises InputError for a profile without a recipe."""
+        text = _RECIPES.read_text("utf-8")
+        if aisimulate is not None:
+            text = text.replace("aisimulate:", f"aisimulate:{aisimulate}:")
+        known = JsonObject(fields=json.loads(text), where="recipes")
         if name not in recipe_names():
             raise InputError("NAME", name, ", ".join(recipe_names()))
         data = known.child(name)
@@ -189,13 +193,14 @@ def fit_sections(
     wanted = [name for name in fits if listed.has(name) and (only is None or name in only)]
     fitted = {name: fits[name](listed.child(name), profile) for name in wanted}
     operations = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
+    profile = replace(
+        profile,
+        kernels=replace(profile.kernels, **{name: one.rates for name, one in fitted.items()}),
+        operations={kind: operations[kind] for kind in OPERATION_KINDS if kind in operations},
+    )
     return replace(
         report,
-        profile=replace(
-            profile,
-            kernels=replace(profile.kernels, **{name: one.rates for name, one in fitted.items()}),
-            operations={kind: operations[kind] for kind in OPERATION_KINDS if kind in operations},
-        ),
+        profile=profile,
         lines={**report.lines, **{name: one.lines() for name, one in fitted.items()}},
     )
 
@@ -212,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names", metavar="NAME", nargs="*", help="a profile of calibrate/shipped/recipes.json; default: all"
     )
     parser.add_argument("--vidur", metavar="CLONE", type=Path, help=f"a clone of {VIDUR_URL}; without --only, required")
+    parser.add_argument("--aisimulate", metavar="WHEEL", type=Path, help="default: the installed package")
     parser.add_argument("--only", metavar="SECTION", nargs="+", help=f"of {', '.join(SECTIONS)}; all else stays")
     options = parser.parse_args(arguments)
     if options.vidur is None and options.only is None:
@@ -220,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pages.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.names or recipe_names():
-            recipe, page = Recipe.read(name, options.vidur or Path()), pages / f"{name}.md"
+            recipe, page = Recipe.read(name, options.vidur or Path(), options.aisimulate), pages / f"{name}.md"
             report = recipe.fit() if options.only is None else recipe.fit_only(options.only)
             report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
             earlier = page.read_text() if options.only is not None else ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import NonNegative, PositiveShare
+from kvrsim.io.schema import NonNegative
 from kvrsim.kernels.attention import absorbing
 from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
 from kvrsim.kernels.mixer import LayerSetting, MixerCost
@@ -125,34 +125,16 @@ class SparseCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRates:
-    """Products of index queries with all keys that they see."""
+    """Products of index queries with all keys that they see, and the choice of the best."""
 
     start_s: NonNegative
     flops_per_s: float
     full_heads: NonNegative  # queries times heads that fill the device
-    entries_share: PositiveShare = 1.0  # of the rate where a key stands for several tokens, by a kernel of its own
 
-    def seconds(
-        self, queries: Array, keys: Array, heads: Array, head_dim: int, *, entries: bool = False, least: bool = False
-    ) -> Array:
+    def seconds(self, queries: Array, keys: Array, heads: Array, head_dim: int, *, least: bool = False) -> Array:
         """`keys`: in the mean of the queries; `least`: as if few queries filled the device."""
         rows = np.maximum(queries * heads, 0.0 if least else self.full_heads)
-        flops_per_s = self.flops_per_s * (self.entries_share if entries else 1.0)
-        return self.start_s + rows * keys * (2.0 * head_dim / flops_per_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectRates:
-    """The best of all scores of each query."""
-
-    start_s: NonNegative
-    query_s: NonNegative  # of a query, whatever its keys
-    key_s: NonNegative  # of a query and key
-    full_queries: NonNegative  # that fill the device
-
-    def seconds(self, queries: Array, keys: Array, *, least: bool = False) -> Array:
-        rows = np.maximum(queries, 0.0 if least else self.full_queries)
-        return self.start_s + rows * (self.query_s + keys * self.key_s)
+        return self.start_s + rows * keys * (2.0 * head_dim / self.flops_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +145,7 @@ class AttendRates:
     flops_per_s: float  # of QK^T and PV
     query_keys: NonNegative  # what a query takes whatever its keys, in keys
     full_queries: NonNegative  # that fill the device
-    least_heads: int  # fewer are filled up to as many
+    least_heads: NonNegative  # fewer are filled up to as many
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
         """`width`: of a key and its value together."""
@@ -176,18 +158,14 @@ class SparseKernels:
     """The kernels of one kind of sparse attention."""
 
     score: ScoreRates
-    select: SelectRates | None = None  # None: part of the others
     attend: AttendRates
 
     def seconds(self, call: SparseCall, batch: int, *, least: bool = False) -> Array:
         """One after the other; nothing is scored and selected where there is no choice."""
         queries = batch * call.chunk
-        index_heads, entries = np.asarray(call.index_heads), call.compress_ratio > 1
         chosen_s = self.score.seconds(
-            queries, call.seen, index_heads, call.index_head_dim, entries=entries, least=least
+            queries, call.seen, np.asarray(call.index_heads), call.index_head_dim, least=least
         )
-        if self.select is not None:
-            chosen_s = chosen_s + self.select.seconds(queries, call.seen, least=least)
         heads, width = call.num_attention_heads, call.head_dim + call.v_head_dim
         attend_s = self.attend.seconds(queries, call.attended, np.asarray(heads), width, least=least)
         return call.chooses * chosen_s + attend_s
@@ -195,19 +173,18 @@ class SparseKernels:
     def describe(self, what: str) -> str:
         """The constants, in a sentence."""
         score, attend = self.score.flops_per_s / 1e12, self.attend.flops_per_s / 1e12
-        chosen = "" if self.select is None else f", a choice of one in 10000 {format_seconds(1e4 * self.select.key_s)}"
         return (
-            f"{what}: scores at {score:.0f} TFLOP/s{chosen}, attention at {attend:.0f} TFLOP/s with at least"
-            f" {self.attend.least_heads} heads; starts {format_seconds(self.score.start_s)} and"
-            f" {format_seconds(self.attend.start_s)}."
+            f"{what}: scores and choice at {score:.0f} TFLOP/s, attention at {attend:.0f} TFLOP/s with at least"
+            f" {self.attend.least_heads:.0f} heads, start {format_seconds(self.attend.start_s)}."
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseRates:
-    """By what is chosen: single keys, or blocks of tokens."""
+    """By what is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
 
     keys: SparseKernels | None = None  # None: not measured, counted
+    entries: SparseKernels | None = None  # None: as keys
     blocks: SparseKernels | None = None
 
     def __post_init__(self) -> None:
@@ -216,11 +193,12 @@ class SparseRates:
 
     def of(self, call: SparseCall) -> SparseKernels | None:
         """The kernels that price a call; None: there are none of its kind."""
-        return self.blocks if call.block > 1 else self.keys
+        entries = call.compress_ratio > 1 or call.window > 0
+        return self.blocks if call.block > 1 else (self.entries or self.keys) if entries else self.keys
 
     def describe(self) -> str:
         """The constants, one sentence per kind."""
-        kinds = {"Single keys": self.keys, "Blocks": self.blocks}
+        kinds = {"Single keys": self.keys, "Entries": self.entries, "Blocks": self.blocks}
         return " ".join(kernels.describe(what) for what, kernels in kinds.items() if kernels is not None)
 
 

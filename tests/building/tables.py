@@ -18,3 +18,9 @@ def perf_table(folder: Path, place: str, rows: Iterable[dict[str, Any]]) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(list(rows)).to_parquet(path)
     return root
+
+
+def at(source: str, root: Path) -> str:
+    """A source such as aiconfigurator:t1/vllm, read from the folder of an unpacked package."""
+    word, _, rest = source.partition(":")
+    return f"{word}:{root}:{rest}"

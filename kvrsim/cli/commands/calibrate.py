@@ -344,14 +344,14 @@ def import_(
     *,
     sources: Any = argument(
         "SOURCE...",
-        "aiconfigurator:SYSTEM, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
+        "aisimulate:[WHEEL:]SYSTEM/FRAMEWORK, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
         check=lambda value, _: value,
     ),
     measurements: Any = option("FILE", "Also write the rows as one CSV file.", check=writable),
 ) -> None:
     """Fit a profile to measurements that others have published.
 
-    Example: kvrsim calibrate import aiconfigurator:b200_sxm/vllm -o b200.json
+    Example: kvrsim calibrate import aisimulate:b200_sxm/trtllm -o b200.json
     """
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source

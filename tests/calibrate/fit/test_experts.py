@@ -16,7 +16,7 @@ from kvrsim.hardware import load_gpu
 from kvrsim.kernels.experts import GroupedRates
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import load_profile
-from tests.building.tables import perf_table
+from tests.building.tables import at, perf_table
 
 ROW: dict[str, Any] = {
     **{"device": "NVIDIA T1", "kernel_source": "moe_torch_flow", "moe_dtype": "bfloat16", "num_tokens": 1024},
@@ -40,7 +40,7 @@ def test_rows_are_read_by_type(tmp_path: Path) -> None:
         {"num_tokens": 8, "latency": 0.1},
         {"kernel_source": "moe_torch_flow_min_latency", "latency": 0.1},
     )
-    half, four_bits = read_experts(SOURCE, root=root)
+    half, four_bits = read_experts(at(SOURCE, root))
     assert (half.kind, four_bits.kind) == (HALF, "mxfp4_wo")
     assert sorted(half.seconds.tolist()) == pytest.approx([0.001, 0.0015])
     assert half.source.endswith("t1_sxm/moe/trtllm/1.0")
@@ -48,17 +48,17 @@ def test_rows_are_read_by_type(tmp_path: Path) -> None:
     shared = half.take(half.ep_size == 4).call()
     assert (shared.intermediate_size[0], shared.num_experts[0], shared.num_experts_per_tok[0]) == (384, 32, 2)  # type: ignore[index]
     assert (half.gated.tolist(), four_bits.gated.tolist()) == ([1.0, 1.0], [0.0])
-    (only,) = read_experts(SOURCE, ["mxfp4_wo"], root=root)
+    (only,) = read_experts(at(SOURCE, root), ["mxfp4_wo"])
     assert only.seconds.tolist() == [0.0005]
     with pytest.raises(InputError, match=r"a type of .*: half, mxfp4_wo"):
-        read_experts(SOURCE, ["nvfp4"], root=root)
+        read_experts(at(SOURCE, root), ["nvfp4"])
 
 
 def test_rows_slower_than_longer_ones_are_dropped(tmp_path: Path) -> None:
     """The rarer of two kernels is not read either."""
     times = {256: 2.0, 512: 0.9, 1024: 1.0, 2048: 1.9}
     rows = [{"num_tokens": tokens, "latency": one} for tokens, one in times.items()]
-    (half,) = read_experts(SOURCE, root=table(tmp_path, *rows, {"kernel_source": "other", "latency": 9.0}))
+    (half,) = read_experts(at(SOURCE, table(tmp_path, *rows, {"kernel_source": "other", "latency": 9.0})))
     assert half.tokens.tolist() == [512, 1024, 2048]
     assert (half.dropped, half.kernel) == (1, "moe_torch_flow")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.importers import read_source
-from calibrate.importers.aiconfigurator import read_kernel, read_latent, read_recurrence, version_key, with_loop
+from calibrate.importers.aiconfigurator import read_latent, read_recurrence, version_key, with_loop
 from kvrsim.errors import InputError
 from tests.building.measurements import row
-from tests.building.tables import perf_table
+from tests.building.tables import at, perf_table
 
 
 def refusal(source: str, **options: Any) -> str:
@@ -53,11 +54,15 @@ class Package:
         root = perf_table(self.root.parent, f"t1_sxm/{place}/{name}", rows)
         return root / f"systems/data/t1_sxm/{place}/{name}_perf.parquet"
 
+    def at(self, source: str) -> str:
+        """The source in this package."""
+        return at(source, self.root)
+
     def read(self, source: str = SOURCE) -> list[Measurement]:
-        return read_source(source, aiconfigurator_root=self.root)
+        return read_source(self.at(source))
 
     def refusal(self, source: str = SOURCE) -> str:
-        return refusal(source, aiconfigurator_root=self.root)
+        return refusal(self.at(source))
 
 
 @pytest.fixture
@@ -141,7 +146,7 @@ def test_each_head_dim_takes_one_kernel(package: Package, kernels: tuple[str, ..
     [
         ("aiconfigurator:../t1_sxm", "a system among t1_sxm"),
         (f"{SOURCE}/onnx", "a framework among vllm"),
-        (f"{SOURCE}/vllm/1.0/more", "aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]"),
+        (f"{SOURCE}/vllm/1.0/more", "aiconfigurator:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]]"),
     ],
 )
 def test_what_aiconfigurator_does_not_have_is_refused(package: Package, source: str, complaint: str) -> None:
@@ -211,7 +216,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_expanded_heads_have_keys_of_their_own(root: Path) -> None:
-    first, second = read_latent(SOURCE_LATENT, "expanded", root=root)
+    first, second = read_latent(at(SOURCE_LATENT, root), "expanded")
     assert (first.chunk, first.num_attention_heads, first.num_key_value_heads) == (512, 16, 16)
     assert first.head_dim == (192 + 128) / 2
     assert first.median_s == pytest.approx(2e-4), "the median of both rows of that shape"
@@ -219,7 +224,7 @@ def test_expanded_heads_have_keys_of_their_own(root: Path) -> None:
 
 
 def test_absorbed_heads_share_the_latents(root: Path) -> None:
-    rows = read_latent(SOURCE_LATENT, "absorbed", root=root)
+    rows = read_latent(at(SOURCE_LATENT, root), "absorbed")
     assert {(row.num_attention_heads, row.num_key_value_heads, row.head_dim) for row in rows} == {(16, 1, 544)}
 
 
@@ -237,7 +242,7 @@ def test_scans_and_convolutions_of_a_prefill(tmp_path: Path) -> None:
     decoding = ROW_RECURRENCE | {"phase": "generation", "kernel_source": "fused_recurrent_gated_delta_rule"}
     rows_written = [ROW_RECURRENCE, ROW_RECURRENCE | {"latency": 0.7}, convolution, decoding]
     root = perf_table(tmp_path, "t1_sxm/linear_attention/sglang/1.0/gdn", rows_written)
-    rows = read_recurrence("aiconfigurator:t1_sxm/sglang", "gated_delta", root=root)
+    rows = read_recurrence(at("aiconfigurator:t1_sxm/sglang", root), "gated_delta")
     assert rows.is_scan.tolist() == [True, False]
     assert rows.seconds == pytest.approx([6e-4, 1e-4])  # the median of two rows of one shape
     call, batch, element_bytes = rows.arguments
@@ -248,48 +253,16 @@ def test_scans_and_convolutions_of_a_prefill(tmp_path: Path) -> None:
     assert len(rows.take(rows.is_scan).seconds) == 1
 
 
-# -- Tables of sparse attention are read as what their kernels were given.
-
-ROW_SPARSE: dict[str, Any] = {
-    **{"device": "NVIDIA T1", "kernel_source": "k", "batch_size": 1, "isl": 4096, "step": 8192, "num_heads": 64},
-    **{"latency": 2.0},
-}
-SOURCE_SPARSE = "aiconfigurator:t1/sglang/1.0"
-
-
-def write_of_sparse(folder: Path, name: str, *rows: dict[str, Any], table: str = "sparse_attention") -> Path:
-    return perf_table(folder, f"t1/{table}/sglang/1.0/{name}", rows)
-
-
-def test_scores_are_of_the_keys_that_queries_see(tmp_path: Path) -> None:
-    root = write_of_sparse(
-        tmp_path, "glm5_mqa_logits_module", ROW_SPARSE, ROW_SPARSE | {"batch_size": 2}, ROW_SPARSE | {"latency": 4.0}
-    )
-    rows = read_kernel(SOURCE_SPARSE, "glm5_mqa_logits_module", root=root)
-    assert rows.keys.tolist() == [8192 + 2048]
-    assert (rows.heads.tolist(), rows.width, rows.compress_ratio) == ([32], 128, 1)
-    assert rows.seconds == pytest.approx([3e-3]), "the median of both calls of one sequence"
-    assert "t1/sparse_attention/sglang/1.0" in rows.source
-    write_of_sparse(tmp_path, "dsv4_paged_mqa_logits_module", ROW_SPARSE)
-    entries = read_kernel(SOURCE_SPARSE, "dsv4_paged_mqa_logits_module", root=root)
-    assert (entries.keys.tolist(), entries.heads.tolist(), entries.compress_ratio) == ([2560], [64], 4)
-
-
-def test_the_choice_has_clear_winners_and_more_keys_than_it_takes(tmp_path: Path) -> None:
-    root = write_of_sparse(
-        tmp_path,
-        "glm5_topk_module",
-        *(ROW_SPARSE | {"score_mode": mode, "latency": 1.0} for mode in ("flat", "top_last")),
-        ROW_SPARSE | {"isl": 1024, "step": 0, "score_mode": "top_last", "latency": 0.0},
-    )
-    rows = read_kernel(SOURCE_SPARSE, "glm5_topk_module", root=root)
-    assert (rows.keys.tolist(), set(rows.texts["score_mode"])) == ([12288], {"top_last"})
-
-
-def test_attention_takes_as_many_keys_for_each_query(tmp_path: Path) -> None:
-    root = write_of_sparse(tmp_path, "glm5_dsa_attn_module", ROW_SPARSE, ROW_SPARSE | {"isl": 512, "step": 0})
-    rows = read_kernel(SOURCE_SPARSE, "glm5_dsa_attn_module", root=root)
-    assert (rows.chunk.tolist(), rows.keys.tolist(), rows.width) == ([4096], [2048], 1088)
-    write_of_sparse(tmp_path, "dsv4_hca_attn_module", ROW_SPARSE)
-    entries = read_kernel(SOURCE_SPARSE, "dsv4_hca_attn_module", root=root)
-    assert (entries.keys.tolist(), entries.width) == ([128 + 96], 1024)
+def test_a_wheel_is_read_as_its_folder(tmp_path: Path) -> None:
+    package = Package(tmp_path)
+    package.write("gemm/vllm/1.0", GEMM)
+    file = tmp_path / "aiconfigurator_core-9.8.7-cp311-none.whl"
+    with zipfile.ZipFile(file, "w") as wheel:
+        for path in package.root.rglob("*.parquet"):
+            wheel.write(path, path.relative_to(tmp_path))
+        wheel.writestr("aiconfigurator_core/systems/data/t1_sxm/silicon.csv", "not read")
+    [row] = package.read()
+    assert read_source(f"aiconfigurator:{file}:t1_sxm") == [row]
+    assert "a system among t1_sxm" in refusal(f"aiconfigurator:{file}")
+    renamed = file.rename(tmp_path / "aisimulate-0.13.0-cp311-none.whl")
+    assert read_source(f"aisimulate:{renamed}:t1_sxm/vllm/1.0")[0].source == "aisimulate 0.13.0 t1_sxm/gemm/vllm/1.0"

@@ -16,7 +16,6 @@ from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.kernels.sparse import (
     AttendRates,
     ScoreRates,
-    SelectRates,
     SparseCall,
     SparseKernels,
     SparseRates,
@@ -42,10 +41,9 @@ CALL = SparseCall(
     index_heads=4,
     index_head_dim=8,
 )
-# A second a FLOP of scores and of attention, a second a query and key of the choice.
+# A second per FLOP of scores and of attention.
 KERNELS = SparseKernels(
     score=ScoreRates(start_s=1.0, flops_per_s=1.0, full_heads=0.0),
-    select=SelectRates(start_s=10.0, query_s=2.0, key_s=1.0, full_queries=0.0),
     attend=AttendRates(start_s=100.0, flops_per_s=1.0, query_keys=5.0, full_queries=0.0, least_heads=1),
 )
 
@@ -75,13 +73,12 @@ def test_no_limit_counts_more_than_queries_see() -> None:
 
 
 def test_kernels_come_one_after_another() -> None:
-    chosen = 1 + CALL.score_flops + 10 + 100 * (2 + 350)
+    chosen = 1 + CALL.score_flops
     attended = 100 + 100 * 2 * (50 + 5) * 2 * 5
     assert KERNELS.seconds(CALL, 1) == pytest.approx(chosen + attended)
     shared = replace(CALL, index_heads=0)
     assert KERNELS.seconds(shared, 1) == pytest.approx([attended]), "another layer chose"
-    assert replace(KERNELS, select=None).seconds(CALL, 1) == pytest.approx(1 + CALL.score_flops + attended)
-    two = (KERNELS.seconds(CALL, 2) - 111) / (KERNELS.seconds(CALL, 1) - 111)
+    two = (KERNELS.seconds(CALL, 2) - 101) / (KERNELS.seconds(CALL, 1) - 101)
     assert two == pytest.approx([2.0]), "twice the sequences"
 
 
@@ -89,10 +86,9 @@ def test_few_queries_take_as_long_as_those_that_fill_the_device() -> None:
     full = replace(
         KERNELS,
         score=replace(KERNELS.score, full_heads=800.0),
-        select=replace(KERNELS.select, full_queries=200.0),  # type: ignore[type-var]
         attend=replace(KERNELS.attend, full_queries=200.0, least_heads=4),
     )
-    chosen = 1 + 2 * CALL.score_flops + 10 + 200 * 352
+    chosen = 1 + 2 * CALL.score_flops
     assert full.seconds(CALL, 1) == pytest.approx(chosen + 100 + 200 * 4 * 55 * 10)
     assert full.seconds(CALL, 1, least=True) == pytest.approx(
         replace(KERNELS, attend=replace(KERNELS.attend, least_heads=4)).seconds(CALL, 1)
@@ -100,9 +96,12 @@ def test_few_queries_take_as_long_as_those_that_fill_the_device() -> None:
 
 
 def test_kinds_have_kernels_of_their_own() -> None:
-    other = replace(KERNELS, select=None)
+    other, third = (replace(KERNELS, score=replace(KERNELS.score, flops_per_s=rate)) for rate in (2.0, 3.0))
     rates = SparseRates(keys=KERNELS, blocks=other)
     assert rates.of(CALL) is KERNELS
+    entries = replace(CALL, compress_ratio=4, window=16)
+    assert rates.of(entries) is KERNELS
+    assert replace(rates, entries=third).of(entries) is third
     assert rates.of(replace(CALL, block=128)) is other
     assert SparseRates(keys=KERNELS).of(replace(CALL, block=128)) is None
     assert rates.describe().count("TFLOP/s") == 4
