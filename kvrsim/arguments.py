@@ -523,8 +523,8 @@ class PlanArgs(TargetArgs):
 
     strategies: Any = option(
         "NAMES|all|FILE.py:NAME",
-        "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default: kvr-s and all that need no"
-        " search; all adds pipelines and hybrids.",
+        "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that"
+        " runs here and could fit in memory.",
         "Question",
         strategies,
     )
@@ -537,6 +537,13 @@ class PlanArgs(TargetArgs):
         "auto",
     )
     stride: Any = option("LEN", "Search only chunk boundaries that are multiples of LEN.", "Search", tokens)
+    search_budget: Any = option(
+        "TIME",
+        "Model work for the searches of the default comparison, about seconds of an idle core; all has no limit.",
+        "Search",
+        quantity(parse_seconds, allow_zero=True),
+        "3s",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,13 @@ def plan_of(
     result = make_plan(
         scenario,
         strategies=compared.strategies,
-        search=Search(method=compared.method, stride=compared.stride, table=table, on_progress=on_progress),
+        search=Search(
+            method=compared.method,
+            stride=compared.stride,
+            table=table,
+            on_progress=on_progress,
+            budget_s=compared.search_budget,
+        ),
         disturbance=None if disturbance is None else replace(disturbance, pool=pool),
         timelines=timelines,
         warnings=warnings,

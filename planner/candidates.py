@@ -21,9 +21,10 @@ from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
+from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hybrid_names, sizes_names, strategy_names
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks
+from kvrsim.units import format_bytes
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
@@ -31,11 +32,11 @@ from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
-# Compared by default: the paper's own strategies, and those whose only partition takes one evaluation.
-QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp")
-ON_ONE_GPU = ("single", "tsp", "kvr-e", "kvr-s")  # on one GPU every other strategy degenerates to `single`
+ROUGH = "rough"  # method of pieces that were not searched
+_MOST_GAIN = 0.15  # of TTFT, that a search is taken to gain over a rough partition
+CHUNKED = "pp1"  # one stage that takes the context in steps: chunked prefill
+_SHORT_PIECES = 64  # pieces per stage, whose activations are the least of a pipeline
 RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
-UNDER_NOISE = tuple(name for name in QUICK if name != "tp")  # noise is of single GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +196,7 @@ class Search:
     stride: int | None = None  # tokens; searched boundaries are multiples of it; None: chosen for the context
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
+    budget_s: float = 3.0  # model work that the default comparison refines partitions for
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""
@@ -279,26 +281,126 @@ class ComparedStrategies:
 
     strategies: tuple[Strategy, ...]
     ranked: bool  # by TTFT; else in the order asked for
+    limited: bool = False  # by the budget of a search
     notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # left to "all", because each takes a search of its own, or long
+    not_compared: tuple[str, ...] = ()  # that cannot fit in memory, the nearest first; or whose rings are too long
 
 
 def strategies_to_compare(
     scenario: Scenario, names: Sequence[str | Strategy] | None, *, noisy: bool = False
 ) -> ComparedStrategies:
-    """The strategies of these names; "all" stands for every one that runs here, None for the quick ones.
+    """The strategies of these names; None and "all" stand for every one that runs here and could fit in memory.
 
+    noisy: only those that noise is defined for, whose ranks are single GPUs with all layers.
     Raises InputError for an empty list, or where two have one name.
     """
-    if names is None:
-        return _quick(scenario, noisy=noisy)
-    if not names:
+    if names is not None and not names:
         raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
-    if "all" not in names:
+    if names is not None and "all" not in names:
         return ComparedStrategies(strategies=distinct(names), ranked=False)
-    allowed, notes = all_for(scenario)
-    named = [one for one in names if one != "all"]
-    return ComparedStrategies(strategies=distinct((*allowed, *named)), ranked=True, notes=notes)
+    alone, long = scenario.cluster.num_gpus == 1, scenario.cluster.num_gpus > MOST_IN_RINGS
+    allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
+    if noisy:
+        allowed = tuple(one for one in allowed if one.group_size == 1 and one.pipeline is None)
+    rings = [one.name for one in allowed if long and names is None and one.name in RINGS]
+    least = {one.name: least_bytes(scenario, one) for one in allowed if one.name not in rings}
+    misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > scenario.memory_limit.nbytes]
+    if misfits:
+        values = {"count": len(misfits), "nearest": misfits[0], "least": format_bytes(least[misfits[0]])}
+        notes = (*notes, note("cannot fit", **values, limit=format_bytes(scenario.memory_limit.nbytes)))
+    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # where nothing fits, the nearest is an estimate
+    compared = [one for one in allowed if one.name in least and one.name not in left_out]
+    named = [one for one in names or () if one != "all"]
+    return ComparedStrategies(
+        strategies=distinct((*compared, *named)),
+        ranked=True,
+        limited=names is None,
+        notes=notes,
+        not_compared=(*left_out, *rings),
+    )
+
+
+def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> dict[str, Candidate]:
+    """Each strategy with its best partition, by name; one that is near KVR's chain starts from the chain's.
+
+    limited: every partition is rough at first: even pieces, or the chain's analytical plan. Those that could be the
+    best are then searched, the fastest first, as long as the budget lasts. The budget is the model's work, not time, so
+    that a busy machine finds the same.
+    """
+    by_name: dict[str, Candidate] = {}
+    limited = compared.limited and search.method == "auto"
+    for strategy in compared.strategies:
+        rough = limited and strategy.partition_rule in ("search", "searched-pieces")
+        by_name[strategy.name] = (_rough if rough else search.candidate)(scenario, strategy, _chain(by_name, strategy))
+        if search.on_progress is not None:
+            search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {len(compared.strategies)})")
+    if not limited:
+        return by_name
+    from planner.deploy import engines_with  # which imports this module
+
+    spent_s, own = 0.0, {one.name: one for one in compared.strategies}
+    for one in sorted((one for one in by_name.values() if _is_rough(one) and one.fits), key=lambda one: one.ttft_s):
+        exact = [each for each in by_name.values() if each.strategy.approximate is None and each.fits]
+        if engines_with(one.strategy, scenario):  # the best that engines have is searched, too
+            exact = [each for each in exact if engines_with(each.strategy, scenario)]
+        best_s = min((each.ttft_s for each in exact), default=one.ttft_s)
+        if one.ttft_s * (1 - _MOST_GAIN) > best_s or spent_s >= search.budget_s:
+            continue
+        strategy = own[one.strategy.name]
+        found = search.candidate(scenario, strategy, _chain(by_name, strategy))
+        spent_s += _work_s(found)
+        if found.fits and found.ttft_s < one.ttft_s:
+            by_name[strategy.name] = found
+    return by_name
+
+
+def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | None:
+    """The partition of KVR's chain over the same ranks, if it was searched."""
+    chain = by_name.get(chain_like(strategy).name)
+    return None if chain is None or chain.search is None or _is_rough(chain) else chain.partition
+
+
+def _rough(scenario: Scenario, strategy: Strategy, _: Partition | None) -> Candidate:
+    """Even pieces, or the analytical plan."""
+    if strategy.partition_rule == "search":
+        return Search(method="analytical").candidate(scenario, strategy)
+    from planner.search.pipeline import search_even_pieces
+
+    found = search_even_pieces(per_rank_scenario(scenario, strategy), strategy)
+    found = replace(found, report=replace(found.report, method=ROUGH))
+    return Candidate(scenario=scenario, strategy=strategy, partition=found.partition, search=found)
+
+
+def _is_rough(one: Candidate) -> bool:
+    return one.search is not None and one.search.report.method in ("analytical", ROUGH)
+
+
+def _work_s(one: Candidate) -> float:
+    """Seconds that a search takes, by the partitions that it simulates, on one core of 2026."""
+    assert one.search is not None
+    ranks, layers = one.per_rank.cluster.num_gpus, one.per_rank.share.num_hidden_layers
+    if one.per_rank.cluster.shares_bandwidth:
+        each_s = 3e-7 * layers * ranks * (1 if one.strategy.chains else ranks)
+    else:
+        each_s = 4e-5 if one.strategy.pipeline is not None else 1e-6 * ranks
+    return one.search.report.evaluations * each_s
+
+
+def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
+    """What the GPU that needs most holds at least, whatever the partition.
+
+    Exact for even chunks. Of searched chunks it is the weights and the cache, of pipelines those with short pieces; a
+    searched pipeline may move layers, so that the mean of its stages counts.
+    """
+    per_rank = per_rank_scenario(scenario, strategy)
+    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
+    number = min(_SHORT_PIECES * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
+    memory = memory_of(per_rank, strategy, Partition.even(tokens, max(1, number)))
+    if strategy.partition_rule == "searched-pieces":
+        return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
+    if strategy.partition_rule == "search":
+        return max(rank.weights + rank.kv_cache + rank.runtime for rank in memory)
+    return max(rank.total for rank in memory)
 
 
 def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
@@ -311,26 +413,17 @@ def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
     return tuple(by_name.values())
 
 
-def _quick(scenario: Scenario, *, noisy: bool) -> ComparedStrategies:
-    cluster = scenario.cluster
-    if cluster.num_gpus == 1:
-        return ComparedStrategies(strategies=distinct(ON_ONE_GPU), ranked=True)
-    quick = UNDER_NOISE if noisy else QUICK
-    slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
-    strategies, notes = _allowed(scenario, [name for name in quick if name not in slow])
-    later = slow if noisy else (*slow, "interleave", "kvr-b", "kvr-direct", "pp", "pp-s", *hybrids(scenario))
-    return ComparedStrategies(strategies=strategies, ranked=True, notes=notes, not_compared=later)
-
-
 def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
     return _allowed(scenario, (*strategy_names(), *hybrids(scenario)))
 
 
 def hybrids(scenario: Scenario) -> tuple[str, ...]:
-    """The hybrids that `all` stands for; no group of GPUs and no stage with context ranks spans nodes."""
+    """The hybrids that `all` stands for; no group but that of chunked prefill, and no stage, spans nodes."""
     num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
-    return (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, min(num_gpus, per_node or num_gpus)))
+    sizes = sizes_names(num_gpus, min(num_gpus, per_node or num_gpus))
+    chunked = (f"tp{num_gpus}+{CHUNKED}",) if num_gpus > 1 else ()
+    return (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes, *chunked)
 
 
 def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:

@@ -22,7 +22,7 @@ from kvrsim.results.results import (
     StrategyResult,
 )
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, label_of
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
 from planner.candidates import (
@@ -30,6 +30,7 @@ from planner.candidates import (
     ComparedStrategies,
     Search,
     prefix_access_notes,
+    search_all,
     strategies_to_compare,
     ttft_of,
 )
@@ -123,13 +124,7 @@ class Ranking:
                 disturbance.check(strategy)
             if strategy.partition_rule == "table":
                 search.candidate(scenario, strategy)
-        by_name: dict[str, Candidate] = {}
-        for number, strategy in enumerate(compared.strategies, start=1):
-            if search.on_progress is not None:
-                search.on_progress(number - 1, None, f"{strategy.name} ({number} of {len(compared.strategies)})")
-            chain = by_name.get(chain_like(strategy).name)
-            warm_start = None if chain is None or chain.search is None else chain.partition
-            by_name[strategy.name] = search.candidate(scenario, strategy, warm_start)
+        by_name = search_all(scenario, compared, search)
         candidates = tuple(by_name.values())
         return cls(scenario=scenario, candidates=candidates, noisy=_under_noise(candidates, disturbance))
 

@@ -88,7 +88,10 @@ def _of_sizes(degrees: Degrees) -> Strategy:
         return SINGLE if degrees == SINGLE.degrees else _with_degrees(TENSOR_PARALLEL, degrees)
     base = PIPELINE_SEARCHED if degrees.pieces == "searched" else PIPELINE
     if degrees.scheme is None:
-        return _with_degrees(base, degrees)
+        sized = _with_degrees(base, degrees)
+        if degrees.pipeline != 1:
+            return sized
+        return replace(sized, title="tensor parallelism, chunked prefill" if degrees.tensor != 1 else "chunked prefill")
     inside = STRATEGIES[degrees.scheme]
     title = f"pipeline of layers, {degrees.context} context ranks a stage"
     source = f"{base.source}; inside a stage: {inside.source}"

@@ -22,6 +22,7 @@ from kvrsim.arguments import OnProgress
 from kvrsim.ends import embedding, step
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
+from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
@@ -42,6 +43,7 @@ from planner.search.minimise import (
 )
 from planner.search.search import SearchResult
 
+_STEP_TOKENS = 8192  # of chunked prefill: max_num_batched_tokens of vLLM, chunked_prefill_size of SGLang
 _GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
 _ONE_STAGE = 0  # layers of a pipeline are the same on every rank
 
@@ -155,7 +157,9 @@ def search_pipeline(
 
 
 def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
-    """Even pieces: 1, 2, 4, ... of them, as long as TTFT falls.
+    """Even pieces that fit in memory: 1, 2, 4, ... of them, as long as TTFT falls.
+
+    One stage has nothing to fill: its pieces are the steps of chunked prefill, of at most 8192 tokens as engines do.
 
     More pieces fill the stages sooner, fewer waste less on each. TTFT has one minimum: S stages take
     (S + M - 1) x (work / M + the fixed cost of a piece) for M pieces. The steps of the engine are taken as long as the
@@ -193,9 +197,12 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
         share = scenario.cluster.link.bandwidth_bytes_per_s / scenario.cluster.num_gpus
         number = len(_best_even_pieces(Evaluator(scenario.with_own_links(share), strategy))[0].chunk_lens)
         numbers = [one for one in numbers if one in (number // 2, number)]
-    best, best_s = Partition.even(tokens, 1), float("inf")
-    for number in numbers:
-        partition = Partition.even(tokens, number)
+    if scenario.cluster.num_gpus == context:
+        numbers = [one for one in numbers if tokens <= one * _STEP_TOKENS] or numbers[-1:]
+    each = [Partition.even(tokens, number) for number in numbers]
+    fitting = [one for one in each if fits(scenario, memory_of(scenario, strategy, one))]
+    best, best_s = each[0], float("inf")
+    for partition in fitting or each:
         ttft_s = evaluator.one(partition.chunk_lens)
         if ttft_s > best_s * (1 - _GAIN):
             break

@@ -13,7 +13,14 @@ from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner import candidates as module
-from planner.candidates import QUICK, Candidate, Search, per_rank_scenario, strategies_to_compare
+from planner.candidates import (
+    Candidate,
+    ComparedStrategies,
+    Search,
+    per_rank_scenario,
+    search_all,
+    strategies_to_compare,
+)
 from tests.building import Draws, any_scenario, draws, examples
 
 
@@ -47,7 +54,7 @@ def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: py
     assert one.program is before[2]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", ["single", "tsp", "kvr-s", "zigzag", "tp", "pp", "tp4+pp1"])
 def test_a_plan_and_a_simulation_are_about_the_same_candidate(name: str) -> None:
     one = Search().candidate(scenario_of(), get_strategy(name))
     asked = {"ctx": "4k", "gpus": 4, "model": "llama-3-8b"}
@@ -86,3 +93,42 @@ def test_a_given_partition_is_not_searched() -> None:
     one = Search(partition=chunks).candidate(scenario_of(), get_strategy("kvr-s"))
     assert (one.partition, one.search) == (Partition(chunk_lens=chunks), None)
     assert one == Candidate(scenario=one.scenario, strategy=one.strategy, partition=one.partition)
+
+
+def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:
+    scenario = scenario_of(model="llama-3.1-70b", cluster="h100-2x8-ndr400", gpus=16, ctx="32k")
+    compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
+    assert compared.strategies == everything.strategies
+    names = [one.name for one in compared.strategies]
+    assert "kvr-s" in compared.not_compared
+    assert {"tp4+kvr-s", "pp-s"} <= set(names)
+    assert not set(names) & set(compared.not_compared)
+    for name in ("tp8+ring", "kvr-e", "pp2+cp8", "tp16+pp1"):  # partitions that take no search: the sum is exact
+        one = Search().candidate(scenario, get_strategy(name))
+        assert one.fits or name in compared.not_compared
+
+
+def test_where_nothing_can_fit_the_nearest_is_compared() -> None:
+    compared = strategies_to_compare(scenario_of(model="llama-3.1-405b", gpus=2), None)
+    assert len(compared.strategies) == 1
+    assert compared.not_compared
+
+
+def test_chunked_prefill_fits_where_one_step_does_not() -> None:
+    scenario = scenario_of(model="llama-7b", gpus=1, ctx="16k", cluster="a100-nvlink", profile="a100-eager")
+    whole, steps = (Search().candidate(scenario, get_strategy(name)) for name in ("single", "pp1"))
+    assert (whole.fits, steps.fits) == (False, True)
+    assert max(steps.partition.chunk_lens) <= 8192
+
+
+def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
+    """No time is read: the same question has the same answer with a budget, and a budget of 0 has rough partitions."""
+    scenario = scenario_of(model="llama-3.1-70b", cluster="h100-2x8-ndr400", gpus=16, ctx="32k")
+    compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
+
+    def best_s(of: ComparedStrategies, budget_s: float) -> float:
+        return min(one.ttft_s for one in search_all(scenario, of, Search(budget_s=budget_s)).values() if one.fits)
+
+    assert best_s(compared, 3.0) == best_s(compared, 3.0)
+    assert best_s(everything, 0.0) <= best_s(compared, 3.0) <= 1.02 * best_s(everything, 0.0)
+    assert best_s(compared, 3.0) <= best_s(compared, 0.0)

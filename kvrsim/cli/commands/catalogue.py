@@ -150,7 +150,6 @@ def about(name: str) -> dict[str, Any]:
     """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
     from kvrsim.runtime.plan import RUN_STRATEGIES
     from kvrsim.strategies import get_strategy
-    from planner.candidates import QUICK
     from planner.deploy import engines_for
 
     strategy = get_strategy(name, "NAME|FILE.py:NAME")
@@ -162,7 +161,7 @@ def about(name: str) -> dict[str, Any]:
         **{key: words.get(key) for key in ("each_rank", "communication", "holds")},
         "engines": list(engines_for(strategy)),
         "runs_here": strategy.name in RUN_STRATEGIES,
-        "planned_by_default": strategy.name in QUICK,
+        "planned_by_default": strategy.partition_rule != "table",
         "approximate": strategy.approximate,
         "source": strategy.source,
         "docs": words.get("docs"),

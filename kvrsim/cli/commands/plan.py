@@ -229,8 +229,6 @@ def _left_out(plan: Plan) -> Iterator[str]:
         )
         verb = "does" if len(misfits) == 1 else "do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
-    if plan.not_compared:
-        yield f"Not compared: {_listed(plan.not_compared)} (--strategies all)."
 
 
 def _explained(plan: Plan) -> Facts:
@@ -257,7 +255,7 @@ def _explained(plan: Plan) -> Facts:
         partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
         table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
     if plan.not_compared:
-        table.add_row("others:", f"not compared: {_listed(plan.not_compared)} (--strategies all)")
+        table.add_row("others:", f"not compared, as they cannot fit: {_listed(plan.not_compared)}")
     _add_noise(table, plan)
     table.add_row("memory:", limit_text(limit))
     nearest = None if plan.shortfall is None else plan.shortfall.strategy

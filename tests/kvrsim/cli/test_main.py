@@ -15,7 +15,7 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.output import NOT_WRITTEN
-from planner.candidates import QUICK
+from kvrsim.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAN = ("plan", "--gpus", "2", "--ctx", "512")
@@ -45,18 +45,19 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     plan = answer(capsys, "plan", "--gpus", "4", "--ctx", "4k")
     assert {"model", "profile", "num_gpus", "context_len", "best", "strategies", "bounds"} <= set(plan)
     assert (plan["model"], plan["num_gpus"], plan["context_len"]) == ("llama-7b", 4, 4096)
-    assert {row["strategy"] for row in plan["strategies"]} == set(QUICK)
+    assert {row["strategy"] for row in plan["strategies"]} >= {"tsp", "kvr-s", "zigzag", "tp", "pp", "tp2+kvr-s"}
     assert [row["ttft_s"] for row in plan["strategies"]] == sorted(row["ttft_s"] for row in plan["strategies"])
     for row in plan["strategies"]:
         keys = {"strategy", "partition", "ttft_s", "speedup_over_tsp", "exposed_comm_s", "peak_bytes", "fits"}
         assert keys <= set(row)
         assert sum(row["partition"]) == 4096
         assert len(row["peak_bytes"]) == (1 if row["strategy"] == "single" else 4)
-        assert len(row["partition"]) == (1 if row["strategy"] in ("single", "tp") else 4)
+        if row["strategy"] in STRATEGIES and "pp" not in row["strategy"]:
+            assert len(row["partition"]) == (1 if row["strategy"] in ("single", "tp") else 4)
     best = plan["best"]
     assert {"strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s"} <= set(best)
     assert best["ttft_low_s"] <= best["ttft_s"] <= best["ttft_high_s"]
-    assert best["ttft_s"] == min(row["ttft_s"] for row in plan["strategies"] if row["fits"])
+    assert best["ttft_s"] <= 1.02 * min(row["ttft_s"] for row in plan["strategies"] if row["fits"])
     assert set(plan["bounds"]) >= {"ttft_star_s", "ttft_no_comm_s", "lower_bound_s", "gap"}
     assert plan["bounds"]["gap"] >= 0
     assert set(plan["search"]) >= {"method", "evaluations", "seconds"}
