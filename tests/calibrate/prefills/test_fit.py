@@ -11,7 +11,7 @@ from calibrate.prefills.fit import EngineTerms, PrefillCase, PrefillFit, check_p
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine import Engine, HostRates
+from kvrsim.engine import Engine, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
@@ -74,6 +74,18 @@ def test_errors_fall_and_hold_on_rows_left_out(fit: PrefillFit) -> None:
     assert fit.after.mape < 0.01
     assert fit.left_out.median_ape < 0.03
     assert fit.after.mape <= fit.left_out.mape < fit.before.mape
+
+
+def test_slower_kernels_are_not_taken_for_seconds_of_tokens() -> None:
+    """Else a model with other kernels per token would be off."""
+    prior = load_engine("serving")
+    slow = replace(prior, kernel_scale={"other": 1.3 * prior.scale_on(PROFILE.gpu)})
+    lengths = (1024, 2048, 4096, 8192, 16384)
+    seconds = [case.ttft_s() for case in cases_of([*map(row, lengths)], slow)]
+    rows = [replace(row(length), ttft_s=one) for length, one in zip(lengths, seconds, strict=True)]
+    fit = fit_prefills(cases_of(rows, prior), PROFILE, prior, name="mine", source="rows.csv")
+    (predicted,), (true,) = (cases_of([row(8192, model="llama-2-13b")], one) for one in (fit.engine, slow))
+    assert predicted.ttft_s() == pytest.approx(true.ttft_s(), rel=0.03)
 
 
 def test_the_profile_predicts_as_the_fit_does(fit: PrefillFit) -> None:
