@@ -76,8 +76,10 @@ class DeployEngine:
             return f"{layout.scheme} of {model_type}"
         if layout.pieces == "searched" and not self.uneven_pieces:
             return "pieces of different lengths"
-        if not layout.is_mixture and layout.data > 1 and self.name == "trtllm":
-            return "data parallelism of a dense model"
+        if not layout.is_mixture and layout.data > 1:
+            nodes = scenario.cluster.gpus_per_node is not None and scenario.cluster.gpus_per_node < layout.num_gpus
+            if self.name == "trtllm" or (self.name == "sglang" and nodes):
+                return "data groups of a dense model" + " on several nodes" * nodes
         return _LACKS[self.name](layout, schemes.get(model_type, ""))
 
 

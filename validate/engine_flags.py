@@ -1,25 +1,26 @@
-"""Launches that `--emit` prints, read by the engines' own argument parsers.
+"""Launches that `--emit` prints, resolved by the engines' own code and compared with the plan's layout.
 
 `python -m validate.engine_flags vllm=PYTHON sglang=PYTHON` rewrites docs/results/engine_flags.md. PYTHON is the
-interpreter of an environment where the engine is installed; no GPU is needed. The parser reads each launch, and each
-option of kvrsim/data/deploy.json with each listed value.
+interpreter of an environment where the engine is installed (PYTHONPATH may name an unpacked wheel); no GPU is needed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.hardware import load_cluster
 from kvrsim.layout import Layout
+from kvrsim.model.load import config_path
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
 from planner.capacity.launch import launch_of_fleet
@@ -46,47 +47,24 @@ QUESTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (_LATENT | {"cluster": "h100-2x8-ndr400", "gpus": 16}, ("tp8+pp2", "dp16+ep16", "dp2+tp8+ep16", "tp8+pp2+ep8")),
     ({"model": "deepseek-v3.2", "cluster": "h200-nvlink"}, ("tp", "cp8-i", "tp2+cp4-i", "cp8+ep8", "dp8+ep8")),
 )
+SIZES = ("tensor", "pipeline", "context", "data", "expert_parallel", "expert_data")
 TRAFFIC = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
-# By engine: its package, and the code that creates `parser` in its interpreter.
-PARSERS = {
-    "vllm": (
-        "vllm",
-        "from vllm.entrypoints.common.cli_args import make_arg_parser\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "parser = make_arg_parser(FlexibleArgumentParser())",
-    ),
-    "sglang": (
-        "sglang",
-        "import argparse\nfrom sglang.srt.server_args import ServerArgs\n"
-        "parser = argparse.ArgumentParser()\nServerArgs.add_cli_args(parser)",
-    ),
-}
-_READ = """
-import importlib.metadata, json, sys
-refused = []
-for arguments in json.load(sys.stdin):
-    try:
-        parser.parse_args(arguments)
-    except (SystemExit, ValueError):
-        refused.append(arguments)
-print("\\n" + json.dumps({{"version": importlib.metadata.version("{package}"), "refused": refused}}))
-"""
+ENGINES = ("vllm", "sglang")  # that resolve_launches.py can resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parsed:
-    """Launches and options that an engine's parser has read."""
+class Resolved:
+    """Launches that an engine's code has resolved."""
 
     engine: DeployEngine
-    version: str  # of the parser
+    version: str  # of the engine's package
     launches: int
-    refused_launches: tuple[str, ...]
-    options: int
-    refused_options: tuple[str, ...]
+    refused: Mapping[str, str]  # by launch: why
+    differs: Mapping[str, str]  # by launch: what is resolved otherwise than planned
 
 
 def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
-    """By question and layout, on several machines and models, each with its layout; then those of fleets."""
+    """What is launched, the launch and its layout, on several machines and models; then fleets, without a layout."""
     for question, names in QUESTIONS:
         scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
         for strategy in map(get_strategy, names):
@@ -96,7 +74,11 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
                 launch = launch_of(
                     scenario, engine, candidate.strategy, cut, model=str(question["model"]), layers=layers
                 )
-                yield f"{question['model']}, {strategy.name}", launch, layout_on_gpus(strategy, scenario)
+                yield (
+                    f"{question['model']}, {question['cluster']}, {strategy.name}",
+                    launch,
+                    layout_on_gpus(strategy, scenario),
+                )
     for name in ("llama-3.1-8b", "llama-3.1-70b"):
         yield f"{name}, fleet", _fleet(engine, name), None
 
@@ -108,78 +90,78 @@ def _fleet(engine: str, model: str) -> Launch:
     return launch_of_fleet(plan, engine, model="org/model")
 
 
-def option_arguments(engine: DeployEngine) -> Iterator[list[str]]:
-    """Arguments with one of the listed options each, once for each of its values."""
-    examples = {"int": ("2",), "float": ("0.5",), "str": ("x",)}
-    for option, kind in engine.options.items():
-        if kind == "flag":
-            yield [option]
-        elif option == "--kv-transfer-config":
-            yield [option, '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}']
-        else:
-            yield from ([option, value] for value in (examples[kind] if isinstance(kind, str) else kind))
-
-
-def parse_all(engine: DeployEngine, python: str) -> Parsed:
-    """Read all launches and options with an interpreter's parser. Raises InputError if the parser cannot be created."""
-    launch_arguments = [list(launch.args) for _, launch, _ in launches(engine.name)]
-    required = ["--model-path", "x"] if engine.name == "sglang" else []
-    options = {" ".join(words): words for words in option_arguments(engine)}
-    option_lines = {
-        text: words if words[0] == "--model-path" else [*required, *words] for text, words in options.items()
-    }
-    package, code = PARSERS[engine.name]
+def resolve_all(engine: DeployEngine, python: str) -> Resolved:
+    """Resolve all launches of single servers with an interpreter's engine; InputError where it cannot be imported."""
+    listed = [(what, launch, layout) for what, launch, layout in launches(engine.name) if layout is not None]
+    asked = {"engine": engine.name, "launches": [_asked(what, launch) for what, launch, _ in listed]}
     process = subprocess.run(
-        [python, "-c", code + _READ.format(package=package)],
-        input=json.dumps([*launch_arguments, *option_lines.values()]),
+        [python, str(Path(__file__).with_name("resolve_launches.py"))],
+        input=json.dumps(asked),
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"VLLM_TARGET_DEVICE": "cpu"},  # vLLM needs a device to create its options
     )
     if process.returncode:
         last = process.stderr.strip().splitlines()[-1:] or ["it ended without a message"]
-        raise InputError(engine.name, python, f"an interpreter with {package} installed ({last[0]})")
-    answer = json.loads(process.stdout.splitlines()[-1])
-    return Parsed(
-        engine=engine,
-        version=answer["version"],
-        launches=len(launch_arguments),
-        refused_launches=tuple(" ".join(words) for words in launch_arguments if words in answer["refused"]),
-        options=len(options),
-        refused_options=tuple(text for text, words in option_lines.items() if words in answer["refused"]),
-    )
+        raise InputError(engine.name, python, f"an interpreter with {engine.name} installed ({last[0]})")
+    content = json.loads(process.stdout.splitlines()[-1])
+    refused, differs = {}, {}
+    for (what, _, layout), answer in zip(listed, content["answers"], strict=True):
+        planned = {name: getattr(layout, name) for name in SIZES}
+        if not layout.is_mixture:  # an engine resolves these of a dense model, too, where nothing follows from them
+            answer = answer | {name: 1 for name in ("expert_parallel", "expert_data") if name in answer}
+            planned |= {"expert_parallel": 1, "expert_data": 1}
+        other = {name: answer[name] for name in SIZES if name in answer and answer[name] != planned[name]}
+        if "refused" in answer:
+            refused[what] = answer["refused"]
+        elif other:
+            differs[what] = ", ".join(f"{name} {size}, not {planned[name]}" for name, size in other.items())
+    return Resolved(engine=engine, version=content["version"], launches=len(listed), refused=refused, differs=differs)
 
 
-def page(engines: Sequence[Parsed]) -> list[str]:
+def _asked(what: str, launch: Launch) -> dict[str, Any]:
+    model, cluster_name, _ = what.split(", ")
+    cluster = load_cluster(cluster_name)
+    config = json.loads(config_path(model, "model").read_text("utf-8"))
+    return {
+        "args": list(launch.args),
+        "config": {name: value for name, value in config.items() if not name.startswith("_")},
+        "capability": 10 if "B200" in cluster.gpu.name else 9,
+        "gpu": cluster.gpu.name,
+        "memory_bytes": cluster.gpu.memory_bytes,
+        "num_sms": cluster.gpu.num_sms,
+        "gpus_per_node": cluster.gpus_per_node or 8,
+    }
+
+
+def page(engines: Sequence[Resolved]) -> list[str]:
     """Lines of the page, Markdown."""
     command = " ".join(f"{one.engine.name}=PYTHON" for one in engines)
-    heads = ("engine", "version of the parser", "launches", "refused", "options and values", "refused")
-    rows = [
-        (one.engine.name, one.version, one.launches, len(one.refused_launches), one.options, len(one.refused_options))
-        for one in engines
+    heads = ("engine", "version", "launches", "refused", "other layout than planned")
+    rows = [(one.engine.name, one.version, one.launches, len(one.refused), len(one.differs)) for one in engines]
+    found = [
+        f"- {one.engine.name}, {what}: {why}" for one in engines for what, why in (one.refused | one.differs).items()
     ]
-    refused = [(one.engine.name, text) for one in engines for text in (*one.refused_launches, *one.refused_options)]
     return fill(
         "engine_flags",
         command=command,
         date=f"{datetime.now(UTC):%Y-%m-%d}",
         engines=table(heads, rows),
-        refused="".join(f"- {name} refuses `{text}`\n" for name, text in refused) + "\n" * bool(refused),
+        found=[*found, ""] if found else "",
     )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read all launches and write the page; 1 where something is refused."""
+    """Resolve all launches and write the page; 1 where one is refused or resolved otherwise."""
     engines = []
     for argument in arguments:
         name, _, python = argument.partition("=")
-        if name not in PARSERS or not python:
-            raise InputError("argument", argument, f"NAME=PYTHON with NAME one of {', '.join(PARSERS)}")
-        engines.append(parse_all(deploy_engine(name), python))
+        if name not in ENGINES or not python:
+            raise InputError("argument", argument, f"NAME=PYTHON with NAME one of {', '.join(ENGINES)}")
+        engines.append(resolve_all(deploy_engine(name), python))
     write_page(PAGE, page(engines))
     print(PAGE.read_text("utf-8"))
-    return 1 if any(one.refused_launches or one.refused_options for one in engines) else 0
+    return 1 if any(one.refused or one.differs for one in engines) else 0
 
 
 if __name__ == "__main__":

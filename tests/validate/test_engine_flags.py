@@ -1,40 +1,43 @@
-"""The page lists what an engine's parser refuses. A small parser takes the place of the engine's."""
+"""The page lists what an engine refuses, or lays out otherwise. A small script takes the place of the engine's."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvrsim.errors import InputError
 from planner.deploy import deploy_engine
 from validate import engine_flags
-from validate.engine_flags import option_arguments, page, parse_all
+from validate.engine_flags import launches, page, resolve_all
 
-SMALL = """
-import argparse
-parser = argparse.ArgumentParser()
-parser.add_argument("model", nargs="?")
-for flag in {flags}:
-    parser.add_argument(flag)
+SCRIPT = """
+import json, sys
+asked = json.load(sys.stdin)["launches"]
+flags = [dict(zip(one["args"][1::2], one["args"][2::2])) for one in asked]
+tensor = [int(one.get("--tensor-parallel-size", 1)) for one in flags]
+answers = [{"refused": "ValueError: odd"} if one == 1 else {"tensor": one, "data": 3} for one in tensor]
+print(json.dumps({"version": "1", "answers": answers}))
 """
 
 
-def test_what_a_parser_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = deploy_engine("vllm")
-    flags = [flag for flag in vllm.options if flag not in ("--dtype", "--enable-chunked-prefill", "--nnodes")]
-    flags.remove("--enable-expert-parallel")
-    monkeypatch.setitem(engine_flags.PARSERS, "vllm", ("numpy", SMALL.format(flags=flags)))
-    monkeypatch.setattr(engine_flags, "launches", lambda _: [])
-    result = parse_all(vllm, sys.executable)
-    assert result.options == len(list(option_arguments(vllm)))
-    refused = {text.split()[0] for text in result.refused_options}
-    assert refused == {"--dtype", "--enable-chunked-prefill", "--nnodes", "--enable-expert-parallel"}
-    assert "vllm refuses `--nnodes 2`" in "\n".join(page([result]))
+def test_what_an_engine_makes_of_a_launch_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "resolve_launches.py").write_text(SCRIPT)
+    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "engine_flags.py"))
+    two = [
+        one
+        for one in launches("vllm")
+        if one[0] in ("llama-3.1-8b, h100-nvlink, single", "gpt-oss-120b, h100-nvlink, tp")
+    ]
+    monkeypatch.setattr(engine_flags, "launches", lambda _: two)
+    result = resolve_all(deploy_engine("vllm"), sys.executable)
+    assert result.refused == {"llama-3.1-8b, h100-nvlink, single": "ValueError: odd"}
+    assert result.differs == {"gpt-oss-120b, h100-nvlink, tp": "data 3, not 1"}
+    assert "- vllm, llama-3.1-8b, h100-nvlink, single: ValueError: odd" in page([result])
 
 
 def test_an_interpreter_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engine_flags.PARSERS, "vllm", ("numpy", "import no_such_engine"))
     monkeypatch.setattr(engine_flags, "launches", lambda _: [])
-    with pytest.raises(InputError, match=r"an interpreter with numpy installed \(ModuleNotFoundError"):
-        parse_all(deploy_engine("vllm"), sys.executable)
+    with pytest.raises(InputError, match="an interpreter with vllm installed"):
+        resolve_all(deploy_engine("vllm"), sys.executable)
