@@ -103,6 +103,9 @@ def resolve_vllm(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]
         num_compute_units = classmethod(lambda cls, device_id=0: launch["num_sms"])
 
     platforms._current_platform = Gpu()
+    import vllm.config.vllm as settings  # type: ignore[import-not-found]
+
+    settings.HAS_TRITON = True  # which takes a driver to say so
     registry._run_in_subprocess = lambda function: function()
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
     from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]
