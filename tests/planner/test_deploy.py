@@ -148,7 +148,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, err = run(capsys, 0, "--emit", "sglang", "--cached-prefix", "2k", "--prefix-placement", "host:20GB/s")
     assert "no flag here places the cached prefix (host:20GB/s)" in err
     out, _ = run(capsys, 0, "--only-deployable", "trtllm", "--json")
-    assert {one["strategy"] for one in json.loads(out)["strategies"]} == {"single", "tp", "pp", "tp2+pp"}
+    assert {one["strategy"] for one in json.loads(out)["strategies"]} == {"single", "tp", "pp", "tp2+pp", "tp4+pp1"}
 
 
 @pytest.mark.parametrize(
