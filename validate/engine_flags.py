@@ -140,7 +140,7 @@ def page(engines: Sequence[Resolved]) -> list[str]:
     heads = ("engine", "version", "launches", "refused", "other layout than planned")
     rows = [(one.engine.name, one.version, one.launches, len(one.refused), len(one.differs)) for one in engines]
     found = [
-        f"- {one.engine.name}, {what}: {why}" for one in engines for what, why in (one.refused | one.differs).items()
+        f"- {one.engine.name}, {what}: {why}" for one in engines for what, why in {**one.refused, **one.differs}.items()
     ]
     return fill(
         "engine_flags",

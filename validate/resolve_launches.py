@@ -59,7 +59,9 @@ class Anything:
 class StandIn(types.ModuleType):
     """A module that is not installed."""
 
-    __path__ = ()
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
@@ -130,6 +132,7 @@ def resolve_vllm(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]
 def stand_in_for_operators() -> None:
     """Let torch have operators that compiled modules would register."""
     import torch
+    from torch import library
 
     known = torch._ops._OpNamespace.__getattr__
 
@@ -140,8 +143,8 @@ def stand_in_for_operators() -> None:
             return Anything()
 
     if known.__name__ != operator.__name__:
-        torch._ops._OpNamespace.__getattr__ = operator  # type: ignore[method-assign]
-        torch.library.register_fake = lambda *_, **__: lambda function: function
+        torch._ops._OpNamespace.__getattr__ = operator
+        library.register_fake = lambda *_, **__: lambda function: function
 
 
 def pretend_cuda(launch: dict[str, Any]) -> None:
