@@ -25,6 +25,7 @@ from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hy
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks
 from kvrsim.units import format_bytes
+from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
@@ -197,6 +198,7 @@ class Search:
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
     budget_s: float = 3.0  # model work that the default comparison refines partitions for
+    allowance: Allowance | None = None  # of one search over ranks; None: it ends by itself
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""
@@ -234,9 +236,16 @@ class Search:
                     stride=self.stride,
                     warm_start=warm_start,
                     on_progress=self.on_progress,
+                    allowance=self.allowance,
                 )
             case "search":
-                return search(per_rank, strategy, warm_start=warm_start, on_progress=self.on_progress)
+                return search(
+                    per_rank,
+                    strategy,
+                    warm_start=warm_start,
+                    on_progress=self.on_progress,
+                    allowance=self.allowance,
+                )
             case "table":
                 return self._look_up(per_rank, strategy)
         return Partition.even(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
@@ -347,8 +356,11 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
         if one.ttft_s * (1 - _MOST_GAIN) > best_s or spent_s >= search.budget_s:
             continue
         strategy = own[one.strategy.name]
-        found = search.candidate(scenario, strategy, _chain(by_name, strategy))
-        spent_s += _work_s(found)
+        each_s = _each_s(one)
+        allowance = Allowance(left_s=(search.budget_s - spent_s) / 2, each_s=each_s)
+        found = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
+        assert found.search is not None
+        spent_s += found.search.report.evaluations * each_s
         if found.fits and found.ttft_s < one.ttft_s:
             by_name[strategy.name] = found
     return by_name
@@ -375,15 +387,14 @@ def _is_rough(one: Candidate) -> bool:
     return one.search is not None and one.search.report.method in ("analytical", ROUGH)
 
 
-def _work_s(one: Candidate) -> float:
-    """Seconds that a search takes, by the partitions that it simulates, on one core of 2026."""
-    assert one.search is not None
+def _each_s(one: Candidate) -> float:
+    """About what a partition takes on one core of 2026, seconds."""
     ranks, layers = one.per_rank.cluster.num_gpus, one.per_rank.share.num_hidden_layers
     if one.per_rank.cluster.shares_bandwidth:
-        each_s = 3e-7 * layers * ranks * (1 if one.strategy.chains else ranks)
-    else:
-        each_s = 4e-5 if one.strategy.pipeline is not None else 1e-6 * ranks
-    return one.search.report.evaluations * each_s
+        return 3e-7 * layers * ranks * (1 if one.strategy.chains else ranks)
+    if one.strategy.pipeline is not None:
+        return 4e-5
+    return 1e-6 * ranks * (8 if not one.per_rank.chain_is_proven else 1 if one.strategy.chains else 2)
 
 
 def least_bytes(scenario: Scenario, strategy: Strategy) -> int:

@@ -20,6 +20,14 @@ from kvrsim.units import format_seconds
 
 
 @dataclass(slots=True)
+class Allowance:
+    """Model work that a search may do: counted in partitions, so that every machine stops at the same one."""
+
+    left_s: float
+    each_s: float  # about what a partition takes on one core of 2026
+
+
+@dataclass(slots=True)
 class Evaluator:
     """Evaluates partitions of one scenario, counts them and reports progress."""
 
@@ -29,12 +37,22 @@ class Evaluator:
     evaluations: int = 0
     most: int | None = None  # evaluations that the search will not go beyond; None: unknown
     best_s: float = math.inf
+    allowance: Allowance | None = None  # once spent, batches get infinity; None: no limit
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left of the allowance."""
+        return self.allowance is not None and self.allowance.left_s <= 0
 
     def ttft_s(self, chunks: Array, enough_s: float = math.inf) -> Array:
         """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,).
 
         enough_s: rows above it may get a lower bound that is above it, too.
         """
+        if self.is_spent and len(chunks) > 1:
+            return np.full(len(chunks), np.inf)
+        if self.allowance is not None:
+            self.allowance.left_s -= self.allowance.each_s * len(chunks)
         runner = Runner(self.scenario, self.strategy)
         parts = []
         for block in runner.blocks(chunks):

@@ -19,6 +19,7 @@ from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_and_plans
 from planner.search.grid import Floor, Grid
 from planner.search.minimise import (
+    Allowance,
     Boundaries,
     Evaluator,
     Row,
@@ -60,6 +61,7 @@ def search(
     stride: int | None = None,
     warm_start: Partition | None = None,
     on_progress: OnProgress | None = None,
+    allowance: Allowance | None = None,
 ) -> SearchResult:
     """Search the best partition.
 
@@ -78,7 +80,7 @@ def search(
     if not 1 <= step <= most:
         raise InputError("stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
-    evaluator = Evaluator(scenario, strategy, on_progress)
+    evaluator = Evaluator(scenario, strategy, on_progress, allowance=allowance)
     if scenario.cluster.shares_bandwidth and method == "auto":
         from planner.search.bus import most_on_a_bus  # not at every start
 
@@ -86,7 +88,7 @@ def search(
         step = stride or 1  # its first steps are coarse
     run = _Search(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
-        warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride).partition
+        warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride, allowance=allowance).partition
         run.warm_start = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
@@ -223,7 +225,7 @@ class _Search:
 
     def is_worth_polishing(self, boundaries: Row, ttft_s: float) -> bool:
         """Whether steps of single tokens may matter: on slow links a chunk of one token may be the best."""
-        if self.stride == 1 or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
+        if self.stride == 1 or self.evaluator.is_spent or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
             return False
         coarse = min(chunk_lens(tuple(boundaries), self.tokens)) < _COARSE * self.stride
         proven = self.lower_bound_s is not None and ttft_s <= _PROVEN * self.lower_bound_s
@@ -239,7 +241,7 @@ class _Search:
         """Refine by steps below the stride, if that gains enough: one more token may need another row of tiles."""
         evaluator, self.evaluator = (
             self.evaluator,
-            Evaluator(self.scenario, self.strategy),
+            Evaluator(self.scenario, self.strategy, allowance=self.evaluator.allowance),
         )  # its progress is not reported
         halve_from = max(1, self.stride // 2)
         fine, fine_s = minimise(boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, halve_from=halve_from)
