@@ -86,7 +86,7 @@ def plan(
     >>> import kvrsim
     >>> plan = kvrsim.plan(ctx="16k", gpus=8)
     >>> plan.best.strategy, plan.best.partition
-    ('zigzag', (2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048))
+    ('kvr-b', (4462, 2669, 2068, 1744, 1535, 1373, 1272, 1261))
     """
     return plan_of(args, compared, noise, users, timelines="all" if timeline else None, on_progress=on_progress)[1]
 

@@ -315,8 +315,10 @@ def strategies_to_compare(
     least = {one.name: least_bytes(scenario, one) for one in allowed if one.name not in rings}
     misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > scenario.memory_limit.nbytes]
     if misfits:
-        values = {"count": len(misfits), "nearest": misfits[0], "least": format_bytes(least[misfits[0]])}
-        notes = (*notes, note("cannot fit", **values, limit=format_bytes(scenario.memory_limit.nbytes)))
+        few = " and ".join(misfits) if len(misfits) < 3 else f"{len(misfits)} strategies"
+        nearest, needs = misfits[0] if len(misfits) > 1 else "it", format_bytes(least[misfits[0]])
+        limit = format_bytes(scenario.memory_limit.nbytes)
+        notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
     left_out = misfits if len(misfits) < len(least) else misfits[1:]  # where nothing fits, the nearest is an estimate
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
     named = [one for one in names or () if one != "all"]

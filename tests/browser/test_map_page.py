@@ -23,10 +23,10 @@ def found() -> StrategyMap:
 
 
 def winners(page: Opened) -> list[tuple[str, list[str]]]:
-    """Name and ties of each place, as the page has them."""
+    """Name and ties of each place where a strategy fits, as the page has them."""
     code = """
         const name = (index) => arguments[0][index];
-        return kvMap.winners().map((one) => one && [name(one.best), one.ties.map(name)]);
+        return kvMap.winners().map((one) => one && [name(one.best), one.ties.map(name)]).filter(Boolean);
     """
     return [(best, ties) for best, ties in page.script(code, list(NAMES))]
 
@@ -78,7 +78,7 @@ def test_sliders_and_arrow_keys_move_through_the_places(opened: Callable[..., Op
 def test_where_no_strategy_is_on_the_page_says_so(opened: Callable[..., Opened], found: StrategyMap) -> None:
     page = opened(map_page(found))
     page.click(".switches .every:last-child")
-    assert "none of the strategies that are on can run" in page.text("#said")
+    assert "none of the strategies that are on fits in memory" in page.text("#said")
     assert not page.script("return kvMap.winners().some(Boolean)")
     page.click(f".switches [data-key='{NAMES.index('tp')}']")
     assert {best for best, _ in winners(page)} == {"tp"}
