@@ -41,7 +41,7 @@ NOTES = {
     "prefix access": "cached prefix: {ways}",
     "prefix access, chosen": "cached prefix, the faster way of each by even chunks: {ways}",
     "not compared": "not compared: {names}: takes {accepted}",
-    "cannot fit": "{names} cannot fit: {nearest} needs at least {least} of {limit} on a GPU",
+    "cannot fit": "{names} cannot fit: {nearest} needs at least {least} on a GPU; the limit is {limit}",
     "bus search": (
         "{strategy}: its search on a bus ended at {limit} partitions, the most for its GPUs and layers; a better"
         " one may exist"

@@ -316,7 +316,8 @@ def strategies_to_compare(
     misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > scenario.memory_limit.nbytes]
     if misfits:
         few = " and ".join(misfits) if len(misfits) < 3 else f"{len(misfits)} strategies"
-        nearest, needs = misfits[0] if len(misfits) > 1 else "it", format_bytes(least[misfits[0]])
+        nearest = "it" if len(misfits) == 1 else f"the nearest, {misfits[0]},"
+        needs = format_bytes(least[misfits[0]])
         limit = format_bytes(scenario.memory_limit.nbytes)
         notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
     left_out = misfits if len(misfits) < len(least) else misfits[1:]  # where nothing fits, the nearest is an estimate
