@@ -25,6 +25,7 @@ from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hy
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks
 from kvrsim.units import format_bytes
+from planner.deploy_engines import engines_with
 from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
@@ -348,7 +349,6 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
             search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {len(compared.strategies)})")
     if not limited:
         return by_name
-    from planner.deploy import engines_with  # which imports this module
 
     spent_s, own = 0.0, {one.name: one for one in compared.strategies}
     for one in sorted((one for one in by_name.values() if _is_rough(one) and one.fits), key=lambda one: one.ttft_s):

@@ -34,7 +34,7 @@ from planner.candidates import (
     strategies_to_compare,
     ttft_of,
 )
-from planner.deploy import engines_with, layout_on_gpus
+from planner.deploy_engines import engines_with, layout_on_gpus
 from planner.promise import limits_of, promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search

@@ -27,7 +27,8 @@ from planner.capacity.launch import launch_of_fleet
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.capacity.times import StrategyPolicy
-from planner.deploy import DeployEngine, Launch, deploy_engine, launch_of, layout_on_gpus
+from planner.deploy import Launch, launch_of
+from planner.deploy_engines import DeployEngine, deploy_engine, layout_on_gpus
 from validate.report import RESULTS, fill, table, write_page
 
 PAGE = RESULTS / "engine_flags.md"

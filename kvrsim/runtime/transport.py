@@ -21,9 +21,9 @@ import torch.distributed as dist
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import LinkError, meaning
-from kvrsim.runtime.plan import EmulatedLink
 
 if TYPE_CHECKING:
+    from kvrsim.runtime.plan import EmulatedLink
     from kvrsim.runtime.ranks import RankSlot
 
 Edge = tuple[int, int]  # source and destination rank

@@ -11,7 +11,8 @@ from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer
-from planner.deploy import DeployEngine, Launch, Server, about_pieces, deploy_engine, layout_for, longest_sequence
+from planner.deploy import Launch, Server, about_pieces, layout_for, longest_sequence
+from planner.deploy_engines import DeployEngine, deploy_engine
 
 _LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that prefills"
 

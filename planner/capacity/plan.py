@@ -26,7 +26,7 @@ from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, group
 from planner.capacity.search import FleetSearch, FleetSimulator, fleet_of, front_of
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Workload
-from planner.deploy import engines_with
+from planner.deploy_engines import engines_with
 from planner.processes import Pool
 
 LONG = 60_000  # requests, above which designs are searched on a stretch of the workload

@@ -30,7 +30,7 @@ from planner.capacity.decode import Decoding
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
 from planner.capacity.packing import ACCEPTED, Packing, StepCosts, check_packs, most_tokens_in_memory, takes_steps
 from planner.capacity.workload import Lengths, Workload
-from planner.deploy import DeployEngine, engines_with
+from planner.deploy_engines import DeployEngine, engines_with
 from planner.grid import largest
 from planner.processes import Pool
 from planner.search.minimise import chunks_between, to_grid

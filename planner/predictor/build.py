@@ -17,7 +17,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
 from planner.candidates import Candidate, per_rank_scenario, strategies_to_compare
-from planner.deploy import engines_with
+from planner.deploy_engines import engines_with
 from planner.grid import quick_candidate
 from planner.predictor.predictor import StrategyTimes, TtftPredictor
 from planner.processes import Pool

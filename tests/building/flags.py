@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.deploy import Launch, deploy_engine
+from planner.deploy import Launch
+from planner.deploy_engines import deploy_engine
 
 READERS = {"int": int, "float": float, "str": str}
 

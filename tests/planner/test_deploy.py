@@ -15,7 +15,8 @@ from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
-from planner.deploy import Launch, deploy_engine, engines_with, launch_of, only_deployable
+from planner.deploy import Launch, launch_of, only_deployable
+from planner.deploy_engines import deploy_engine, engines_with
 from tests.building.flags import options
 from validate.engine_flags import launches
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrsim.errors import InputError
-from planner.deploy import deploy_engine
+from planner.deploy_engines import deploy_engine
 from validate import engine_flags
 from validate.engine_flags import launches, page, resolve_all
 

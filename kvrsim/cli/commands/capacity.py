@@ -62,7 +62,7 @@ def capacity(
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
-    from planner.deploy import deploy_engine
+    from planner.deploy_engines import deploy_engine
 
     scenario, warnings = build_scenario(args)
     request = make_request(fleet, scenario.cluster.gpus_per_node)

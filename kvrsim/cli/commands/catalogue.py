@@ -150,7 +150,7 @@ def about(name: str) -> dict[str, Any]:
     """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
     from kvrsim.runtime.plan import RUN_STRATEGIES
     from kvrsim.strategies import get_strategy
-    from planner.deploy import engines_for
+    from planner.deploy_engines import engines_for
 
     strategy = get_strategy(name, "NAME|FILE.py:NAME")
     words = _words(strategy)

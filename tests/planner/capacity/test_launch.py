@@ -14,7 +14,7 @@ from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.strategies import get_strategy
 from planner.capacity.times import StrategyPolicy
-from planner.deploy import deploy_engine
+from planner.deploy_engines import deploy_engine
 from tests.building.flags import read_flags
 
 # Short prompts fit groups of one GPU; the few long ones need groups of four.

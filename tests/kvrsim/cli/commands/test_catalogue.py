@@ -14,7 +14,7 @@ from kvrsim.cli.commands.catalogue import about
 from kvrsim.model.load import load_model
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.deploy import engines_with
+from planner.deploy_engines import engines_with
 from tests.kvrsim.model.model_configs import GQA
 
 ROOT = Path(__file__).parents[4]

@@ -1,0 +1,143 @@
+"""Serving engines: which strategies each has on the scenario's GPUs, and where it has them.
+
+kvrsim/data/deploy.json has the engines: their versions, strategies, flags and documented options.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvrsim.choices import DEPLOY_ENGINES
+from kvrsim.compile import layout_of
+from kvrsim.errors import InputError
+from kvrsim.layout import Degrees, Layout
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+
+_DATA = Path(__file__).parents[1] / "kvrsim" / "data" / "deploy.json"  # both packages are installed in one folder
+OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the choices
+_MOST_SPARSE_CONTEXT = 8  # GPUs, of SGLang's context parallelism of sparse attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeployEngine:
+    """An engine at the version that was looked at."""
+
+    name: str
+    version: str
+    looked_at: str  # date
+    sources: tuple[str, ...]
+    launcher: tuple[str, ...]
+    flags: tuple[str, ...]  # templates with names of Server.values
+    uneven_pieces: bool  # whether a pipeline's pieces may differ in length
+    context_models: Mapping[str, Mapping[str, str]]  # by scheme, then model_type: how it splits their context
+    notes: Mapping[str, str]  # by what of a layout they are about
+    options: Mapping[str, OptionKind]
+
+    @property
+    def title(self) -> str:
+        """With its version: "sglang (0.5.23)"."""
+        return f"{self.name} ({self.version})"
+
+    def has(self, strategy: Strategy, scenario: Scenario) -> bool:
+        """Whether it runs a strategy on the scenario's GPUs, with its model."""
+        try:
+            return self.lacks(strategy, scenario) is None
+        except InputError:  # sizes that the GPUs do not divide into
+            return False
+
+    def has_kind(self, degrees: Degrees) -> bool:
+        """Whether it has layouts of this kind with some model."""
+        splits = degrees.scheme is None or degrees.scheme in self.context_models
+        return splits and (self.uneven_pieces or degrees.pieces != "searched")
+
+    def lacks(self, strategy: Strategy, scenario: Scenario) -> str | None:
+        """What the engine has not got of a strategy's layout; None: it runs it."""
+        if not strategy.degrees.is_deployable or strategy.approximate is not None:
+            return "the way in which it splits the context"
+        layout, model_type = layout_on_gpus(strategy, scenario), scenario.model.model_type
+        schemes = self.context_models.get(layout.scheme or "", {})
+        if layout.context > 1 and model_type not in schemes:
+            return f"{layout.scheme} of {model_type}"
+        if layout.pieces == "searched" and not self.uneven_pieces:
+            return "pieces of different lengths"
+        if not layout.is_mixture and layout.data > 1:
+            nodes = scenario.cluster.gpus_per_node is not None and scenario.cluster.gpus_per_node < layout.num_gpus
+            if self.name == "trtllm" or (self.name == "sglang" and nodes):
+                return "data groups of a dense model" + " on several nodes" * nodes
+        return _LACKS[self.name](layout, schemes.get(model_type, ""))
+
+
+@cache
+def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
+    """An engine by its name; raises InputError where there is none."""
+    if name not in DEPLOY_ENGINES:
+        raise InputError(parameter, name, f"one of {', '.join(DEPLOY_ENGINES)}")
+    content: dict[str, Any] = json.loads(_DATA.read_text("utf-8"))[name]
+    content |= {key: tuple(content[key]) for key in ("sources", "launcher", "flags")}
+    return DeployEngine(name=name, **content)
+
+
+def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
+    """Which engines have a strategy on the scenario's GPUs, each with its version that was looked at."""
+    engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
+    return {engine.name: engine.version for engine in engines if engine.has(strategy, scenario)}
+
+
+def engines_for(strategy: Strategy) -> tuple[str, ...]:
+    """Names of the engines that have a strategy on some number of GPUs, with some model."""
+    if not strategy.degrees.is_deployable or strategy.approximate is not None:
+        return ()
+    engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
+    return tuple(one.name for one in engines if one.has_kind(strategy.degrees))
+
+
+def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
+    """The layout of a strategy on the scenario's GPUs; on one where it takes no more."""
+    whole = strategy.partition_rule == "whole"
+    return layout_of(scenario.on_gpus(1) if whole else scenario, strategy.degrees)
+
+
+def _vllm_lacks(layout: Layout, _: str) -> str | None:
+    """Experts lie over all GPUs of a stage, sliced or spread (fused_moe/config.py)."""
+    if layout.expert_data > 1 and layout.is_mixture:
+        return "copies of the experts"
+    return None if 1 in (layout.expert_tensor, layout.expert_parallel) else "experts both spread and sliced"
+
+
+def _sglang_lacks(layout: Layout, way: str) -> str | None:
+    """How SGLang's context parallel binds the other sizes (arg_groups/model_overrides, parallel_hook.py).
+
+    way: "gathered", of attention over heads; "latent", whose ranks are single GPUs with DeepEP; "sparse".
+    """
+    spread = layout.expert_tensor == 1 and layout.expert_data == 1
+    if layout.context > 1 and way != "gathered":
+        if layout.scheme == "zigzag" and not (layout.tensor == 1 and (spread or not layout.is_mixture)):
+            return "zigzag of latents but on single GPUs with experts spread over all"
+        if way == "sparse" and layout.stage_gpus > _MOST_SPARSE_CONTEXT:
+            return f"context ranks of sparse attention on more than {_MOST_SPARSE_CONTEXT} GPUs"
+    if layout.context > 1 and layout.data > 1 and way == "gathered":
+        return "context ranks in several data groups"
+    if not layout.is_mixture or layout.expert_data == 1:
+        return None
+    copies = layout.expert_data == layout.context and layout.pipeline == 1 and way == "gathered"
+    return None if copies else "a copy of the experts per data rank"
+
+
+def _trtllm_lacks(layout: Layout, _: str) -> str | None:
+    """Attention is split over all GPUs of a stage by heads or by prompts (mapping.py)."""
+    if layout.data > 1 and layout.tensor > 1:
+        return "attention split by heads in data groups"
+    return "copies of the experts" if layout.is_mixture and layout.expert_data > 1 else None
+
+
+_LACKS: Mapping[str, Callable[[Layout, str], str | None]] = {
+    "vllm": _vllm_lacks,
+    "sglang": _sglang_lacks,
+    "trtllm": _trtllm_lacks,
+}
