@@ -17,8 +17,8 @@ from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry, KvLayout
 from kvrsim.runtime.measure import Prefill, Stopwatch, measure, run_job
 from kvrsim.runtime.model import ModelForward, load_model
-from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, random_prompt
-from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, WrappedTransport
+from kvrsim.runtime.plan import Difference, EmulatedLink, Job, ModelChoice, Report, RunPlan, random_prompt
+from kvrsim.runtime.transport import EmulatedTransport, WrappedTransport
 from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
