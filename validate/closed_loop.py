@@ -26,7 +26,7 @@ TO_USERS = (8, 16, 32)
 NOMINAL = 0.9  # mean length over the nominal one: lengths are uniform on 0.8 to 1.0 of it
 _LONG = 4096  # nominal tokens of a prompt, from which one prompt fills a step of the engine
 _POLLED = 5.5  # decode steps: SGLang receives in every tenth step (launch scripts of that benchmark; an assumption)
-_RUN = {"id", "concurrency", "silicon_ttft_ms", "silicon_tpot_ms"}  # columns that a setting's runs differ in
+_RUN = ("id", "concurrency", "silicon_ttft_ms", "silicon_tpot_ms")  # columns that a setting's runs differ in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

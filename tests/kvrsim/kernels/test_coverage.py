@@ -123,7 +123,7 @@ def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "types", "priced", "told"),
     [
-        (AWQ, {"fp8": 2.0}, None, "priced as fp16, which leaves out the dequantising: TTFT may be a little short"),
+        (AWQ, {"fp8": 2.0}, None, "priced as bf16, which leaves out the dequantising: TTFT may be a little short"),
         (AWQ, {"int4_wo": 0.5}, 0.5, None),
         (FP8, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
         (FP8 | {"weight_block_size": [128, 128]}, {"fp8": 2.0}, 2.0, "priced as FP8"),
@@ -150,7 +150,7 @@ def test_before_hopper_fp8_is_computed_in_half_precision(tmp_path: Path) -> None
     assert any("as engines compute them on a GPU without such arithmetic" in note for note in notes)
     int8 = quantized(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     _, notes = kvrsim.make_scenario(ctx="2k", gpus=1, profile=a100, model=int8)
-    assert any("INT8; priced as fp16, which takes longer" in note for note in notes), "which an A100 computes in"
+    assert any("INT8; priced as bf16, which takes longer" in note for note in notes), "which an A100 computes in"
 
 
 def test_part_of_a_layer_may_be_quantised(tmp_path: Path) -> None:
