@@ -66,7 +66,7 @@ def make_plan(
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
     strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that the machine and the model allow,
-        None for KVR-S and those that need no search. "all" and None are ranked.
+        None for all that could fit. "all" and None are ranked.
     disturbance: noise; strategies are then ranked by their mean TTFT under it.
     timelines: whose spans the plan carries.
     seed: for the record of the question; a disturbance has its own.
