@@ -16,7 +16,7 @@ from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, get_strategy, label_of
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, label_of
 from kvrsim.units import format_seconds
 from planner.candidates import Search
 from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fleet
@@ -114,7 +114,7 @@ def _plan(
     decode = decoders if isinstance(decoders, DecodeFleet) else None
     fleets = [replace(one, engine=_engines_of(one, largest), decode=decode) for one in fleets[: 1 + _ALTERNATIVES]]
     if fleets:
-        low, high = _prefill_interval(fleets[0], largest, request.target.percentile)
+        low, high = _prefill_interval(fleets[0], largest, request.target.percentile, policy)
         interval = simulator.interval(fleet_of(fleets[0]), fleets[0], low, high)
         short = FleetSimulator(request, workloads if sum(map(len, workloads)) <= LONG else workloads[:1], times)
         growth = short.growth(fleet_of(fleets[0])) if len(workloads[0]) <= LONG else None
@@ -154,7 +154,9 @@ def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
     return ", ".join(name for name in DEPLOY_ENGINES if name in (names or ())) or None
 
 
-def _prefill_interval(fleet: FleetAnswer, largest: Scenario, percentile: float) -> tuple[float, float]:
+def _prefill_interval(
+    fleet: FleetAnswer, largest: Scenario, percentile: float, policy: StrategyPolicy
+) -> tuple[float, float]:
     """Ends of the interval of the prefill at the percentile, over its time."""
     assert fleet.curves is not None
     served = np.flatnonzero(np.isfinite(fleet.curves.ttft_s))
@@ -163,7 +165,8 @@ def _prefill_interval(fleet: FleetAnswer, largest: Scenario, percentile: float) 
     group = next(one for one in fleet.groups if tokens <= one.context_range[1])
     request = replace(largest.request, context_len=max(tokens, group.gpus_per_group), cached_prefix=0)
     here = replace(largest.on_gpus(group.gpus_per_group), request=request)
-    strategy = KVR_S if group.strategy == "kvr-p" else get_strategy(group.strategy)
+    own = {one.name: one for one in policy.names or () if isinstance(one, Strategy)}
+    strategy = KVR_S if group.strategy == "kvr-p" else own.get(group.strategy) or get_strategy(group.strategy)
     one = Search(method="analytical").candidate(here, strategy)
     return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from calibrate.data import Measurement
-from calibrate.fit import attention as latent
 from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, fit_blocked, fit_eager, fit_flash, fit_latent
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, MeasuredSizes
 from tests.building import measurements as small
-from tests.building.tables import perf_table
+from tests.building.tables import at, perf_table
 
 H100 = load_gpu("h100")
 TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].start["block_s"])
@@ -76,17 +75,14 @@ def write(folder: Path, form: LatentForm, framework: str) -> None:
     perf_table(folder, f"t1/mla/{framework}/1.0/context_mla", rows)
 
 
-def test_rates_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_found_again(tmp_path: Path) -> None:
+    package = tmp_path / "aiconfigurator_core"
     sources: dict[LatentForm, str] = {
-        "expanded": "aiconfigurator:t1/trtllm/1.0",
-        "absorbed": "aiconfigurator:t1/sglang/1.0",
+        "expanded": at("aiconfigurator:t1/trtllm/1.0", package),
+        "absorbed": at("aiconfigurator:t1/sglang/1.0", package),
     }
     write(tmp_path, "expanded", "trtllm")
     write(tmp_path, "absorbed", "sglang")
-    read = latent.read_latent
-    monkeypatch.setattr(
-        latent, "read_latent", lambda text, form, argument: read(text, form, argument, tmp_path / "aiconfigurator_core")
-    )
     fitted = fit_latent(sources, GPU)
     assert fitted.own.errors().mape < 0.01
     assert fitted.cross_validated.errors().mape < 0.01

@@ -83,10 +83,11 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_told() -> None:
-    """tp alone fits where a GPU cannot hold all weights; and many long prompts do not fit at all."""
+    """Strategies that split the weights fit where a GPU cannot hold all weights; and many long prompts do not fit at all."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
     found = kvrsim.build_predictor(ctx="64k", batch=8, **near)
-    assert [one.strategy for one in found.strategies] == ["tp"]
+    assert found.strategies
+    assert all(one.strategy.startswith(("tp", "pp")) for one in found.strategies)
     most = found.strategies[0].most_new_tokens
     assert 0 < most[3][0] < most[2][0] <= most[0][0] == 65536
     with pytest.raises(InputError, match="more do not fit"):

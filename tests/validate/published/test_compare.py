@@ -65,7 +65,11 @@ def test_the_page_has_every_row_in_parts(result: dict[str, Any], tmp_path: Path)
     paper = part(result, tmp_path / "accuracy.png")
     page = "\n".join(accuracy.page([paper, operations.part()]))
     assert (tmp_path / "accuracy.png").stat().st_size > 0
-    assert all(f"| {row['case']} |" in page for row in result["rows"])
+    others = [
+        row for row in result["rows"] if row["source"] != "kv-runahead"
+    ]  # docs/results/figures.md has the paper's
+    assert others
+    assert all(f"| {row['case']} |" in page for row in others)
     heads = re.findall(r"^## (\d)", page, re.M)
     assert heads == sorted(heads)
     assert {"1", "3"} <= set(heads)

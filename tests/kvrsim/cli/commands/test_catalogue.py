@@ -50,10 +50,13 @@ def test_all_are_listed_as_they_are_shown(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("name", [*STRATEGIES, "tp2+zigzag", "tp2+kvr-s", "tp2+pp2+cp2"])
 def test_engines_are_those_of_a_plan(name: str) -> None:
-    """With a model whose context vLLM and SGLang split."""
-    scenario, _ = make_scenario(model="deepseek-v3", cluster="h100-nvlink", gpus="8", ctx="8k")
+    """With models whose context vLLM or SGLang splits: latent attention, sparse attention, a mixture with GQA."""
     if name != "single":
-        assert about(name)["engines"] == list(engines_with(get_strategy(name), scenario))
+        found: set[str] = set()
+        for model in ("deepseek-v3", "deepseek-v3.2", "qwen3-235b-a22b"):
+            scenario, _ = make_scenario(model=model, cluster="h100-nvlink", gpus="8", ctx="8k")
+            found |= set(engines_with(get_strategy(name), scenario))
+        assert set(about(name)["engines"]) == found
 
 
 def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -86,6 +86,10 @@ def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> N
     sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=Launch(num_ranks=num_ranks))[0]
     for run in set(workers.PLAIN) - {"kvr", "tsp"}:
         planned = memory_of(scenario, get_strategy(NAMES[run]), even)
+        if run == "zigzag":  # engines keep the whole context on every rank, these ranks gather it anew in each layer
+            assert [num_ranks * kept for kept, _ in sizes[run]] == [rank.kv_cache for rank in planned]
+            assert all(sum(size) <= rank.kv_cache for size, rank in zip(sizes[run], planned, strict=True))
+            continue
         assert [kept for kept, _ in sizes[run]] == [rank.kv_cache for rank in planned], run
         _check_scratch(run, [scratch for _, scratch in sizes[run]], [rank.gathered for rank in planned], num_ranks)
         _check_messages(scenario, run, even, timelines[run])
@@ -95,7 +99,7 @@ def _check_scratch(run: str, actual: list[int], planned: list[int], num_ranks: i
     """Pieces of direct sends arrive in place; Ulysses makes its messages anew in each layer."""
     if run in ("kvr_direct", "ulysses"):
         assert actual == [0] * num_ranks
-    elif run == "zigzag" or num_ranks > 2:
+    elif num_ranks > 2:
         assert actual == planned
     else:  # of two ranks, none passes on what it has received
         assert [2 * one for one in actual] == planned
