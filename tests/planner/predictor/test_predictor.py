@@ -83,7 +83,7 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_told() -> None:
-    """Strategies that split the weights fit where a GPU cannot hold all weights; and many long prompts do not fit at all."""
+    """Strategies that split the weights fit; many long prompts do not fit at all."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
     found = kvrsim.build_predictor(ctx="64k", batch=8, **near)
     assert found.strategies
