@@ -78,6 +78,6 @@ def step_s(per_rank: Scenario, batch: int, context: int) -> float:
 
 
 def decoding_rank(scenario: Scenario, size: int) -> Scenario:
-    """The scenario of one rank of a group that decodes."""
+    """One rank's share of the scenario, where `size` GPUs decode with tensor parallelism."""
     request = Request(context_len=1, dtype=scenario.request.dtype)
     return for_strategy(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"])

@@ -211,7 +211,7 @@ def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> 
 
 
 def longest_sequence(model: ModelSpec, tokens: int) -> int:
-    """Tokens of a sequence that an engine may be started with; InputError where the model's positions end before."""
+    """The --max-model-len that holds the prompt and one new token; InputError where the model has fewer positions."""
     most = model.max_position_embeddings
     if most is None or tokens < most:
         return tokens + 1

@@ -148,7 +148,7 @@ def stand_in_for_operators() -> None:
 
 
 def pretend_cuda(launch: dict[str, Any]) -> None:
-    """Let torch answer what it is asked of a GPU with these facts."""
+    """Make torch report a GPU with the properties of the launch."""
     import torch
 
     properties = types.SimpleNamespace(

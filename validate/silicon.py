@@ -96,7 +96,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
     keys = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows.itertuples():
-            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # of a configuration that says none
+            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # some configurations name no type
             key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep, dtype)
             keys.append(key)
             if key not in seconds:
@@ -391,7 +391,7 @@ class OtherPrefill:
 
 
 def read_others(path: Path) -> list[OtherPrefill]:
-    """The prefills of a file that kvrsim can predict, by the engines of ENGINES; columns as of prefills_2026.csv."""
+    """Prefills that kvrsim can predict, by the engines of ENGINES, from a file with prefills_2026.csv's columns."""
     import pandas
 
     found = []

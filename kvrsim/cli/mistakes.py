@@ -39,7 +39,7 @@ def error_line(error: KvrsimError, command: Any) -> str:
     if isinstance(error, InputError):
         name = first_name(error.parameter)
         accepted = _QUOTED_NAME.sub(spelled, error.accepted)
-        meant = nearest(str(error.value), re.findall(r"[a-z][\w.+@-]*", accepted))
+        meant = nearest(str(error.value), re.findall(r"\b(?<![\w.+@-])[a-z][\w.+@-]*", accepted))
         if name in _LISTED:
             accepted = _MANY_NAMES.sub(f"those of kvrsim {_LISTED[name]} list", accepted)
         return _with_hint(str(InputError(name, error.value, accepted)), meant)

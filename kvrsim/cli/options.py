@@ -98,7 +98,7 @@ def takes(
 
 
 def _place(name: str) -> inspect.Parameter:
-    """The argument of a command that stands for an option."""
+    """A positional argument of a command; its value is that of the option with the same name."""
     about: Any = typer.Argument(metavar=name.upper(), help=f"The same as --{name}.", show_default=False)
     return inspect.Parameter(
         f"{name}_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, about]

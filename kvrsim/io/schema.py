@@ -246,11 +246,11 @@ def shipped_files(folder: Path) -> dict[str, Path]:
 
 
 def named_object(
-    name_or_path: str | Path, argument: str, shipped: Mapping[str, Path] | Mapping[str, JsonObject], *also: str
+    name_or_path: str | Path, argument: str, shipped: Mapping[str, Path] | Mapping[str, JsonObject], also: str = ""
 ) -> JsonObject:
     """The JSON object that a shipped name or a file means; InputError names `argument` and the names.
 
-    also: other names that the caller accepts.
+    also: what else the caller accepts, in words.
     """
     name = str(name_or_path)
     source = shipped.get(name, Path(name))
@@ -261,7 +261,8 @@ def named_object(
     except (OSError, ValueError):  # a path that is too long or forbidden
         is_file = False
     if not is_file:
-        raise InputError(argument, name, f"a JSON file, or one of {', '.join((*sorted(shipped), *also))}")
+        kinds = ", ".join(filter(None, ("a JSON file", also)))
+        raise InputError(argument, name, f"{kinds}, or one of {', '.join(sorted(shipped))}")
     return JsonObject.read(source, argument)
 
 

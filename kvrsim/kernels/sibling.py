@@ -1,4 +1,4 @@
-"""Kernel rates of a GPU that nobody measured, from a measured GPU of the same architecture."""
+"""Estimate the kernel rates of an unmeasured GPU from a measured GPU of the same architecture."""
 
 from __future__ import annotations
 

@@ -432,7 +432,7 @@ class _Reader:
     # Layers
 
     def _layer(self, place: str, layer: nn.Module) -> list[LayerSpec]:
-        """The layer; one with several mixers as so many layers in a row."""
+        """Describe a layer. A layer with several mixers becomes one layer per mixer, in their order."""
         order, self._place = self.trace.order, place
         named = dict(layer.named_modules())
         mixers = [name for name, module in named.items() if name and _is_mixer(module) and f"{place}.{name}" in order]
@@ -677,7 +677,7 @@ class _Reader:
         held = [getattr(cached, name, None) for name in ("keys", "values")]
         if indexer is None and not shared and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
             theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
-            if theirs != heads * (head_dim + value_dim):  # of a class that repeats keys before it caches them
+            if theirs != heads * (head_dim + value_dim):  # some classes repeat the keys first, then cache them
                 _equal(f"cached elements of {parts.name} per token", kv_heads * (head_dim + value_dim), theirs)
         return Attention(
             projections=tuple(projections.values()),

@@ -42,29 +42,23 @@ TSP = Strategy(
 
 
 def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project both pieces, gather all K and V, attend from each piece to all before its end, MLP.
-
-    Gathered pieces are joined in the order of the context, where such copies are counted.
-    """
-    yield step.qkv(rank)
-    yield step.all_gather_kv(rank)
-    yield step.assemble_kv(rank)
-    joined = _joined(step)
-    if joined is not None:
-        yield joined
+    """Project both pieces, gather all K and V, attend from each piece to all before its end, MLP."""
+    yield from _gather_in_order(step, rank)
     early, late = pieces(step, rank)
     yield step.attention_to("early attention", *early)
     yield step.attention_to("late attention", *late)
     yield step.output_mlp(rank)
 
 
-def _joined(step: Step) -> Compute | None:
-    """Copy the gathered pieces into the order of the context, where such copies are counted."""
+def _gather_in_order(step: Step, rank: int) -> Iterator[Op]:
+    """Project, gather all K and V, and copy them into the order of the context, where such copies are counted."""
+    yield step.qkv(rank)
+    yield step.all_gather_kv(rank)
+    yield step.assemble_kv(rank)
     mixer = step.costs.layer.mixer
-    if not step.costs.packs or mixer is None:
-        return None
-    joined_s = step.costs.all_to_all_pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
-    return Compute(name="join", device_s=joined_s, kind="append")
+    if step.costs.packs and mixer is not None:
+        joined_s = step.costs.all_to_all_pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
+        yield Compute(name="join", device_s=joined_s, kind="append")
 
 
 def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -101,12 +95,7 @@ def interleave_layer(step: Step, rank: int) -> Iterator[Op]:
     The tokens of all ranks see, on average, what the whole context sees: each rank has its share of that work, which is
     even where a token's work grows with its place, as scoring in sparse attention does.
     """
-    yield step.qkv(rank)
-    yield step.all_gather_kv(rank)
-    yield step.assemble_kv(rank)
-    joined = _joined(step)
-    if joined is not None:
-        yield joined
+    yield from _gather_in_order(step, rank)
     yield step.attention_share(rank)
     yield step.output_mlp(rank)
 

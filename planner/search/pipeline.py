@@ -45,6 +45,7 @@ from planner.search.search import SearchResult
 
 _STEP_TOKENS = 8192  # of chunked prefill: max_num_batched_tokens of vLLM, chunked_prefill_size of SGLang
 _GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
+_OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # seconds of an engine that every piece pays, however short
 _ONE_STAGE = 0  # layers of a pipeline are the same on every rank
 
 
@@ -175,14 +176,19 @@ def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnPr
 
 
 def with_step_time(scenario: Scenario, statistic: Literal["mean", "p90"]) -> Scenario:
-    """The scenario with this statistic of the engine's step time, whose spread is log-normal, if the engine has one.
+    """The scenario with this statistic of what each piece costs anew: the engine's step, its launches and collectives.
 
-    TTFT is linear in the seconds of a step, so the best pieces for the mean are those of the least expected TTFT.
+    Their spread is log-normal, if the engine has one. TTFT is linear in their seconds where the host is not behind, so
+    the best pieces for the mean are those of the least expected TTFT.
     """
-    if scenario.engine is None or not (log_sd := scenario.engine.spread.get("step_s")):
+    if scenario.engine is None:
         return scenario
-    factor = math.exp(0.5 * log_sd * log_sd if statistic == "mean" else DEVIATES_OF_80_PERCENT * log_sd)
-    return scenario.with_host(replace(scenario.host, step_s=scenario.host.step_s * factor))
+    seconds = {}
+    for name in _OF_EACH_PIECE:
+        if log_sd := scenario.engine.spread.get(name):
+            factor = math.exp(0.5 * log_sd * log_sd if statistic == "mean" else DEVIATES_OF_80_PERCENT * log_sd)
+            seconds[name] = getattr(scenario.host, name) * factor
+    return scenario.with_host(replace(scenario.host, **seconds)) if seconds else scenario
 
 
 def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:

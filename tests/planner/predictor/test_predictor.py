@@ -81,13 +81,10 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
         predictor.predict(**asked)
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_not_told() -> None:
-    """Strategies that split the weights fit; many long prompts do not fit at all."""
+    """Tensor parallelism holds the weights, but not many long prompts."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
-    found = kvrsim.build_predictor(ctx="64k", batch=8, **near)
-    assert found.strategies
-    assert all(one.strategy.startswith(("tp", "pp")) for one in found.strategies)
+    found = kvrsim.build_predictor(strategy="tp", ctx="64k", batch=8, **near)
     most = found.strategies[0].most_new_tokens
     assert 0 < most[3][0] < most[2][0] <= most[0][0] == 65536
     with pytest.raises(InputError, match="more do not fit"):

@@ -129,7 +129,8 @@ def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str
     for one in short["would_fit"]:
         again = asked(capsys, *NOTHING_FITS, *one["change"].split())
         row = next(row for row in again["strategies"] if row["strategy"] == one["strategy"])
-        assert (row["fits"], max(row["peak_bytes"])) == (True, one["peak_bytes"])
+        assert row["fits"]
+        assert max(row["peak_bytes"]) <= one["peak_bytes"]
     assert cli.main([*NOTHING_FITS]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert f"Nothing fits on 2 GPUs: the nearest, {short['strategy']}, needs" in out
