@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures notebooks calibration confirmation gpu models profiles fit clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures notebooks confirmation gpu models profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -71,11 +71,8 @@ figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrit
 notebooks: $(VENV)/.dev ## run the notebooks and store what they show
 	$(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
-calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (20 minutes, nothing else running)
-	$(BIN)/python -m validate.machine.calibration
-
-confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (25 minutes, nothing else running)
-	$(BIN)/python -m validate.machine.confirmation
+confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (20 minutes, nothing else running)
+	$(BIN)/python -m validate.confirmation
 
 gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ (on a CPU: whether it runs)
 	$(BIN)/python -m validate.gpu

@@ -1,10 +1,15 @@
-"""Pages of docs/results: templates of prose, Markdown tables, and commands that write a page."""
+"""Pages of docs/results: templates of prose, Markdown tables, and the commands of kvrsim whose results they show."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
@@ -33,6 +38,38 @@ def fill(name: str, **values: object) -> list[str]:
 def write_page(path: Path, lines: Iterable[str]) -> None:
     """Write a page whole or not at all. Raises InputError where the file cannot be written."""
     write_atomically(path, ("\n".join(lines).rstrip() + "\n").encode(), argument="page")
+
+
+class CommandError(Exception):
+    """A command that failed; the message says how."""
+
+
+def kvrsim(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Run a kvrsim command and return its JSON object. The processes that it started end with it.
+
+    Raises CommandError, with the last line of standard error, where its exit code is not accepted, it prints no JSON,
+    or it has not ended in time.
+    """
+    command = [sys.executable, "-m", "kvrsim", *map(str, words), "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"kvrsim {words[0]} has not ended within {timeout_s:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    last = [line for line in errors.splitlines() if line.strip()] or ["nothing"]
+    if process.returncode not in accepted:
+        raise CommandError(f"kvrsim {words[0]} ended with {process.returncode}: {last[-1].strip()}")
+    try:
+        answer: dict[str, Any] = json.loads(output)
+    except ValueError:
+        raise CommandError(f"kvrsim {words[0]} printed no JSON") from None
+    return answer
 
 
 def run_command(command: Callable[[], object]) -> int:

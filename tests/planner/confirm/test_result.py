@@ -28,7 +28,6 @@ from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from tests.building import Draws, any_scenario, draws, examples
 from tests.planner.confirm.confirm_setup import made_up_profile
-from validate.machine.sleep_ranks import Sleepers, sleep
 
 NOTHING = Timeline(strategy="kvr", num_ranks=1, spans=())
 
@@ -184,11 +183,3 @@ def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> 
 )
 def test_a_profile_of_another_device_is_told(gpu: str, device: str, same: bool) -> None:
     assert is_same_device(gpu, device) is same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_sleeping_ranks_are_never_faster_than_simulated(num_ranks: int) -> None:
-    results = sleep(Sleepers(num_ranks=num_ranks, context_len=1024, link_bytes_per_s=20e6), repeats=2)
-    assert len(results) == 3
-    assert all(one.error < 0.02 for one in results), results  # other processes only slow them

@@ -1,0 +1,352 @@
+"""The first hour on a GPU node: `python -m validate.gpu [--quick] [--steps a,b] [--output FOLDER]`.
+
+Every step runs commands of kvrsim in processes of their own, with a time-out; a failure does not stop the other steps.
+report.md and report.json are rewritten after each step. Without a GPU the steps run on the CPU with a tiny model. Exit
+code 1 where a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+from kvrsim.io.files import write_atomically
+from validate.report import CommandError, kvrsim, table, write_page
+
+TINY = Path(__file__).parent / "models" / "tiny.json"  # small enough for two busy cores
+STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
+LOGITS = {"fp16": 2e-2, "fp32": 1e-3}  # accepted differences by dtype, as a share of the largest logit
+MOST_ERROR = 0.10  # median, of predicted TTFTs
+_NO_GPU = (
+    "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
+    " fast or how right kvrsim is on a GPU."
+)
+_UNSTEADY = "repeatable measurements"  # in the message of a CPU whose times scatter
+_MOST_CHARACTERS = 400  # of a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine, and the sizes of what the steps run on it."""
+
+    folder: Path  # of the report and of the files of the steps
+    num_gpus: int  # 0: the steps run on the CPU
+    quick: bool = False  # checks only whether the steps run
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the steps run on a GPU."""
+        return self.num_gpus > 0
+
+    @property
+    def most_ranks(self) -> int:
+        """Most ranks of a step: one per GPU, but at most 8; two on a CPU."""
+        return min(self.num_gpus, 8) if self.on_gpu else 2
+
+    @property
+    def dtype(self) -> str:
+        """Element type of all measurements."""
+        return "fp16" if self.on_gpu else "fp32"
+
+    @property
+    def words(self) -> list[object]:
+        """Options of every command: the device, and the model that it runs."""
+        return ["--device", "cuda" if self.on_gpu else "cpu", "--model", "llama-7b" if self.on_gpu else TINY]
+
+    @property
+    def profile(self) -> Path:
+        """The file that the step `calibrate` writes."""
+        return self.folder / "mine.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """The result of a step."""
+
+    lines: Sequence[str]  # for people
+    faults: Sequence[str] = ()  # what is not as it must be
+    skipped: bool = False
+    facts: Any = None  # plain JSON values
+
+    @property
+    def status(self) -> str:
+        """One word."""
+        return "failed" if self.faults else "skipped" if self.skipped else "passed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A check, what it must show, and what to do if it does not."""
+
+    run: Callable[[Machine], Finding]  # its name is the step's
+    must_show: str
+    otherwise: str
+
+    @property
+    def name(self) -> str:
+        """As in --steps."""
+        return self.run.__name__.replace("_", "-")
+
+
+def environment(machine: Machine) -> Finding:
+    """Driver, clocks, power, topology, other processes."""
+    if not machine.on_gpu:
+        return Finding(lines=["No GPU is available: the steps below run on the CPU."])
+    settings = _smi(
+        "--query-gpu=index,name,persistence_mode,pstate,clocks.sm,power.draw,power.limit,power.default_limit"
+    )
+    processes = _smi("--query-compute-apps=gpu_uuid,pid,used_memory")
+    faults = ["other processes use the GPUs"] if processes else []
+    for row in settings:
+        index, _, persistence, *_, limit, default = [cell.strip() for cell in row.split(",")]
+        if persistence == "Disabled":
+            faults.append(f"GPU {index}: persistence mode is off")
+        if limit != default:
+            faults.append(f"GPU {index}: its power limit is {limit}, by default {default}")
+    return Finding(lines=[*settings, *processes, *_smi("topo", "-m")], faults=faults)
+
+
+def _smi(*words: str) -> list[str]:
+    """Return the lines of nvidia-smi; none where it is missing or fails."""
+    form = ["--format=csv,noheader"] if words[0].startswith("--") else []
+    try:
+        done = subprocess.run(["nvidia-smi", *words, *form], capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def links(machine: Machine) -> Finding:
+    """Messages and all-gathers between all ranks."""
+    from calibrate.data import read_measurements
+
+    if machine.most_ranks < 2:
+        return Finding(lines=["one GPU is here: messages need two"], skipped=True)
+    output = machine.folder / "links.csv"
+    words: list[object] = ["--ranks", machine.most_ranks, *machine.words[:2], "--minutes", 0.1 if machine.quick else 1]
+    if machine.quick or not machine.on_gpu:
+        words += ["--max-bytes", "1MiB"]
+    facts = kvrsim("calibrate", "links", "-o", output, *words, timeout_s=400)
+    rows = [row for row in read_measurements(output) if row.operation == "send_recv" and row.messages == 1]
+    by_bytes: dict[int, list[float]] = {}
+    for row in rows:
+        by_bytes.setdefault(row.bytes or 0, []).append(row.median_s)
+    short_s, longest = by_bytes[min(by_bytes)], max(by_bytes)
+    rates = [longest / seconds for seconds in by_bytes[longest]]
+    lines = [
+        f"{longest} bytes: {min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f} GB/s one way; {min(by_bytes)} bytes: "
+        f"{1e6 * min(short_s):.0f} to {1e6 * max(short_s):.0f} us, over {rows[0].kernel}"
+    ]
+    faults = ["pairs differ more than twofold"] if machine.on_gpu and max(rates) > 2 * min(rates) else []
+    return Finding(lines=lines, faults=faults, facts=facts)
+
+
+def logits(machine: Machine) -> Finding:
+    """Each of the paper's strategies against one process, on two ranks and on all."""
+    lines: list[str] = []
+    faults: list[str] = []
+    facts: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
+            tokens = 4096 if machine.on_gpu else 256
+            words = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
+            words += ["--attention", "sdpa" if strategy == "tsp" else "flash", "--repeats", 1]
+            if strategy == "kvr-s":  # uneven chunks
+                chunks = [tokens // (gpus + 1)] * (gpus - 1)
+                words += ["--partition", ",".join(map(str, [tokens - sum(chunks), *chunks]))]
+            try:
+                answer = kvrsim("run", *words, *machine.words, timeout_s=300)
+            except CommandError as error:
+                faults.append(f"{strategy} on {gpus}: {error}")
+                continue
+            share, seconds = answer["max_logit_error"] / answer["largest_logit"], answer["measured_ttft_s"]
+            text = f"{strategy} on {gpus}: logits differ by {share:.1e} of the largest, TTFT {1e3 * seconds:.1f} ms"
+            facts[f"{strategy} on {gpus}"] = {"logit_error": share, "measured_ttft_s": seconds}
+            (lines if share <= LOGITS[machine.dtype] else faults).append(text)
+    return Finding(lines=lines, faults=faults, facts=facts)
+
+
+def calibrate(machine: Machine) -> Finding:
+    """A profile of this machine."""
+    words: list[object] = ["--minutes", 0.3 if machine.quick else 10 if machine.on_gpu else 0.5]
+    if not machine.on_gpu:
+        words += ["--ctx", "1k", "--ranks", 2, "--attention", "sdpa"]
+    try:
+        facts = kvrsim("calibrate", "all", "-o", machine.profile, *words, *machine.words, timeout_s=1800)
+    except CommandError as error:
+        if machine.on_gpu or _UNSTEADY not in str(error):
+            raise
+        return Finding(lines=[f"this CPU is not steady enough to be calibrated: {error}"], skipped=True)
+    profile = json.loads(machine.profile.read_text("utf-8"))
+    lines = [f"{kind}: mean error {fit['mape']:.1%}" for kind, fit in profile["operations"].items()]
+    lines.append(f"lost beside a pending receive: {profile['links']['pending_share']:.1%}")
+    lines.append(f"clock and power: {profile['provenance'].get('measured: device_state', 'not known')}")
+    return Finding(lines=lines, facts=facts)
+
+
+def confirm(machine: Machine) -> Finding:
+    """Plan with that profile on every power of two of GPUs, and measure the candidates."""
+    if not machine.profile.exists():
+        return Finding(lines=["`calibrate` has left no profile"], skipped=True)
+    lines, faults, facts = [], [], []
+    for gpus in [count for count in (1, 2, 4, 8) if count <= machine.most_ranks]:
+        ctx = "256" if not machine.on_gpu else "16k" if gpus > 1 else "4k"
+        words = ["--gpus", gpus, "--profile", machine.profile, "--ctx", ctx, "--top", 1]
+        words += ["--repeats", 2 if machine.quick else 5]
+        answer = kvrsim("confirm", *words, *machine.words, timeout_s=900, accepted=(0, 1))
+        facts.append(answer)
+        errors = [one["rel_error"] for one in answer["candidates"]]
+        middle = median_high(map(abs, errors))
+        named = (f"{one['strategy']} {one['rel_error']:+.1%}" for one in answer["candidates"])
+        lines.append(f"{gpus} GPUs: {', '.join(named)}; median {middle:.1%}, regret {answer['regret']:+.1%}")
+        if machine.on_gpu and middle > MOST_ERROR:
+            faults.append(f"{gpus} GPUs: median error {middle:.1%}")
+        if machine.on_gpu and not answer["ok"]:
+            faults.append(f"{gpus} GPUs: {'; '.join(answer['reasons'])}")
+    if not machine.on_gpu:
+        lines.append("Not judged: a tiny model on a CPU that others may use.")
+    return Finding(lines=lines, faults=faults, facts=facts)
+
+
+def long_context(machine: Machine) -> Finding:
+    """One prefill as long as a model allows, on one device."""
+    ctx = "128k" if machine.on_gpu else "1k" if machine.quick else "4k"
+    words = ["--strategy", "single", "--gpus", 1, "--ctx", ctx, "--attention", "flash", "--repeats", 1]
+    words += [*machine.words[:2], "--model", "llama-3-8b" if machine.on_gpu else TINY, "--dtype", machine.dtype]
+    answer = kvrsim("run", *words, "--timeout", "1200s", timeout_s=1500)
+    return Finding(lines=[f"{ctx} tokens: first token after {answer['measured_ttft_s']:.2f} s"], facts=answer)
+
+
+STEPS = (
+    Step(
+        run=environment,
+        must_show="persistence mode on, the default power limit, no other process on the GPUs, NV# between all GPUs",
+        otherwise="`nvidia-smi -pm 1`; `nvidia-smi -pl` with the default limit; end the other processes; PIX, PHB or "
+        "SYS between GPUs: messages cross PCIe, calibrate the links and do not take a datasheet's",
+    ),
+    Step(
+        run=links,
+        must_show="ranks that start, over nccl; long messages at about 80 % of the datasheet, short ones in 20 to "
+        "40 us, all pairs alike",
+        otherwise="a time-out: set NCCL_DEBUG=INFO and look at the last line of each rank; far less: peer-to-peer "
+        "access is off (`nvidia-smi topo -p2p r`), or IOMMU or ACS is on",
+    ),
+    Step(
+        run=logits,
+        must_show="for each of the paper's strategies the logits of one process, to the dtype's precision",
+        otherwise="only tsp differs: its mask; all differ: the attention kernel, try --attention eager",
+    ),
+    Step(
+        run=calibrate,
+        must_show="a profile, whose operations are fitted within a few per cent; at most 15 % of the rate lost beside "
+        "a pending receive; no throttling but sw_power_cap",
+        otherwise="hot: the message says by what; a large error of one operation: see its rows in mine.compute.csv; "
+        "much is lost: set NCCL_MAX_P2P_NCHANNELS=4 and compare",
+    ),
+    Step(
+        run=confirm,
+        must_show=f"`ok`: logits equal, no faster candidate; median error of predicted TTFTs at most {MOST_ERROR:.0%}",
+        otherwise="a predicted TTFT too short on 1 GPU: it is slower than during calibration; errors that grow with "
+        "the ranks: see `links`",
+    ),
+    Step(
+        run=long_context,
+        must_show="a first token; no memory error of host or device",
+        otherwise="out of the device's memory: a smaller --ctx; of the host's: look at the attention kernel",
+    ),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Report:
+    """Results of the steps that have run; rewritten after each."""
+
+    machine: Machine
+    command: str
+    done: list[tuple[Step, Finding, float]] = field(default_factory=list)  # with seconds
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the steps that failed."""
+        return [step.name for step, finding, _ in self.done if finding.faults]
+
+    def run(self, step: Step) -> None:
+        """Run a step and write the report; progress goes to standard error."""
+        print(f"{step.name} ...", end=" ", file=sys.stderr, flush=True)
+        start_s = time.monotonic()
+        try:
+            finding = step.run(self.machine)
+        except Exception as error:  # any error of a step is a result for the report
+            finding = Finding(lines=[], faults=[f"{type(error).__name__}: {' '.join(str(error).split())}"])
+        seconds = time.monotonic() - start_s
+        self.done.append((step, finding, seconds))
+        print("\n  ".join([f"{finding.status} ({seconds:.0f} s)", *finding.faults]), file=sys.stderr)
+        self.machine.folder.mkdir(parents=True, exist_ok=True)
+        content = f"{json.dumps(self.to_dict(), indent=2)}\n".encode()
+        write_atomically(self.machine.folder / "report.json", content, argument="output")
+        write_page(self.machine.folder / "report.md", self.lines())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        steps: list[Mapping[str, Any]] = [
+            {"name": step.name, "must_show": step.must_show, "otherwise": step.otherwise, "seconds": round(seconds, 1)}
+            | {"status": finding.status}
+            | asdict(finding)
+            for step, finding, seconds in self.done
+        ]
+        about = {"command": self.command, "num_gpus": self.machine.num_gpus, "quick": self.machine.quick}
+        return about | {"ok": not self.failed, "failed": self.failed, "steps": steps}
+
+    def lines(self) -> list[str]:
+        """Return the report in Markdown."""
+        lines = ["# Report", "", f"`{self.command}`", ""]
+        if not self.machine.on_gpu:
+            lines += [_NO_GPU, ""]
+        rows = [(step.name, finding.status, f"{seconds:.0f} s") for step, finding, seconds in self.done]
+        lines += table(("step", "result", "time"), rows)
+        for step, finding, _ in self.done:
+            lines += [f"## {step.name}", "", f"Must show: {step.must_show}.", "", f"**{finding.status}**", ""]
+            lines += [*(f"- {_escape(line)}" for line in (*finding.faults, *finding.lines)), ""]
+            if finding.faults:
+                lines += [f"What to do: {step.otherwise}.", ""]
+        return lines
+
+
+def _escape(line: str) -> str:
+    """Return one line of Markdown that shows the text literally, without its end if it is long."""
+    text = " ".join(line.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps."""
+    from kvrsim.runtime.host import num_gpus
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [step.name for step in STEPS]
+    parser.add_argument("--quick", action="store_true", help="as short as it can be: whether the steps run")
+    parser.add_argument("--steps", default=",".join(names), help=f"some of {','.join(names)}")
+    parser.add_argument("--output", default="gpu-report", metavar="FOLDER", help="default: gpu-report")
+    options = parser.parse_args(arguments)
+    wanted = options.steps.split(",")
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--steps: got {','.join(unknown)!r}, accepted: some of {', '.join(names)}")
+    machine = Machine(folder=Path(options.output), num_gpus=num_gpus(), quick=options.quick)
+    report = Report(machine=machine, command=f"python -m validate.gpu {' '.join(arguments or sys.argv[1:])}".strip())
+    for step in STEPS:
+        if step.name in wanted:
+            report.run(step)
+    print(f"{machine.folder / 'report.md'}: {len(report.done)} steps, failed: {', '.join(report.failed) or 'none'}")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

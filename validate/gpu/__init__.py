@@ -1,1 +1,0 @@
-"""The first hour on a GPU node, as one command with a report: `python -m validate.gpu`."""

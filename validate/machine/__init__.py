@@ -1,1 +1,0 @@
-"""Calibrations and plans against this machine."""
