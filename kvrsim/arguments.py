@@ -614,9 +614,9 @@ class PoolArgs(Arguments):
     """Which processes or machines share the work."""
 
     jobs: Any = option(
-        "N", "Number of processes. Default: 1; with --backend dask or ray, one per core.", "Processes", count(4096)
+        "N", "Number of processes. Default: 1; with --pool dask or ray, one per core.", "Processes", count(4096)
     )
-    backend: Any = option(
+    pool: Any = option(
         "|".join(POOL_BACKENDS),
         "Backend of joblib; loky runs processes of this machine.",
         "Processes",
@@ -635,6 +635,7 @@ class MapArgs(Arguments):
         "Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.",
         "Question",
         bandwidths,
+        spelling=("--link-bandwidth", "--link-bandwidths"),
     )
     strategies: Any = option(
         "NAMES|all|FILE.py:NAME", "Strategies to compare with one GPU.", "Question", strategies, MAP_STRATEGIES

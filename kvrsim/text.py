@@ -27,7 +27,7 @@ def in_markdown(text: str) -> str:
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "---:") -> str:
-    """A Markdown table; `rule` is that of the columns after the first ("---:": right)."""
-    rules = ("---", *[rule] * (len(heads) - 1))
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]], rule: str | Sequence[str] = "---:") -> str:
+    """A Markdown table; rule: of each column, or of those after the first ("---:": right)."""
+    rules = ("---", *[rule] * (len(heads) - 1)) if isinstance(rule, str) else rule
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows))

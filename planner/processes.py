@@ -38,9 +38,9 @@ class Pool:
 
     def __post_init__(self) -> None:
         if self.backend not in POOL_BACKENDS:
-            raise InputError("backend", self.backend, f"one of {', '.join(POOL_BACKENDS)}")
+            raise InputError("pool", self.backend, f"one of {', '.join(POOL_BACKENDS)}")
         if self.dask_address is not None and self.backend != "dask":
-            raise InputError("dask_address", self.dask_address, "nothing, unless `backend` is dask")
+            raise InputError("dask_address", self.dask_address, "nothing, unless `pool` is dask")
 
     @property
     def is_here(self) -> bool:
@@ -57,7 +57,7 @@ class Pool:
                 _silence_loky(self._open)
         except ImportError:
             accepted = f"loky, or {self.backend} after pip install 'kvrsim[cluster]'"
-            raise InputError("backend", self.backend, accepted) from None
+            raise InputError("pool", self.backend, accepted) from None
         except BaseException:
             self._open.close()
             raise

@@ -25,7 +25,6 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
 ENDED = (129, 143)  # likewise of SIGHUP and SIGTERM
 _EXAMPLE = "Example: "
-_FEW = 8  # options that need no sections
 _ROOM = "kvrsim.cli.commands"
 # Under the title that help shows them under: of each command its summary, its module and what it is called there: a
 # function, or a typer.Typer with commands of its own.
@@ -144,21 +143,35 @@ def made(name: str) -> Any:
 
 def write_options(command: Any, ctx: Any, formatter: Any) -> None:
     """The parameters that help shows, by section."""
-    for title, records in sections_of(command, ctx):
+    from kvrsim.choices import ALL_OPTIONS
+
+    for title, records in sections_of(command, ctx, every=ALL_OPTIONS in ctx.meta):
         with formatter.section(title):
             formatter.write_dl(records)
 
 
-def sections_of(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Parameters with their help: arguments, then options, of which many come in sections."""
-    from kvrsim.choices import SECTIONS
+def sections_of(command: Any, ctx: Any, *, every: bool = True) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Parameters with their help: arguments, then options, of which many come in sections.
+
+    every: all of them, rather than those that matter most.
+    """
+    from kvrsim.choices import FEW_OPTIONS, FIRST_OPTIONS, SECTIONS
 
     params = [param for param in command.get_params(ctx) if param.get_help_record(ctx)]
+    places = {param.name.rstrip("_") for param in params if param.param_type_name != "option"}
     options = [param for param in params if param.param_type_name == "option"]
+    if is_long := len(options) > FEW_OPTIONS + 2:  # --help and --help-all
+        matters = {param.name for param in options if param.required}
+        others = {param.name for param in options} - matters - places
+        first = [name for name in FIRST_OPTIONS if name in others]
+        matters |= {"help", "help_all", *first[: FEW_OPTIONS - len(matters)]}
     sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS, "Options")}
     for param in params:
+        is_option = param in options
+        if is_option and is_long and not every and param.name not in matters:
+            continue
         title = getattr(param, "rich_help_panel", None) or "Output"
-        title = "Arguments" if param not in options else title if len(options) > _FEW else "Options"
+        title = "Arguments" if not is_option else title if is_long and every else "Options"
         sections[title].append(param.get_help_record(ctx))
     return ((title, records) for title, records in sections.items() if records)
 
@@ -167,7 +180,7 @@ app = typer.Typer(
     name="kvrsim",
     cls=LazyGroup,
     help="Simulate and plan the prefill of large language models over several GPUs.",
-    epilog="Begin with: kvrsim plan --gpus 8 --ctx 16k. The options of a command: kvrsim help COMMAND.",
+    epilog="Begin with: kvrsim plan llama-3.1-70b 2x8xh100 --ctx 32k. Options of a command: kvrsim help COMMAND.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
     rich_markup_mode=None,

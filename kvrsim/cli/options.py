@@ -29,7 +29,7 @@ from kvrsim.arguments import (
     quantity,
     switch,
 )
-from kvrsim.choices import DEPLOY_ENGINES, DEVICES, RANK_BACKENDS
+from kvrsim.choices import ALL_OPTIONS, DEPLOY_ENGINES, DEVICES, FEW_OPTIONS, RANK_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.units import parse_seconds
 
@@ -70,7 +70,7 @@ def takes(
 
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            given = {name: value for name, value in values.items() if value is not None}
+            given = {name: value for name, value in values.items() if value is not None and name != _HELP_ALL.name}
             for name in places:
                 if (value := given.pop(f"{name}_", None)) is not None:
                     if name in given:
@@ -85,21 +85,42 @@ def takes(
             rest = {one.name: checked(given.get(one.name), one.name, one.default) for one in own}
             function(*parts, **rest)
 
-        parameters = [_place(name) for name in places]
+        parameters = [_place(name, declared[name]) for name in places]
         parameters += [
             _parameter(name, one, default=None if name in places else one.default)
             for name, one in declared.items()
             if name not in fixed
         ]
+        if sum(not one.metadata["option"].positional for one in declared.values()) - len(fixed) > FEW_OPTIONS:
+            parameters.append(_HELP_ALL)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def _place(name: str) -> inspect.Parameter:
+def _print_all_options(context: typer.Context, value: bool) -> None:
+    """Print the help of a command with every option, and end."""
+    if value:
+        context.meta[ALL_OPTIONS] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_print_all_options),
+    ],
+)
+
+
+def _place(name: str, declared: Field[Any]) -> inspect.Parameter:
     """A positional argument of a command; its value is that of the option with the same name."""
-    about: Any = typer.Argument(metavar=name.upper(), help=f"The same as --{name}.", show_default=False)
+    about: Any = typer.Argument(metavar=name.upper(), help=declared.metadata["option"].help, show_default=False)
     return inspect.Parameter(
         f"{name}_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, about]
     )
@@ -274,8 +295,8 @@ def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
     """The workers that the arguments ask for; every_core: by default one process per core."""
     from planner.processes import Pool, cores
 
-    default = cores() if every_core or args.backend != "loky" else 1
-    return Pool(jobs=args.jobs or default, backend=args.backend, dask_address=args.dask_address)
+    default = cores() if every_core or args.pool != "loky" else 1
+    return Pool(jobs=args.jobs or default, backend=args.pool, dask_address=args.dask_address)
 
 
 def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) -> Hardware:

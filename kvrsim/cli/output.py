@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvrsim.cli.text import Part, markdown, show
 from kvrsim.errors import KvrsimError
 from kvrsim.text import printable
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 NOT_WRITTEN = 74  # exit code: the answer is complete, but a file that was to be written is not
 ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
-_DIGITS = 6  # significant ones of a number in Markdown
 _journals: list[str] = []  # of interrupted work
 
 
@@ -37,63 +37,46 @@ def print_answer(
     args: OutputArgs,
     content: Callable[[], Mapping[str, Any]],
     rows: str | Callable[[], Rows],
-    show: Callable[[], None],
+    screen: Callable[[], Sequence[Part]],
     *,
     without: Sequence[str] = (),
 ) -> None:
-    """Print an answer: its content as JSON, its rows (or a list in the content) as a table, or what `show` prints.
+    """Print an answer: its content as JSON, its rows (or a list in the content) as CSV, or what a screen shows.
 
-    without: fields of a row that a table leaves to JSON. Next to a table, warnings go to standard error.
+    As Markdown it is the tables of the screen. Next to a table, notes go to standard error.
+    without: fields of a row that CSV leaves to JSON.
     """
-    if not args.json and args.format is None:
-        show()
-        return
-    answer = dict(content())
     if args.json:
-        print_json(answer)
+        print_json(content())
         return
-    for warning in answer.get("warnings", ()):
-        warn(f"warning: {warning}")
-    print_rows(answer[rows] if isinstance(rows, str) else rows(), args.format, without=without)
+    if args.format is None:
+        show(*screen())
+        return
+    answer = content()
+    for note in answer.get("warnings", ()):
+        warn(f"note: {note}")
+    if args.format == "md":
+        typer.echo(markdown(screen()))
+    else:
+        print_csv(answer[rows] if isinstance(rows, str) else rows(), without=without)
 
 
-def print_rows(rows: Rows, form: str, *, without: Sequence[str] = ()) -> None:
-    """Print rows as "csv" or "md", but for fields of these names."""
-    flat = [dict(_flat(row)) for row in rows]
+def print_csv(rows: Rows, *, without: Sequence[str] = ()) -> None:
+    """Print rows as CSV, but for fields of these names."""
+    import csv
+
+    from kvrsim.results.frame import scalars
+
+    flat = [scalars(row) for row in rows]
     names = [key for key in dict.fromkeys(key for row in flat for key in row) if not {*key.split(".")} & {*without}]
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
-    if form == "csv":
-        import csv
-
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows([printable(_cell(row.get(name))) for name in names] for row in flat)
-        return
-    used = [name for name in names if any(row.get(name) is not None for row in flat)]
-    numbers = [all(type(row.get(name)) in (int, float, type(None)) for row in flat) for name in used]
-    typer.echo(f"| {' | '.join(used)} |")
-    typer.echo(f"|{'|'.join('---:' if number else '---' for number in numbers)}|")
-    for row in flat:
-        cells = (" ".join(printable(_cell(row.get(name), _DIGITS)).split()) for name in used)
-        typer.echo(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([printable(_cell(row.get(name))) for name in names] for row in flat)
 
 
-def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
-    """Values by name, those of a mapping as "link.name"; a list of mappings is left out."""
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        elif not (isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value)):
-            yield before + key, value
-
-
-def _cell(value: object, digits: int | None = None) -> str:
-    """A list with commas between, as options take it; None as an empty text; a number with all or some digits."""
-    if isinstance(value, list | tuple):
-        return ",".join(_cell(one, digits) for one in value)
-    if value is None or isinstance(value, bool):
-        return "" if value is None else str(value).lower()
-    return f"{value:.{digits}g}" if digits and isinstance(value, float) else str(value)
+def _cell(value: object) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def warn(line: str) -> None:

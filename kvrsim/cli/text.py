@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.text import printable
+from kvrsim.text import in_markdown, markdown_table, printable
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import Table, Text, format_interval, format_partition, interval_title
 
@@ -91,6 +91,19 @@ def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
             safe = [Segment(printable(segment.text), segment.style, segment.control) for segment in segments]
             console.print(Segments(safe), end="")
     return "\n".join(_BLANKS_AT_END.sub(r"\1", line) for line in captured.get().splitlines())
+
+
+def markdown(parts: Sequence[Part]) -> str:
+    """The tables of a screen in Markdown."""
+    return "\n\n".join(
+        markdown_table(
+            [column.label for column in part.columns],
+            [[in_markdown(cell) for cell in cells] for cells in part.texts()],
+            ["---:" if column.number else "---" for column in part.columns],
+        )
+        for part in parts
+        if isinstance(part, Table)
+    )
 
 
 def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:

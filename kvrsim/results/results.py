@@ -211,10 +211,10 @@ class SimResult(StrategyPrediction, Answer):
         return content | ({} if self.users is None else {"users": fields_to_json(self.users)})
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per rank."""
-        import pandas
+        """One row per rank, with scalar cells."""
+        from kvrsim.results.frame import to_frame
 
-        return pandas.DataFrame([rank.to_dict() for rank in self.per_rank]).drop(columns="memory")
+        return to_frame(rank.to_dict() for rank in self.per_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -402,7 +402,7 @@ class Plan(Answer):
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a strategy."""
-        import pandas
+        """One row per strategy, with scalar cells."""
+        from kvrsim.results.frame import to_frame
 
-        return pandas.DataFrame([strategy.to_dict() for strategy in self.strategies])
+        return to_frame(strategy.to_dict() for strategy in self.strategies)

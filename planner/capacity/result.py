@@ -323,6 +323,6 @@ class CapacityPlan(Displayed):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per fleet, the answer first."""
-        import pandas
+        from kvrsim.results.frame import to_frame
 
-        return pandas.DataFrame(self.rows())
+        return to_frame(self.rows())

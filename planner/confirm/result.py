@@ -232,6 +232,6 @@ class Confirmation(Answer):
 
     def to_frame(self) -> pandas.DataFrame:
         """Return one row per candidate."""
-        import pandas
+        from kvrsim.results.frame import to_frame
 
-        return pandas.DataFrame([one.to_dict() for one in self.candidates])
+        return to_frame(one.to_dict() for one in self.candidates)

@@ -208,9 +208,9 @@ class StrategyMap(Answer):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a point."""
-        import pandas
+        from kvrsim.results.frame import to_frame
 
-        return pandas.DataFrame(to_json(self.points))
+        return to_frame(to_json(self.points))
 
 
 def is_tied(faster: MapPoint, slower: MapPoint) -> bool:

@@ -339,9 +339,9 @@ class PartitionTable(GridFile):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row an entry."""
-        import pandas
+        from kvrsim.results.frame import to_frame
 
-        return pandas.DataFrame([entry.to_dict() for entry in self.entries])
+        return to_frame(entry.to_dict() for entry in self.entries)
 
 
 def load_table(path: str | Path, argument: str = "table") -> PartitionTable:

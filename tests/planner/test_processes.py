@@ -75,5 +75,5 @@ def test_progress_counts_up_to_all() -> None:
 
 
 def test_a_backend_that_is_none_is_refused() -> None:
-    with pytest.raises(InputError, match="backend: got 'slurm', accepted: one of loky, dask, ray"):
+    with pytest.raises(InputError, match="pool: got 'slurm', accepted: one of loky, dask, ray"):
         Pool(backend="slurm")

@@ -9,17 +9,16 @@ import typer
 
 from kvrsim.arguments import TABLE, DeploymentArgs, FleetArgs, PoolArgs, option, strategies
 from kvrsim.cli.commands.plan import show_launch
-from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes, writable
+from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import facts, header, limit_text, rests_on_line, show
+from kvrsim.cli.text import Part, facts, header, limit_text, rests_on_line
 from kvrsim.cli.text import headline as emphasised
 from kvrsim.units import format_seconds
 from kvrsim.views.table import Table, Text, columns, narrowing
 
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
-    from planner.deploy import Launch
 
 # What the requests of a workload have themselves.
 _OF_REQUESTS = {
@@ -36,8 +35,7 @@ class AnswerArgs(OutputArgs):
 
     strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategies)
     table: Any = TABLE
-    html: Any = option("FILE", "Write an interactive page in one HTML file.", check=writable)
-    plot: Any = option("FILE", _PLOT, check=picture_or_page)
+    plot: Any = option("FILE", _PLOT, check=picture_or_page, spelling=("--plot", "--html"))
 
 
 @takes(DeploymentArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=_OF_REQUESTS)
@@ -78,30 +76,26 @@ def capacity(
     launch = None
     if deploy.emit is not None and result.answer is not None:
         launch = launch_of_fleet(result, deploy.emit, model=args.model)
-    print_answer(output, (launch or result).to_dict, result.rows, lambda: show_capacity(result, launch))
-    write_files((output.html, lambda path: _write_page(result, path)), (output.plot, result.write_plot))
+    if launch is not None and not output.json:
+        show_launch(launch)
+    print_answer(output, (launch or result).to_dict, result.rows, lambda: capacity_screen(result))
+    write_files((output.plot, lambda path: _write(result, path)))
     if not result.feasible:
         raise typer.Exit(1)
 
 
-def _write_page(result: CapacityPlan, path: str) -> None:
-    """Write the page, with what it alone needs simulated now."""
-    from kvrsim.views.page import write_page
-    from planner.capacity.page import capacity_page
-
-    with Progress("fleets at other rates"):
-        explored = result.explored()
-    write_page(capacity_page(explored), path, argument="html")
+def _write(result: CapacityPlan, path: str) -> None:
+    """Write the plot; a page also needs fleets at other rates, which are simulated now."""
+    with Progress("plot"):
+        result.write_plot(path)
 
 
 _SHOWN = 5  # alternatives
 _BAR = 24  # characters of the longest bar of the histogram
 
 
-def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
+def capacity_screen(plan: CapacityPlan) -> list[Part]:
     """The fleet, the requests, the alternatives, and what the answer rests on."""
-    if launch is not None:
-        show_launch(launch)
     from planner.capacity.page import as_text, details, group_table, headline, verdict
 
     best = plan.first
@@ -127,7 +121,7 @@ def show_capacity(plan: CapacityPlan, launch: Launch | None = None) -> None:
         table.add_row(Text("note:", style="yellow"), note)
     args = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
     fleets = () if nothing_served else (narrowing(_fleets(plan), "utilised", "max", "p50", "p95"), "")
-    show(answer, "", *args, "", *fleets, _lengths(plan), "", table)
+    return [answer, "", *args, "", *fleets, _lengths(plan), "", table]
 
 
 def _lengths(plan: CapacityPlan) -> Table:

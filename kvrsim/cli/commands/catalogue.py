@@ -13,7 +13,7 @@ import typer
 from kvrsim.arguments import argument, option
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
-from kvrsim.cli.text import facts, show, show_tree
+from kvrsim.cli.text import Part, facts, show, show_tree
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import Text, columns
@@ -39,7 +39,7 @@ class Shelf:
     load: Callable[..., Any]  # of a name or path; `argument` is what errors name
     to_json: Callable[[Any], dict[str, Any]]
     show: Callable[[Any], None]
-    show_all: Callable[[Sequence[Any]], None]
+    list_screen: Callable[[Sequence[Any]], list[Part]]
     row: Callable[[Any], dict[str, Any]] | None = None  # JSON in the list; None: to_json
     without: tuple[str, ...] = ()  # fields that a table leaves to JSON
 
@@ -54,7 +54,7 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
         things = [one.load(name, argument=names) for name in one.names]
         rows = one.row or one.to_json
         print_answer(
-            answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.show_all(things), without=one.without
+            answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.list_screen(things), without=one.without
         )
 
     def show_one(*, name: Any = argument(names, known), json: Any = JSON) -> None:
@@ -82,7 +82,7 @@ def _strategies() -> Shelf:
         load=lambda name, argument: about(name),
         to_json=dict,
         show=show_strategy,
-        show_all=show_strategies,
+        list_screen=strategies_screen,
     )
 
 
@@ -111,18 +111,18 @@ _RULES = {
 }
 
 
-def show_strategies(found: Sequence[Mapping[str, Any]]) -> None:
+def strategies_screen(found: Sequence[Mapping[str, Any]]) -> list[Part]:
     """One row per strategy."""
     table = columns("strategy", "runs here", "engines")
     table.add_column("what it is")
     for one in found:
         table.add_row(one["name"], "yes" if one["runs_here"] else "", ", ".join(one["engines"]), one["title"])
-    show(
+    return [
         table,
         "",
         "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",
         "hybrids: tpN+NAME, and sizes such as tp4+pp2+cp2; kvrsim strategies show NAME says more",
-    )
+    ]
 
 
 def show_strategy(one: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ def _models() -> Shelf:
         load=load_model,
         to_json=summary,
         show=show_model,
-        show_all=show_models,
+        list_screen=models_screen,
         without=("layer_kind_index", "lm_head"),
     )
 
@@ -241,7 +241,7 @@ def models_add(
     show("", f"added as {model.name} in {folder}")
 
 
-def show_models(models: Sequence[ModelSpec]) -> None:
+def models_screen(models: Sequence[ModelSpec]) -> list[Part]:
     """One row per model; below, what of some is approximated."""
     from kvrsim.model.spec import describe_mixers, describe_parameters
 
@@ -262,7 +262,7 @@ def show_models(models: Sequence[ModelSpec]) -> None:
         for sentence in model.approximations:
             approximated.setdefault(sentence, []).append(model.name)
     notes = [f"{sentence}: {', '.join(names)}" for sentence, names in approximated.items()]
-    show(table, *(["", *notes] if notes else []))
+    return [table, *(["", *notes] if notes else [])]
 
 
 def show_model(model: ModelSpec) -> None:
@@ -405,7 +405,7 @@ def _clusters() -> Shelf:
         load=load_cluster,
         to_json=to_json,
         show=lambda cluster: show_tree(cluster.name, to_json(cluster)),
-        show_all=show_clusters,
+        list_screen=clusters_screen,
         without=("source", "memory_source"),
     )
 
@@ -420,7 +420,7 @@ clusters = _commands(
 )
 
 
-def show_clusters(clusters: Sequence[Cluster]) -> None:
+def clusters_screen(clusters: Sequence[Cluster]) -> list[Part]:
     """One row per cluster; bandwidth per direction."""
     table = columns("cluster", "GPUs", "memory", "topology", "link", "bandwidth", "latency")
     for cluster in clusters:
@@ -428,7 +428,7 @@ def show_clusters(clusters: Sequence[Cluster]) -> None:
         speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
         gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
         table.add_row(cluster.name, gpus, memory, cluster.topology, link.name, speed, latency)
-    show(table)
+    return [table]
 
 
 # Profiles
@@ -449,7 +449,7 @@ def _profiles() -> Shelf:
             "description": profile.description,
         },
         show=show_profile,
-        show_all=show_profiles,
+        list_screen=profiles_screen,
     )
 
 
@@ -473,14 +473,14 @@ def show_profile(profile: CalibrationProfile) -> None:
     show_tree(profile.name, content)
 
 
-def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
+def profiles_screen(profiles: Sequence[CalibrationProfile]) -> list[Part]:
     """One row per profile."""
     table = columns("profile", "GPU", "attention", "held-out error")
     table.add_column("description")
     for profile in profiles:
         kernels = ", ".join(profile.attention_kernels)
         table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
-    show(table)
+    return [table]
 
 
 def _left_out_error(profile: CalibrationProfile) -> str:
@@ -528,7 +528,7 @@ def diff(
         about = {"a": first.name, "b": second.name, "model": spec.name, "dtypes": list(dtypes)}
         return about | {"operations": operations}
 
-    def show_rows() -> None:
+    def screen() -> list[Part]:
         table = columns("operation")
         columns("A", "B", "B / A", numbers=True, into=table)
         columns("", into=table)
@@ -536,9 +536,9 @@ def diff(
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
             table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
         names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
-        show(names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors")
+        return [names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors"]
 
-    print_answer(answer, content, "operations", show_rows)
+    print_answer(answer, content, "operations", screen)
 
 
 # Engines
@@ -553,7 +553,7 @@ def _engines() -> Shelf:
         load=load_engine,
         to_json=to_json,
         show=show_engine,
-        show_all=show_engines,
+        list_screen=engines_screen,
         without=("provenance", "spread", "fit"),
     )
 
@@ -590,7 +590,7 @@ _UNKNOWN = {  # what the ranges of whole TTFTs are for, as in EngineFit.widths
 }
 
 
-def show_engines(engines: Sequence[Engine]) -> None:
+def engines_screen(engines: Sequence[Engine]) -> list[Part]:
     """One row per engine."""
     table = columns("engine")
     columns("before", "layer", numbers=True, into=table)
@@ -600,12 +600,12 @@ def show_engines(engines: Sequence[Engine]) -> None:
         host = engine.host
         seconds = [format_seconds(value) for value in (host.request_s + host.step_s, host.layer_s)]
         table.add_row(engine.name, *seconds, _scales(engine), _left_out_error_engines(engine), engine.title)
-    show(
+    return [
         table,
         "",
         "before: seconds before the first layer; layer: host seconds of one layer; kernels: times the profile's;"
         " held-out: median error on prefills, rows or engines left out of the fit",
-    )
+    ]
 
 
 def show_engine(engine: Engine) -> None:

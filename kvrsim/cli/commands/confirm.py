@@ -14,7 +14,7 @@ from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, resumable, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, facts, header, headline, likely, show
+from kvrsim.cli.text import Hint, Part, facts, header, headline, likely, show
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, parse_share
@@ -117,7 +117,7 @@ def confirm(
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
     if is_first_rank():
-        print_answer(answer, result.to_dict, "candidates", lambda: show_confirmation(result))
+        print_answer(answer, result.to_dict, "candidates", lambda: confirmation_screen(result))
         write_files((files.trace, lambda path: write_traces(result, path)), (files.plot, result.write_plot))
     if not result.ok:
         raise typer.Exit(NOT_MET)
@@ -143,7 +143,7 @@ def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path,
 _SHOWN_WRONG = 3  # pairs that were measured in another order than predicted
 
 
-def show_confirmation(result: Confirmation) -> None:
+def confirmation_screen(result: Confirmation) -> list[Part]:
     """One row per candidate, the one predicted to be the fastest first; then orders, regret and errors."""
     from planner.confirm.views import candidates_table
 
@@ -159,7 +159,7 @@ def show_confirmation(result: Confirmation) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
     for warning in result.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    show(answer, "", *header(result.question, result.cluster), "", candidates_table(result), "", table)
+    return [answer, "", *header(result.question, result.cluster), "", candidates_table(result), "", table]
 
 
 def _measured(result: Confirmation) -> str:

@@ -10,7 +10,7 @@ from kvrsim.arguments import MapArgs, PoolArgs, ScenariosArgs, option
 from kvrsim.cli.options import OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Part, facts, header, headline, limit_text, show
+from kvrsim.cli.text import Part, facts, header, headline, limit_text
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import TIED, Table, Text, columns
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg, FILE.pdf, or a page FILE.html."
 
 
-@takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs)
+@takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs, fixed={"link_bandwidth": None})
 def strategy_map(
     args: ScenariosArgs,
     compared: MapArgs,
@@ -52,14 +52,14 @@ def strategy_map(
             pool=pool,
             on_progress=progress,
         )
-    print_answer(output, result.to_dict, "points", lambda: show_map(result))
+    print_answer(output, result.to_dict, "points", lambda: map_screen(result))
     write_files((plot, result.write_plot))
 
 
 ALONE = "single"
 
 
-def show_map(result: StrategyMap) -> None:
+def map_screen(result: StrategyMap) -> list[Part]:
     """The best by context for each bandwidth; then the fastest strategies and the break-even contexts."""
     answer, winners, best, even = facts(), list(result.winners()), list(result.best()), list(result.break_evens())
     for bandwidth in result.bandwidths:
@@ -80,7 +80,7 @@ def show_map(result: StrategyMap) -> None:
     notes.add_row("memory:", limit_text(result.memory_limit))
     for note in (*_always_alone(result, best), *_too_long_alone(result), *result.warnings):
         notes.add_row(Text("note:", style="yellow"), note)
-    show(*parts, "", notes)
+    return [*parts, "", notes]
 
 
 def _best_by_context(best: list[Winner]) -> Iterator[str]:

@@ -27,7 +27,6 @@ from kvrsim.cli.text import (
     mean_change,
     rests_on_line,
     round_up_percent,
-    show,
 )
 from kvrsim.errors import InputError
 from kvrsim.notes import with_code, without
@@ -75,7 +74,7 @@ def plan(
     """
     output.check(emit=deploy.emit)
     if workers != PoolArgs() and noise.noise is None:
-        raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
+        raise InputError("jobs", workers.jobs or workers.pool, "with --noise: other processes simulate its samples")
     from planner.api import plan_of
 
     if deploy.only_deployable or (deploy.emit and compared.strategies is None):
@@ -92,7 +91,9 @@ def plan(
     def content() -> dict[str, Any]:
         return result.to_dict() if launch is None else launch.to_dict() | {"plan": result.to_dict()}
 
-    print_answer(output, content, "strategies", lambda: show_plan(result, launch, deploy.emit, explain=output.explain))
+    if launch is not None and not output.json:
+        show_launch(launch)
+    print_answer(output, content, "strategies", lambda: plan_screen(result, deploy.emit, explain=output.explain))
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
@@ -118,19 +119,16 @@ def _deployable(args: ScenarioArgs, compared: PlanArgs, deploy: DeployArgs) -> P
 _DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # codes of notes
 
 
-def show_plan(plan: Plan, launch: Launch | None = None, emit: str | None = None, *, explain: bool = False) -> None:
+def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -> list[Part]:
     """What to run, what to promise, and why; the question; the fastest five; what else there is.
 
     explain: every strategy, bounds, search, memory and notes instead.
     """
-    if launch is not None:
-        show_launch(launch)
     head: list[Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
     first, *sentences = _sentences(plan, emit)
     head += [headline(first), *sentences, "", *header(plan.question, plan.cluster), ""]
     if explain:
-        show(*head, strategies_table(plan), "", _explained(plan))
-        return
+        return [*head, strategies_table(plan), "", _explained(plan)]
     below = facts()
     add_users(below, plan.users, plan.first.mean_ttft_s)
     _add_noise(below, plan)
@@ -138,7 +136,7 @@ def show_plan(plan: Plan, launch: Launch | None = None, emit: str | None = None,
     tail: list[Part] = [*_left_out(plan), *([below] if below.rows else [])]
     if plan.feasible:
         head += [short_table(plan), ""]
-    show(*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim"))
+    return [*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim")]
 
 
 def _sentences(plan: Plan, emit: str | None) -> Iterator[str]:

@@ -23,7 +23,6 @@ from kvrsim.cli.text import (
     limit_text,
     mean_change,
     rests_on_line,
-    show,
     stages_text,
 )
 from kvrsim.errors import InputError
@@ -53,7 +52,7 @@ def simulate(
 
     with Progress() as progress:
         result = simulation_of(args, run, noise, users, timeline=files.is_given, on_progress=progress)
-    print_answer(output, result.to_dict, "per_rank", lambda: show_simulation(result), without=("memory",))
+    print_answer(output, result.to_dict, "per_rank", lambda: simulation_screen(result), without=("memory",))
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
@@ -65,7 +64,7 @@ _MOST_CAUSES = 4  # of the interval, that are listed
 _WIDE = 0.005  # of TTFT, from which on a cause is listed
 
 
-def show_simulation(result: SimResult) -> None:
+def simulation_screen(result: SimResult) -> list[Part]:
     """TTFT, the question, one row per rank, and the rest."""
     limit = result.memory_limit.nbytes
     answer, table = facts(), facts()
@@ -88,7 +87,7 @@ def show_simulation(result: SimResult) -> None:
     parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", ranks_table(result), ""]
     if result.breakdown is not None:
         parts += [narrowing(_breakdown(result.breakdown), "basis", "roofline"), ""]
-    show(*parts, table)
+    return [*parts, table]
 
 
 def _ttft(result: SimResult, limit: int) -> str:

@@ -14,7 +14,7 @@ from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count,
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, picture, pool_of, takes
 from kvrsim.cli.output import print_answer, print_json, resumable, warn, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Facts, Hint, facts, headline, round_up_percent, show
+from kvrsim.cli.text import Facts, Hint, Part, facts, headline, round_up_percent, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 from kvrsim.views.table import Text, columns, format_partition, narrowing
 
@@ -99,7 +99,7 @@ def lookup(
         show_lookup(result)
         return
     for warning in result.warnings:
-        warn(f"warning: {warning}")
+        warn(f"note: {warning}")
     print_json(to_json(result))
 
 
@@ -120,7 +120,7 @@ def show_(
     from planner.table.table import load_table
 
     table = load_table(file, "TABLE")
-    print_answer(answer, table.to_dict, "entries", lambda: show_table(table))
+    print_answer(answer, table.to_dict, "entries", lambda: table_screen(table))
     write_files((plot, lambda path: write_shares(table, path)))
 
 
@@ -133,13 +133,13 @@ def show_lookup(result: TableLookup) -> None:
     sources = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
     table.add_row("from:", sources.get(result.source, f"extrapolated from the shares of {between}"))
     for warning in result.warnings:
-        table.add_row(Text("warning:", style="yellow"), warning)
+        table.add_row(Text("note:", style="yellow"), warning)
     gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     table.add_row("question:", f"{format_tokens(result.context_len)} tokens on {gpus}")
     show(table)
 
 
-def show_table(table: PartitionTable) -> None:
+def table_screen(table: PartitionTable) -> list[Part]:
     """What it was built for, and one row per entry."""
     rows = columns("GPUs", "context", numbers=True)
     columns("partition", into=rows)
@@ -163,7 +163,7 @@ def show_table(table: PartitionTable) -> None:
         )
     notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
     args = Text(" · ".join((table.setting.model, *_setting(table.setting))), style="dim")
-    show(summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes)
+    return [summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes]
 
 
 def show_built(table: PartitionTable, output: str) -> None:

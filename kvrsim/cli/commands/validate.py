@@ -12,7 +12,7 @@ from kvrsim.arguments import option
 from kvrsim.cli.options import OutputArgs, takes, writable
 from kvrsim.cli.output import print_answer
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import show
+from kvrsim.cli.text import Part
 from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
 from kvrsim.views.table import Table, columns
@@ -54,12 +54,12 @@ def published(
         result: dict[str, Any] = cases.run()
     if report is not None:
         cases.write_report(result, report)
-    print_answer(answer, lambda: result, "rows", lambda: show_validation(result))
+    print_answer(answer, lambda: result, "rows", lambda: validation_screen(result))
     if result.get("ok") is False:
         raise typer.Exit(1)
 
 
-def show_validation(result: Mapping[str, Any]) -> None:
+def validation_screen(result: Mapping[str, Any]) -> list[Part]:
     """One row per published case, and the errors of the groups."""
     table = Table()
     for title in ("source", "case"):
@@ -70,7 +70,7 @@ def show_validation(result: Mapping[str, Any]) -> None:
         used = "used" if row["used_for_calibration"] else "held out"
         table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", used)
     groups = ("calibration", "held_out", "all")
-    show(table, "", *(_errors(group, result[group]) for group in groups if group in result))
+    return [table, "", *(_errors(group, result[group]) for group in groups if group in result)]
 
 
 def _errors(group: str, errors: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 
+from kvrsim.choices import FEW_OPTIONS
 from kvrsim.cli import main as cli
 from tests.building.snapshot import assert_recorded
 from tests.test_docs import parse
@@ -62,6 +64,29 @@ def test_the_program_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) ->
 def test_ways_to_ask_for_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = path.split()
     assert helped(capsys, *words, "-h") == helped(capsys, *words, "--help") == helped(capsys, "help", *words)
+
+
+LONG = [path for path, command in COMMANDS.items() if any(param.name == "help_all" for param in command.params)]
+
+
+@pytest.mark.parametrize("path", LONG)
+def test_help_is_short_and_help_all_is_whole(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The short help has eight options, all that are required among them, and the example."""
+    short, whole = helped(capsys, *path.split(), "-h"), helped(capsys, *path.split(), "--help-all")
+    options = {param.opts[0] for param in COMMANDS[path].params if param.param_type_name == "option"}
+
+    def shown(text: str) -> set[str]:
+        return {word for line in text.splitlines() for word in re.findall(r"^  (?:-\w, )?(--[\w-]+)", line)}
+
+    assert len(shown(short) - {"--help-all", "--help"}) <= FEW_OPTIONS
+    assert shown(whole) == options | {"--help"}
+    assert {param.opts[0] for param in COMMANDS[path].params if param.required} & options <= shown(short)
+    assert all("Example:" in text for text in (short, whole))
+
+
+def test_long_commands_are_those_with_many_options() -> None:
+    assert {"plan", "simulate", "map", "capacity", "run", "confirm", "table build"} <= set(LONG)
+    assert not {"table lookup", "models list", "serve"} & set(LONG)
 
 
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path])

@@ -63,7 +63,7 @@ def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert found["source"] == source
         assert (found["num_gpus"], sum(found["partition"])) == (2, found["context_len"])
         assert sum(found["fractions"]) == pytest.approx(1)
-        assert bool(found["warnings"]) == (source == "extrapolated") == ("warning" in err)
+        assert bool(found["warnings"]) == (source == "extrapolated") == ("note" in err)
     found, _ = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700", "--multiple", "64")
     assert found["partition"][0] % 64 == 0
 
@@ -94,7 +94,7 @@ MISTAKES = [
     (("table", "build", "--ctx", "1k"), "--output"),
     ((*BUILD, "-o", "missing/table.json"), "--output"),
     ((*BUILD, "-o", "t.json", "--jobs", "0"), "--jobs"),
-    ((*BUILD, "-o", "t.json", "--backend", "threads"), "--backend"),
+    ((*BUILD, "-o", "t.json", "--pool", "threads"), "--pool"),
     ((*BUILD, "-o", "t.json", "--dask-address", "tcp://127.0.0.1:1"), "--dask-address"),
     ((*BUILD, "-o", "t.json", "--gpus", "1024"), "--gpus"),
     ((*BUILD, "-o", "t.json", "--ctx", "2k:1k:1k"), "--ctx"),
@@ -131,9 +131,9 @@ def test_a_backend_that_is_not_installed(
     monkeypatch.setitem(sys.modules, "distributed", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.util.joblib", None)
-    assert cli.main([*BUILD, "-o", "table.json", "--backend", backend]) == 2
+    assert cli.main([*BUILD, "-o", "table.json", "--pool", backend]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"kvrsim: error: --backend: got '{backend}'")
+    assert err.startswith(f"kvrsim: error: --pool: got '{backend}'")
     assert "pip install" in err
     assert err.count("\n") == 1
 
