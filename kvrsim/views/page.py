@@ -51,6 +51,7 @@ _STYLES = {
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
 _LONG = 28  # characters of a fact that takes two places
+_SHORT = 3  # facts that are shown while the others are folded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,8 @@ class Page:
     """What a page shows."""
 
     title: str  # in the window's title and at the top
-    answer: str = ""  # the answer in one line, below the title
-    facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label
+    answer: str = ""  # below the title; of several lines the first stands out
+    facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label; folded
     sections: Sequence[Section] = ()
     notes: Sequence[str] = ()  # what the answer rests on, and warnings
     data: Mapping[str, Any] = field(default_factory=dict)  # for the scripts: plain JSON values
@@ -154,10 +155,11 @@ def _header(page: Page) -> Html:
         if value
     )
     shown = () if command is None else (tag("p", tag("code", command, id="command"), class_="command"),)
-    title = tag("h1", page.title)
     switch = tag("button", "Dark", id="kv-theme", type="button", class_="switch", aria_pressed="false")
-    answer = (tag("p", page.answer, class_="answer"),) if page.answer else ()
-    return tag("header", tag("div", title, switch, class_="top"), *answer, tag("dl", *listed, class_="facts"), *shown)
+    answer = (tag("p", line, class_="answer") for line in page.answer.split("\n") if line)
+    question = tag("summary", " · ".join(filter(None, [*page.facts.values()][:_SHORT])) or "About this page")
+    folded = tag("details", question, tag("dl", *listed, class_="facts"), *shown, class_="question")
+    return tag("header", tag("div", tag("h1", page.title), switch, class_="top"), *answer, folded)
 
 
 def _section(section: Section) -> Html:

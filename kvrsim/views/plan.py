@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.results import Plan, StrategyResult
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.units import format_seconds
 from kvrsim.views.figure import Bar, draw_ttfts
 from kvrsim.views.gantt import draw_gantt
 from kvrsim.views.page import (
@@ -29,7 +29,7 @@ from kvrsim.views.style import variable
 from kvrsim.views.table import (
     Cell,
     format_interval,
-    interval_title,
+    sentences,
     strategies_table,
 )
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
@@ -125,7 +125,7 @@ def plan_page(plan: Plan) -> Page:
     memory = {one.strategy: one.memory for one in plan.strategies}
     return Page(
         title=f"Prefill of {plan.question.request()} by {plan.model} on {plan.num_gpus} GPUs",
-        answer=_page_answer(plan),
+        answer="\n".join(sentences(plan)),
         facts=facts_of(plan.question),
         sections=[
             gantt_section(several=len(shown) > 1),
@@ -137,33 +137,6 @@ def plan_page(plan: Plan) -> Page:
         scripts=SCRIPTS,
         strategies=[one.strategy for one in plan.strategies],
     )
-
-
-def _page_answer(plan: Plan) -> str:
-    best = plan.first
-    if not plan.feasible:
-        return _shortfall(plan)
-    words = f"{best.strategy} is the fastest: TTFT {format_seconds(best.ttft_s)}"
-    name = " ".join(interval_title(plan.interval_coverage).split())
-    words += f" ({name} {format_interval(best.ttft_low_s, best.ttft_high_s)})"
-    if plan.yardstick is not None and best.speedup is not None and plan.yardstick != best.strategy:
-        words += f", {best.speedup:.2f} times as fast as {plan.yardstick}"
-    if plan.ties:
-        words += f". The difference to {' and '.join(plan.ties)} is within the error of prediction"
-    return f"{words}."
-
-
-def _shortfall(plan: Plan) -> str:
-    """How much is missing, and what would fit."""
-    short = plan.shortfall
-    if short is None:
-        return "No strategy fits in memory."
-    needs, limit = format_bytes(short.peak_bytes), format_bytes(plan.memory_limit.nbytes)
-    words = f"No strategy fits in memory. The nearest, {short.strategy}, needs {needs} of {limit} on a GPU."
-    if short.would_fit:
-        fits = "; ".join(f"{one.strategy} with {one.change}" for one in short.would_fit)
-        words += f" What would fit: {fits}."
-    return words
 
 
 def _bounds(plan: Plan) -> str:

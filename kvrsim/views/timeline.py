@@ -22,7 +22,7 @@ from kvrsim.views.style import OPERATIONS, operation_of, variable, variable_of
 
 SCRIPTS = ("spans.js", "gantt-view.js", "gantt.js", "memory.js", "timeline.js")
 _KEYS = (
-    "[wheel] [+] [−] zoom; drag or [Page Up] [Page Down] move; [Shift] and drag select; [0] shows all;"
+    "[Ctrl] and wheel, [+] [−] zoom; drag sums a part; [Shift] and drag or [Page Up] [Page Down] move; [0] shows all;"
     " [←] [→] [↑] [↓] go from operation to operation."
 )
 _FINEST_S = 1e-9
@@ -43,7 +43,7 @@ class LabelledTimeline:
 def gantt_section(*, several: bool) -> Section:
     """The chart, its keys, and a table with the same times; several: a reader chooses two timelines."""
     chart = tag("div", id="gantt", class_="chart")
-    times = tag("details", tag("summary", "The same times as a table"), tag("div", id="times"))
+    times = tag("details", tag("summary", "Seconds by rank and kind"), tag("div", id="times"))
     title = "Timelines" if several else "Timeline"
     return Section(
         title=title,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 
 import pytest
 
 from kvrsim.builder import make_scenario
+from kvrsim.results.results import Plan
 from kvrsim.views.page import Page
 from kvrsim.views.plan import plan_page
 from planner.plan import make_plan
@@ -17,10 +19,14 @@ CANVAS = "#gantt canvas"
 
 
 @pytest.fixture(scope="module")
-def page() -> Page:
+def plan() -> Plan:
     """Four strategies on four GPUs."""
     scenario, _ = make_scenario(model="llama-7b", gpus=4, ctx="8k")
-    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ring", "ulysses"], timelines="all")
+    return make_plan(scenario, strategies=["tsp", "kvr-s", "ring", "ulysses"], timelines="all")
+
+
+@pytest.fixture(scope="module")
+def page(plan: Plan) -> Page:
     return plan_page(plan)
 
 
@@ -30,21 +36,93 @@ def shown_s(page: Opened) -> tuple[float, float]:
     return float(data["from"]), float(data["to"])
 
 
-def test_wheel_keys_and_drag_change_what_is_shown(opened: Callable[..., Opened], page: Page) -> None:
+def test_the_wheel_zooms_with_ctrl_alone_and_shift_drag_moves(opened: Callable[..., Opened], page: Page) -> None:
     seen = opened(page)
     whole = shown_s(seen)
+    seen.wheel(CANVAS, 400, 100, -300, ctrl=False)
+    assert shown_s(seen) == whole
     seen.wheel(CANVAS, 400, 100, -300)
     near = shown_s(seen)
     assert whole[0] < near[0] < near[1] < whole[1]
-    seen.drag(CANVAS, 400, 100, -100)
+    seen.drag(CANVAS, 400, 100, -100, shift=True)
     moved = shown_s(seen)
     assert moved[0] > near[0]
     assert moved[1] - moved[0] == pytest.approx(near[1] - near[0])
     seen.press(CANVAS, "0")
     assert shown_s(seen) == whole
-    seen.drag(CANVAS, 300, 100, 200)  # of the whole, a drag selects
-    chosen = shown_s(seen)
-    assert whole[0] < chosen[0] < chosen[1] < whole[1]
+
+
+def test_a_dragged_range_sums_what_the_timeline_has_in_it(opened: Callable[..., Opened], page: Page) -> None:
+    seen = opened(page)
+    seen.drag(CANVAS, 300, 100, 200)
+    begin, end = seen.script("return kvTimelineChart.marked.range")
+    assert shown_s(seen)[1] > end > begin
+    expected = seen.script(
+        """
+        const [from, until] = arguments;
+        const { kinds, lanes } = kvTimelineChart.panels()[0].timeline;
+        const inside = ({ start, end }, at) => Math.max(0, Math.min(until, end[at]) - Math.max(from, start[at]));
+        return lanes.flatMap((lane) => [...lane.kind].map((kind, at) => (
+          kinds[kind].name === 'attention' ? inside(lane, at) : 0))).reduce((a, b) => a + b)""",
+        begin,
+        end,
+    )
+    rows = list(csv.reader(seen.script("return kv.csv(document.querySelector('#times table'))").splitlines()))
+    column = rows[0].index("attention (s)")
+    assert rows[-1][0] == "all ranks"
+    assert (
+        float(rows[-1][column])
+        == pytest.approx(expected)
+        == pytest.approx(sum(float(row[column]) for row in rows[1:-1]))
+    )
+    seen.click("#zoom-range")
+    assert shown_s(seen) == pytest.approx((begin, end), rel=1e-6)
+
+
+def test_the_address_holds_what_is_searched_shown_and_selected(opened: Callable[..., Opened], page: Page) -> None:
+    seen = opened(page)
+    seen.script("above.value = '2'; above.dispatchEvent(new Event('change')); kvTimelineChart.to(0.02, 0.04)")
+    seen.script("kvTimelineChart.select([0.025, 0.03])")
+    seen.press("#find", *"attention rank 1", "\ue007")
+    found = seen.text("#found")
+    assert found.startswith("1 of ")
+    seen.press("#find", "\ue007")
+    focused = (
+        "const {panel, place} = kvTimelineChart.marked.focused; return kvTimelineChart.panels()[panel].lanes[place]"
+    )
+    assert seen.script(f"{focused}.lane.rank") == 1
+    seen.until("return location.hash === `#${kv.view.all()}`")
+    view = [*shown_s(seen), *seen.script("return kvTimelineChart.marked.range")]
+    address = seen.script("return location.href")
+    seen.driver.get("about:blank")
+    seen.driver.get(address)
+    seen.until("return document.documentElement.dataset.drawn === 'true'")
+    seen.settle()
+    assert [*shown_s(seen), *seen.script("return kvTimelineChart.marked.range")] == pytest.approx(view)
+    assert seen.script("return above.value") == "2"
+    assert seen.text("#found").split()[0] == found.split()[-1]
+
+
+def test_the_critical_path_is_what_the_plan_says_limits_it(
+    opened: Callable[..., Opened], page: Page, plan: Plan
+) -> None:
+    """Shares of the path in the page are those of slowing each kind of operation."""
+    seen = opened(page)
+    share = {one.operation: one.share for one in plan.limits}["attention"]
+    text = seen.text("#limits p")
+    assert text.startswith(f"Critical path of {plan.first.strategy}: attention ")
+    assert float(text.split("attention ")[1].split()[0]) == pytest.approx(100 * share, abs=1)
+    total = "return kvTimelineChart.panels()[0].timeline.path.reduce((sum, one) => sum + one.seconds, 0)"
+    assert seen.script(total) == pytest.approx(plan.first.ttft_s)
+
+
+def test_a_chart_is_saved_as_a_picture(opened: Callable[..., Opened], page: Page) -> None:
+    seen = opened(page)
+    code = "kv.png(document.querySelector(arguments[0])).then((file) => arguments[1]([file.type, file.size]))"
+    for host in ("#gantt", "#memory"):
+        kind, size = seen.driver.execute_async_script(code, host)
+        assert kind == "image/png"
+        assert size > 10_000
 
 
 def test_hover_and_keys_say_what_an_operation_is(opened: Callable[..., Opened], page: Page) -> None:
@@ -84,4 +162,4 @@ def test_the_table_of_strategies_sorts_and_memory_follows_the_timelines(
         one["name"] for one in page.data["timelines"][:2]
     ]
     seen.click("#timelines summary")
-    assert seen.script("return document.querySelectorAll('#times tbody tr').length") == 8
+    assert seen.script("return document.querySelectorAll('#times tbody tr').length") == 10

@@ -131,7 +131,7 @@ class Opened:
         """Move the pointer to a point of an element, in CSS pixels from its top left corner."""
         self._at(selector, x, y, lambda actions: actions)
 
-    def drag(self, selector: str, x: float, y: float, by: float, down: float = 0) -> None:
+    def drag(self, selector: str, x: float, y: float, by: float, down: float = 0, *, shift: bool = False) -> None:
         """Press the button at a point of an element, move the pointer `by` to the right, and let go."""
         self._at(
             selector,
@@ -140,15 +140,16 @@ class Opened:
             lambda actions: (
                 actions.click_and_hold().move_by_offset(by / 2, down / 2).move_by_offset(by / 2, down / 2).release()
             ),
+            "\ue008" if shift else None,
         )
 
-    def wheel(self, selector: str, x: float, y: float, delta: int) -> None:
-        """Turn the wheel at a point of an element; delta: below 0 is away from the reader."""
+    def wheel(self, selector: str, x: float, y: float, delta: int, *, ctrl: bool = True) -> None:
+        """Turn the wheel at a point of an element; delta: below 0 is away from the reader. ctrl: the key is held."""
         from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
         left, top = self._offset(selector, x, y)
         origin = ScrollOrigin.from_element(self.find(selector), left, top)
-        self._act(lambda actions: actions.scroll_from_origin(origin, 0, delta))
+        self._act(lambda actions: actions.scroll_from_origin(origin, 0, delta), "\ue009" if ctrl else None)
 
     def resize(self, width: int, height: int) -> None:
         """Give the window's content this size, as a phone or a screen has it."""
@@ -184,16 +185,23 @@ class Opened:
         found: list[str] = self.script(_OVERFLOWS)
         return found
 
-    def _act(self, what: Callable[[Any], Any]) -> None:
+    def _act(self, what: Callable[[Any], Any], key: str | None = None) -> None:
+        """Do it, with a key held."""
         from selenium.webdriver.common.action_chains import ActionChains
 
-        what(ActionChains(self.driver, duration=0)).perform()
+        actions = ActionChains(self.driver, duration=0)
+        if key is not None:
+            actions.key_down(key)
+        what(actions)
+        if key is not None:
+            actions.key_up(key)
+        actions.perform()
         self.settle()
 
-    def _at(self, selector: str, x: float, y: float, then: Callable[[Any], Any]) -> None:
+    def _at(self, selector: str, x: float, y: float, then: Callable[[Any], Any], key: str | None = None) -> None:
         left, top = self._offset(selector, x, y)
         element = self.find(selector)
-        self._act(lambda actions: then(actions.move_to_element_with_offset(element, left, top)))
+        self._act(lambda actions: then(actions.move_to_element_with_offset(element, left, top)), key)
 
     def _offset(self, selector: str, x: float, y: float) -> tuple[int, int]:
         """From the element's middle, from which Selenium counts."""

@@ -31,14 +31,13 @@ from kvrsim.cli.text import (
 from kvrsim.errors import InputError
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.units import format_seconds
 from kvrsim.views.table import (
     MOST_ROWS,
     TIED,
     Text,
-    baseline_title,
     format_partition,
-    pieces_text,
+    sentences,
     short_table,
     strategies_table,
 )
@@ -125,8 +124,8 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
     explain: every strategy, bounds, search, memory and notes instead.
     """
     head: list[Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
-    first, *sentences = _sentences(plan, emit)
-    head += [headline(first), *sentences, "", *header(plan.question, plan.cluster), ""]
+    first, *others = sentences(plan, emit)
+    head += [headline(first), *others, "", *header(plan.question, plan.cluster), ""]
     if explain:
         return [*head, strategies_table(plan), "", _explained(plan)]
     below = facts()
@@ -137,82 +136,6 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
     if plan.feasible:
         head += [short_table(plan), ""]
     return [*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim")]
-
-
-def _sentences(plan: Plan, emit: str | None) -> Iterator[str]:
-    """Run this; promise that; because."""
-    best, promise = plan.first, plan.promise
-    if promise is None:
-        yield f"{plan.misfit[0].upper()}{plan.misfit[1:]}."
-        yield from _would_fit(plan)
-        return
-    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
-    chunks = f": {pieces_text(best.partition, best.layers is not None)}" if len(best.partition) > 1 else ""
-    yield f"Run {best.strategy} on {gpus}{chunks}."
-    expected = f"expect {format_seconds(best.ttft_s)}"
-    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
-        expected += f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
-    load = "idle" if promise.rate_per_s is None else f"at {promise.rate_per_s:g} prompts/s"
-    if promise.ttft_s is None:
-        yield f"Promise nothing {load}: prompts arrive faster than one group prefills them; {expected} when idle."
-    else:
-        yield f"Promise {format_seconds(promise.ttft_s)} (one-sided {promise.share * 100:g} %, {load}); {expected}."
-    if promise.slo_s is not None and promise.most_rate_per_s is not None:
-        verdict = "meets" if promise.meets else "misses"
-        most = (
-            f"it is met up to {promise.most_rate_per_s:.3g} prompts/s"
-            if promise.most_rate_per_s
-            else "no load meets it"
-        )
-        yield f"This {verdict} the target of {format_seconds(promise.slo_s)}; {most}."
-    if plan.limits:
-        top = plan.limits[0]
-        verb = "limit" if top.operation.endswith("s") else "limits"
-        share = f"{top.share * 100:.0f} % of the critical path"
-        yield f"Because {top.operation} {verb} it ({share}): {top.remedy} would help."
-    yield from _side_by_side(plan, emit)
-
-
-def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
-    """What engines have next to what is faster in theory."""
-    best = plan.first
-    if best.engines:
-        engines = ", ".join(f"{name} {version.split()[0]}" for name, version in best.engines.items())
-        text = f"Engines today: {engines} (--emit {'|'.join(best.engines)} prints the launch)"
-        faster = [one for one in plan.strategies if one.ttft_s < best.ttft_s / 1.02 and one.approximate is None]
-        faster = [one for one in faster if not (one.fits and one.engines)]
-        if faster:
-            other, limit = min(faster, key=lambda one: one.ttft_s), plan.memory_limit.nbytes
-            times = max(rank.total for rank in other.memory) / limit
-            lack = "no engine has it" if other.fits else f"needs {times:.2g} times the memory"
-            text += f"; {other.strategy} would take {format_seconds(other.ttft_s)} but {lack}"
-        yield f"{text}."
-    else:
-        has = {one.strategy: one for name in _ENGINES if (one := plan.best_on(name)) is not None}
-        fastest = min(has.values(), key=lambda one: one.ttft_s, default=None)
-        today = "nothing that was compared"
-        if fastest is not None:
-            today = f"{fastest.strategy}, {format_seconds(fastest.ttft_s)} ({', '.join(fastest.engines)})"
-        yield f"Engines today: {today}; none that was looked at has {best.strategy}."
-    if emit is not None and emit not in best.engines:
-        has_best = plan.best_on(emit)
-        launched = "nothing that it has fits"
-        if has_best is not None:
-            launched = f"{has_best.strategy}, {format_seconds(has_best.ttft_s)}"
-        yield f"For {emit}: {launched}; {best.strategy}, {format_seconds(best.ttft_s)}, was passed over."
-
-
-_ENGINES = ("vllm", "sglang", "trtllm")
-
-
-def _would_fit(plan: Plan) -> Iterator[str]:
-    """What fits after a change of the question."""
-    assert plan.shortfall is not None
-    for one in plan.shortfall.would_fit:
-        gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
-        yield f"Would fit: {one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
-    if not plan.shortfall.would_fit:
-        yield "No strategy without a long search would fit, and none on up to 16 times the GPUs."
 
 
 def _left_out(plan: Plan) -> Iterator[str]:

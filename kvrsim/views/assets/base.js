@@ -15,8 +15,12 @@
  * kv.fit(host, draw)         calls draw(width) now and when the element's width changes
  * kv.soon(draw)              a function that lets draw() run once before the next frame; at once where the page is printed
  * kv.canvas(canvas, w, h)    sizes a canvas for the screen's density; returns its context, scaled to CSS pixels
+ * kv.view.set(name, value)    keeps in the address what the reader has chosen; null: the default
+ * kv.view.keep(name, restore) calls restore(value) once the page is drawn, where the address has a value of this name
+ * kv.view.all()               the choices, as URLSearchParams
+ * kv.picture(host, name)      adds a button to an element that saves it as PNG
  * kv.table(caption, columns, rows)   a table that can be sorted; columns: [[title, isNumber], ...]; cells: text or [text, value]
- * Tables of class "sortable" are sorted by their heads; rows keep their elements.
+ * Tables of class "sortable" are sorted by their heads; rows keep their elements. Each table has a button that saves it as CSV.
  */
 const kv = (() => {
   const root = document.documentElement;
@@ -68,8 +72,7 @@ const kv = (() => {
   }
   function paint(wanted) {
     root.dataset.theme = wanted;
-    root.dataset.drawn = true; // until a script asks for data
-  const button = document.getElementById("kv-theme");
+    const button = document.getElementById("kv-theme");
     if (button) {
       button.setAttribute("aria-pressed", String(wanted === "dark"));
       button.title = wanted === "dark" ? "Switch to light colours" : "Switch to dark colours";
@@ -79,6 +82,7 @@ const kv = (() => {
   dark.addEventListener("change", () => paint(theme = dark.matches ? "dark" : "light"));
   let printing = false;
   window.addEventListener("beforeprint", () => {
+    document.querySelectorAll("details.question").forEach((one) => { one.open = true; });
     printing = true;
     paint("light");
   });
@@ -118,6 +122,82 @@ const kv = (() => {
     hide() { document.getElementById("kv-tip").hidden = true; },
   };
   const say = (words) => { document.getElementById("kv-said").textContent = words; };
+
+  // -- the view in the address
+
+  const chosen = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
+  const first = new URLSearchParams(chosen); // as the page was opened
+  const restores = [];
+  let write = null;
+  const view = {
+    all: () => chosen,
+    set(name, value) {
+      if (value === null) chosen.delete(name);
+      else chosen.set(name, value);
+      clearTimeout(write); // browsers refuse more than some changes a second
+      write = setTimeout(() => {
+        history.replaceState(null, "", `#${chosen}`);
+        if (parent !== window) parent.postMessage({ page: location.search, view: String(chosen) }, location.origin);
+      }, 120);
+    },
+    keep: (name, restore) => first.has(name) && restores.push(() => restore(first.get(name))),
+  };
+  window.addEventListener("hashchange", () => location.hash.includes("=") && location.reload());
+
+  // -- files
+
+  function save(name, content) {
+    const link = el("a", { href: URL.createObjectURL(content), download: name });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1e4);
+  }
+  const fileName = (words, suffix) => `${words.toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60)}.${suffix}`;
+  /* An element with all that it holds, drawn as the browser draws it. */
+  async function png(host) {
+    const copy = host.cloneNode(true);
+    const [from, to] = [host, copy].map((one) => [one, ...one.querySelectorAll("*")]);
+    from.forEach((one, index) => {
+      const look = getComputedStyle(one);
+      for (const name of look) to[index].style.setProperty(name, look.getPropertyValue(name));
+      if (one.tagName === "CANVAS") {
+        const image = el("img", { src: one.toDataURL() });
+        image.style.cssText = to[index].style.cssText;
+        to[index].replaceWith(image);
+      }
+    });
+    copy.querySelectorAll(".only-screen").forEach((one) => one.remove());
+    Object.assign(copy.style, { margin: "0", display: "flow-root", background: colour("--card") });
+    const { width, height } = host.getBoundingClientRect();
+    const svg = el("svg", { svg: true, width, height }, el("foreignObject", { svg: true, width: "100%", height: "100%" }, copy));
+    const image = el("img", { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(svg))}` });
+    await image.decode();
+    const drawn = el("canvas");
+    canvas(drawn, width, height).drawImage(image, 0, 0);
+    return new Promise((done) => { drawn.toBlob(done); });
+  }
+  const button = (text, title, clicked) => el("button", { type: "button", class: "save only-screen", text, title, on: { click: clicked } });
+  function picture(host, name) {
+    host.append(button("PNG", `Save as a picture: ${name}`, async () => save(fileName(name, "png"), await png(host))));
+  }
+  /* Numbers with a unit become seconds and bytes; what is not one number stays a text. */
+  function csv(table) {
+    const isNumber = /^[\d.]+ ?(s|ms|us|ns|B|[KMGT]iB|×|%)?$/;
+    const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => {
+      const text = cell.textContent.trim();
+      return text !== "" && cell.dataset.value && isNumber.test(text) ? cell.dataset.value : text;
+    }));
+    const units = [[/ (s|ms|us|ns)$/, " (s)"], [/ ([KMGT]i)?B$/, " (bytes)"]];
+    const heads = [...table.tHead.rows[0].cells].map((head, column) => {
+      const shown = [...table.tBodies[0].rows].map((row) => row.cells[column].textContent.trim()).find((text) => isNumber.test(text)) ?? "";
+      return head.textContent.trim() + (units.find(([unit]) => unit.test(shown))?.[1] ?? "");
+    });
+    return [heads, ...rows].map((row) => row.map((text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text)).join(",")).join("\n");
+  }
+  /* A button that saves a table. */
+  function csvButton(table) {
+    const name = table.caption?.textContent ?? "table";
+    return button("CSV", `Save as a table: ${name}`, () => save(fileName(name, "csv"), new Blob([`${csv(table)}\n`], { type: "text/csv" })));
+  }
 
   // -- sizes
 
@@ -184,8 +264,9 @@ const kv = (() => {
     const made = el("table", { class: "sortable" }, el("caption", { class: "hidden", text: caption }),
       el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
     sortable(made);
-    return el("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": caption }, made);
+    return inBox(made);
   }
+  const inBox = (made) => el("div", {}, el("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": made.caption.textContent }, made), csvButton(made));
 
   // -- data
 
@@ -203,6 +284,7 @@ const kv = (() => {
     root.dataset.drawn = false;
     held.then(draw).then(() => {
       waiting -= 1;
+      if (waiting === 0) restores.splice(0).forEach((restore) => restore());
       root.dataset.drawn = waiting === 0;
       performance.mark("kv-drawn");
     }).catch((error) => {
@@ -213,10 +295,10 @@ const kv = (() => {
   }
 
   root.dataset.drawn = true; // until a script asks for data
-  const button = document.getElementById("kv-theme");
-  button.addEventListener("click", () => paint(theme = theme === "dark" ? "light" : "dark"));
+  document.getElementById("kv-theme").addEventListener("click", () => paint(theme = theme === "dark" ? "light" : "dark"));
   paint(theme);
   document.querySelectorAll("table.sortable").forEach(sortable);
+  document.querySelectorAll(".scrolls > table").forEach((table) => table.parentElement.after(csvButton(table)));
   const command = document.getElementById("command");
   if (command && navigator.clipboard) {
     const copy = el("button", { type: "button", class: "only-screen", text: "Copy", title: "Copy the command" });
@@ -229,7 +311,7 @@ const kv = (() => {
   }
 
   return {
-    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, table: tableOf,
+    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, view, picture, png, csv, inBox, table: tableOf,
     onTheme: (painter) => painters.push(painter),
   };
 })();

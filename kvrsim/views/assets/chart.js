@@ -18,7 +18,7 @@
  *   zoomed   (least, most) => ...: the reader has chosen another part of x
  *   hover    index => [title, [[label, text], ...]]; by default x and the values of all series
  *
- * The wheel zooms x about the pointer, a drag selects, a double click shows all. The legend switches series. With the
+ * Ctrl and the wheel zoom x about the pointer, a drag selects, a double click shows all. The legend switches series. With the
  * focus on the chart, the arrow keys go from value to value, plus and minus zoom, and 0 shows all.
  */
 kv.chart = (host, about) => {
@@ -34,7 +34,9 @@ kv.chart = (host, about) => {
   const height = about.height ?? 300;
   const box = kv.el("div", { class: "chart", tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": about.label });
   const legend = kv.el("div", { class: "legend", role: "group", "aria-label": "Series" });
-  host.append(box, legend);
+  const whole = kv.el("div", {}, box, legend);
+  host.append(whole);
+  kv.picture(whole, about.label);
 
   const columns = () => [xs, ...series.flatMap((one) => (one.low ? [one.values, one.low, one.high] : [one.values]))];
   const faint = (colour, share) => (share === 1 ? colour : `color-mix(in srgb, ${colour} ${100 * share}%, transparent)`);
@@ -153,8 +155,7 @@ kv.chart = (host, about) => {
   }
   const all = () => plot.setScale("x", { min: xs[0], max: xs[xs.length - 1] });
   function wheel(event) {
-    const isWhole = plot.scales.x.min <= xs[0] && plot.scales.x.max >= xs[xs.length - 1];
-    if (isWhole && event.deltaY > 0) return;
+    if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
     event.preventDefault();
     zoom(Math.exp(-event.deltaY * 0.002), plot.posToVal(event.clientX - plot.over.getBoundingClientRect().left, "x"));
   }

@@ -83,5 +83,5 @@ kv.list = (columns, rows, { caption, ident }) => {
     ...row.cells.map((cell, index) => kv.el("td", { class: named(columns[index]) }, cell))));
   const whole = kv.el("table", { id: ident }, kv.el("caption", { class: "hidden", text: caption }),
     kv.el("thead", {}, kv.el("tr", {}, ...heads)), kv.el("tbody", {}, ...lines));
-  return kv.el("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": caption }, whole);
+  return kv.inBox(whole);
 };

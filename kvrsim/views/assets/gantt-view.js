@@ -22,7 +22,7 @@ function kvGanttView(host, label) {
   let panels = [];
   let whole = 1;
   let [from, until] = [0, 1];
-  const marked = { hovered: null, focused: null, selecting: null };
+  const marked = { hovered: null, focused: null, range: null, hits: null, path: true };
   const told = { drawn: 0 };
   const rows = document.createElement("canvas");
 
@@ -62,7 +62,7 @@ function kvGanttView(host, label) {
 
   // -- colours
 
-  let ink, dim, line, card, focusInk, hatch;
+  let ink, dim, line, card, focusInk, accent, hatch;
   function rgb(value) {
     const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     probe.fillStyle = value;
@@ -70,7 +70,7 @@ function kvGanttView(host, label) {
     return probe.getImageData(0, 0, 1, 1).data;
   }
   function recolour() {
-    [ink, dim, line, card, focusInk] = ["--ink", "--dim", "--line", "--card", "--focus"].map(kv.colour);
+    [ink, dim, line, card, focusInk, accent] = ["--ink", "--dim", "--line", "--card", "--focus", "--accent"].map(kv.colour);
     const tile = document.createElement("canvas");
     tile.width = tile.height = 7;
     const pen = tile.getContext("2d");
@@ -108,10 +108,13 @@ function kvGanttView(host, label) {
     axis();
     for (const panel of panels) drawPanel(panel);
     for (const [place, strong] of [[marked.hovered, false], [marked.focused, true]]) if (place) outline(place, strong);
-    if (marked.selecting) {
-      const [one, other] = marked.selecting;
-      context.fillStyle = "rgb(127 127 127 / 25%)";
-      context.fillRect(Math.min(one, other), 0, Math.abs(other - one), height - AXIS);
+    if (marked.range) {
+      const [one, other] = marked.range.map((time) => Math.min(width - RIGHT, Math.max(left, x(time))));
+      context.fillStyle = context.strokeStyle = accent;
+      context.globalAlpha = 0.16;
+      context.fillRect(one, 0, other - one, height - AXIS);
+      context.globalAlpha = 1;
+      context.strokeRect(one, -2, other - one, height - AXIS + 2);
     }
     canvas.dataset.from = from;
     canvas.dataset.to = until;
@@ -178,6 +181,9 @@ function kvGanttView(host, label) {
     context.rect(left, panel.top, plot(), panel.bottom - panel.top);
     context.clip();
     if (row >= 14) for (const place of lanes) if (!place.lane.link) details(panel, place);
+    if (marked.hits) spotlight(panel);
+    if (marked.path) drawPath(panel);
+    arrows(panel);
     context.strokeStyle = ink;
     context.lineWidth = timeline.first_tokens_s.length > 1 ? 0.8 : 1.5;
     for (const moment of timeline.first_tokens_s) {
@@ -189,6 +195,66 @@ function kvGanttView(host, label) {
     }
     context.restore();
     context.lineWidth = 1;
+  }
+  /* What was searched for keeps its colour, all else fades. */
+  function spotlight(panel) {
+    context.globalAlpha = 0.8;
+    context.fillStyle = card;
+    for (const { y, h } of panel.lanes) context.fillRect(left, y - 0.5, plot(), h + 1);
+    context.globalAlpha = 1;
+    for (const { place, index } of marked.hits.get(panel.timeline)) {
+      const { lane, y, h } = panel.lanes[place];
+      if (lane.end[index] < from || lane.start[index] > until) continue;
+      context.fillStyle = kv.colour(panel.timeline.kinds[lane.kind[index]].colour);
+      context.fillRect(x(lane.start[index]), y, Math.max(1, x(lane.end[index]) - x(lane.start[index])), h);
+    }
+  }
+  /* The critical path along the lower edges of its operations. */
+  function drawPath({ timeline, lanes }) {
+    timeline.path ??= kvSpans.path(timeline);
+    const line = new Path2D();
+    let isFirst = true;
+    for (const { place, index } of timeline.path) {
+      const { lane, y, h } = lanes[place];
+      const [begin, end] = [lane.start[index], lane.end[index]];
+      if (begin > until || end < from) continue;
+      const low = y + h - (lane.link ? h / 2 : 1.5);
+      line[isFirst ? "moveTo" : "lineTo"](x(end), low);
+      line.lineTo(x(begin), low);
+      isFirst = false;
+    }
+    context.strokeStyle = card;
+    context.lineWidth = 4;
+    context.stroke(line);
+    context.strokeStyle = focusInk;
+    context.lineWidth = 2;
+    context.stroke(line);
+    context.lineWidth = 1;
+  }
+  /* From messages to their receivers, where few are shown. */
+  function arrows({ timeline, lanes, row }) {
+    const shown = lanes.flatMap(({ lane, y, h }) => {
+      const found = [];
+      for (let index = lane.link ? kvSpans.first(lane, from) : lane.count; index < lane.count && lane.start[index] < until; index += 1) {
+        const to = lanes.find((one) => !one.lane.link && one.lane.rank === timeline.kinds[lane.kind[index]].peer);
+        if (to) found.push([x(lane.start[index]), y + h / 2, x(lane.end[index]), to.y < y ? to.y + to.h : to.y]);
+      }
+      return found;
+    });
+    if (row < 10 || shown.length > plot() / 12) return;
+    context.strokeStyle = context.fillStyle = ink;
+    for (const [begin, y, end, to] of shown) {
+      const down = Math.sign(to - y);
+      context.beginPath();
+      context.moveTo(begin, y);
+      context.bezierCurveTo(begin, (y + to) / 2, end, (y + to) / 2, end, to - 5 * down);
+      context.stroke();
+      context.beginPath();
+      context.moveTo(end, to);
+      context.lineTo(end - 3, to - 6 * down);
+      context.lineTo(end + 3, to - 6 * down);
+      context.fill();
+    }
   }
   /* Hatches, edges and words of spans that are wide enough. */
   function details(panel, { lane, y, h }) {
@@ -245,7 +311,7 @@ function kvGanttView(host, label) {
   function fill(timelines, longest) {
     panels = timelines.map((timeline) => ({ timeline, lanes: [] }));
     whole = longest;
-    Object.assign(marked, { hovered: null, focused: null, selecting: null });
+    Object.assign(marked, { hovered: null, focused: null });
     if (width) layout();
   }
   kv.fit(host, (now) => {

@@ -1,13 +1,15 @@
 "use strict";
 /* A Gantt chart that a reader moves: by wheel, drag, touch, buttons and keys.
  *
- * kvGantt(host, {label, describe}) makes one in an element:
+ * kvGantt(host, {label, describe, moved, selected}) makes one in an element:
  *   label                              what it shows, for screen readers
  *   describe(timeline, lane, index)    [title, [[label, text], ...]] of a span
- * It returns {show(timelines), zoom(factor), all(), to(from, until), range(), pointOf(panel, lane, index), panels(), drawn()}.
+ *   moved(), selected()                the part that is shown, or the selected range, has changed
+ * It returns {show(timelines), zoom(factor), all(), isWhole(), to(from, until), range(), select(range), focus(place), marked,
+ * redraw(), pointOf(panel, lane, index), panels(), drawn()}; a place is {panel, place, index}, of a lane and its span.
  * Its canvas tells in data-from and data-to which seconds it shows.
  */
-function kvGantt(host, { label, describe }) {
+function kvGantt(host, { label, describe, moved = () => {}, selected = () => {} }) {
   const view = kvGanttView(host, label);
   const { canvas, marked, x, timeAt, plot, redraw } = view;
   const laneOf = ({ panel, place }) => view.panels()[panel].lanes[place];
@@ -19,6 +21,12 @@ function kvGantt(host, { label, describe }) {
     const span = Math.min(whole, Math.max(whole * 1e-7, 1e-9, end - begin));
     const from = Math.min(Math.max(0, begin), whole - span);
     view.shown(from, from + span);
+    moved();
+  }
+  function select(range) { // seconds, or null
+    marked.range = range && [...range].sort((one, other) => one - other);
+    redraw();
+    selected();
   }
   function zoom(factor, around) {
     const [from, until] = view.range();
@@ -75,7 +83,7 @@ function kvGantt(host, { label, describe }) {
     down.set(event.pointerId, event.clientX);
     canvas.setPointerCapture(event.pointerId);
     const [one, other] = [...down.values()];
-    const selects = event.pointerType !== "touch" && (event.shiftKey || isWhole());
+    const selects = event.pointerType !== "touch" && !event.shiftKey;
     drag = { x: event.clientX, range: view.range(), selects, moved: false, apart: other === undefined ? null : Math.abs(one - other) };
   });
   canvas.addEventListener("pointermove", (event) => {
@@ -95,36 +103,32 @@ function kvGantt(host, { label, describe }) {
       drag.moved = true;
       return to(middle - (middle - begin) / factor, middle + (end - middle) / factor);
     }
-    const moved = event.clientX - drag.x;
-    if (Math.abs(moved) > 3) drag.moved = true;
+    const by = event.clientX - drag.x;
+    if (Math.abs(by) > 3) drag.moved = true;
     if (!drag.moved) return undefined;
     kv.tip.hide();
     marked.hovered = null;
-    if (drag.selects) {
-      marked.selecting = [within(offset({ clientX: drag.x })), within(offset(event))];
-      return redraw();
-    }
-    const shift = (moved / plot()) * (end - begin);
+    if (drag.selects) return select([drag.x, event.clientX].map((clientX) => timeAt(within(offset({ clientX })))));
+    const shift = (by / plot()) * (end - begin);
     return to(begin - shift, end - shift);
   }
   function release(event) {
     down.delete(event.pointerId);
-    if (marked.selecting && drag?.moved) to(...marked.selecting.map(timeAt).sort((one, other) => one - other));
-    else if (drag && !drag.moved) {
+    if (drag && !drag.moved) {
       marked.focused = found(event);
-      if (marked.focused) {
+      if (!marked.focused) select(null);
+      else {
         kv.say(spoken(marked.focused));
         kv.tip.at(event.clientX, event.clientY, ...words(marked.focused));
       }
     }
-    marked.selecting = drag = null;
+    drag = null;
     redraw();
   }
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", (event) => {
     down.delete(event.pointerId);
-    marked.selecting = drag = null;
-    redraw();
+    drag = null;
   });
   canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && leave());
   canvas.addEventListener("dblclick", (event) => zoom(event.shiftKey ? 1 / 4 : 4, timeAt(offset(event))));
@@ -134,7 +138,7 @@ function kvGantt(host, { label, describe }) {
       event.preventDefault();
       return pan(((event.deltaX || event.deltaY) * unit) / plot());
     }
-    if (isWhole() && event.deltaY > 0) return undefined; // nothing left to zoom out: the page scrolls
+    if (!event.ctrlKey && !event.metaKey) return undefined; // the page scrolls
     event.preventDefault();
     kv.tip.hide();
     const factor = Math.exp(Math.max(-1.5, Math.min(1.5, -event.deltaY * unit * 0.0025)));
@@ -190,12 +194,13 @@ function kvGantt(host, { label, describe }) {
   }
   const middle = () => (marked.focused ? (ends(marked.focused)[0] + ends(marked.focused)[1]) / 2 : undefined);
   function enter() {
+    if (!marked.focused && marked.range) return to(...marked.range);
     const place = step(0);
-    if (!place) return;
+    if (!place) return undefined;
     const [begin, end] = ends(place);
     const room = Math.max(end - begin, view.whole() * 1e-6);
     to(begin - room / 2, end + room / 2);
-    focus(place);
+    return focus(place);
   }
   const moves = {
     ArrowLeft: () => step(-1), ArrowRight: () => step(1), Home: () => step(-Infinity), End: () => step(Infinity),
@@ -206,6 +211,7 @@ function kvGantt(host, { label, describe }) {
     PageUp: () => pan(-0.8), PageDown: () => pan(0.8),
     Escape: () => {
       marked.focused = null;
+      select(null);
       leave();
     },
   };
@@ -233,5 +239,7 @@ function kvGantt(host, { label, describe }) {
     const [begin, end] = ends({ panel, place, index });
     return [x((begin + end) / 2), y + h / 2];
   }
-  return { show, zoom, all, to, pointOf, range: view.range, panels: view.panels, drawn: () => view.drawn };
+  return {
+    show, zoom, all, isWhole, to, select, focus, marked, redraw, pointOf, range: view.range, panels: view.panels, drawn: () => view.drawn,
+  };
 }

@@ -14,6 +14,7 @@ function kvGrid(host, about) {
   const BOTTOM = 40, TOP = 4, RIGHT = 6;
   const svg = kv.el("svg", { class: "grid", tabindex: "0", role: "application", "aria-roledescription": "map", "aria-label": about.label });
   host.append(svg);
+  kv.picture(host, about.label);
   const part = (name, about, ...kids) => kv.el(name, { svg: true, ...about }, ...kids);
   let width = 0, over = null;
   const high = () => Math.max(16, Math.min(46, Math.floor(300 / rows.length)));

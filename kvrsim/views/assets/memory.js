@@ -45,6 +45,7 @@ kv.ready((data) => {
       return kv.el("li", {}, square, part);
     });
     host.replaceChildren(kv.el("ul", { class: "legend" }, ...legend), kv.el("div", { class: shown.length > 1 ? "pair" : "" }, ...groups));
+    kv.picture(host, `Memory of ${shown.join(" and ")}`);
   }
   document.addEventListener("kv-shown", (event) => show(event.detail));
 });

@@ -4,6 +4,8 @@
  * kvSpans.decode(packed)                 a timeline with lanes; each lane has start, end (seconds), kind, layer
  * kvSpans.first(lane, time)              the first span of a lane that may end after `time`
  * kvSpans.at(lane, time, slack)          the span at a time, or the nearest within `slack` seconds; -1: none
+ * kvSpans.path(timeline)                 the critical path, from the end to the beginning: [{place, index, seconds}], place: of
+ *                                        the lane; seconds: by which it delays what follows, together the TTFT
  * kvSpans.raster(lane, from, to, pixels, colours)   fills RGBA pixels: each has the mean colour of what it covers
  */
 const kvSpans = (() => {
@@ -52,6 +54,62 @@ const kvSpans = (() => {
     return best;
   }
 
+  const WAITS = "--op-waiting";
+
+  /* Each step goes to what ended last before the rank or the message could begin. */
+  function path(timeline) {
+    const { lanes, ranks, kinds } = timeline;
+    const slack = 3 * timeline.tick_s; // of rounding
+    const stream = Array.from({ length: ranks }, (_, rank) => lanes.findIndex((lane) => lane.rank === rank && !lane.link));
+    const messages = Array.from({ length: ranks }, () => []); // that a rank sends or receives, by their end
+    lanes.forEach((lane, place) => lane.link && lane.kind.forEach((kind, index) => {
+      for (const rank of new Set([lane.rank, kinds[kind].peer ?? lane.rank])) messages[rank].push({ place, index });
+    }));
+    const end = (one) => (one ? lanes[one.place].end[one.index] : -1);
+    const start = (one) => lanes[one.place].start[one.index];
+    for (const some of messages) some.sort((one, other) => end(one) - end(other));
+    const later = (...some) => some.reduce((best, one) => (end(one) > end(best) + slack ? one : best), null);
+
+    const peer = (one) => kinds[lanes[one.place].kind[one.index]].peer;
+    function message(rank, time, before, isMeant = () => true) { // the last one that has ended, and began earlier
+      let low = 0;
+      let high = messages[rank].length;
+      while (low < high) {
+        const middle = (low + high) >> 1;
+        if (end(messages[rank][middle]) > time + slack) high = middle;
+        else low = middle + 1;
+      }
+      for (low -= 1; low >= 0; low -= 1) {
+        const one = messages[rank][low];
+        if (start(one) < before && isMeant(one)) return one;
+      }
+      return null;
+    }
+    function work(rank, time, before) { // what held the rank's stream until then
+      const lane = lanes[stream[rank]];
+      let index = lane ? Math.min(lane.count, first(lane, time + slack)) - 1 : -1;
+      while (index >= 0 && lane.start[index] >= before) index -= 1;
+      if (index < 0) return null;
+      const one = { place: stream[rank], index };
+      const kind = kinds[lane.kind[index]];
+      if (kind.colour !== WAITS || kind.name === "host") return one;
+      const [, way, other] = kind.name.match(/(from|to) rank (\d+)/) ?? [];
+      const held = message(rank, end(one), before, (sent) => !way || Number(other) === (way === "to" ? peer(sent) : lanes[sent.place].rank));
+      return end(held) > start(one) ? held : one;
+    }
+    const found = [];
+    let until = timeline.first_tokens_s[0];
+    let one = work(ranks - 1, until, Infinity);
+    while (one) {
+      const before = start(one);
+      found.push({ ...one, seconds: until - before });
+      until = before;
+      const { rank, link } = lanes[one.place];
+      one = later(work(rank, before, before), link && message(rank, before, before), link && work(peer(one) ?? rank, before, before));
+    }
+    return found;
+  }
+
   let sums = new Float32Array(0);
 
   function raster(lane, from, to, pixels, colours) {
@@ -92,5 +150,5 @@ const kvSpans = (() => {
     }
   }
 
-  return { decode, first, at, raster };
+  return { decode, first, at, path, raster };
 })();
