@@ -52,8 +52,8 @@ def error_line(error: KvrsimError, command: Any) -> str:
 def nearest(text: str, known: Iterable[str]) -> str | None:
     """The known word that a misspelt one is nearest to; None: none is near, or it is one of them."""
     words = list(known)
-    near = get_close_matches(text.lower(), words, n=1, cutoff=0.7)
-    near += [word for word in words if len(text) > 2 and word.startswith(text.lower())]
+    near = [word for word in words if len(text) > 2 and word.startswith(text.lower())]
+    near += get_close_matches(text.lower(), words, n=1, cutoff=0.7)
     return near[0] if near and text not in words else None
 
 

@@ -311,9 +311,9 @@ def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
         faster = [one for one in plan.strategies if one.ttft_s < best.ttft_s / 1.02 and one.approximate is None]
         faster = [one for one in faster if not (one.fits and one.engines)]
         if faster:
-            other, limit = min(faster, key=lambda one: one.ttft_s), plan.memory_limit.nbytes
-            times = max(rank.total for rank in other.memory) / limit
-            lack = "no engine has it" if other.fits else f"needs {times:.2g} times the memory"
+            other = min(faster, key=lambda one: one.ttft_s)
+            needs = f"needs {format_bytes(max(rank.total for rank in other.memory))} per GPU"
+            lack = "no engine has it" if other.fits else f"{needs} of {format_bytes(plan.memory_limit.nbytes)}"
             text += f"; {other.strategy} would take {format_seconds(other.ttft_s)} but {lack}"
         yield f"{text}."
     else:
