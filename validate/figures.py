@@ -1,0 +1,416 @@
+"""The paper's figures 8 to 11, simulated: `python -m validate.figures` rewrites docs/results/figures.md and its plots.
+
+Every number of the page is computed or read from a data file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvrsim
+from kvrsim.builder import make_scenario
+from kvrsim.noise import Distribution, parse_noise
+from kvrsim.results.results import Plan, SimResult
+from kvrsim.units import format_tokens
+from kvrsim.views.figure import save_figure
+from kvrsim.views.style import DIM, INK, STRATEGY_COLOURS, styled
+from planner.candidates import Search
+from planner.simulate import run_simulation
+from planner.table.table import PartitionTable
+from planner.uncertainty.noise import Disturbance
+from validate.published.compare import DATA, Row, read_rows, scenario_of, summary
+from validate.report import RESULTS, fill, numbers_table, write_page
+
+FAST = "300GB/s"  # the link of the figures, as the publication names it
+PROFILE = "a100-eager"
+DRAWN = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # the paper's figures, and grouped KV heads
+STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
+IMAGES = "figures"  # folder of the plots, next to the page
+_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MARKERS = {"tsp": "s", "kvr-e": "^", "kvr-s": "o"}
+_BOUNDS = {"TTFT(p): KVR-S without communication": "#000000", "TTFT*(p): closed form": "#8a8f98"}
+_RC: dict[Any, Any] = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """The published rows and the cases that are simulated."""
+
+    rows: tuple[Row, ...] = field(default_factory=read_rows)
+    gpu_counts: tuple[int, ...] = (2, 4, 8)
+    points: int = 27  # contexts along a curve of TTFT
+    scaling_context_len: int = 16384  # tokens
+    scaling_gpu_counts: tuple[int, ...] = (1, 2, 4, 8)
+    model: str = "llama-7b"  # of scalability and partitions
+    entries: tuple[int, ...] = (4096, 8192, 12288, 16384)  # tokens; contexts of the lookup table
+    table_gpu_counts: tuple[int, ...] = (4, 8)
+    noise_samples: int = 400  # runs per strategy
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Models whose TTFTs are drawn: those of DRAWN with published TTFTs over NVLink."""
+        return tuple(model for model in DRAWN if self.contexts(model))
+
+    def reported(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
+        """Return published rows over NVLink, by context."""
+        wanted = (model, num_gpus, strategy, FAST)
+        rows = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == wanted]
+        return {row.context_len: row for row in sorted(rows, key=lambda row: row.context_len)}
+
+    def contexts(self, model: str) -> list[int]:
+        """Return the published contexts of a model over NVLink."""
+        return sorted({row.context_len for row in self.rows if (row.model, row.link) == (model, FAST)})
+
+    def curve(self, model: str) -> list[int]:
+        """Return the published contexts and points between them, in steps that grow with the context."""
+        published = self.contexts(model)
+        between = np.geomspace(published[0], published[-1], self.points)
+        return sorted({*published, *(max(1, round(tokens / 128)) * 128 for tokens in between)})
+
+    @property
+    def halfway(self) -> list[int]:
+        """Contexts halfway between two entries of the lookup table."""
+        return [(low + high) // 2 for low, high in pairwise(self.entries)]
+
+
+class Predictions:
+    """Predictions of each case, made once. Links are the profile's, unless a published row names another."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.printed: dict[str, Any] = json.loads((DATA / "kv_runahead_icml2024_figures.json").read_text("utf-8"))
+        self._results: dict[tuple[Any, ...], Any] = {}
+
+    def _once(self, key: tuple[Any, ...], simulate: Callable[[], Any]) -> Any:
+        if key not in self._results:
+            self._results[key] = simulate()
+        return self._results[key]
+
+    def of(self, model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
+        """Return a strategy with its own partition: kvr-s searches."""
+        key = (model, context_len, num_gpus, strategy)
+        scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
+        result: SimResult = self._once(key, lambda: run_simulation(scenario, strategy=strategy))
+        return result
+
+    def of_row(self, row: Row) -> SimResult:
+        """Return a published row, read as on the accuracy page."""
+
+        def simulate() -> SimResult:
+            scenario, strategy = scenario_of(row)
+            return run_simulation(scenario, strategy=strategy)
+
+        result: SimResult = self._once((row,), simulate)
+        return result
+
+    def is_inside(self, row: Row) -> bool:
+        """Whether the reported TTFT lies in the predicted interval, allowing for its rounding."""
+        result = self.of_row(row)
+        return row.is_inside(result.ttft_low_s, result.ttft_high_s)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """The paper's strategies and the bounds, by number of GPUs."""
+        case = dict(ctx=self.scope.scaling_context_len, model=self.scope.model, profile=PROFILE)
+        strategies = ["single", *STRATEGIES]
+        return [kvrsim.plan(gpus=count, strategies=strategies, **case) for count in self.scope.scaling_gpu_counts]
+
+    @cached_property
+    def table(self) -> PartitionTable:
+        """The lookup table of KVR-P."""
+        case = dict(model=self.scope.model, profile=PROFILE)
+        return kvrsim.build_table(gpus=self.scope.table_gpu_counts, ctx=self.scope.entries, **case)
+
+    def looked_up(self, context_len: int, num_gpus: int) -> SimResult:
+        """Return KVR-P."""
+        case = dict(ctx=context_len, gpus=num_gpus, model=self.scope.model, profile=PROFILE)
+        return kvrsim.simulate(strategy="kvr-p", table=self.table, **case)
+
+    def noisy(self, context_len: int, num_gpus: int, strategy: str) -> Distribution:
+        """Return TTFTs of a strategy with its quiet partition on the paper's noisy network."""
+        model = self.printed["noisy_network"]["model"]
+        scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
+        disturbance = Disturbance(noise=parse_noise("paper"), num_samples=self.scope.noise_samples)
+        search = Search(partition=self.of(model, context_len, num_gpus, strategy).partition)
+        noisy = run_simulation(scenario, strategy=strategy, search=search, disturbance=disturbance).noisy
+        assert noisy is not None
+        return noisy
+
+
+def page(predictions: Predictions) -> list[str]:
+    """Return the lines of the page."""
+    scope, printed = predictions.scope, predictions.printed
+    noisy = printed["noisy_network"]
+    limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
+    plot = "![{0}: TTFT of TSP, KVR-E and KVR-S by context]({1}/ttft-{0}.png)"
+    return fill(
+        "figures",
+        profile=PROFILE,
+        within=sum(map(predictions.is_inside, scope.rows)),
+        rows=len(scope.rows),
+        case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens",
+        ttft_images="\n\n".join(plot.format(model, IMAGES) for model in scope.models),
+        speedups=_speedups(predictions),
+        above_no_communication=printed["kvr_s_above_no_communication"]["share"],
+        scalability=_scalability(predictions),
+        model=scope.model,
+        partitions=_partitions(predictions),
+        printed_partitions=_printed_partitions(predictions),
+        entries=", ".join(map(format_tokens, scope.entries)),
+        claims=" and ".join(f"{entry['share']:.1%}" for entry in printed["kvr_p_above_kvr_s"]),
+        looked_up=_looked_up(predictions),
+        noise_parameters=parse_noise("paper").describe(),
+        limits=", ".join(limits),
+        noise_samples=scope.noise_samples,
+        increases=_increases(predictions),
+        appendix=appendix(predictions),
+    )
+
+
+def _speedups(predictions: Predictions) -> list[str]:
+    """Return KVR-S's speedup over TSP, printed / predicted, by context; nothing where a row is missing."""
+    scope, rows = predictions.scope, []
+    contexts = sorted({tokens for model in scope.models for tokens in scope.contexts(model)})
+    for model, num_gpus in product(scope.models, scope.gpu_counts):
+        tsp, own = (scope.reported(model, num_gpus, strategy) for strategy in ("tsp", "kvr-s"))
+        cells = []
+        for tokens in contexts:
+            if tokens in tsp and tokens in own:
+                predicted = predictions.of_row(tsp[tokens]).ttft_s / predictions.of_row(own[tokens]).ttft_s
+                cells.append(f"{tsp[tokens].ttft_s / own[tokens].ttft_s:.2f} / {predicted:.2f}")
+            else:
+                cells.append("")
+        if own:
+            rows.append((f"{model}, {num_gpus} GPUs", *cells))
+    return numbers_table(("", *map(format_tokens, contexts)), rows)
+
+
+def series(plan: Plan) -> dict[str, float]:
+    """Return the TTFTs of a plan: of the strategies, then TTFT(p) and the closed form TTFT*(p)."""
+    by_name = {result.strategy: result.ttft_s for result in plan.strategies}
+    bounds = (plan.bounds.ttft_no_comm_s, plan.bounds.ttft_star_s)
+    return {name: by_name[name] for name in STRATEGIES} | dict(zip(_BOUNDS, bounds, strict=True))
+
+
+def _scalability(predictions: Predictions) -> list[str]:
+    rows = []
+    for plan in predictions.plans:
+        ttft_s = series(plan)
+        fits = next(result.fits for result in plan.strategies if result.strategy == "kvr-s")
+        above = ttft_s["kvr-s"] / plan.bounds.ttft_no_comm_s - 1
+        printed = _printed(predictions, plan)
+        cells = (f"{seconds:.3f}" for seconds in (*ttft_s.values(), plan.bounds.lower_bound_s or 0.0))
+        reported = " / ".join(f"{printed[name]:g}" for name in ("tsp", "kvr-s") if name in printed)
+        rows.append((f"{plan.num_gpus}{'' if fits else ' (does not fit)'}", *cells, f"{above:.1%}", reported))
+    heads = (*STRATEGIES.values(), "TTFT(p)", "TTFT*(p)", "proven bound", "KVR-S above TTFT(p)")
+    return numbers_table(("GPUs", *heads, "reported TSP / KVR-S"), rows)
+
+
+def _printed(predictions: Predictions, plan: Plan) -> dict[str, float]:
+    """Return the printed TTFTs of a plan's case, by strategy."""
+    rows = {name: predictions.scope.reported(plan.model, plan.num_gpus, name) for name in STRATEGIES}
+    return {name: own[plan.context_len].ttft_s for name, own in rows.items() if plan.context_len in own}
+
+
+def _partitions(predictions: Predictions) -> list[str]:
+    scope, rows = predictions.scope, []
+    for num_gpus, tokens in product(scope.gpu_counts, sorted({*scope.entries, *scope.halfway})):
+        own, even = (predictions.of(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "kvr-e"))
+        above = f"{even.ttft_s / own.ttft_s - 1:.1%}"
+        rows.append((f"{num_gpus} × {format_tokens(tokens)}", shares_text(own.partition), above))
+    return numbers_table(("GPUs × context", "KVR-S", "KVR-E above KVR-S"), rows)
+
+
+def _printed_partitions(predictions: Predictions) -> list[str]:
+    lines = []
+    for one in predictions.printed["partitions"]:
+        own = predictions.of(one["model"], one["context_len"], one["num_gpus"], "kvr-s")
+        case = f"{one['num_gpus']} × {format_tokens(one['context_len'])}, {one['method']}"
+        lines.append(f"- {case}: {one['printed_as']} ({one['place']}); KVR-S here: {shares_text(own.partition)}.")
+    return lines
+
+
+def _looked_up(predictions: Predictions) -> list[str]:
+    scope, rows = predictions.scope, []
+    for num_gpus, tokens in product(scope.table_gpu_counts, scope.halfway):
+        looked_up = predictions.looked_up(tokens, num_gpus)
+        own, tsp = (predictions.of(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "tsp"))
+        rows.append(
+            (
+                f"{num_gpus} × {format_tokens(tokens)}",
+                shares_text(looked_up.partition),
+                shares_text(own.partition),
+                f"{looked_up.ttft_s / own.ttft_s - 1:+.2%}",
+                f"{tsp.ttft_s / own.ttft_s - 1:.1%}",
+            )
+        )
+    return numbers_table(("GPUs × context", "KVR-P", "KVR-S", "KVR-P above KVR-S", "TSP above KVR-S"), rows)
+
+
+def shares_text(partition: Sequence[int]) -> str:
+    """Return .350 .255 .210 .185, as the paper prints partitions."""
+    return " ".join(f"{chunk / sum(partition):.3f}".removeprefix("0") for chunk in partition)
+
+
+def increases(predictions: Predictions) -> dict[tuple[int, int], dict[str, tuple[float, float, float]]]:
+    """Return by GPUs and context, then strategy: mean noisy TTFT over quiet, less one, and its 95 % limits."""
+    noisy = predictions.printed["noisy_network"]
+    found: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
+    for num_gpus, tokens, strategy in product(noisy["num_gpus"], noisy["context_lens"], STRATEGIES):
+        ttft = predictions.noisy(tokens, num_gpus, strategy)
+        mean = ttft.mean
+        limits_s = (mean.value_s, mean.low_s or mean.value_s, mean.high_s or mean.value_s)
+        mean_low_high = tuple(seconds / ttft.quiet_s - 1 for seconds in limits_s)
+        found.setdefault((num_gpus, tokens), {})[strategy] = mean_low_high  # type: ignore[assignment]
+    return found
+
+
+def _increases(predictions: Predictions) -> list[str]:
+    every, most = increases(predictions), predictions.printed["noisy_network"]["shares"]
+    rows = [
+        (f"{num_gpus}, {format_tokens(tokens)}", *("{:.1%} ({:.1%} to {:.1%})".format(*one) for one in own.values()))
+        for (num_gpus, tokens), own in every.items()
+    ]
+    rows.append(("mean", *(f"{np.mean([own[name][0] for own in every.values()]):.1%}" for name in STRATEGIES)))
+    rows.append(("the paper, at most", *(f"{most[name]:.1%}" for name in STRATEGIES)))
+    return numbers_table(("GPUs, tokens", *STRATEGIES.values()), rows)
+
+
+def appendix(predictions: Predictions) -> list[str]:
+    """Return one table per table of the paper, model and link: every TTFT, reported / predicted, by context."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in predictions.scope.rows:
+        groups.setdefault((row.table, row.model, row.link), []).append(row)
+    lines: list[str] = []
+    for (name, model, link), group in groups.items():
+        contexts = sorted({row.context_len for row in group})
+        cells: dict[tuple[int, str], dict[int, str]] = {}
+        rows = []
+        for row in group:
+            ttft_s, inside = predictions.of_row(row).ttft_s, predictions.is_inside(row)
+            text = f"{row.ttft_s:g} / {ttft_s:.3f}{'' if inside else ' *'}"
+            cells.setdefault((row.num_gpus, row.strategy), {})[row.context_len] = text
+            rows.append({"rel_error": ttft_s / row.ttft_s - 1, "inside": inside})
+        errors = summary(rows)
+        where = "on one GPU" if link == "none" else f"at {link}"
+        counts = f"{errors['n']} rows, mean absolute error {errors['mape']:.1%}, median {errors['median_ape']:.1%}"
+        within = f"{sum(row['inside'] for row in rows)} within the predicted interval"
+        lines += [f"**Table {name}, {model} {where}.** {counts}; {within}.", ""]
+        body = (
+            (f"{num_gpus}, {strategy}", *(own.get(tokens, "") for tokens in contexts))
+            for (num_gpus, strategy), own in cells.items()
+        )
+        lines += numbers_table(("GPUs, strategy", *map(format_tokens, contexts)), body)
+    return lines
+
+
+def draw_ttft(predictions: Predictions, model: str) -> Any:
+    """Draw TTFT above, how much faster than TSP beneath; one column per number of GPUs."""
+    scope, contexts = predictions.scope, predictions.scope.curve(model)
+    subtitle = "Lines: predicted; bands: prediction interval. Markers: printed in the paper's appendix; bars: rounding."
+    figure = _figure(6.2, f"{model}: TTFT over NVLink by context", subtitle)
+    grid = figure.subplots(2, len(scope.gpu_counts), sharex=True, sharey="row", height_ratios=(1.6, 1), squeeze=False)
+    for (upper, lower), num_gpus in zip(grid.T, scope.gpu_counts, strict=True):
+        tsp = [predictions.of(model, tokens, num_gpus, "tsp").ttft_s for tokens in contexts]
+        tsp_rows = scope.reported(model, num_gpus, "tsp")
+        for strategy, label in STRATEGIES.items():
+            results = [predictions.of(model, tokens, num_gpus, strategy) for tokens in contexts]
+            ttft_s, rows = np.array([result.ttft_s for result in results]), scope.reported(model, num_gpus, strategy)
+            colour = STRATEGY_COLOURS[strategy].light
+            printed: dict[str, Any] = dict(color=colour, marker=_MARKERS[strategy], linestyle="", markersize=6)
+            if strategy != "kvr-e":  # whose band is as wide
+                ends = ([one.ttft_low_s for one in results], [one.ttft_high_s for one in results])
+                upper.fill_between(contexts, *ends, color=colour, alpha=0.16, linewidth=0)
+            upper.plot(contexts, ttft_s, color=colour, label=label)
+            upper.plot(list(rows), [row.ttft_s for row in rows.values()], **printed)
+            lower.plot(contexts, np.array(tsp) / ttft_s, color=colour)
+            pairs = [
+                (tsp_rows[tokens], row) for tokens, row in rows.items() if tokens in tsp_rows and strategy != "tsp"
+            ]
+            for slow, fast in pairs:
+                ratio = slow.ttft_s / fast.ttft_s
+                error = ratio * (slow.rounding_s / slow.ttft_s + fast.rounding_s / fast.ttft_s)
+                lower.errorbar([fast.context_len], [ratio], yerr=error, **printed)
+        _tidy(upper, f"{num_gpus} GPUs")
+        _tidy(lower, "")
+        upper.set_xscale("log")
+        _log_seconds(upper)
+        lower.set_xlabel("context, tokens")
+        lower.set_xticks(scope.contexts(model), labels=map(format_tokens, scope.contexts(model)))
+        lower.set_xticks([], minor=True)
+    grid[0, 0].set_ylabel("TTFT, seconds")
+    grid[1, 0].set_ylabel("times as fast as TSP")
+    grid[0, 0].legend(frameon=False)
+    return figure
+
+
+def draw_scalability(predictions: Predictions) -> Any:
+    """Draw TTFT by GPUs."""
+    scope = predictions.scope
+    title = f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens: TTFT by GPUs"
+    figure = _figure(4.5, title, "Lines: predicted. Markers: printed in the paper's appendix.")
+    axes, counts = figure.subplots(), [plan.num_gpus for plan in predictions.plans]
+    colours = {name: STRATEGY_COLOURS[name].light for name in STRATEGIES} | _BOUNDS
+    for name, colour in colours.items():
+        style = dict(color=colour, linestyle="--" if name in _BOUNDS else "-", label=STRATEGIES.get(name, name))
+        axes.plot(counts, [series(plan)[name] for plan in predictions.plans], **style)
+        printed = {plan.num_gpus: _printed(predictions, plan).get(name) for plan in predictions.plans}
+        points = {count: ttft_s for count, ttft_s in printed.items() if ttft_s is not None}
+        axes.plot(list(points), list(points.values()), marker=_MARKERS.get(name), linestyle="", color=colour)
+    _tidy(axes, "")
+    axes.set(xscale="log", xlabel="GPUs, p", ylabel="TTFT, seconds")
+    _log_seconds(axes)
+    axes.set_xticks(counts, labels=map(str, counts))
+    axes.set_xticks([], minor=True)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _figure(height: float, title: str, subtitle: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(10.5, height), layout="constrained")
+    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
+    figure.text(0.012, 1 - 0.42 / height, subtitle, fontsize=9, color=DIM)
+    return figure
+
+
+def _tidy(axes: Any, title: str) -> None:
+    """Set the title, a light grid and two spines."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e3e3e3", linewidth=0.6)
+
+
+def _log_seconds(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with the ticks of _SECONDS that are inside its limits."""
+    axes.set_yscale("log")
+    low_s, high_s = axes.get_ylim()
+    inside = [seconds for seconds in _SECONDS if low_s <= seconds <= high_s]
+    axes.set_yticks(inside, labels=[f"{seconds:g}" for seconds in inside])
+    axes.set_yticks([], minor=True)
+
+
+def write(predictions: Predictions, docs: Path) -> None:
+    """Write the plots, then the page."""
+    (docs / IMAGES).mkdir(parents=True, exist_ok=True)
+    with styled(_RC):
+        figures: Mapping[str, Any] = {
+            **{f"ttft-{model}": draw_ttft(predictions, model) for model in predictions.scope.models},
+            "scalability": draw_scalability(predictions),
+        }
+        for name, figure in figures.items():
+            save_figure(figure, docs / IMAGES / f"{name}.png", argument="figures", dpi=110)
+    write_page(docs / "figures.md", page(predictions))
+
+
+if __name__ == "__main__":
+    write(Predictions(Scope()), RESULTS)
