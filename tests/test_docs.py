@@ -31,15 +31,16 @@ BLOCK = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledTimeline:
+class PageCommand:
     """A command of a page."""
 
     arguments: tuple[str, ...]  # after `kvrsim`
+    into: str | None  # file that its output goes to
     runs: bool  # False: parsed only
     output: tuple[str, ...]  # lines shown below it; "..." stands for lines that are left out
 
 
-def commands(page: Path) -> list[LabelledTimeline]:
+def commands(page: Path) -> list[PageCommand]:
     """The `kvrsim` commands of a page's blocks, in order."""
     found = []
     for block in BLOCK.finditer(page.read_text("utf-8")):
@@ -53,16 +54,19 @@ def commands(page: Path) -> list[LabelledTimeline]:
             for one in re.sub(r"(^|\s)#.*", "", line).split(";"):
                 words = shlex.split(one) if re.match(r"\s*(kvrsim|torchrun) ", one) else []
                 if "kvrsim" in words:
-                    arguments = tuple(words[words.index("kvrsim") + 1 :])
+                    arguments, into = tuple(words[words.index("kvrsim") + 1 :]), None
+                    if ">" in arguments:
+                        *rest, _, into = arguments
+                        arguments = tuple(rest)
                     runs = block["reason"] is None and words[0] == "kvrsim" and "results" not in page.parts
-                    found.append(LabelledTimeline(arguments=arguments, runs=runs, output=tuple(output)))
+                    found.append(PageCommand(arguments=arguments, into=into, runs=runs, output=tuple(output)))
     return found
 
 
-def first_shown() -> dict[str, list[LabelledTimeline]]:
+def first_shown() -> dict[str, list[PageCommand]]:
     """Commands by page; one that an earlier page shows as well is left to that page, unless files come of it."""
     seen: set[tuple[str, ...]] = set()
-    found: dict[str, list[LabelledTimeline]] = {}
+    found: dict[str, list[PageCommand]] = {}
     for name, page in zip(NAMES, PAGES, strict=True):
         found[name] = []
         for one in commands(page):
@@ -113,7 +117,10 @@ def test_the_commands_of_a_page(
             parse(one.arguments)
             continue
         assert cli.main(list(one.arguments)) == 0, one.arguments
-        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        out = capsys.readouterr().out
+        if one.into is not None:
+            (tmp_path / one.into).write_text(out, "utf-8")
+        printed = [line.rstrip() for line in out.splitlines()]
         for line in one.output:
             assert line.rstrip() in {*printed, "", "..."}, one.arguments
         for option in ("--plot", "--trace", "--html"):

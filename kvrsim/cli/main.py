@@ -35,6 +35,7 @@ GROUPS = {
         "map": ("Find the fastest strategy over contexts and GPUs.", "map:strategy_map"),
         "capacity": ("Find the smallest or cheapest fleet for a TTFT target.", "capacity:capacity"),
         "table": ("Build and look up partition tables.", "table:app"),
+        "compare": ("Show saved answers side by side.", "compare:compare"),
         "serve": ("Answer questions in a browser, on this machine alone.", "serve:serve"),
         "predictor": ("Build and look up a TTFT predictor for routers.", "predictor:app"),
     },

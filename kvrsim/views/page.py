@@ -31,7 +31,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvrsim.io.files import write_atomically
 from kvrsim.results.question import Question
@@ -40,7 +40,7 @@ from kvrsim.text import printable
 from kvrsim.units import format_seconds
 from kvrsim.version import __version__, command_line
 from kvrsim.views.style import rules, variable
-from kvrsim.views.table import Cell, Column
+from kvrsim.views.table import Cell, Column, format_interval
 
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
 _STYLES = {
@@ -273,10 +273,11 @@ _LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "
 def facts_of(question: Question) -> dict[str, str]:
     """Every part of a question in words, by label."""
     asked = question.to_dict() | {"cluster": question.cluster.describe()}
-    return {_label(name): in_words(_seconds(name, value)) for name, value in asked.items() if value is not None}
+    return {label_of(name): in_words(_seconds(name, value)) for name, value in asked.items() if value is not None}
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
+    """What a part of a question is called."""
     return _LABELS.get(name, name.removesuffix("_s").replace("_", " "))
 
 
@@ -300,6 +301,19 @@ def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
     dot = tag("rect", width=10, height=10, rx=2, fill=f"var({variable('strategy', colour_of or name)})")
     square = tag("svg", dot, class_="dot", width=10, height=10, aria_hidden="true")
     return tag("span", square, f" {name}", class_="strategy")
+
+
+class Predicted(Protocol):
+    """A strategy with its TTFT and interval."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def ttft_s(self) -> float: ...
+    @property
+    def ttft_low_s(self) -> float: ...
+    @property
+    def ttft_high_s(self) -> float: ...
 
 
 def interval_bar(
@@ -328,6 +342,13 @@ def interval_bar(
         ),
     )
     return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
+
+
+def interval_cell(one: Predicted, span: tuple[float, float]) -> Cell:
+    """A strategy's interval as a bar and as text. span: the axis, see `span_of`."""
+    bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", one.strategy))
+    text = format_interval(one.ttft_low_s, one.ttft_high_s)
+    return Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
 
 
 def span_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:

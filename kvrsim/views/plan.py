@@ -17,7 +17,7 @@ from kvrsim.views.page import (
     Section,
     Summary,
     facts_of,
-    interval_bar,
+    interval_cell,
     join,
     question_line,
     span_of,
@@ -25,7 +25,6 @@ from kvrsim.views.page import (
     table,
     tag,
 )
-from kvrsim.views.style import variable
 from kvrsim.views.table import (
     Cell,
     format_interval,
@@ -158,11 +157,7 @@ def _strategies(plan: Plan) -> Html:
     for place, column in enumerate(listed.columns):
         if "interval" in column.title:
             for one, row in zip(plan.strategies, rows, strict=True):
-                bar = interval_bar(
-                    one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", one.strategy)
-                )
-                text = format_interval(one.ttft_low_s, one.ttft_high_s)
-                row[place] = Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
+                row[place] = interval_cell(one, span)
     names = [one.strategy for one in plan.strategies]
     return table(
         listed.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names

@@ -1,0 +1,40 @@
+"""`kvrsim compare`: saved answers side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrsim.arguments import argument, option
+from kvrsim.cli.options import takes
+from kvrsim.cli.output import write_files
+from kvrsim.cli.text import headline, show
+from kvrsim.errors import InputError
+from kvrsim.views.table import MOST_ROWS
+
+
+@takes()
+def compare(
+    *,
+    answers: Any = argument(
+        "ANSWER.json...", "Two or more outputs of kvrsim plan --json or simulate --json.", check=lambda value, _: value
+    ),
+    plot: Any = option("FILE", "Write the comparison as a page, FILE.html.", "Output", spelling=("--plot", "--html")),
+) -> None:
+    """Show saved answers side by side.
+
+    It shows the best of each, how the questions differ, the fastest strategies, and where the time goes.
+
+    Example: kvrsim compare a.json b.json --html both.html
+    """
+    from kvrsim.views import compare as view
+    from kvrsim.views.figure import is_page
+    from kvrsim.views.page import write_page
+
+    if len(answers) < 2:
+        raise InputError("answer", answers[0], "two files or more")
+    if plot is not None and not is_page(plot):
+        raise InputError("plot", plot, "a file name that ends in .html")
+    saved = [view.SavedAnswer.read(path) for path in answers]
+    tables = (view.bests(saved), view.differences(saved), view.strategies(saved, MOST_ROWS), view.limits(saved))
+    show(headline(view.headline(saved)), *(part for one in tables if one.rows for part in ("", one)))
+    write_files((plot, lambda path: write_page(view.page(saved), path)))

@@ -1,0 +1,186 @@
+"""Answers of `kvrsim plan --json` and `simulate --json` side by side, as tables and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvrsim.io.schema import JsonObject, read
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds
+from kvrsim.views.page import Page, Section, in_words, interval_cell, label_of, span_of, strategy_name, table
+from kvrsim.views.table import INTERVAL_TITLES, Cell, Column, Table, format_interval, seconds_cell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedStrategy:
+    """What an answer says of one strategy."""
+
+    strategy: str
+    ttft_s: float
+    ttft_low_s: float
+    ttft_high_s: float
+    fits: bool
+    peak_bytes: tuple[float, ...] = ()  # of each GPU
+    engines: Mapping[str, str] = field(default_factory=dict)  # that have it
+
+    @classmethod
+    def of(cls, found: JsonObject) -> SavedStrategy:
+        return read(cls, replace(found, fields={one.name: found.fields.get(one.name) for one in fields(cls)}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedAnswer:
+    """A plan or a simulation, as its JSON has it."""
+
+    name: str
+    question: Mapping[str, str]  # its parts in words, by label
+    strategies: tuple[SavedStrategy, ...]
+    best: SavedStrategy | None  # None: nothing fits
+    limits: Mapping[str, float]  # shares of the best one's TTFT by kind of operation
+
+    @classmethod
+    def read(cls, path: str) -> SavedAnswer:
+        """Read a file; raises InputError that names the file and the key that is missing."""
+        return cls.of(Path(path).stem, JsonObject.read(Path(path), "answer"))
+
+    @classmethod
+    def of(cls, name: str, found: JsonObject) -> SavedAnswer:
+        """From the object that `--json` prints; of a launch (`--emit`) its plan."""
+        found = found.child("plan") if found.has("plan") else found
+        question = found.child("question")
+        if found.has("strategy"):  # a simulation
+            ranks = [rank.number("peak_bytes", allow_zero=True) for rank in found.children("per_rank")]
+            strategies = [SavedStrategy.of(replace(found, fields={**found.fields, "peak_bytes": ranks}))]
+            best = strategies[0].strategy
+        else:
+            if not found.children("strategies"):
+                raise found.error("strategies", "those of kvrsim plan --json or simulate --json")
+            strategies = [SavedStrategy.of(one) for one in found.children("strategies")]
+            best = found.child("best").text("strategy") if found.has("best") else ""
+        return cls(
+            name=name,
+            question=dict(_parts(question.fields)),
+            strategies=tuple(strategies),
+            best=next((one for one in strategies if one.strategy == best), None),
+            limits={one.text("operation"): one.number("share") for one in found.children("limits")},
+        )
+
+
+def _parts(question: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Label and words of each part of a question."""
+    for key, value in question.items():
+        if isinstance(value, Mapping):
+            yield from _parts({name: one for name, one in value.items() if name != "num_gpus"}, f"{before}{key} ")
+        elif value is not None:
+            is_rate = key.endswith("_bytes_per_s") and isinstance(value, int | float)
+            is_time = not is_rate and key.endswith("_s") and isinstance(value, int | float)
+            words = format_bandwidth(value) if is_rate else format_seconds(value) if is_time else in_words(value)
+            yield before + label_of(key.removesuffix("_bytes_per_s")), words
+
+
+def headline(answers: Sequence[SavedAnswer]) -> str:
+    """Which answer is the fastest, and by how much."""
+    some = sorted((one.best.ttft_s, one.name, one.best.strategy) for one in answers if one.best is not None)
+    if not some:
+        return "Nothing fits in any of the answers."
+    (least_s, name, strategy), others = some[0], some[1:]
+    words = [f"{other}: {by} in {format_seconds(ttft_s)}, {ttft_s / least_s:.2f}×" for ttft_s, other, by in others]
+    return "; ".join([f"{name} is the fastest: {strategy} in {format_seconds(least_s)}", *words]) + "."
+
+
+def differences(answers: Sequence[SavedAnswer]) -> Table:
+    """The parts of the question in which the answers differ."""
+    listed = _by_answer("question", answers)
+    for label in dict.fromkeys(label for one in answers for label in one.question):
+        words = [one.question.get(label, "none") for one in answers]
+        if len(set(words)) > 1:
+            listed.add_row(label, *words)
+    return listed
+
+
+def bests(answers: Sequence[SavedAnswer]) -> Table:
+    """The best strategy of each answer."""
+    ranks = {"answer": 1, "best": 1, "TTFT": 1, " ".join(INTERVAL_TITLES[1].split()): 1, "peak memory": 2, "engines": 3}
+    texts = ("answer", "best", "engines")
+    listed = Table(columns=[Column(title=one, number=one not in texts, rank=rank) for one, rank in ranks.items()])
+    for answer in answers:
+        one = answer.best
+        if one is None:
+            listed.add_row(answer.name, "nothing fits", "", "", "", "")
+            continue
+        most = max(one.peak_bytes, default=0.0)
+        listed.add_row(
+            answer.name,
+            one.strategy,
+            seconds_cell(one.ttft_s),
+            Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s),
+            Cell(shown=format_bytes(most) if most else "", value=most),
+            ", ".join(one.engines) or "none",
+        )
+    return listed
+
+
+def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table:
+    """The TTFT of each strategy in each answer, and its ratio to that in the first; most: of each answer's first."""
+    listed = _by_answer("strategy", answers, number=True)
+    every = [{one.strategy: one for one in answer.strategies} for answer in answers]
+    for name in dict.fromkeys(name for named in every for name in [*named][:most]):
+        first, cells = every[0].get(name), list[str | Cell]()
+        for one in (named.get(name) for named in every):
+            ratio = "" if one is None or first is None or one is first else f" ({one.ttft_s / first.ttft_s:.2f}×)"
+            misfit = "" if one is None or one.fits else ", does not fit"
+            cells.append(
+                "" if one is None else Cell(shown=f"{format_seconds(one.ttft_s)}{ratio}{misfit}", value=one.ttft_s)
+            )
+        listed.add_row(name, *cells)
+    return listed
+
+
+def limits(answers: Sequence[SavedAnswer]) -> Table:
+    """Where the time of the best strategies goes: seconds on the critical path, and their share."""
+    listed = _by_answer("critical path", answers, number=True)
+    for label in dict.fromkeys(label for one in answers for label in one.limits):
+        listed.add_row(label, *(_limit(one, label) for one in answers))
+    return listed
+
+
+def _limit(answer: SavedAnswer, label: str) -> str | Cell:
+    share = answer.limits.get(label)
+    if share is None or answer.best is None:
+        return ""
+    seconds = share * answer.best.ttft_s
+    return Cell(shown=f"{format_seconds(seconds)} ({share:.0%})", value=seconds)
+
+
+def _by_answer(title: str, answers: Sequence[SavedAnswer], *, number: bool = False) -> Table:
+    return Table(columns=[Column(title=title), *(Column(title=one.name, number=number) for one in answers)])
+
+
+def page(answers: Sequence[SavedAnswer]) -> Page:
+    """The page: all tables, the best ones with their intervals as bars."""
+    best, rows = bests(answers), strategies(answers)
+    some = [one.best for one in answers if one.best is not None]
+    if some:
+        span = span_of([(one.ttft_low_s, one.ttft_high_s) for one in some])
+        for place, answer in enumerate(answers):
+            if (one := answer.best) is not None:
+                row = best.rows[place]
+                best.rows[place] = (row[0], strategy_name(one.strategy), row[2], interval_cell(one, span), *row[4:])
+    listed = {
+        "Best": ("", best),
+        "Questions": ("" if differences(answers).rows else "The questions are the same.", differences(answers)),
+        "Strategies": (f"In brackets: the TTFT over that in {answers[0].name}.", rows),
+        "Where the time goes": ("Of the best strategies, on the critical path.", limits(answers)),
+    }
+    return Page(
+        title=f"{', '.join(one.name for one in answers[:-1])} and {answers[-1].name} compared",
+        answer=headline(answers),
+        sections=[
+            Section(title=title, lead=lead, body=table(found.columns, found.rows, caption=title))
+            for title, (lead, found) in listed.items()
+            if found.rows or lead
+        ],
+        strategies=[one.strategy for one in some],
+    )
