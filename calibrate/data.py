@@ -72,7 +72,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,9 @@ from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.model.load import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_SECONDS
+
+if TYPE_CHECKING:
+    import pandas
 
 MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
 MAX_WHOLE = 10**18
@@ -171,6 +174,18 @@ class CsvTable:
             raise InputError(f"{where}, line {reader.line_num}", error, "a line of comma-separated values") from None
         return cls(path=Path(path), where=where, columns=columns, rows=rows)
 
+    @classmethod
+    def of_frame(cls, frame: pandas.DataFrame, argument: str) -> CsvTable:
+        """The rows of a data frame, as its CSV file has them; a missing value is an empty text."""
+        where, columns = f"{argument} DataFrame", tuple(map(str, frame.columns))
+        _check_header(columns, where)
+        records = frame.astype(object).where(frame.notna(), "").itertuples(index=False)
+        rows = (
+            CsvRow(values=dict(zip(columns, map(_cell, record), strict=True)), where=f"{where}, row {number}")
+            for number, record in enumerate(records)
+        )
+        return cls(path=Path("DataFrame"), where=where, columns=columns, rows=tuple(rows))
+
     def need(self, columns: Iterable[str]) -> None:
         """Refuse a table that lacks one of these columns."""
         for name in columns:
@@ -182,6 +197,11 @@ class CsvTable:
         for name in self.columns:
             if name not in columns:
                 raise InputError(f"{self.where}: column", name or "nothing", ", ".join(columns))
+
+
+def _cell(value: object) -> str:
+    """A cell of a data frame; a whole number is written as one, also where missing values made its column floats."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
 def _content(path: str | Path, argument: str) -> str:

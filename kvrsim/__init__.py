@@ -25,15 +25,22 @@ _HOMES = {  # of each lazy name
     "kvrsim.scenario": ("Partition", "Request", "Scenario"),
     "kvrsim.builder": ("make_scenario",),
     "kvrsim.results.timeline": ("Span", "Timeline"),
+    "kvrsim.strategies.base": ("Strategy",),
+    "kvrsim.prefills": ("calibrate",),
+    "calibrate.prefills.fit": ("PrefillFit",),
     "planner.api": ("build_predictor", "build_table", "capacity", "confirm", "map_strategies", "plan", "simulate"),
+    "planner.capacity.result": ("CapacityPlan",),
+    "planner.confirm.result": ("Confirmation",),
     "planner.map.map": ("StrategyMap",),
     "planner.predictor.predictor": ("TtftPredictor", "load_predictor"),
     "planner.table.table": ("PartitionTable", "load_table"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(("__version__", *_HOME_OF))
+_BUILT_IN = ("clusters", "engines", "models", "profiles")
+__all__ = sorted(("__version__", *_BUILT_IN, *_HOME_OF))
 
 if TYPE_CHECKING:  # the same table for type checkers; a test compares them
+    from calibrate.prefills.fit import PrefillFit as PrefillFit
     from kvrsim.builder import make_scenario as make_scenario
     from kvrsim.engine import Engine as Engine
     from kvrsim.engine import load_engine as load_engine
@@ -48,6 +55,7 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.kernels.profile import load_profile as load_profile
     from kvrsim.model.load import load_model as load_model
     from kvrsim.model.spec import ModelSpec as ModelSpec
+    from kvrsim.prefills import calibrate as calibrate
     from kvrsim.results.results import Plan as Plan
     from kvrsim.results.results import SimResult as SimResult
     from kvrsim.results.timeline import Span as Span
@@ -55,6 +63,7 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.scenario import Partition as Partition
     from kvrsim.scenario import Request as Request
     from kvrsim.scenario import Scenario as Scenario
+    from kvrsim.strategies.base import Strategy as Strategy
     from planner.api import build_predictor as build_predictor
     from planner.api import build_table as build_table
     from planner.api import capacity as capacity
@@ -62,6 +71,8 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from planner.api import map_strategies as map_strategies
     from planner.api import plan as plan
     from planner.api import simulate as simulate
+    from planner.capacity.result import CapacityPlan as CapacityPlan
+    from planner.confirm.result import Confirmation as Confirmation
     from planner.map.map import StrategyMap as StrategyMap
     from planner.predictor.predictor import TtftPredictor as TtftPredictor
     from planner.predictor.predictor import load_predictor as load_predictor
@@ -77,5 +88,33 @@ else:
         return value
 
 
+def models() -> tuple[str, ...]:
+    """Return the names of the built-in models."""
+    from kvrsim.model.load import builtin_models
+
+    return builtin_models()
+
+
+def clusters() -> tuple[str, ...]:
+    """Return the names of the built-in clusters."""
+    from kvrsim.hardware import builtin_clusters
+
+    return builtin_clusters()
+
+
+def profiles() -> tuple[str, ...]:
+    """Return the names of the built-in calibration profiles."""
+    from kvrsim.kernels.profile import builtin_profiles
+
+    return builtin_profiles()
+
+
+def engines() -> tuple[str, ...]:
+    """Return the names of the built-in engines."""
+    from kvrsim.engine import builtin_engines
+
+    return builtin_engines()
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -10,6 +10,7 @@ Numbers may be text with a unit, as on the command line, or of NumPy; a path may
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import itertools
@@ -322,21 +323,43 @@ class Arguments:
         return cls(**{one.name: given.pop(one.name) for one in fields(cls) if one.name in given} | fixed)
 
 
-def takes(*groups: type[Arguments], **checks: Check) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+def takes(
+    *groups: type[Arguments], fixed: Mapping[str, Any] | None = None, **checks: Check
+) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Let a function, whose first parameters are these groups, take all their fields as keywords.
 
+    fixed: values of fields that a caller does not give.
     checks: of the function's own parameters, by name; None is left as it is where it is the default.
-    The fields are listed in the function's signature and in its docstring, after `Parameters`.
+    The fields are listed in the function's signature and in its docstring, after `Parameters`. A call that does not
+    match the signature raises TypeError with the function's name.
     """
+    fixed = fixed or {}
 
     def decorate(made: Callable[..., _Result]) -> Callable[..., _Result]:
         own = list(inspect.signature(made).parameters.values())[len(groups) :]
         defaults = {one.name: one.default for one in own}
+        options = [one for group in groups for one in fields(group) if one.name not in fixed]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        listed = [
+            inspect.Parameter(
+                one.name,
+                keyword,
+                default=inspect.Parameter.empty if one.default is MISSING else one.default,
+                annotation=Any,
+            )
+            for one in options
+        ]
+        returns = made.__annotations__["return"]
+        signature = inspect.Signature([*listed, *(one.replace(kind=keyword) for one in own)], return_annotation=returns)
 
         @functools.wraps(made)
-        def called(**given: Any) -> _Result:
+        def called(*places: Any, **given: Any) -> _Result:
+            try:
+                signature.bind(*places, **given)
+            except TypeError as error:
+                raise TypeError(f"{made.__name__}(): {error}{_suggestion(given, signature.parameters)}") from None
             values = [
-                group(**{one.name: given.pop(one.name) for one in fields(group) if one.name in given})
+                group.take(given, **{one.name: fixed[one.name] for one in fields(group) if one.name in fixed})
                 for group in groups
             ]
             for name, check in checks.items():
@@ -344,21 +367,22 @@ def takes(*groups: type[Arguments], **checks: Check) -> Callable[[Callable[..., 
                     given[name] = check(given[name], name)
             return made(*values, **given)
 
-        options = [one for group in groups for one in fields(group)]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        listed = [
-            inspect.Parameter(
-                one.name, keyword, default=inspect.Parameter.empty if one.default is MISSING else one.default
-            )
-            for one in options
-        ]
-        called.__signature__ = inspect.Signature([*listed, *(one.replace(kind=keyword) for one in own)])  # type: ignore[attr-defined]
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+        called.__annotations__["return"] = returns
         if called.__doc__ is not None:
             head, title, rest = called.__doc__.partition("Parameters\n    ----------\n")
             called.__doc__ = head + title + "".join(map(_described, options)) + rest
         return called
 
     return decorate
+
+
+def _suggestion(given: Iterable[str], known: Iterable[str]) -> str:
+    """The parameter that an unknown one may mean, in words; empty: all are known, or none is near."""
+    known = list(known)
+    near = [name for one in given if one not in known for name in difflib.get_close_matches(one, known, n=1)]
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _described(one: Field[Any]) -> str:
@@ -481,6 +505,39 @@ class MeasuredArgs(ScenarioArgs):
     """A scenario on as many GPUs as a small machine has ranks."""
 
     gpus: Any = option("N", "Number of ranks.", "Question", whole, 2)
+
+
+OF_REQUESTS = {  # what each request of a workload has itself, rather than the scenario of a fleet
+    **{"ctx": 1, "gpus": 1, "batch": 1, "cached_prefix": 0, "prefix_placement": "all"},
+    **{"expert_parallel": False, "expert_imbalance": None},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorArgs(DeploymentArgs):
+    """A scenario of the largest context and batch that a predictor answers for."""
+
+    ctx: Any = option("LEN", "Longest context in tokens, cached prefix included.", "Question", tokens, "128k")
+    batch: Any = option("N", "Largest number of sequences prefilled together.", "Question", whole, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillArgs(ScenarioArgs):
+    """What measured prefills are about where their rows do not say."""
+
+    ctx: Any = option("LEN", "Context length in tokens, of rows that do not say theirs.", "Question", tokens)
+    gpus: Any = option("N", "Number of GPUs. Default: 1.", "Question", whole)
+    model: Any = option("NAME|PATH", "A built-in model, a Hugging Face config.json, or its folder.", "Question")
+    profile: Any = option(
+        "NAME|PATH",
+        "The calibration profile whose kernels the engine runs.",
+        "Machine",
+        named("kvrsim.kernels.profile:CalibrationProfile"),
+        REQUIRED,
+    )
+    strategy: Any = option(
+        "NAME", "Strategy of rows that do not say theirs. Default: tp, or single on one GPU.", "Question"
+    )
 
 
 TABLE = option(

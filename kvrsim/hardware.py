@@ -245,7 +245,7 @@ _DATA = pathlib.Path(__file__).parent / "data"
 _SIZE = re.compile(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x)?([a-z][a-z0-9-]*)")  # nodes, GPUs of each, GPU
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Cluster:
     """GPUs of one kind and the links between them.
 
@@ -261,6 +261,9 @@ class Cluster:
     topology: Topology  # see above
     gpus_per_node: GpuCount | None = None  # GPUs that `link` joins, under nodes; else None
     network: LinkSpec | None = None  # between nodes, one GPU's share of it; else None
+
+    def __repr__(self) -> str:
+        return f"<Cluster: {self.describe()}>"
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:

@@ -11,7 +11,9 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
+import kvrsim
 from kvrsim.arguments import (
+    OF_REQUESTS,
     STRATEGY,
     TABLE,
     DeploymentArgs,
@@ -21,6 +23,7 @@ from kvrsim.arguments import (
     NoiseArgs,
     OnProgress,
     PlanArgs,
+    PredictorArgs,
     ScenarioArgs,
     ScenariosArgs,
     SimulateArgs,
@@ -36,18 +39,11 @@ from kvrsim.arguments import (
 from kvrsim.builder import build_scenario, build_scenarios
 
 if TYPE_CHECKING:
-    from kvrsim.results.results import Plan, SimResult
-    from kvrsim.scenario import Scenario
-    from kvrsim.strategies import Strategy
-    from planner.capacity.result import CapacityPlan
-    from planner.confirm.result import Confirmation
-    from planner.map.map import StrategyMap
-    from planner.predictor.predictor import TtftPredictor
     from planner.processes import Pool
-    from planner.table.table import PartitionTable
     from planner.uncertainty.noise import Disturbance
 
 _jobs = count(4096)
+_WITHOUT_PREFIX = {"cached_prefix": 0, "prefix_placement": "all"}
 
 
 @takes(ScenarioArgs, PlanArgs, NoiseArgs, UsersArgs, timeline=flag, on_progress=function)
@@ -59,7 +55,7 @@ def plan(
     *,
     timeline: bool = False,
     on_progress: OnProgress | None = None,
-) -> Plan:
+) -> kvrsim.Plan:
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
     Strategies may be names in a list or a text, or Strategy objects. Under noise they are ranked by their mean TTFT.
@@ -100,7 +96,7 @@ def plan_of(
     timelines: Literal["best", "all"] | None = None,
     on_progress: OnProgress | None = None,
     pool: Pool | None = None,
-) -> tuple[Scenario, Plan]:
+) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
     """The scenario and the plan of `plan`; timelines: whose spans it carries. pool: who simulates noise."""
     from planner.candidates import Search
     from planner.decode import with_users
@@ -130,7 +126,7 @@ def plan_of(
 @takes(ScenarioArgs, SimulateArgs, NoiseArgs, UsersArgs, timeline=flag)
 def simulate(
     args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, users: UsersArgs, *, timeline: bool = False
-) -> SimResult:
+) -> kvrsim.SimResult:
     """Simulate one strategy's prefill.
 
     The strategy may be a Strategy object. Under noise, `noisy` of the result is the distribution of TTFT.
@@ -167,7 +163,7 @@ def simulation_of(
     *,
     timeline: bool = False,
     on_progress: OnProgress | None = None,
-) -> SimResult:
+) -> kvrsim.SimResult:
     """The result of `simulate`."""
     from planner.candidates import Search
     from planner.decode import with_users
@@ -192,10 +188,10 @@ def simulation_of(
 def build_table(
     args: ScenariosArgs,
     *,
-    strategy: str | Strategy = "kvr-s",
+    strategy: str | kvrsim.Strategy = "kvr-s",
     jobs: int = 1,
     on_progress: OnProgress | None = None,
-) -> PartitionTable:
+) -> kvrsim.PartitionTable:
     """Search the best partition for many contexts and numbers of GPUs: a lookup table for "kvr-p".
 
     Parameters
@@ -231,10 +227,14 @@ def build_table(
         return make_table(base, counts, lengths, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
-@takes(strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
+@takes(PredictorArgs, fixed=_WITHOUT_PREFIX, strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
 def build_predictor(
-    *, strategy: str | Strategy = "best", jobs: int = 1, on_progress: OnProgress | None = None, **scenario: Any
-) -> TtftPredictor:
+    args: PredictorArgs,
+    *,
+    strategy: str | kvrsim.Strategy = "best",
+    jobs: int = 1,
+    on_progress: OnProgress | None = None,
+) -> kvrsim.TtftPredictor:
     """Simulate a grid of new tokens, cached prefixes and batches: what a router needs to predict TTFT without kvrsim.
 
     Parameters
@@ -245,8 +245,6 @@ def build_predictor(
         As in `build_table`.
     on_progress : callable
         As in `plan`.
-    **scenario
-        Arguments of `make_scenario` but for cached_prefix; `ctx` ("128k" by default) and `batch` are the largest.
 
     Returns
     -------
@@ -267,13 +265,15 @@ def build_predictor(
     from planner.predictor.build import make_predictor
     from planner.processes import Pool
 
-    args, _ = build_scenario(DeploymentArgs.take({"ctx": "128k"} | scenario))
+    scenario, _ = build_scenario(args)
     with Pool(jobs=jobs) as pool:
-        return make_predictor(args, strategy=strategy, pool=pool, on_progress=on_progress)
+        return make_predictor(scenario, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
 @takes(ScenariosArgs, MapArgs, on_progress=function)
-def map_strategies(args: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None) -> StrategyMap:
+def map_strategies(
+    args: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None
+) -> kvrsim.StrategyMap:
     """Find which strategy on how many GPUs is the fastest, and from which context on each is faster than one GPU.
 
     One GPU is always compared.
@@ -313,15 +313,15 @@ def map_strategies(args: ScenariosArgs, compared: MapArgs, *, on_progress: OnPro
     )
 
 
-@takes(FleetArgs, strategies=strategies, on_progress=function)
+@takes(DeploymentArgs, FleetArgs, fixed=OF_REQUESTS, strategies=strategies, on_progress=function)
 def capacity(
+    args: DeploymentArgs,
     fleet: FleetArgs,
     *,
-    strategies: Sequence[str | Strategy] | None = None,
-    table: str | PathLike[str] | PartitionTable | None = None,
+    strategies: Sequence[str | kvrsim.Strategy] | None = None,
+    table: str | PathLike[str] | kvrsim.PartitionTable | None = None,
     on_progress: OnProgress | None = None,
-    **scenario: Any,
-) -> CapacityPlan:
+) -> kvrsim.CapacityPlan:
     """Find the smallest or cheapest fleet whose TTFT is within the target for a percentile of the requests.
 
     Parameters
@@ -332,8 +332,6 @@ def capacity(
         Partitions of KVR-S; None: they are searched.
     on_progress : callable
         As in `plan`.
-    **scenario
-        The arguments of `make_scenario` that requests do not have: model, cluster, profile, ...
 
     Returns
     -------
@@ -358,10 +356,10 @@ def capacity(
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
 
-    args, warnings = build_scenario(DeploymentArgs.take(scenario, ctx=1, gpus=1))
-    request = make_request(fleet, args.cluster.gpus_per_node)
+    scenario, warnings = build_scenario(args)
+    request = make_request(fleet, scenario.cluster.gpus_per_node)
     policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=table_of(table))
-    return plan_capacity(args, request, policy, warnings=warnings, on_progress=on_progress)
+    return plan_capacity(scenario, request, policy, warnings=warnings, on_progress=on_progress)
 
 
 @takes(MeasuredArgs, strategies=strategies, top=count(2**20), virtual=flag)
@@ -372,7 +370,7 @@ def confirm(
     top: int = 3,
     virtual: bool | None = None,
     hardware: dict[str, Any] | None = None,
-) -> Confirmation:
+) -> kvrsim.Confirmation:
     """Run a plan's candidates on this machine, interleaved, and report the errors of the predictions.
 
     `model` must be given by name or path, `profile` is of this machine, as `kvrsim calibrate all` makes one, and `gpus`
@@ -417,7 +415,7 @@ def confirm(
     return run(scenario, Hardware(**about), strategies=strategies, top=top, virtual=virtual, warnings=warnings)
 
 
-def table_of(given: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
+def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
     """A table, read where its file is named."""
     table = None if given is None else checked(given, "table", TABLE)
     if not isinstance(table, str):

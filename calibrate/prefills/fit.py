@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,6 +25,9 @@ from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
+
+if TYPE_CHECKING:
+    import pandas
 
 KERNEL_SCALE = "kernel_scale"
 SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
@@ -369,6 +371,12 @@ class PrefillFit:
         fitted = replace(profile, kernels=self.profile.kernels)
         return replace(case, scenario=replace(case.scenario, engine=self.engine, profile=fitted))
 
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per measured prefill, in seconds: measured, and predicted before, after and by a fit without it."""
+        from kvrsim.results.frame import to_frame
+
+        return to_frame(self.to_dict()["rows"])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         assert self.engine.fit is not None, "fit_prefills sets it"
@@ -496,8 +504,3 @@ def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
     errors = np.log(left_out_s / measured_s)
     spread = float(np.sqrt(np.mean(errors**2)))
     return spread * float(t.ppf(0.9, max(1, len(errors)))) / DEVIATES_OF_80_PERCENT
-
-
-def source_of(paths: Sequence[str | Path]) -> str:
-    """Names of the files, without their folders."""
-    return ", ".join(dict.fromkeys(Path(path).name for path in paths))

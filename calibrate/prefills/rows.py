@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibrate.data import CsvRow, CsvTable
 from kvrsim.choices import DTYPES
@@ -34,6 +34,9 @@ from kvrsim.io.schema import JsonObject, NonNegative, parse_json
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
 from kvrsim.units import MAX_TOKENS, parse_count, parse_tokens
+
+if TYPE_CHECKING:
+    import pandas
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
 LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # of rows that several users share
@@ -360,27 +363,30 @@ class PrefillRows:
     notes: tuple[str, ...]
 
 
-def read_prefills(paths: Sequence[str | Path], defaults: PrefillDefaults, argument: str = "prefills") -> PrefillRows:
-    """Rows of CSV files and of benchmark outputs, in their order, filled with the defaults.
+def read_prefills(
+    sources: Sequence[str | Path | pandas.DataFrame], defaults: PrefillDefaults, argument: str = "prefills"
+) -> PrefillRows:
+    """Rows of CSV files, data frames and benchmark outputs, in their order, filled with the defaults.
 
     Raises InputError naming `argument`, the file, and the line, column or key.
     """
     rows: list[PrefillRow] = []
     notes: list[str] = []
-    for path in paths:
-        if _is_json(path):
-            found = _output(path, argument)
+    for source in sources:
+        if isinstance(source, str | Path) and _is_json(source):
+            found = _output(source, argument)
             rows += found.rows
             notes += found.notes
         else:
-            table = CsvTable.read(path, argument)
+            read = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
+            table = read(source, argument)
             table.need(["ttft_s"])
             rows += map(_csv_row, table.rows)
             unread = [name for name in table.columns if name and name not in (*COLUMNS, *LOAD_COLUMNS)]
             if unread:
-                notes.append(f"{Path(path).name}: columns that are not read: {', '.join(unread)}")
+                notes.append(f"{table.path.name}: columns that are not read: {', '.join(unread)}")
     if not rows:
-        raise InputError(argument, ", ".join(map(str, paths)) or "nothing", "files with one measured prefill or more")
+        raise InputError(argument, ", ".join(map(str, sources)) or "nothing", "files with one measured prefill or more")
     if len(rows) > MOST_ROWS:
         raise InputError(argument, f"{len(rows)} rows", f"at most {MOST_ROWS}")
     guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.model)}

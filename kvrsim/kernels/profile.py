@@ -184,7 +184,7 @@ class OperationFit:
     gather: Gather | None = None  # how the all-gathers that were fitted worked; None: not known, or none are
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CalibrationProfile:
     """Coefficients, where they hold, how well, and where they come from."""
 
@@ -202,6 +202,9 @@ class CalibrationProfile:
     run_to_run_log_sd: RelativeError | None = None  # of log seconds of a layer, again and again; None: not measured
     cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
     engine: Engine | str | None = None  # that a prediction takes if none is named; None: `host` has been measured
+
+    def __repr__(self) -> str:
+        return f"<CalibrationProfile: {self.name}>"
 
     @property
     def attention_kernels(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ class LayerSpec:
         return sum(map(of, self.matrices)) + num_experts * sum(map(of, self.mlp))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ModelSpec:
     """The shape of a model; field names are Hugging Face's."""
 
@@ -81,6 +81,9 @@ class ModelSpec:
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
     layer_kind_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<ModelSpec: {self.name}>"
 
     def __post_init__(self) -> None:
         index = {kind: number for number, kind in enumerate(dict.fromkeys(self.layers))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -49,6 +49,10 @@ class Displayed:
     def write_plot(self, path: str | Path) -> None:
         """Write the file alone; see `plot`."""
         import_module("kvrsim.views.figure").write(self, import_module(self.view), path)
+
+    def __repr__(self) -> str:
+        """The answer in one line."""
+        return f"<{type(self).__name__}: {self._in_view('summary').answer}>"
 
     def _repr_html_(self) -> str:
         """The answer, the question and a table, escaped; notebooks call it."""
@@ -181,7 +185,7 @@ class RankReport:
         return content | {"peak_bytes": self.memory.total, "memory": memory}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SimResult(StrategyPrediction, Answer):
     """One strategy with one partition, simulated."""
 
@@ -226,7 +230,7 @@ class PipelineBound:
     gap_as_chosen: float  # the same where a step of the engine takes what the pieces were chosen for
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StrategyResult(StrategyPrediction):
     """One strategy in a plan, with its best partition."""
 
@@ -239,6 +243,10 @@ class StrategyResult(StrategyPrediction):
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
     bound: PipelineBound | None = None  # where pieces and stages were searched
     engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
+
+    def __repr__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return f"<StrategyResult: {self.strategy}, {self.ttft_s:.4g} s, {fits}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -320,7 +328,7 @@ class Promise:
     most_rate_per_s: float | None  # prompts per second up to which the target is met
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(Answer):
     """The answer to `kvrsim plan`."""
 
@@ -352,6 +360,18 @@ class Plan(Answer):
     def __getitem__(self, strategy: str) -> StrategyResult:
         """The result of a strategy, by name; KeyError where it was not compared."""
         return {one.strategy: one for one in self.strategies}[strategy]
+
+    def __iter__(self) -> Iterator[StrategyResult]:
+        """The strategies, fastest first."""
+        return iter(self.strategies)
+
+    def __len__(self) -> int:
+        """Number of strategies that were compared."""
+        return len(self.strategies)
+
+    def __contains__(self, strategy: object) -> bool:
+        """Whether a strategy was compared, by name."""
+        return any(one.strategy == strategy for one in self.strategies)
 
     @property
     def best(self) -> StrategyResult:

@@ -221,7 +221,7 @@ def groups_of(sizes: Sequence[int]) -> str:
     return f"groups of {listed} GPU{'' if listed == '1' else 's'}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CapacityPlan(Displayed):
     """The answer to `kvrsim capacity`."""
 

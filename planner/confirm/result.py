@@ -96,7 +96,7 @@ class MeasuredCandidate:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Confirmation(Answer):
     """The answer to `kvrsim confirm`."""
 

@@ -74,7 +74,7 @@ class BreakEven:
     known: Known
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StrategyMap(Answer):
     """TTFTs of all strategies in all places, and what follows from them."""
 

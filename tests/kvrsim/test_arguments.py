@@ -75,7 +75,8 @@ def test_wrong_types_name_the_parameter(parameter: str, value: Any) -> None:
 )
 def test_every_function_checks(call: Callable[..., Any], parameter: str, wrong: dict[str, Any]) -> None:
     scalar = {"ctx": 512, "gpus": 2} if call is kvrsim.plan else {"ctx": [512], "gpus": [2]}
-    given = wrong if call is kvrsim.capacity else scalar | {"profile": "roofline"} | wrong
+    fleet = {"model": "llama-7b", "cluster": "a100-nvlink"}
+    given = fleet | wrong if call is kvrsim.capacity else scalar | {"profile": "roofline"} | wrong
     with pytest.raises(kvrsim.InputError) as caught:
         call(**given)
     assert caught.value.parameter == parameter

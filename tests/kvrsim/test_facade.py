@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import subprocess
 import sys
 import tomllib
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -38,7 +40,33 @@ def test_functions_take_what_is_declared() -> None:
         assert all(f"    {name} : " in (function.__doc__ or "") for name in ("ctx", *declared))
 
 
-FUNCTIONS = [*("plan", "simulate", "build_table", "build_predictor", "capacity", "make_scenario", "map_strategies")]
+FUNCTIONS = [
+    *("plan", "simulate", "build_table", "build_predictor", "capacity", "make_scenario", "map_strategies", "calibrate")
+]
+
+
+@pytest.mark.parametrize("name", [name for name in kvrsim.__all__ if inspect.isfunction(getattr(kvrsim, name))])
+def test_signatures_are_full_and_hints_resolve(name: str) -> None:
+    parameters = signature(getattr(kvrsim, name)).parameters
+    assert not any(one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in parameters.values())
+    assert {*get_type_hints(getattr(kvrsim, name))} == {*parameters, "return"}
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "confirm"])
+def test_a_wrong_call_names_the_function(name: str) -> None:
+    needed = {"ctx": 1, "model": "a", "cluster": "b", "strategy": "c", "requests": "d", "slo_ttft": 1}
+    needed |= {"profile": "e", "prefills": "f"}
+    given = {key: value for key, value in needed.items() if key in signature(getattr(kvrsim, name)).parameters}
+    with pytest.raises(TypeError, match=rf"^{name}\(\): got an unexpected keyword .*'modell'; did you mean model\?$"):
+        getattr(kvrsim, name)(**given, modell=1)
+    with pytest.raises(TypeError, match=rf"^{name}\(\): too many positional"):
+        getattr(kvrsim, name)(1)
+
+
+def test_what_ships_is_listed() -> None:
+    names = {"llama-7b": kvrsim.models, "h100-flash": kvrsim.profiles, "h100-nvlink": kvrsim.clusters}
+    assert all(name in function() for name, function in names.items())
+    assert "vllm" in kvrsim.engines()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -98,4 +126,19 @@ def test_plan() -> None:
     assert sum(plan.best.partition) == 1024
     assert isinstance(plan.timeline, kvrsim.Timeline)
     assert seen
+    assert [one.strategy for one in plan] == [one.strategy for one in plan.strategies]
+    assert [len(plan), "tsp" in plan, "ring" in plan, plan["tsp"].strategy] == [4, True, False, "tsp"]
     assert len(plan.to_frame()) == 4
+    assert max(len(repr(one)) for one in (plan, plan.best, plan.question.cluster)) < 200
+
+
+def test_frames_have_scalar_cells() -> None:
+    """Of waits and memory the largest; lists as text with commas between."""
+    plan = kvrsim.plan(ctx="1k", gpus=2, strategies=["kvr-e", "tp"])
+    for result in (plan, kvrsim.simulate(strategy="kvr-e", ctx="1k", gpus=2), kvrsim.build_table(ctx="1k", gpus=2)):
+        cells = [cell for row in result.to_frame().to_dict("records") for cell in row.values()]
+        assert not any(isinstance(cell, list | tuple | dict) for cell in cells)
+    row = plan.to_frame().set_index("strategy").loc["kvr-e"]
+    assert row["partition"] == "512,512"
+    assert row["peak_bytes"] == max(rank.total for rank in plan["kvr-e"].memory)
+    assert row["wait_s"] == max(plan["kvr-e"].wait_s)

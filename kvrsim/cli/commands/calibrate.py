@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -16,18 +16,16 @@ import typer
 from kvrsim.arguments import (
     REQUIRED,
     Arguments,
-    ScenarioArgs,
+    PrefillArgs,
     argument,
     choice,
     count,
-    named,
     number,
     option,
     quantity,
     switch,
     text,
     tokens,
-    whole,
 )
 from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
@@ -54,8 +52,6 @@ _ROWS = "Write the measurements as CSV. The same command resumes an interrupted 
 _COMPUTE_SHARE = 0.75  # of the minutes of `all`
 _NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one
 _LISTED_DROPPED = 3  # points that do not fit into the time budget
-_PREFILLS = "prefills"
-_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype")  # the others hold for all rows
 
 
 def _kernels(value: object, parameter: str) -> tuple[str, ...]:
@@ -513,18 +509,6 @@ def _datasheet_link(compute: str) -> str | None:
     return None if gpu in known else _NO_DATASHEET
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillArgs(ScenarioArgs):
-    """What rows are about where their file does not say."""
-
-    ctx: Any = option("LEN", "Context length in tokens, of rows that do not say theirs.", "Question", tokens)
-    gpus: Any = option("N", "Number of GPUs. Default: 1.", "Question", whole)
-    model: Any = option("NAME|PATH", "A built-in model, a Hugging Face config.json, or its folder.", "Question")
-    profile: Any = option(
-        "NAME|PATH", "The calibration profile whose kernels the engine runs.", "Machine", named(), REQUIRED
-    )
-
-
 @takes(PrefillArgs)
 def prefills(
     args: PrefillArgs,
@@ -534,9 +518,6 @@ def prefills(
         "Measured prefills: a CSV file with a column ttft_s, or what vllm bench latency, vllm bench serve,"
         " sglang.bench_one_batch, AIPerf or GenAI-Perf wrote.",
         check=lambda value, _: value,
-    ),
-    strategy: Any = option(
-        "NAME", "Strategy of rows that do not say theirs. Default: tp, or single on one GPU.", "Question"
     ),
     check: Any = switch("Fit nothing; report how far the profile is from the rows.", "Measurement"),
     output: Any = output("FILE", "Write the profile with the fitted engine, as JSON.", None),
@@ -549,11 +530,8 @@ def prefills(
 
     Example: kvrsim calibrate prefills rows.csv --profile h100-flash -o mine.json
     """
-    from calibrate.prefills.fit import check_prefills, fit_prefills, make_cases, source_of
-    from calibrate.prefills.rows import PrefillDefaults, read_prefills
-    from kvrsim.kernels.profile import load_profile
-    from kvrsim.strategies import get_strategy
-    from planner.candidates import partition_of
+    from calibrate.prefills.fit import check_prefills
+    from kvrsim.prefills import cases_of, fit
     from planner.uncertainty.intervals import interval
 
     for parameter, value in (("output", output), ("name", name)):
@@ -561,46 +539,19 @@ def prefills(
             raise InputError(parameter, value, "nothing with --check, which fits no profile")
     if not check and output is None:
         raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
-    if strategy is not None:
-        get_strategy(strategy)
-    if args.profile == "roofline":
-        raise InputError("profile", args.profile, "a calibration profile, which has measured kernels")
-    profile = load_profile(args.profile)
-    defaults = PrefillDefaults(
-        model=args.model,
-        num_gpus=args.gpus or 1,
-        strategy=strategy,
-        context_len=args.ctx,
-        batch=args.batch,
-        cached_prefix=args.cached_prefix,
-        dtype=args.dtype,
-    )
-    rows = read_prefills(files, defaults, _PREFILLS)
-    setting = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_ROWS}
     with Progress() as progress:
-        cases = make_cases(rows.rows, profile, partition_of, setting, progress)
-        notes = [*rows.notes, *cases.notes]
-        for note in notes:
+        cases = cases_of(args, files, progress)
+        for note in cases.notes:
             warn(f"note: {note}")
-        scenario = cases.cases[0].scenario
         if check:
             checked = check_prefills(cases.cases, interval, progress)
-            content, printed = checked.to_dict(), partial(show_check, checked, scenario)
+            content, printed = checked.to_dict(), partial(show_check, checked, cases.cases[0].scenario)
         else:
-            fitted = fit_prefills(
-                cases.cases,
-                profile,
-                scenario.engine,
-                name=name or Path(output).stem,
-                source=source_of(files),
-                cluster=cases.cluster,
-                interval_of=interval,
-                on_progress=progress,
-            )
+            fitted = fit(args, cases, files, name or Path(output).stem, progress)
             fitted.profile.write(output)
             content, printed = fitted.to_dict() | {"output": output}, partial(show_fit, fitted, output)
     if json:
-        print_json(content | {"warnings": notes})
+        print_json(content | {"warnings": list(cases.notes)})
     else:
         printed()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import TABLE, DeploymentArgs, FleetArgs, PoolArgs, option, strategies
+from kvrsim.arguments import OF_REQUESTS, TABLE, DeploymentArgs, FleetArgs, PoolArgs, option, strategies
 from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
@@ -20,11 +20,6 @@ from kvrsim.views.table import Table, Text, columns, narrowing
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
 
-# What the requests of a workload have themselves.
-_OF_REQUESTS = {
-    **{"ctx": 1, "gpus": 1, "batch": 1, "cached_prefix": 0, "prefix_placement": "all"},
-    **{"expert_parallel": False, "expert_imbalance": None},
-}
 _STRATEGIES = "What groups may run, each with the fastest. Default: all without a long search."
 _PLOT = "Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
 
@@ -38,7 +33,7 @@ class AnswerArgs(OutputArgs):
     plot: Any = option("FILE", _PLOT, check=picture_or_page, spelling=("--plot", "--html"))
 
 
-@takes(DeploymentArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=_OF_REQUESTS)
+@takes(DeploymentArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=OF_REQUESTS)
 def capacity(
     args: DeploymentArgs,
     fleet: FleetArgs,

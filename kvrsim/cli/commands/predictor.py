@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import Any
 
 import typer
 
-from kvrsim.arguments import (
-    REQUIRED,
-    DeploymentArgs,
-    PoolArgs,
-    argument,
-    count,
-    option,
-    text,
-    tokens,
-    tokens_or_none,
-    whole,
-)
+from kvrsim.arguments import REQUIRED, PoolArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
@@ -30,14 +18,6 @@ from kvrsim.views.table import format_interval
 
 app = typer.Typer()
 _STRATEGY = "What the GPUs run; best: the fastest that fits and that some engine has."
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictorArgs(DeploymentArgs):
-    """A scenario of the largest context and batch that a predictor answers for."""
-
-    ctx: Any = option("LEN", "Longest context in tokens, cached prefix included.", "Question", tokens, "128k")
-    batch: Any = option("N", "Largest number of sequences prefilled together.", "Question", whole, 1)
 
 
 @app.command("build")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> Non
     one, other = read_prefills([path], defaults).rows
     assert (one.model, one.num_gpus, one.context_len, one.batch) == ("llama-2-7b", 2, 1024, 3)
     assert (other.num_gpus, other.context_len, other.dtype, other.cached_prefix) == (4, 512, "bf16", 0)
+
+
+def test_a_data_frame_is_read_as_its_csv_file_is(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = written(tmp_path, FULL + "llama-2-7b,,,,1024,,,,0.2\n")
+    whole = pandas.read_csv(path, comment="#")
+    expected = read_prefills([path], PrefillDefaults()).rows
+    found = read_prefills([whole], PrefillDefaults()).rows
+    assert [replace(row, where="") for row in found] == [replace(row, where="") for row in expected]
+    with pytest.raises(InputError, match=r"prefills DataFrame, row 0: ttft_s: got '-1'"):
+        read_prefills([whole.assign(ttft_s=-1)], PrefillDefaults())
+    with pytest.raises(InputError, match=r"prefills DataFrame: header: .* a column ttft_s"):
+        read_prefills([whole.drop(columns="ttft_s")], PrefillDefaults())
 
 
 def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""`kvrsim.calibrate`: an engine fitted to whole prefills.
+
+Part of the facade, because the fit is calibrate's and the predictions are planner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvrsim
+from kvrsim.arguments import OnProgress, PrefillArgs, function, named, takes, text
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from calibrate.prefills.fit import PrefillCases
+    from kvrsim.kernels.profile import CalibrationProfile
+
+_FRAME = ("pandas:DataFrame", "pandas.core.frame:DataFrame")
+_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype", "strategy")  # others: of all rows
+
+
+def _files(value: object, parameter: str) -> list[Any]:
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return [named(*_FRAME)(one, parameter) for one in values]
+
+
+@takes(PrefillArgs, prefills=_files, name=text, on_progress=function)
+def calibrate(
+    args: PrefillArgs, *, prefills: Any, name: str = "mine", on_progress: OnProgress | None = None
+) -> kvrsim.PrefillFit:
+    """Fit a serving engine to whole prefills measured on it.
+
+    Parameters
+    ----------
+    prefills : DataFrame, path or a list of them
+        A column `ttft_s` in seconds, and any of model, gpu, num_gpus, strategy, context_len, batch, cached_prefix and
+        dtype; or files as `kvrsim calibrate prefills` reads them.
+    name : str
+        Name of the profile.
+    on_progress : callable
+        As in `plan`.
+
+    Returns
+    -------
+    PrefillFit
+        `profile` is what other functions take; `before`, `after` and `left_out` are its errors.
+
+    Raises
+    ------
+    InputError
+        It names the parameter, and the row or the file and line.
+
+    Examples
+    --------
+    >>> import kvrsim, pandas
+    >>> rows = pandas.DataFrame({"context_len": [2048, 8192], "ttft_s": [0.31, 1.34]})
+    >>> fit = kvrsim.calibrate(prefills=rows, profile="h100-flash", model="llama-2-70b", gpus=2)
+    >>> plan = kvrsim.plan(profile=fit.profile, model="llama-2-70b", gpus=8, ctx="16k", strategies="tp")
+    """
+    return fit(args, cases_of(args, prefills, on_progress), prefills, name, on_progress)
+
+
+def profile_of(args: PrefillArgs) -> CalibrationProfile:
+    """The profile whose kernels the engine runs."""
+    from kvrsim.kernels.profile import load_profile
+
+    if args.profile == "roofline":
+        raise InputError("profile", args.profile, "a calibration profile, which has measured kernels")
+    return load_profile(args.profile) if isinstance(args.profile, str) else args.profile
+
+
+def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress | None) -> PrefillCases:
+    """The measured prefills, ready to be predicted, with notes on them."""
+    from calibrate.prefills.fit import make_cases
+    from calibrate.prefills.rows import PrefillDefaults, read_prefills
+    from kvrsim.strategies import get_strategy
+    from planner.candidates import partition_of
+
+    if args.strategy is not None:
+        get_strategy(args.strategy)
+    defaults = PrefillDefaults(
+        model=args.model,
+        num_gpus=args.gpus or 1,
+        strategy=args.strategy,
+        context_len=args.ctx,
+        batch=args.batch,
+        cached_prefix=args.cached_prefix,
+        dtype=args.dtype,
+    )
+    profile = profile_of(args)
+    rows = read_prefills(prefills, defaults)
+    setting = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_ROWS}
+    cases = make_cases(rows.rows, profile, partition_of, setting, on_progress)
+    return replace(cases, notes=(*rows.notes, *cases.notes))
+
+
+def fit(
+    args: PrefillArgs, cases: PrefillCases, prefills: Sequence[Any], name: str, on_progress: OnProgress | None
+) -> kvrsim.PrefillFit:
+    """Fit the engine to the cases."""
+    from calibrate.prefills.fit import fit_prefills
+    from planner.uncertainty.intervals import interval
+
+    return fit_prefills(
+        cases.cases,
+        profile_of(args),
+        cases.cases[0].scenario.engine,
+        name=name,
+        source=", ".join(dict.fromkeys(Path(one).name if isinstance(one, str) else "DataFrame" for one in prefills)),
+        cluster=cases.cluster,
+        interval_of=interval,
+        on_progress=on_progress,
+    )
