@@ -94,12 +94,9 @@ class FitReport:
             "provenance": dict(profile.provenance),
         }
 
-    def to_markdown(self, picture: str | None = None, earlier: str = "") -> str:
-        """A page: what was measured by whom, the constants, a table of errors per operation; `picture` is its file.
-
-        `earlier`: a page of the same profile, from which operations without lines here, and notes, are taken.
-        """
-        profile, before = self.profile, _sections_of(earlier)
+    def to_markdown(self, picture: str | None = None) -> str:
+        """A page: what was measured by whom, the constants, a table of errors per operation; `picture` is its file."""
+        profile = self.profile
         description = profile.description[:1].upper() + profile.description[1:]
         parts = [
             f"# Profile {in_markdown(profile.name)}",
@@ -109,15 +106,12 @@ class FitReport:
         if picture is not None:
             parts.append(f"![Measured against fitted times of each operation]({picture})")
         for kind in profile.operations:
-            same = None if kind in self.lines else before.get(TITLES[kind].capitalize())
-            parts += [same] if same else self._section(kind)
+            parts += self._section(kind)
         if self.layers is not None:
             note = f"{in_markdown(self.layers_note[0])}."
             parts += ["## Whole layers", note, _table([self.layers.errors()])]
         if self.notes:
             parts += ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)]
-        elif "Notes" in before:
-            parts.append(before["Notes"])
         origin = (f"- {in_markdown(key)}: {in_markdown(value)}" for key, value in profile.provenance.items())
         return "\n\n".join((*parts, "## Provenance", "\n".join(origin))) + "\n"
 
@@ -135,20 +129,14 @@ class FitReport:
             texts.append(_table(self.lines[kind]))
         return [text for text in texts if text]
 
-    def write(self, path: str | Path, picture: str | None = None, argument: str = "report", earlier: str = "") -> None:
+    def write(self, path: str | Path, picture: str | None = None, argument: str = "report") -> None:
         """The page, as a file."""
-        write_atomically(path, self.to_markdown(picture, earlier).encode(), argument=argument)
+        write_atomically(path, self.to_markdown(picture).encode(), argument=argument)
 
     def plot(self, path: str | Path, argument: str = "plot") -> None:
         """Measured against fitted time, and their ratio, a column per operation."""
         with styled():
             save_figure(_figure(self.fits), path, argument=argument, dpi=90)
-
-
-def _sections_of(page: str) -> dict[str, str]:
-    """The text of each section of a page, by its title."""
-    _, *sections = page.rstrip("\n").split("\n\n## ")
-    return {section.partition("\n")[0]: f"## {section}" for section in sections}
 
 
 def _figure(fits: Mapping[str, Comparison]) -> Figure:

@@ -2,7 +2,8 @@
 
 recipes.json lists the sources of each profile and the operations taken from each. NVIDIA's tables come from the
 installed package aiconfigurator-core, vidur's files from the history of a git clone. The command writes, in the
-checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles/NAME.md with its picture, and docs/results/profiles.md.
+checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles.md, and the errors of each operation with a picture in
+build/profiles/NAME.md.
 With --only SECTION, which needs no clone, it fits some of calibrate.shipped.recipes again and keeps all else.
 """
 
@@ -222,17 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.vidur is None and options.only is None:
         parser.error("one of the arguments --vidur --only is required")
-    pages = _ROOT / "docs" / "results" / "profiles"
-    pages.mkdir(parents=True, exist_ok=True)
+    details = _ROOT / "build" / "profiles"
+    details.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.names or recipe_names():
-            recipe, page = Recipe.read(name, options.vidur or Path(), options.aisimulate), pages / f"{name}.md"
+            recipe = Recipe.read(name, options.vidur or Path(), options.aisimulate)
             report = recipe.fit() if options.only is None else recipe.fit_only(options.only)
             report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
-            earlier = page.read_text() if options.only is not None else ""
-            report.write(page, picture=f"{name}.png", earlier=earlier)
+            report.write(details / f"{name}.md", picture=f"{name}.png")
             if options.only is None:
-                report.plot(pages / f"{name}.png")
+                report.plot(details / f"{name}.png")
             fits = report.profile.operations
             errors = (f"{kind} {fit.mape:.1%}" for kind, fit in fits.items() if fit.num_rows)
             print(f"{name}: {', '.join(errors)}", file=sys.stderr)

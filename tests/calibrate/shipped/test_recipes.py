@@ -11,7 +11,6 @@ import pytest
 
 from calibrate.fit.fit import Comparison, Fitted
 from calibrate.fit.report import FitReport
-from calibrate.shipped.page import PAGE
 from calibrate.shipped.recipes import Recipe, fit_sections, recipe_names
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
@@ -48,19 +47,6 @@ def test_a_section_that_is_unknown_is_named() -> None:
     for listed, only in (({"other": {}}, None), ({}, ("other",))):
         with pytest.raises(InputError, match="other"):
             fit_sections(SHIPPED, recipe(**listed), only=only, fits={"elementwise": fit})
-
-
-def test_the_page_keeps_what_was_not_fitted_again() -> None:
-    earlier = (PAGE.parent / "profiles" / "h200-flash.md").read_text()
-    picture = "h200-flash.png"
-    found = fit_sections(SHIPPED, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
-    assert SHIPPED.to_markdown(picture, earlier) == earlier
-    new = found.to_markdown(picture, earlier)
-    changed = {
-        ours for ours, before in zip(new.split("\n\n## "), earlier.split("\n\n## "), strict=True) if ours != before
-    }
-    assert len(changed) == 1
-    assert "two rows" in changed.pop()
 
 
 @pytest.mark.parametrize("name", recipe_names())
