@@ -170,7 +170,7 @@ def answers(folder: Path) -> list[str]:
 
 def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
     """All fits, best first."""
-    request: CapacityRequest = make_request(FleetArgs(requests=requests, slo_ttft=slo_s))
+    request: CapacityRequest = make_request(FleetArgs(requests=requests, slo_ttft=slo_s), scenario(machine))
     workload = request.source.workload(0)
     times = cached_times(machine, requests)
     finder = FleetSearch(FleetSimulator(request, [workload], times))
@@ -212,8 +212,9 @@ def mixed_against_uniform(folder: Path) -> list[str]:
         cells = []
         for order in ("first-come", "shortest-first"):
             asked = {"requests": path, "slo_ttft": slo_s, "rate_scale": rate_scale, "percentile": percentile}
+            on = scenario(FLASH)
             found = [
-                plan_capacity(scenario(FLASH), make_request(FleetArgs(**asked, order=order, uniform_only=only))).answer
+                plan_capacity(on, make_request(FleetArgs(**asked, order=order, uniform_only=only), on)).answer
                 for only in (True, False)
             ]
             cells += [f"{one.num_gpus}: {one.describe()}" if one else "none" for one in found]

@@ -58,7 +58,7 @@ def tasks() -> dict[str, Callable[[Pool], object]]:
     """What is measured, by its command."""
     scenario, _ = make_scenario(ctx=65536, gpus=8)
     noisy, _ = make_scenario(ctx=16384, gpus=8)
-    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="2s", group_sizes="1,2,4"))
+    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="2s", group_sizes="1,2,4"), scenario)
     lengths, counts = range(1024, 65537, 1024), (2, 4, 8)
     return {
         "table build --gpus 2,4,8 --ctx 1k:64k:1k": lambda pool: make_table(scenario, counts, lengths, pool=pool),

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 
 from kvrsim.choices import (
     ATTENTIONS,
-    DECODES,
     DTYPES,
     EXECUTORS,
     FLEET_OBJECTIVES,
@@ -736,7 +735,7 @@ class FleetArgs(Arguments):
     percentile: Any = option(
         "P", "Percentage of requests that must meet the target, up to 100.", "Target", number(above=0, most=100), 99
     )
-    sure: Any = switch("Require the upper confidence bound, not only the estimate, to meet the target.", "Target")
+    sure: Any = switch("Require the upper end of the interval, not only the estimate, to meet the target.", "Target")
     max_gpus: Any = option("N", "Largest fleet to consider. Default: 512.", "Fleet", count(2**20))
     group_sizes: Any = option(
         "N,N,...",
@@ -749,16 +748,9 @@ class FleetArgs(Arguments):
         "USD", "Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.", "Fleet", price
     )
     objective: Any = option("|".join(FLEET_OBJECTIVES), "What to minimise.", "Fleet", choice(*FLEET_OBJECTIVES), "gpus")
-    decode: Any = option(
-        "|".join(DECODES),
-        "Decode on another fleet, or on the last GPU of each group.",
-        "Fleet",
-        choice(*DECODES),
-        "separate",
-    )
     tpot: Any = option(
         "TIME",
-        "Time per output token, such as 30ms: the target of the fleet that decodes, or the last GPU's time.",
+        "Time per output token, such as 30ms: the target of the fleet that decodes, which is then sized.",
         "Fleet",
         quantity(parse_seconds),
     )

@@ -35,9 +35,6 @@ EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" is processes of this machine
 POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
-Decode = Literal["separate", "last-gpu"]  # who decodes in a capacity plan
-DECODES: tuple[Decode, ...] = get_args(Decode)
-
 FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises
 FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
 

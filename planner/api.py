@@ -6,7 +6,7 @@ loads its part of the planner when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
@@ -299,6 +299,13 @@ def map_strategies(
     >>> len(strategies.points)
     6
     """
+    return map_of(args, compared, on_progress=on_progress)
+
+
+def map_of(
+    args: ScenariosArgs, compared: MapArgs, *, pool: Pool | None = None, on_progress: OnProgress | None = None
+) -> kvrsim.StrategyMap:
+    """The result of `map_strategies`; pool: who simulates."""
     from planner.map.map import make_map
 
     base, warnings, lengths, counts = build_scenarios(args)
@@ -309,6 +316,7 @@ def map_strategies(
         bandwidths=compared.link_bandwidths,
         strategies=compared.strategies,
         warnings=warnings,
+        pool=pool,
         on_progress=on_progress,
     )
 
@@ -319,7 +327,6 @@ def capacity(
     fleet: FleetArgs,
     *,
     strategies: Sequence[str | kvrsim.Strategy] | None = None,
-    table: str | PathLike[str] | kvrsim.PartitionTable | None = None,
     on_progress: OnProgress | None = None,
 ) -> kvrsim.CapacityPlan:
     """Find the smallest or cheapest fleet whose TTFT is within the target for a percentile of the requests.
@@ -328,8 +335,6 @@ def capacity(
     ----------
     strategies : sequence of str or Strategy
         What groups may run, as in `plan`; None: all that take no long search.
-    table : str, path or PartitionTable
-        Partitions of KVR-S; None: they are searched.
     on_progress : callable
         As in `plan`.
 
@@ -352,14 +357,29 @@ def capacity(
     >>> plan.feasible
     True
     """
+    return capacity_of(args, fleet, strategies=strategies, on_progress=on_progress)
+
+
+def capacity_of(
+    args: DeploymentArgs,
+    fleet: FleetArgs,
+    *,
+    strategies: Sequence[str | kvrsim.Strategy] | None = None,
+    engines: Iterable[str] = (),
+    pool: Pool | None = None,
+    on_progress: OnProgress | None = None,
+) -> kvrsim.CapacityPlan:
+    """The result of `capacity`; engines: names of those that must have the strategies. pool: who simulates groups."""
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
+    from planner.deploy_engines import deploy_engine
 
     scenario, warnings = build_scenario(args)
-    request = make_request(fleet, scenario.cluster.gpus_per_node)
-    policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=table_of(table))
-    return plan_capacity(scenario, request, policy, warnings=warnings, on_progress=on_progress)
+    request = make_request(fleet, scenario)
+    names = None if strategies is None else tuple(strategies)
+    policy = StrategyPolicy(names=names, engines=tuple(map(deploy_engine, engines)))
+    return plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=on_progress)
 
 
 @takes(MeasuredArgs, strategies=strategies, top=count(2**20), virtual=flag)

@@ -86,7 +86,7 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
 
 def _fleet(engine: str, model: str) -> Launch:
     scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
-    request = make_request(FleetArgs(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1))
+    request = make_request(FleetArgs(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1), scenario)
     plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
     return launch_of_fleet(plan, engine, model="org/model")
 

@@ -1,4 +1,4 @@
-"""Decoding: how it, or a cache on its way to another fleet, occupies the groups; and the fleet that decodes.
+"""Decoding: how long a cache on its way to the fleet that decodes keeps a group, and that fleet.
 
 The fleet that decodes has groups of tensor parallelism that run one batch each. A step takes one token of every
 sequence of a batch through all layers: it reads the weights once, and the cache of every sequence. The batch of a group
@@ -23,7 +23,6 @@ from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.scenario import MAX_BATCH, Scenario
-from kvrsim.units import format_bandwidth
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Lengths, Workload
 from planner.decode import decoding_rank, step_s
@@ -61,7 +60,7 @@ class Transfer:
         return sum(each, np.zeros(len(context_len)))
 
     def after_s(self, context_len: Lengths, ttft_s: Array, gpus: Lengths) -> Array:
-        """From the first token until all of the cache has left.
+        """From the first token until all of the cache has left a group; gpus: that hold parts of it.
 
         The first layer's leaves at the earliest when it is computed, the last one's after the first token.
         """
@@ -79,41 +78,6 @@ class Transfer:
             mean_bytes=float(nbytes.mean()),
             max_bytes=float(nbytes.max()),
             mean_bytes_per_s=float(nbytes.sum()) / duration_s if duration_s else None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decoding:
-    """How decoding occupies the group that computed the first token."""
-
-    seconds_per_token: float | None = None  # of the group's last GPU, which decodes; None: another fleet decodes
-    transfer: Transfer | None = None  # to that fleet; None: not counted
-
-    def hold_s(self, workload: Workload, ttft_s: Array, gpus: Lengths) -> Array:
-        """How long each request occupies its group after the first token; gpus: that hold its cache."""
-        if self.transfer is not None:
-            return self.transfer.after_s(workload.context_len, ttft_s, gpus)
-        if self.seconds_per_token is None:
-            return np.zeros(len(workload))
-        return self.seconds_per_token * np.maximum(0, workload.output_tokens - 1)  # the first token is the prefill's
-
-    def hold_share(self, num_gpus: int) -> float:
-        """Share of a group's GPUs that are busy meanwhile."""
-        return 0.0 if self.seconds_per_token is None else 1 / num_gpus
-
-    def describe(self) -> str:
-        """In words, for every answer."""
-        if self.seconds_per_token is not None:
-            ms = 1e3 * self.seconds_per_token
-            return f"the last GPU of a group decodes, {ms:g} ms a token, and holds the group until its last token"
-        if self.transfer is None:
-            return (
-                "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
-            )
-        bandwidth = format_bandwidth(self.transfer.bytes_per_s)
-        return (
-            f"another fleet decodes: the KV-cache leaves layer by layer, {bandwidth} a GPU, and a group is free after"
-            " the first token and when the cache has left"
         )
 
 

@@ -59,6 +59,11 @@ class Group:
 Fleet = tuple[Group, ...]  # by rising length; together they cover all lengths
 
 
+def gpus_of(fleet: Fleet) -> int:
+    """GPUs of all groups."""
+    return sum(group.num_gpus for group in fleet)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetLimits:
     """The fleets that are allowed, and what they cost."""
@@ -128,13 +133,12 @@ class Service:
 
     ttft_s: Array  # from start to first token, alone; inf where it does not fit in memory
     busy_s: Array  # time of a group, on the mean of its GPUs, that each prompt takes before its first token
-    hold_s: Array  # how long decoding, or a cache that leaves, occupies the group after the first token
+    hold_s: Array  # how long a cache that leaves keeps the group after the first token
     length_class: Indices  # row of `overlap`
     strategies: tuple[str, ...]  # of each class
     overlap: Overlap
     new_tokens: Lengths  # for order and packing
     cached_prefix: Lengths
-    hold_share: float = 1.0  # share of the GPUs that are busy during hold_s
     packing: Packing | None = None  # None: prompts run one by one
 
     @classmethod
@@ -189,7 +193,7 @@ class PoolRun:
     begin_s: Array  # start on a group
     end_s: Array  # first token
     group: Indices  # that served it
-    busy_s: float  # sum over groups of their GPUs' mean busy time: prefills and decoding
+    busy_s: float  # sum over groups of their GPUs' mean busy time
 
 
 def run_pool(pool: Pool) -> PoolRun:
@@ -225,7 +229,7 @@ def _run_in_order(pool: Pool) -> PoolRun:
         begin_s=np.array(begins),
         end_s=np.array(ends),
         group=np.array(groups, dtype=np.int64),
-        busy_s=float((service.busy_s + service.hold_s * service.hold_share).sum()),
+        busy_s=float(service.busy_s.sum()),
     )
 
 
@@ -312,7 +316,7 @@ class _Dispatcher:
         end_s = free_s[-1]
         for request in requests:
             self.end_s[request], self.group[request] = end_s, group
-        self.busy_s += busy_s + hold_s * self.service.hold_share
+        self.busy_s += busy_s
         self.free_s[group] = [end_s + hold_s] * len(free_s) if hold_s else free_s
         return self.free_s[group][0]
 
@@ -321,17 +325,18 @@ class _Dispatcher:
 class FleetRun:
     """Results of a workload by request; arrays of shape (N,)."""
 
-    arrival_s: Array
+    workload: Workload
     ttft_s: Array  # queueing included; inf: never served
     begin_s: Array
     pool: Indices  # index of the group that served it; -1: it fits in no group's memory
-    busy_gpu_s: float  # decoding on a group counts, waiting inside it does not
+    busy_gpu_s: float  # waiting inside a group does not count
 
     @property
     def horizon_s(self) -> float:
         """From the first arrival to the last first token."""
-        ends = self.arrival_s + self.ttft_s
-        return float(max(ends[np.isfinite(ends)].max(initial=0.0), self.arrival_s[-1]) - self.arrival_s[0])
+        arrival_s = self.workload.arrival_s
+        ends = arrival_s + self.ttft_s
+        return float(max(ends[np.isfinite(ends)].max(initial=0.0), arrival_s[-1]) - arrival_s[0])
 
 
 def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fleet) -> Indices:
@@ -364,4 +369,4 @@ def run_fleet(
             run = serve(Pool(arrival_s=arrival_s, service=service, replicas=group.replicas, order=order))
             ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
             busy_gpu_s += run.busy_s * group.type.gpus
-    return FleetRun(arrival_s=workload.arrival_s, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)
+    return FleetRun(workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)

@@ -9,12 +9,9 @@ from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
-from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer
 from planner.deploy import Launch, Server, about_pieces, layout_for, longest_sequence
 from planner.deploy_engines import DeployEngine, deploy_engine
-
-_LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that prefills"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,18 +24,11 @@ class _Servers:
     notes: tuple[str, ...] = ()
 
 
-def check_emit(request: CapacityRequest) -> None:
-    """Raise InputError where the groups do what no engine does."""
-    if request.decoding.seconds_per_token is not None:
-        raise InputError("decode", "last-gpu", _LAST_GPU)
-
-
 def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Launch:
     """How the answer's fleet is started: args of its first groups; a script for each kind where there are several.
 
     model: what the engine loads. Raises InputError where there is no answer, or the engine has not got a strategy.
     """
-    check_emit(plan.request)
     if plan.answer is None:
         raise InputError("emit", engine_name, "a fleet that meets the target; none does")
     servers = list(_servers(plan, plan.answer.groups, deploy_engine(engine_name), model))

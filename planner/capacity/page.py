@@ -1,4 +1,4 @@
-"""A capacity plan for people: its lines and tables, which every format prints, and its interactive page.
+"""A capacity plan for people: its lines and tables, which every format prints, its chart, and its interactive page.
 
 The data of the page hold every fleet that was simulated around the answer and the requests of the answer. The page
 interpolates nothing: at another target, percentile, price or rate it shows one of these fleets.
@@ -12,23 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
-from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, items, join, table, tag
-from kvrsim.views.table import Cell, Column, seconds_cell
-from planner.capacity.plot import draw, percentile_by_length, waiting
+from kvrsim.interp import percentile_of
+from kvrsim.program import Array
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds
+from kvrsim.views.figure import Head, drawing
+from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, join, table, tag
+from kvrsim.views.style import DIM, INK, styled
+from kvrsim.views.table import Cell, Column, Table, seconds_cell
+from planner.capacity.fleet import FleetRun, Indices
 from planner.capacity.result import CapacityPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_BLUE, _ORANGE = "#4c78a8", "#ee8434"
+_WIDTH, _HEIGHT = 8.0, 4.2  # inches of the chart, without its head
 _MOST_DOTS = 12_000  # requests of the charts; of more, every second, third, ...
 _MOST_STEPS = 20_000  # changes of the queue that are drawn as they are; of more, the longest queue in each of _BINS
 _BINS = 4000
+_LEAST_IN_BIN = 20  # requests of a percentile by length
 _DIGITS = 4
 _HOURS_A_MONTH = 730
 _LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
-Rows = list[list[str | Cell]]
-Table = tuple[list[Column], Rows, str]  # with its caption
 
 
 def headline(plan: CapacityPlan) -> str:
@@ -54,15 +59,16 @@ def verdict(plan: CapacityPlan) -> str:
 def size_and_price(plan: CapacityPlan) -> str:
     """The whole fleet in words: "12 prefill + 4 decode = 16 GPUs, 40 $/h, 29 k$ a month"."""
     fleet = plan.first
-    text = f"{fleet.total_gpus} GPU{'s' * (fleet.total_gpus > 1)}"
-    if fleet.decode is not None:
-        text = f"{fleet.num_gpus} prefill + {fleet.decode.num_gpus} decode = {text}"
-    elif plan.request.decoding.seconds_per_token is None:
-        text += " for prefill only"
+    text = _sum_of(fleet.num_gpus, fleet.decode.num_gpus if fleet.decode else 0)
     if (cost := fleet.total_cost_per_hour) is not None:
         month = cost * _HOURS_A_MONTH
         text += f", {cost:.4g} $/h, " + (f"{month / 1e3:.3g} k$" if month >= 1e3 else f"{month:.0f} $") + " a month"
     return text
+
+
+def _sum_of(prefill: int, decode: int) -> str:
+    total = f"{prefill + decode} GPU{'s' * (prefill + decode > 1)}"
+    return f"{prefill} prefill + {decode} decode = {total}" if decode else f"{total} for prefill only"
 
 
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
@@ -70,21 +76,24 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     fleet, sent, decoders = plan.first, plan.kv_transfer, plan.decode_fleet
     if (interval := fleet.interval) is not None:
         safe = "safe: it ends below" if interval.safe else "NOT safe: it ends above"
-        ends = f"{format_time(interval.low_s)} to {format_time(interval.high_s)}"
+        high = math.inf if interval.high_s is None else interval.high_s
+        ends = f"{format_time(interval.low_s)} to {format_time(high)}"
         target = format_seconds(plan.slo_ttft_s)
         yield "interval", f"80 % from {ends}, model and sampling together; {safe} the target of {target}"
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
-    if fleet.growth is not None:
-        most, times, more = fleet.growth
-        text = f"the fleet serves {most:g} times these requests" if most > 1 else "the fleet has no room for 1.1 times"
-        if times is not None:
-            text += f"; {times:g} times need " + (f"{more} GPUs that prefill" if more else "more GPUs than --max-gpus")
+    if (growth := fleet.growth) is not None:
+        text = "the fleet has no room for 1.1 times"
+        if growth.serves > 1:
+            text = f"the fleet serves {growth.serves:g} times these requests"
+        if growth.next is not None:
+            gpus = None if growth.num_gpus is None else _sum_of(growth.num_gpus, growth.decode_gpus)
+            text += f"; {growth.next:g} times need {gpus or 'more GPUs than --max-gpus'}"
         yield "traffic", text
     for change in plan.would_meet:
         yield "would meet", change
     if fleet.unserved:
-        yield "requests", f"{fleet.unserved} of {fleet.requests} never served; they count as late"
+        yield "unserved", f"{fleet.unserved} of {fleet.requests} never served; they count as late"
     if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
         rate = "" if sent.mean_bytes_per_s is None else f", {format_bandwidth(sent.mean_bytes_per_s)} in all"
         after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
@@ -98,75 +107,56 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
             f" {decoders.context_tokens} tokens; at most {decoders.sequences_at_once} sequences at once, TPOT at most"
             f" {format_seconds(decoders.tpot_s)}",
         )
+    read, lengths = plan.workload, plan.workload["context_tokens"]
+    rate = "" if read["rate_per_s"] is None else f", {read['rate_per_s']:.3g} a second"
+    contexts = f"contexts of {lengths['p50']} (p50), {lengths['p99']} (p99) and at most {lengths['max']} tokens"
+    counts = f"{read['requests']} in {read['duration_s']:.6g} s{rate}"
+    yield "requests", f"{counts}; {contexts}, {read['cached_share']:.0%} of them cached"
 
 
 def group_table(plan: CapacityPlan) -> Table:
     """Where prompts go: one row per range of lengths."""
     titles = ("new tokens", "groups", "strategy, share of time", "requests")
-    rows: Rows = []
+    rows = Table(columns=[Column(title=title, number=title == "requests") for title in titles])
     for group in plan.first.groups:
         strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
         low, high = group.context_range
-        rows.append([f"{low} to {high}", group.groups(), strategies, str(group.requests)])
-    return [Column(title=title, number=title == "requests") for title in titles], rows, "Where prompts go"
+        rows.add_row(f"{low} to {high}", group.groups(), strategies, str(group.requests))
+    return rows
 
 
 def fleet_table(plan: CapacityPlan) -> Table:
     """The answer or the nearest miss, and the alternatives."""
     fleets = [plan.first, *plan.alternatives]
     priced = any(fleet.cost_per_hour is not None for fleet in fleets)
-    columns = [
-        Column(title="fleet"),
-        Column(title="engine"),
-        Column(title="GPUs", number=True),
-        Column(title="p50", number=True, rank=2),
-        Column(title="p95", number=True, rank=2),
-        Column(title="p99", number=True),
-        Column(title="max", number=True, rank=2),
-        Column(title="in target", number=True),
-        Column(title="utilised", number=True, rank=2, hint="Busy share of all GPU time"),
-        *([Column(title="cost/hour", number=True)] if priced else []),
-    ]
-    rows: Rows = []
-    for fleet in fleets:
+    rows = Table(
+        columns=[
+            Column(title="fleet"),
+            Column(title="engine"),
+            Column(title="GPUs", number=True),
+            Column(title="p50", number=True, rank=3),
+            Column(title="p95", number=True, rank=2),
+            Column(title="p99", number=True),
+            Column(title="max", number=True, rank=4),
+            Column(title="in target", number=True),
+            Column(title="utilised", number=True, rank=5, hint="Busy share of all GPU time"),
+            *([Column(title="cost/hour", number=True)] if priced else []),
+        ]
+    )
+    for number, fleet in enumerate(fleets):
         times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
         cost = fleet.total_cost_per_hour
-        rows.append(
-            [
-                fleet.describe(),
-                fleet.engine or "none",
-                str(fleet.total_gpus),
-                *(seconds_cell(one) if math.isfinite(one) else Cell(shown=format_time(one)) for one in times),
-                Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
-                Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
-                *([] if cost is None else [Cell(shown=f"{cost:.2f}", value=cost)]),
-            ]
+        rows.add_row(
+            fleet.describe(),
+            fleet.engine or "none",
+            str(fleet.total_gpus),
+            *(seconds_cell(one) if math.isfinite(one) else Cell(shown=format_time(one)) for one in times),
+            Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
+            Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
+            *([] if cost is None else [Cell(shown=f"{cost:.2f}", value=cost)]),
+            style="bold" if number == 0 and plan.answer is not None else None,
         )
-    return columns, rows, "Fleets: the answer first, then others that meet the target"
-
-
-def token_table(plan: CapacityPlan) -> Table:
-    """Percentiles of the lengths of the requests."""
-    keys = ("mean", "p50", "p90", "p99", "max")
-    names = ("context_tokens", "new_tokens", "output_tokens")
-    columns = [Column(title=""), *(Column(title=key, number=True) for key in keys)]
-    rows: Rows = [[name.replace("_", " "), *(f"{plan.workload[name][key]:.0f}" for key in keys)] for name in names]
-    return columns, rows, "Tokens of the requests"
-
-
-def length_table(plan: CapacityPlan) -> Table:
-    """Requests by context."""
-    columns = [Column(title=title, number=True) for title in ("contexts from", "requests", "share of new tokens")]
-    rows: Rows = [
-        [format_tokens(row["from_tokens"]), str(row["requests"]), f"{row['share_of_new_tokens']:.1%}"]
-        for row in plan.workload["histogram"]
-    ]
-    return columns, rows, "Requests by context, in powers of two"
-
-
-def as_text(rows: Rows) -> list[list[str]]:
-    """Rows as they are shown."""
-    return [[cell.shown if isinstance(cell, Cell) else cell for cell in row] for row in rows]
+    return rows
 
 
 def format_time(seconds: float) -> str:
@@ -175,22 +165,48 @@ def format_time(seconds: float) -> str:
 
 
 def figure(plan: CapacityPlan) -> Figure:
-    """TTFT by length, the queue over time, the Pareto front and the lengths."""
-    return draw(plan, verdict(plan), _question(plan))
+    """The Pareto front of fleets: the requested percentile over the cost or the GPUs, with target and answer."""
+    points = plan.front.pareto
+    priced = any(point.cost_per_hour is not None for point in points)
+    cost = [point.cost_per_hour or point.num_gpus for point in points]
+    chosen = plan.first
+    head = Head(title=verdict(plan), subtitle=_question(plan), width=_WIDTH)
+    with styled():
+        panes = drawing(_WIDTH, _HEIGHT + head.height)
+        height = _HEIGHT / (_HEIGHT + head.height)
+        axes = panes.add_axes((0.11, 0.15 * height, 0.86, 0.82 * height))
+        axes.plot(cost, [point.target_ttft_s for point in points], "o-", color=_BLUE, drawstyle="steps-post")
+        axes.axhline(plan.slo_ttft_s, color=_ORANGE, label=f"target {format_seconds(plan.slo_ttft_s)}")
+        if math.isfinite(chosen.target_ttft_s):
+            axes.plot(
+                [chosen.cost_per_hour or chosen.num_gpus],
+                [chosen.target_ttft_s],
+                "o",
+                color=_ORANGE,
+                markersize=9,
+                fillstyle="none",
+            )
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_xlabel("cost per hour" if priced else "GPUs that prefill", color=DIM)
+        axes.set_ylabel(f"{plan.percentile:g}th percentile of TTFT, s", color=DIM)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, labelcolor=INK)
+        head.draw(panes)
+    return panes
 
 
 def summary(plan: CapacityPlan) -> Summary:
     """Fleets that meet the target, the answer first; where none does, the nearest miss."""
-    columns, rows, _ = fleet_table(plan)
-    meanings = plan.assumptions()
-    notes = [*plan.reasons(), meanings["interval_meaning"], meanings["rests_on"], *plan.warnings]
+    fleets, meanings = fleet_table(plan), plan.assumptions()
     return Summary(
         answer=verdict(plan),
         question=_question(plan),
         caption="fleets",
-        columns=columns,
-        rows=as_text(rows),
-        notes=notes,
+        columns=fleets.columns,
+        rows=fleets.texts(),
+        notes=[*plan.reasons(), meanings["interval_meaning"], meanings["rests_on"], *plan.warnings],
     )
 
 
@@ -228,7 +244,6 @@ def capacity_page(plan: CapacityPlan) -> Page:
             *(pictures if served else ()),
             Section(title="Fleets", body=join(_fleets(plan))),
             *([reasons] if plan.infeasible else []),
-            Section(title="What was read", body=join(_workload(plan))),
         ],
         notes=[*plan.assumptions().values(), *plan.warnings],
         data=capacity_data(plan) if served else {},
@@ -266,25 +281,52 @@ def capacity_data(plan: CapacityPlan) -> dict[str, Any]:
 
 def _requests(plan: CapacityPlan) -> dict[str, Any]:
     """TTFTs over time and length, percentiles by length, and the queue."""
-    curves = plan.first.curves
-    assert curves is not None
-    served = np.flatnonzero(np.isfinite(curves.ttft_s))
+    run = plan.first.runs[0]
+    served = np.flatnonzero(np.isfinite(run.ttft_s))
     step = -(-len(served) // _MOST_DOTS)
     some = served[::step]
-    times_s, prompts = waiting(curves, _MOST_STEPS, _BINS)
-    by_length = {one: percentile_by_length(curves, served, one) for one in (50.0, plan.percentile)}
+    times_s, prompts = waiting(run, _MOST_STEPS, _BINS)
+    by_length = {one: _percentile_by_length(run, served, one) for one in (50.0, plan.percentile)}
     return {
-        "count": len(curves.arrival_s),
+        "count": len(run.workload),
         "every": step,
-        "arrival_s": np.round(curves.arrival_s[some], 3).tolist(),
-        "ttft_s": _short(curves.ttft_s[some]),
-        "new_tokens": curves.new_tokens[some].tolist(),
+        "arrival_s": np.round(run.workload.arrival_s[some], 3).tolist(),
+        "ttft_s": _short(run.ttft_s[some]),
+        "new_tokens": run.workload.new_tokens[some].tolist(),
         "by_length": [
             {"percentile": percentile, "new_tokens": _short(lengths), "ttft_s": _short(values)}
             for percentile, (lengths, values) in by_length.items()
         ],
         "queue": {"time_s": np.round(times_s, 3).tolist(), "waiting": prompts.astype(int).tolist()},
     }
+
+
+def waiting(run: FleetRun, most_changes: int, bins: int) -> tuple[Array, Array]:
+    """Times in seconds, and how many prompts wait from each on.
+
+    Of more changes than `most_changes`, the largest number in each of `bins` equal parts of the time.
+    """
+    changes = np.concatenate([run.workload.arrival_s, run.begin_s])
+    signs = np.repeat([1.0, -1.0], len(run.workload))
+    order = np.lexsort((signs, changes))  # at one instant, requests leave before others arrive
+    order = order[np.isfinite(changes[order])]
+    times_s, number = changes[order], np.cumsum(signs[order])
+    last = np.append(np.diff(times_s) > 0, True)  # of each instant
+    if last.sum() <= most_changes:
+        return times_s[last], number[last]
+    edges = np.linspace(times_s[0], max(times_s[-1], times_s[0] + 1e-9), bins + 1)
+    first = np.searchsorted(times_s, edges[:-1])
+    most = [number[max(0, a - 1) : b].max(initial=0.0) for a, b in zip(first, [*first[1:], len(number)], strict=True)]
+    return edges, np.array([*most, most[-1]])
+
+
+def _percentile_by_length(run: FleetRun, served: Indices, percentile: float) -> tuple[Array, Array]:
+    """Percentile of TTFT in half-octave bins with enough requests: lengths and values."""
+    half_octave = np.floor(2 * np.log2(run.workload.new_tokens[served]))
+    bins, counts = np.unique(half_octave, return_counts=True)
+    bins = bins[counts >= _LEAST_IN_BIN]
+    values = [percentile_of(run.ttft_s[served[half_octave == one]], percentile) for one in bins]
+    return 2.0 ** ((bins + 0.5) / 2), np.array(values)
 
 
 def _short(values: Iterable[float]) -> list[float | None]:
@@ -304,17 +346,7 @@ def _fleets(plan: CapacityPlan) -> Iterable[str]:
     if plan.first.unserved == plan.first.requests:
         yield tag("p", verdict(plan))
         return
-    columns, rows, caption = fleet_table(plan)
-    yield table(columns, rows, caption=caption)
+    fleets, groups = fleet_table(plan), group_table(plan)
+    yield table(fleets.columns, fleets.rows, caption="Fleets: the answer first, then others that meet the target")
     yield from (tag("p", f"{label}: {line}.", class_="lead") for label, line in details(plan))
-    columns, rows, caption = group_table(plan)
-    yield table(columns, rows, caption=caption, sortable=False)
-
-
-def _workload(plan: CapacityPlan) -> Iterable[Html]:
-    read = plan.workload
-    rate = "" if read["rate_per_s"] is None else f", {read['rate_per_s']:.3g} a second"
-    words = f"{read['requests']} requests in {read['duration_s']:.6g} s{rate}; {read['cached_share']:.0%} cached"
-    yield tag("p", f"{read['name']}: {words}")
-    for columns, rows, caption in (token_table(plan), length_table(plan)):
-        yield table(columns, rows, caption=caption, sortable=False)
+    yield table(groups.columns, groups.rows, caption="Where prompts go", sortable=False)

@@ -16,14 +16,12 @@ from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, label_of
+from kvrsim.strategies import STRATEGIES, get_strategy, label_of
 from kvrsim.units import format_seconds
-from planner.candidates import Search
-from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fleet
-from planner.capacity.fleet import WHOLE
+from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
-from planner.capacity.search import FleetSearch, FleetSimulator, fleet_of, front_of
+from planner.capacity.search import FleetSearch, FleetSimulator, front_of
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Workload
 from planner.deploy_engines import engines_with
@@ -74,23 +72,23 @@ def _plan(
     """Search the cheapest fleet that meets the target.
 
     policy: what groups may run. pool: who simulates groups; None: this process.
-    on_progress: called with each stage.
-        Raises InputError where no group size has a strategy, or the table has no entries for a group size.
+    on_progress: called with each stage. Raises InputError where no group size has a strategy.
     """
     begin_s = time.perf_counter()
     report = on_progress or (lambda done, total, text: None)
     policy = replace(policy, packs=request.pack_tokens is not None)
-    request = _on_machine(scenario, request, policy)
+    request = replace(request, limits=_limits(scenario, request.limits, policy))
+    sizes = request.limits.sizes
     workloads = [
         request.source.workload(request.seed, number)
         for number in range(request.replications if request.source.is_random else 1)
     ]
-    # Not on the context length of the scenario: a workload has many.
-    notes = [*without(warnings, "context-range"), *_table_notes(scenario, policy, request.limits.sizes)]
+    if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
+        raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
     times = service_times(scenario, workloads, policy, request.pack_tokens)
     report(0, None, "prefill times of groups")
     if pool is not None and not pool.is_here:
-        times.fill(request.limits.sizes, pool)
+        times.fill(sizes, pool)
     simulator = FleetSimulator(request, workloads, times)
     search = FleetSearch(simulator)
     report(0, None, "fleets")
@@ -99,38 +97,39 @@ def _plan(
     report(0, None, "Pareto front")
     front = front_of(search, fits)
     infeasible = search.infeasible(fits)
-    decoders = _decoders(scenario, request, workloads[0], fleets[0]) if fleets else None
-    if isinstance(decoders, str):
-        infeasible.append(Infeasible(gpus_per_group=None, code="decode", reason=decoders))
-    context_len = max(int(one.context_len.max()) for one in workloads)
-    longest = replace(scenario.request, context_len=context_len, cached_prefix=0)
-    largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=longest)
-    notes += _notes(scenario, workloads[0], max(request.limits.sizes))
-    in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
-    notes += _memory_notes(workloads, times, [size for size in request.limits.sizes if size not in in_memory])
-    if left_out := policy.left_out(largest):
-        notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
-    transfer = request.decoding.transfer
-    decode = decoders if isinstance(decoders, DecodeFleet) else None
-    fleets = [replace(one, engine=_engines_of(one, largest), decode=decode) for one in fleets[: 1 + _ALTERNATIVES]]
+    longest = replace(scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
+    largest = replace(scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
+    fleets = [replace(one, engine=_engines_of(one, largest)) for one in fleets[: 1 + _ALTERNATIVES]]
     if fleets:
-        low, high = _prefill_interval(fleets[0], largest, request.target.percentile, policy)
-        interval = simulator.interval(fleet_of(fleets[0]), fleets[0], low, high)
-        short = FleetSimulator(request, workloads if sum(map(len, workloads)) <= LONG else workloads[:1], times)
-        growth = short.growth(fleet_of(fleets[0])) if len(workloads[0]) <= LONG else None
+        best = fleets[0]
+        decoders = simulator.decoders(best.runs[0])
+        if isinstance(decoders, str):
+            infeasible.append(Infeasible(gpus_per_group=None, code="decode", reason=decoders))
+        else:
+            fleets = [replace(one, decode=decoders) for one in fleets]
+        interval = best.interval or simulator.interval(best.fleet, best.runs)
+        short = simulator if sum(map(len, workloads)) <= LONG else simulator.on(workloads[:1])
+        growth = short.growth(best.fleet) if len(workloads[0]) <= LONG else None
         fleets[0] = replace(fleets[0], interval=interval, growth=growth)
     nearest = None if fleets else search.nearest_miss()
+    in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
+    notes = [  # not on the context length of the scenario: a workload has many
+        *without(warnings, "context-range"),
+        *_notes(scenario, workloads[0], max(sizes)),
+        *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
+    ]
+    if left_out := policy.left_out(largest):
+        notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
     return CapacityPlan(
         question=_question(largest, request, policy),
         scenario=largest,
         request=request,
         answer=fleets[0] if fleets else None,
         nearest_miss=nearest,
-        alternatives=tuple(replace(answer, curves=None) for answer in fleets[1:]),
+        alternatives=tuple(replace(answer, runs=()) for answer in fleets[1:]),
         infeasible=tuple(infeasible),
         workload=workloads[0].summary(),
-        kv_transfer=None if transfer is None else transfer.summary(workloads),
-        decode_fleet=decode,
+        kv_transfer=None if request.transfer is None else request.transfer.summary(workloads),
         simulated_requests=simulator.simulated,
         seconds=time.perf_counter() - begin_s,
         warnings=tuple(notes),
@@ -154,23 +153,6 @@ def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
     return ", ".join(name for name in DEPLOY_ENGINES if name in (names or ())) or None
 
 
-def _prefill_interval(
-    fleet: FleetAnswer, largest: Scenario, percentile: float, policy: StrategyPolicy
-) -> tuple[float, float]:
-    """Ends of the interval of the prefill at the percentile, over its time."""
-    assert fleet.curves is not None
-    served = np.flatnonzero(np.isfinite(fleet.curves.ttft_s))
-    order = served[np.argsort(fleet.curves.ttft_s[served], kind="stable")]
-    tokens = int(fleet.curves.new_tokens[order[min(len(order) - 1, int(percentile / 100 * len(order)))]])
-    group = next(one for one in fleet.groups if tokens <= one.context_range[1])
-    request = replace(largest.request, context_len=max(tokens, group.gpus_per_group), cached_prefix=0)
-    here = replace(largest.on_gpus(group.gpus_per_group), request=request)
-    own = {one.name: one for one in policy.names or () if isinstance(one, Strategy)}
-    strategy = KVR_S if group.strategy == "kvr-p" else own.get(group.strategy) or get_strategy(group.strategy)
-    one = Search(method="analytical").candidate(here, strategy)
-    return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
-
-
 def _would_meet(
     nearest: FleetAnswer, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes
 ) -> Iterator[str]:
@@ -190,22 +172,14 @@ def _would_meet(
         yield f"prompts of at most {cap} new tokens: {late.mean():.2%} of the requests take longer even alone"
 
 
-def _on_machine(scenario: Scenario, request: CapacityRequest, policy: StrategyPolicy) -> CapacityRequest:
-    """The request with the group sizes that some strategy can run on, and with the model's cache.
-
-    Raises InputError where there are no such sizes.
-    """
-    limits, decoding = request.limits, request.decoding
+def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> FleetLimits:
+    """The limits with the group sizes that some strategy can run on; raises InputError where there are none."""
     sizes = tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))
     if not sizes:
         named = ",".join(label_of(one) for one in policy.names or ())
         where = "".join(f" and that {engine.title} has" for engine in policy.engines)
         raise InputError("strategies", named, f"a strategy that runs on {groups_of(limits.sizes)}{where}")
-    if request.kv_transfer_bytes_per_s is not None:
-        width = scenario.request.dtype_bytes
-        transfer = Transfer(model=scenario.model, bytes_per_s=request.kv_transfer_bytes_per_s, element_bytes=width)
-        decoding = replace(decoding, transfer=transfer)
-    return replace(request, limits=replace(limits, sizes=sizes), decoding=decoding)
+    return replace(limits, sizes=sizes)
 
 
 def _stretch(workloads: Sequence[Workload]) -> Workload | None:
@@ -227,39 +201,6 @@ def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolic
         group_sizes=list(request.limits.sizes),
         deployable_on=[engine.name for engine in policy.engines],
     )
-
-
-def _decoders(
-    scenario: Scenario, request: CapacityRequest, workload: Workload, prefills: FleetAnswer
-) -> DecodeFleet | str | None:
-    """The fleet that decodes what another one prefilled, or why there is none; None: it was not asked for."""
-    if request.tpot_s is None:
-        return None
-    assert prefills.curves is not None
-    sequences = Sequences(
-        first_token_s=workload.arrival_s + prefills.curves.ttft_s,
-        context_len=workload.context_len,
-        output_tokens=workload.output_tokens,
-    )
-    if not sequences.steps.any():
-        raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
-    return decode_fleet(scenario, request.limits, sequences, request.tpot_s)
-
-
-def _table_notes(scenario: Scenario, policy: StrategyPolicy, sizes: Sequence[int]) -> list[str]:
-    """A note where the table has another setting; raises InputError where it lacks a group size."""
-    table = policy.table
-    if table is None:
-        return []
-    if missing := [size for size in sizes if size > 1 and size not in table.gpu_counts]:
-        counts = ", ".join(map(str, table.gpu_counts))
-        raise InputError("group_sizes", missing[0], f"1 and the numbers of GPUs that the table has: {counts}")
-    here = replace(scenario, request=replace(scenario.request, cached_prefix=table.setting.cached_prefix))
-    layouts = policy.layouts(scenario.on_gpus(max(sizes))).get(WHOLE, ())
-    searched = [one.name for one in layouts if one.partition_rule == "search"] or [KVR_S.name]
-    others = table.setting.differences(here, searched[0])
-    name = "kvr-p" if searched[0] == KVR_S.name else searched[0]
-    return [f"{name}: the table was made for another setting: {'; '.join(others)}"] if others else []
 
 
 def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:

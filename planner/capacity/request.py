@@ -10,12 +10,13 @@ from typing import Any
 from kvrsim.arguments import FleetArgs
 from kvrsim.choices import Order
 from kvrsim.errors import InputError
-from kvrsim.units import parse_count, parse_number
-from planner.capacity.decode import Decoding
+from kvrsim.scenario import Scenario
+from kvrsim.units import format_bandwidth, parse_count, parse_number
+from planner.capacity.decode import Transfer
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Source
 
-DEFAULT_MAX_GPUS = 512
+_DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_PER_GROUP = 64
 _MOST_PACKED = 2**17  # new tokens of a step
 
@@ -40,13 +41,12 @@ class CapacityRequest:
     target: Target
     limits: FleetLimits = field(default_factory=FleetLimits)
     order: Order = "first-come"  # of the queues
-    decoding: Decoding = field(default_factory=Decoding)
     tpot_s: float | None = None  # target of the fleet that decodes; None: it is not sized
-    kv_transfer_bytes_per_s: float | None = None  # of one GPU, to that fleet; None: not counted
+    transfer: Transfer | None = None  # of caches to that fleet; None: not counted
     pack_tokens: int | None = None  # most new tokens of a step that prompts share; None: prompts run one by one
     replications: int = 5  # of synthetic requests
     seed: int = 0
-    needs_confidence: bool = False  # the upper confidence bound has to meet the target, too
+    sure: bool = False  # the upper end of the prediction interval has to meet the target, too
     mixed: bool = True  # consider fleets of groups of different sizes
 
     @property
@@ -63,41 +63,50 @@ class CapacityRequest:
             return rule
         return f"{rule}; waiting prompts share steps of up to {self.pack_tokens} new tokens, and longer ones are cut"
 
+    @property
+    def decoding(self) -> str:
+        """Where tokens are decoded, in words."""
+        if self.transfer is None:
+            return (
+                "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
+            )
+        bandwidth = format_bandwidth(self.transfer.bytes_per_s)
+        return (
+            f"another fleet decodes: the KV-cache leaves layer by layer, {bandwidth} per GPU, and a group is free after"
+            " the first token and when the cache has left"
+        )
 
-def make_request(fleet: FleetArgs, gpus_per_node: int | None = None) -> CapacityRequest:
+
+def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
     """Check the arguments and read the requests; raises InputError naming the parameter.
 
-    gpus_per_node: where the cluster has nodes; the sizes of groups go up to two nodes by default.
+    scenario: the model, and the cluster, whose nodes set the sizes of groups that are considered by default.
     """
-    limits = _limits(fleet, gpus_per_node)
-    target = Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile)
-    tpot_s = None if fleet.tpot is None else _positive(fleet.tpot, "tpot")
-    separate, bandwidth = fleet.decode == "separate", fleet.kv_transfer_bandwidth
-    if not separate and tpot_s is None:
-        raise InputError("tpot", "nothing", "the time per output token, such as 30ms, with `decode` last-gpu")
-    if bandwidth is not None and not separate:
-        raise InputError("kv_transfer_bandwidth", bandwidth, "only with `decode` separate")
+    transfer = None
+    if fleet.kv_transfer_bandwidth is not None:
+        bytes_per_s = _positive(fleet.kv_transfer_bandwidth, "kv_transfer_bandwidth")
+        width = scenario.request.dtype_bytes
+        transfer = Transfer(model=scenario.model, bytes_per_s=bytes_per_s, element_bytes=width)
     if fleet.pack_tokens is not None and fleet.pack_tokens > _MOST_PACKED:
         raise InputError("pack_tokens", fleet.pack_tokens, f"at most {_MOST_PACKED} tokens a step")
     return CapacityRequest(
         source=Source.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
-        target=target,
-        limits=limits,
+        target=Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile),
+        limits=_limits(fleet, scenario.cluster.gpus_per_node),
         order=fleet.order,
-        decoding=Decoding(seconds_per_token=None if separate else tpot_s),
-        tpot_s=tpot_s if separate else None,
-        kv_transfer_bytes_per_s=None if bandwidth is None else _positive(bandwidth, "kv_transfer_bandwidth"),
+        tpot_s=None if fleet.tpot is None else _positive(fleet.tpot, "tpot"),
+        transfer=transfer,
         pack_tokens=fleet.pack_tokens,
         replications=fleet.replications,
         seed=fleet.seed,
-        needs_confidence=fleet.sure,
+        sure=fleet.sure,
         mixed=not fleet.uniform_only,
     )
 
 
 def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:
     sizes = _sizes(fleet.group_sizes, gpus_per_node)
-    most = fleet.max_gpus or DEFAULT_MAX_GPUS
+    most = fleet.max_gpus or _DEFAULT_MAX_GPUS
     if min(sizes) > most:
         raise InputError("max_gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
     sizes = tuple(size for size in sizes if size <= most)
@@ -119,9 +128,9 @@ def _sizes(text: str | None, gpus_per_node: int | None) -> tuple[int, ...]:
 def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
     """One price for all groups, or one per group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
     argument = "price_per_gpu_hour"
-    prices: Mapping[int, Any] = dict.fromkeys(sizes, given)
     if given is None:
         return {}
+    prices: Mapping[int, Any] = dict.fromkeys(sizes, given)
     if isinstance(given, Mapping):
         prices = given
     elif isinstance(given, str) and "=" in given:

@@ -18,26 +18,25 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Displayed
 from kvrsim.scenario import Scenario
 from planner.capacity.decode import DecodeFleet, KvTransfer
-from planner.capacity.fleet import WHOLE
+from planner.capacity.fleet import WHOLE, Fleet, FleetRun
 from planner.capacity.request import CapacityRequest
-from planner.capacity.workload import Lengths
 from planner.uncertainty.intervals import provenance
 
 if TYPE_CHECKING:
     import pandas
 
 Cause = Literal["memory", "alone", "queue", "interval", "mixed", "decode"]  # why groups do not meet the target
-LEVEL = 0.95  # of confidence intervals
-MEANING_OF_TRACE = "95 % CI by block bootstrap over segments of this trace; it covers no other days"
-MEANING_OF_DRAWN = "95 % CI by Student's t over the percentiles of independent replications"
+LEVEL = 0.8  # of intervals
+_MEANING = "80 % interval: the error of the prefill times, by simulation at both ends of theirs, and of sampling, by "
+MEANING_OF_TRACE = _MEANING + "block bootstrap over segments of this trace; it covers no other days"
+MEANING_OF_DRAWN = _MEANING + "Student's t over the percentiles of independent replications"
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
 
-
-Ends = tuple[float | None, float | None]  # of an interval; None: unknown, or requests are never served
+Ends = tuple[float, float] | None  # of an interval; None: unknown, or requests are never served
 
 
 def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
-    """The confidence interval of a percentile of requests in order of arrival, by block bootstrap.
+    """The sampling interval of a percentile of requests in order of arrival, by block bootstrap.
 
     A trace was recorded once: the interval says how much the percentile depends on the segments of this trace. It does
     not cover other days, and queues at the ends of a segment stay as they were simulated.
@@ -45,7 +44,7 @@ def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
     value_s = percentile_of(ttft_s, percentile)
     blocks = min(_BLOCKS, len(ttft_s) // _LEAST_IN_BLOCK)
     if blocks < 8 or not math.isfinite(value_s):
-        return None, None
+        return None
     ordered = np.sort(ttft_s)
     spaced = np.linspace(0, len(ordered) - 1, _THRESHOLDS).astype(np.int64)
     thresholds = np.unique(np.concatenate([ordered[spaced], ordered[-_THRESHOLDS:]]))
@@ -56,7 +55,7 @@ def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
     sizes = drawn @ np.array([len(part) for part in parts], dtype=float)
     reached = (within >= np.ceil(percentile / 100 * sizes - 1e-9)[:, None]).argmax(axis=1)
     low, high = np.quantile(thresholds[reached], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")
-    return min(float(low), value_s), float(high) if math.isfinite(high) else None
+    return min(float(low), value_s), max(float(high), value_s)
 
 
 def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
@@ -64,7 +63,7 @@ def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
     values = np.array([percentile_of(one, percentile) for one in ttft_s])
     value_s = percentile_of(np.concatenate(ttft_s), percentile)
     if len(values) < 2 or not np.isfinite(values).all():
-        return None, None
+        return None
     from scipy.stats import t as student
 
     half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
@@ -91,26 +90,22 @@ class GroupAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curves:
-    """Data for plots; arrays of shape (N,), one entry per request."""
-
-    arrival_s: Array
-    begin_s: Array  # inf: never
-    ttft_s: Array
-    new_tokens: Lengths
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FleetInterval:
     """The 80 % prediction interval of the requested percentile: error of the prefill times and sampling together."""
 
     low_s: float
-    high_s: float  # inf: with prefills at the upper end of their interval, the percentile is never served
+    high_s: float | None  # None: with prefills at the upper end of their interval, the percentile is never served
     safe: bool  # whether it ends below the target
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; null for never."""
-        return {"low_s": self.low_s, "high_s": self.high_s if math.isfinite(self.high_s) else None, "safe": self.safe}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """How much more traffic a fleet serves within the target, and what the next step needs."""
+
+    serves: float  # times the traffic
+    next: float | None  # times the traffic that it does not serve; None: it serves all that were simulated
+    num_gpus: int | None = None  # that prefill with more of the same groups, at the next; None: more than allowed
+    decode_gpus: int = 0  # that decode at the next
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +120,6 @@ class FleetAnswer:
     p99_ttft_s: float
     max_ttft_s: float
     target_ttft_s: float  # the requested percentile
-    target_low_s: float | None  # ends of its confidence interval; None: unknown
-    target_high_s: float | None
     in_time: float  # share of all requests that meet the target
     utilisation: float  # of all GPUs, from the first arrival to the last first token
     goodput_per_s: float  # requests per second that meet the target
@@ -137,9 +130,10 @@ class FleetAnswer:
     p99_kv_transfer_s: float | None
     engine: str | None = None  # engines that have the strategies of all groups, with commas between; None: none
     decode: DecodeFleet | None = None  # None: not asked for
-    interval: FleetInterval | None = None  # None: of the first fleet alone is it known
-    growth: tuple[float, float | None, int | None] | None = None  # see FleetSimulator.growth; None: not simulated
-    curves: Curves | None = field(default=None, repr=False, compare=False)
+    interval: FleetInterval | None = None  # None: not simulated; it is that of the answer
+    growth: Growth | None = None  # None: not simulated
+    fleet: Fleet = field(default=(), repr=False, compare=False)
+    runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # of each workload
 
     @property
     def total_gpus(self) -> int:
@@ -155,7 +149,8 @@ class FleetAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
-        content = fields_to_json(self, *(one.name for one in fields(self) if one.name not in ("curves", "decode")))
+        hidden = ("fleet", "runs", "decode")
+        content = fields_to_json(self, *(one.name for one in fields(self) if one.name not in hidden))
         if self.decode is not None:
             content |= fields_to_json(self, "decode", "total_gpus", "total_cost_per_hour")
         return {name: None if value == math.inf else value for name, value in content.items()}
@@ -168,33 +163,28 @@ class FleetAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One fleet of the Pareto front: no cheaper fleet is as fast."""
-
-    num_gpus: int
-    cost_per_hour: float | None
-    ttft_s: float  # at the requested percentile
-    fleet: str  # in words
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TriedFleet:
-    """One fleet that was simulated around the answer, for the page; TTFTs at the front's `percentiles`, inf: never."""
+    """One fleet that was simulated around the answer."""
 
     rate: float  # times the arrivals that were asked for: the same requests replayed faster or slower
     num_gpus: int
     cost_per_hour: float | None
     fleet: str  # in words
-    ttft_s: tuple[float, ...]
+    target_ttft_s: float  # the requested percentile
+    ttft_s: tuple[float, ...]  # at the front's `percentiles`, inf: never
     utilisation: float
     requests: int  # that were simulated
+
+    def point(self) -> dict[str, Any]:
+        """Plain JSON values of a point of the Pareto front."""
+        return fields_to_json(self, "num_gpus", "cost_per_hour", "fleet") | {"ttft_s": self.target_ttft_s}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Front:
     """Fleets around the answer, with fewer and with more groups."""
 
-    pareto: tuple[Point, ...]  # cheapest first
+    pareto: tuple[TriedFleet, ...]  # no cheaper fleet is as fast; cheapest first
     percentiles: tuple[float, ...]  # of `tried`
     tried: tuple[TriedFleet, ...]
     explore: Callable[[], tuple[TriedFleet, ...]] | None = None  # simulates fleets at other rates
@@ -233,9 +223,8 @@ class CapacityPlan(Displayed):
     nearest_miss: FleetAnswer | None  # None: there is an answer
     alternatives: tuple[FleetAnswer, ...]  # other fleets that meet the target, best first
     infeasible: tuple[Infeasible, ...]
-    workload: Mapping[str, Any]  # summary and histogram of the requests
+    workload: Mapping[str, Any]  # summary of the requests
     kv_transfer: KvTransfer | None  # None: not counted
-    decode_fleet: DecodeFleet | None  # None: not asked for, or none meets its target
     simulated_requests: int  # over the whole search
     seconds: float  # duration of the search
     warnings: tuple[str, ...]
@@ -258,9 +247,9 @@ class CapacityPlan(Displayed):
         return self.request.target.percentile
 
     @property
-    def pareto(self) -> tuple[Point, ...]:
-        """Fleets for which no cheaper fleet is as fast, cheapest first."""
-        return self.front.pareto
+    def decode_fleet(self) -> DecodeFleet | None:
+        """The fleet that decodes; None: not asked for, or none meets its target."""
+        return None if self.answer is None else self.answer.decode
 
     @property
     def first(self) -> FleetAnswer:
@@ -277,7 +266,7 @@ class CapacityPlan(Displayed):
     def assumptions(self) -> dict[str, str]:
         """What the answer rests on, in sentences."""
         return {
-            "decoding": self.request.decoding.describe(),
+            "decoding": self.request.decoding,
             "dispatch": self.request.dispatch,
             "interval_meaning": MEANING_OF_DRAWN if self.request.source.is_random else MEANING_OF_TRACE,
             "rests_on": provenance(self.scenario),
@@ -297,17 +286,13 @@ class CapacityPlan(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        about = {
-            "model": self.scenario.model.name,
-            "profile": self.scenario.profile_name,
-            "slo_ttft_s": self.slo_ttft_s,
-            "percentile": self.percentile,
-            "objective": self.request.objective,
-        }
         return (
             self.question.header()
-            | fields_to_json(self, "answer", "alternatives", "infeasible", "nearest_miss", "pareto", "cluster")
-            | about
+            | fields_to_json(self, "answer", "alternatives", "infeasible", "nearest_miss", "cluster")
+            | {"pareto": [one.point() for one in self.front.pareto]}
+            | {"model": self.scenario.model.name, "profile": self.scenario.profile_name}
+            | fields_to_json(self, "slo_ttft_s", "percentile")
+            | {"objective": self.request.objective}
             | self.scenario.memory_limit.to_dict()
             | fields_to_json(
                 self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds", "would_meet"

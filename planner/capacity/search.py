@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,9 @@ import numpy as np
 
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
+from kvrsim.strategies import Strategy, get_strategy
+from planner.candidates import Search
+from planner.capacity.decode import DecodeFleet, Sequences, decode_fleet
 from planner.capacity.fleet import (
     WHOLE,
     Fleet,
@@ -30,6 +34,7 @@ from planner.capacity.fleet import (
     Indices,
     Pool,
     Service,
+    gpus_of,
     route,
     run_fleet,
     run_pool,
@@ -37,13 +42,12 @@ from planner.capacity.fleet import (
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import (
     Cause,
-    Curves,
     FleetAnswer,
     FleetInterval,
     Front,
     GroupAnswer,
+    Growth,
     Infeasible,
-    Point,
     TriedFleet,
     replications_interval,
     trace_interval,
@@ -64,8 +68,7 @@ _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
 _SCALES_AT_RATES = (0.8, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # the same at another rate
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, where no fleet meets it
-_80_OF_95 = 1.2816 / 1.96  # half an 80 % interval of a normal distribution over half a 95 % one
-GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
+_GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
 _LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas of the answer
 _GAP = 0.01  # relative; a more expensive fleet of the front is at least this much faster
 _SIMULATED = 1_000_000  # requests, over all fleets at other rates, or half of those that the search has simulated
@@ -126,8 +129,8 @@ class FleetSimulator:
     def services(self, group: GroupType) -> list[Service]:
         """Service times of each workload on such groups."""
         if group not in self._services:
-            decoding = self.request.decoding
-            self._services[group] = [self.times.service(group, workload, decoding) for workload in self.workloads]
+            transfer = self.request.transfer
+            self._services[group] = [self.times.service(group, workload, transfer) for workload in self.workloads]
         return self._services[group]
 
     def _services_on(self, fleet: Fleet, number: int) -> dict[GroupType, Service]:
@@ -163,6 +166,10 @@ class FleetSimulator:
             for number, workload in enumerate(self.workloads)
         ]
 
+    def ttft_s(self, fleet: Fleet) -> Array:
+        """TTFTs of all workloads; inf: never served."""
+        return np.concatenate([run.ttft_s for run in self.runs(fleet)])
+
     def tried(self, fleet: Fleet, rate: float, percentiles: Sequence[float]) -> TriedFleet:
         """Simulate a fleet on every workload, which has `rate` times the arrivals that were asked for."""
         runs = self.runs(fleet)
@@ -174,30 +181,28 @@ class FleetSimulator:
             words.append(f"{group.replicas} × {group.type.gpus}{layout}{lengths}")
         return TriedFleet(
             rate=rate,
-            num_gpus=_num_gpus(fleet),
+            num_gpus=gpus_of(fleet),
             cost_per_hour=self.limits.cost_per_hour(fleet),
             fleet=", ".join(words),
+            target_ttft_s=percentile_of(ttft_s, self.target.percentile),
             ttft_s=tuple(percentile_of(ttft_s, percent) for percent in percentiles),
             utilisation=_utilisation(fleet, runs),
             requests=self.requests,
         )
 
     def answer(self, fleet: Fleet) -> FleetAnswer:
-        """Simulate a fleet on every workload."""
+        """Simulate a fleet on every workload; with its interval where that has to meet the target, too."""
         runs, target = self.runs(fleet), self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
-        if self.request.source.is_random:
-            low_s, high_s = replications_interval([run.ttft_s for run in runs], target.percentile)
-        else:
-            low_s, high_s = trace_interval(ttft_s, target.percentile, self.request.seed)
+        interval = self.interval(fleet, runs) if self.request.sure else None
         in_time = int((ttft_s <= target.slo_s).sum())
         meets = len(ttft_s) - in_time <= self.allowed
-        if self.request.needs_confidence:
-            meets = meets and high_s is not None and high_s <= target.slo_s
+        if self.request.sure:
+            meets = meets and interval is not None and interval.safe
         horizon_s = sum(run.horizon_s for run in runs)
         p50_s, p95_s, p99_s, max_s = (percentile_of(ttft_s, percent) for percent in (50, 95, 99, 100))
         return FleetAnswer(
-            num_gpus=_num_gpus(fleet),
+            num_gpus=gpus_of(fleet),
             groups=tuple(self._group(group, index, runs) for index, group in enumerate(fleet)),
             meets=meets,
             p50_ttft_s=p50_s,
@@ -205,8 +210,6 @@ class FleetSimulator:
             p99_ttft_s=p99_s,
             max_ttft_s=max_s,
             target_ttft_s=percentile_of(ttft_s, target.percentile),
-            target_low_s=low_s,
-            target_high_s=high_s,
             in_time=in_time / len(ttft_s),
             utilisation=_utilisation(fleet, runs),
             goodput_per_s=in_time / horizon_s if horizon_s else 0.0,
@@ -215,64 +218,85 @@ class FleetSimulator:
             unserved=int(np.isinf(ttft_s).sum()),
             p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
             p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
-            curves=Curves(
-                arrival_s=runs[0].arrival_s,
-                begin_s=runs[0].begin_s,
-                ttft_s=runs[0].ttft_s,
-                new_tokens=self.workloads[0].new_tokens,
-            ),
+            interval=interval,
+            fleet=fleet,
+            runs=tuple(runs),
         )
 
-    def interval(self, fleet: Fleet, answer: FleetAnswer, low: float, high: float) -> FleetInterval | None:
-        """The interval of an answer; low, high: ends of the prefills' own interval over their times.
+    def interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> FleetInterval | None:
+        """The interval of the requested percentile; None: it is never served.
 
-        A fleet whose prefills all take `high` times as long is the same fleet under requests that arrive that much
+        A fleet whose prefills all take `factor` times as long is the same fleet under requests that arrive that much
         faster. The sampling error is independent of the model's; their logarithms are added in quadrature.
         """
-        value_s, percentile = answer.target_ttft_s, self.target.percentile
+        ttft_s, percentile = [run.ttft_s for run in runs], self.target.percentile
+        value_s = percentile_of(np.concatenate(ttft_s), percentile)
         if not math.isfinite(value_s):
             return None
-        narrower = _80_OF_95
-        if self.request.source.is_random and len(self.workloads) > 1:  # Student's t, as in replications_interval
-            from scipy.stats import t as student
-
-            narrower = float(student.ppf(0.9, len(self.workloads) - 1) / student.ppf(0.975, len(self.workloads) - 1))
-        sampled = (answer.target_low_s or value_s, answer.target_high_s or value_s)
+        if self.request.source.is_random:
+            sampled = replications_interval(ttft_s, percentile)
+        else:
+            sampled = trace_interval(np.concatenate(ttft_s), percentile, self.request.seed)
         ends = []
-        for factor, end_s in zip((low, high), sampled, strict=True):
-            runs = self.faster(factor).runs(fleet)
-            modelled_s = factor * percentile_of(np.concatenate([run.ttft_s for run in runs]), percentile)
-            if not math.isfinite(modelled_s):
-                ends.append(math.inf)
-                continue
-            model, sampling = math.log(modelled_s / value_s), narrower * math.log(end_s / value_s)
-            ends.append(value_s * math.exp(math.copysign(math.hypot(model, sampling), factor - 1)))
-        return FleetInterval(low_s=min(ends[0], value_s), high_s=ends[1], safe=ends[1] <= self.target.slo_s)
+        for factor, end_s in zip(self._prefill_interval(fleet, runs), sampled or (value_s, value_s), strict=True):
+            modelled_s = factor * percentile_of(self.faster(factor).ttft_s(fleet), percentile)
+            error = math.hypot(math.log(modelled_s / value_s), math.log((end_s or value_s) / value_s))
+            ends.append(value_s * math.exp(math.copysign(error, factor - 1)))
+        high_s = ends[1] if math.isfinite(ends[1]) else None
+        return FleetInterval(low_s=min(ends[0], value_s), high_s=high_s, safe=ends[1] <= self.target.slo_s)
 
-    def growth(self, fleet: Fleet) -> tuple[float, float | None, int | None]:
-        """How many times the traffic a fleet serves within the target, the next rate, and the GPUs that it takes.
+    def _prefill_interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> tuple[float, float]:
+        """Ends of the interval of the prefill at the requested percentile, over its time."""
+        run = runs[0]
+        served = np.flatnonzero(np.isfinite(run.ttft_s))
+        order = served[np.argsort(run.ttft_s[served], kind="stable")]
+        last = order[min(len(order) - 1, int(self.target.percentile / 100 * len(order)))]
+        tokens, index = int(run.workload.new_tokens[last]), int(run.pool[last])
+        gpus, name = fleet[index].type.gpus, self._group(fleet[index], index, runs).strategy
+        own = {one.name: one for one in self.times.policy.names or () if isinstance(one, Strategy)}
+        scenario = self.times.scenario.on_gpus(gpus)
+        request = replace(scenario.request, context_len=max(tokens, gpus), cached_prefix=0)
+        here, strategy = replace(scenario, request=request), own.get(name) or get_strategy(name)
+        one = Search(method="analytical").candidate(here, strategy)
+        return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
-        The rates are those of GROWTH; the GPUs are of a fleet with the same groups and more of each. None: the
-        fleet serves all of the rates, or no such fleet is small enough.
+    def growth(self, fleet: Fleet) -> Growth:
+        """How many times the traffic a fleet serves within the target, and the GPUs that the next rate takes.
+
+        The GPUs are of a fleet with the same groups and more of each, and of the one that decodes then.
         """
         most = 1.0
-        for rate in GROWTH:
+        for rate in _GROWTH:
             on = self.faster(rate)
             if not on.meets(fleet):
                 larger = (tuple(group.of(math.ceil(group.replicas * scale)) for group in fleet) for scale in _LARGER)
-                small = (one for one in larger if _num_gpus(one) <= self.limits.max_gpus and on.meets(one))
-                return most, rate, next(map(_num_gpus, small), None)
+                small = (one for one in larger if gpus_of(one) <= self.limits.max_gpus and on.meets(one))
+                if (next_fleet := next(small, None)) is None:
+                    return Growth(serves=most, next=rate)
+                decoders = on.decoders(on.runs(next_fleet)[0])
+                decode_gpus = decoders.num_gpus if isinstance(decoders, DecodeFleet) else 0
+                return Growth(serves=most, next=rate, num_gpus=gpus_of(next_fleet), decode_gpus=decode_gpus)
             most = rate
-        return most, None, None
+        return Growth(serves=most, next=None)
+
+    def decoders(self, run: FleetRun) -> DecodeFleet | str | None:
+        """The fleet that decodes what another one prefilled, or why there is none; None: it was not asked for."""
+        if self.request.tpot_s is None:
+            return None
+        sequences = Sequences(
+            first_token_s=run.workload.arrival_s + run.ttft_s,
+            context_len=run.workload.context_len,
+            output_tokens=run.workload.output_tokens,
+        )
+        return decode_fleet(self.times.scenario, self.limits, sequences, self.request.tpot_s)
 
     def meets(self, fleet: Fleet) -> bool:
         """Whether at most the allowed number of requests is late."""
-        ttft_s = np.concatenate([run.ttft_s for run in self.runs(fleet)])
-        return int((ttft_s > self.target.slo_s).sum()) <= self.allowed
+        return int((self.ttft_s(fleet) > self.target.slo_s).sum()) <= self.allowed
 
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
         """That percentile of the time from the first token until the cache has left, of requests that are served."""
-        if self.request.decoding.transfer is None:
+        if self.request.transfer is None:
             return None
         each = [
             service.hold_s[run.pool == index]
@@ -283,17 +307,13 @@ class FleetSimulator:
         return percentile_of(served, percentile) if len(served) else None
 
     def _group(self, group: Group, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
-        seconds: dict[str, float] = {}
-        requests = 0
+        seconds: Counter[str] = Counter()
         for service, run in zip(self.services(group.type), runs, strict=True):
             mine = run.pool == index
-            requests += int(mine.sum())
             spent = np.bincount(service.length_class[mine], service.ttft_s[mine], minlength=len(service.strategies))
             for name, spent_s in zip(service.strategies, spent.tolist(), strict=True):
-                if spent_s:
-                    seconds[name] = seconds.get(name, 0.0) + spent_s
-        total = sum(seconds.values()) or 1.0
-        shares = {name: seconds[name] / total for name in sorted(seconds, key=lambda name: -seconds[name])}
+                seconds[name] += spent_s
+        shares = {name: spent_s / seconds.total() for name, spent_s in seconds.most_common() if spent_s}
         return GroupAnswer(
             gpus_per_group=group.type.gpus,
             replicas=group.replicas,
@@ -301,31 +321,14 @@ class FleetSimulator:
             strategy=next(iter(shares), "none"),
             strategies=shares,
             context_range=(group.least_new, group.most_new),
-            requests=requests,
+            requests=sum(int((run.pool == index).sum()) for run in runs),
         )
-
-
-def fleet_of(answer: FleetAnswer) -> Fleet:
-    """The fleet that an answer describes."""
-    return tuple(
-        Group(
-            type=GroupType(one.gpus_per_group, one.weights),
-            replicas=one.replicas,
-            least_new=one.context_range[0],
-            most_new=one.context_range[1],
-        )
-        for one in answer.groups
-    )
-
-
-def _num_gpus(fleet: Fleet) -> int:
-    return sum(group.num_gpus for group in fleet)
 
 
 def _utilisation(fleet: Fleet, runs: Sequence[FleetRun]) -> float:
     """Busy share of all GPU time."""
     horizon_s = sum(run.horizon_s for run in runs)
-    return sum(run.busy_gpu_s for run in runs) / (_num_gpus(fleet) * horizon_s) if horizon_s else 0.0
+    return sum(run.busy_gpu_s for run in runs) / (gpus_of(fleet) * horizon_s) if horizon_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -443,28 +446,27 @@ class FleetSearch:
 
     def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:
         """The fleets of the fits that meet the target, best first."""
-        answers = [(self.simulator.answer(fit.fleet), fit) for fit in fits]
-        if self.simulator.request.needs_confidence:
-            answers = [(more, fit) for one, fit in answers if (more := self.more_groups(fit, one)) is not None]
+        answers = [self.simulator.answer(fit.fleet) for fit in fits]
+        if self.simulator.request.sure:
+            answers = list(filter(None, map(self.more_groups, answers)))
 
         def key(answer: FleetAnswer) -> tuple[float, float]:
             cost = sum(self.limits.cost(group.gpus_per_group) * group.replicas for group in answer.groups)
             return cost, answer.target_ttft_s
 
-        return sorted((answer for answer, _ in answers if answer.meets), key=key)
+        return sorted((answer for answer in answers if answer.meets), key=key)
 
-    def more_groups(self, fit: Fit, answer: FleetAnswer) -> FleetAnswer | None:
-        """Add groups where they help most, until the upper confidence bound meets the target; None: it never does."""
-        fleet = fit.fleet
+    def more_groups(self, answer: FleetAnswer) -> FleetAnswer | None:
+        """Add groups where they help most, until the interval meets the target; None: it never does."""
         while not answer.meets:
-            larger = [
+            fleet, before = answer.fleet, answer
+            larger = (
                 (*fleet[:index], group.of(group.replicas + 1), *fleet[index + 1 :]) for index, group in enumerate(fleet)
-            ]
-            tried = [(self.simulator.answer(one), one) for one in larger if _num_gpus(one) <= self.limits.max_gpus]
+            )
+            tried = [self.simulator.answer(one) for one in larger if gpus_of(one) <= self.limits.max_gpus]
             if not tried:
                 return None
-            before = answer
-            answer, fleet = min(tried, key=lambda pair: (not pair[0].meets, _high_s(pair[0])))
+            answer = min(tried, key=lambda one: (not one.meets, _high_s(one)))
             if not answer.meets and _high_s(answer) >= _high_s(before):
                 return None
         return answer
@@ -507,7 +509,7 @@ class FleetSearch:
         answer = simulator.answer((group,))
         reached_s = answer.target_ttft_s
         if answer.meets or reached_s <= target.slo_s:
-            return "interval", f"the upper confidence bound stays {above} with {group.num_gpus} GPUs"
+            return "interval", f"the upper end of the interval stays {above} with {group.num_gpus} GPUs"
         busy = simulator.buckets((group.of(1),))[0].load * group.type.gpus
         reason = f"with {group.num_gpus} GPUs {percent} take up to {reached_s:.3g} s, {above}"
         return "queue", f"{reason} ({busy:.3g} GPUs would be busy all the time)"
@@ -594,7 +596,7 @@ def _product(a: float, b: float) -> float:
 
 
 def _high_s(answer: FleetAnswer) -> float:
-    return math.inf if answer.target_high_s is None else answer.target_high_s
+    return math.inf if answer.interval is None or answer.interval.high_s is None else answer.interval.high_s
 
 
 def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
@@ -620,7 +622,7 @@ def front_of(search: FleetSearch, fits: Sequence[Fit]) -> Front:
             for scale in (scales if designs else _BELOW)
         ]
         for fleet in dict.fromkeys(scaled):
-            if _num_gpus(fleet) <= limits.max_gpus:
+            if gpus_of(fleet) <= limits.max_gpus:
                 yield on.tried(fleet, rate, percentiles)
 
     def at_rates() -> Iterator[TriedFleet]:
@@ -636,11 +638,10 @@ def front_of(search: FleetSearch, fits: Sequence[Fit]) -> Front:
             yield from simulate(rate, part.faster(rate))
 
     tried = tuple(simulate(1.0, simulator))
-    index = percentiles.index(simulator.target.percentile)
-    by_cost = {(one.cost_per_hour or 0.0 if limits.by_cost else one.num_gpus, one.ttft_s[index]): one for one in tried}
-    pareto: list[Point] = []
+    by_cost = {(one.cost_per_hour or 0.0 if limits.by_cost else one.num_gpus, one.target_ttft_s): one for one in tried}
+    pareto: list[TriedFleet] = []
     for key in sorted(by_cost):
-        one, ttft_s = by_cost[key], key[1]
-        if math.isfinite(ttft_s) and (not pareto or ttft_s < pareto[-1].ttft_s * (1 - _GAP)):
-            pareto.append(Point(num_gpus=one.num_gpus, cost_per_hour=one.cost_per_hour, ttft_s=ttft_s, fleet=one.fleet))
+        best_s = pareto[-1].target_ttft_s if pareto else math.inf
+        if key[1] < best_s * (1 - _GAP):
+            pareto.append(by_cost[key])
     return Front(pareto=tuple(pareto), percentiles=percentiles, tried=tried, explore=lambda: (*tried, *at_rates()))

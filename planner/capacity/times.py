@@ -23,10 +23,10 @@ from kvrsim.interp import cell, log_interp
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array, Compute, Program
 from kvrsim.scenario import Partition, Request, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, hybrid_names
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names
 from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import all_for, distinct, group_sizes
-from planner.capacity.decode import Decoding
+from planner.capacity.decode import Transfer
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
 from planner.capacity.packing import ACCEPTED, Packing, StepCosts, check_packs, most_tokens_in_memory, takes_steps
 from planner.capacity.workload import Lengths, Workload
@@ -36,7 +36,6 @@ from planner.processes import Pool
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search
-from planner.table.table import PartitionTable
 
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
 _ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # all usual ones take four times as long where flows share a bus
@@ -59,7 +58,6 @@ class StrategyPolicy:
     """
 
     names: tuple[str | Strategy, ...] | None = None  # None: the usual ones
-    table: PartitionTable | None = None
     engines: tuple[DeployEngine, ...] = ()
     deployable: bool = False  # whether some engine must have them, whichever
     packs: bool = False  # whether groups pack prompts into steps, so that only strategies of whole steps can run
@@ -76,8 +74,8 @@ class StrategyPolicy:
                 raise InputError("strategies", strategy.name, accepted)
             if self.packs and not takes_steps(strategy):
                 raise InputError("strategies", strategy.name, f"with `pack_tokens`, {ACCEPTED}")
-            if strategy.partition_rule == "table" and self.table is None:
-                raise InputError("table", "nothing", f"a file of kvrsim table build, for {strategy.name}")
+            if strategy.partition_rule == "table":
+                raise InputError("strategies", strategy.name, "strategies that need no table")
 
     def layouts(self, scenario: Scenario) -> dict[str, tuple[Strategy, ...]]:
         """Strategies that the scenario's GPUs and model allow, by layout of the weights."""
@@ -112,7 +110,7 @@ class StrategyPolicy:
         return all(engine.has(strategy, scenario) for engine in self.engines)
 
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
-        named = [KVR_S if one == "kvr-p" else one for one in self.names or () if one != "all"]
+        named = [one for one in self.names or () if one != "all"]
         every = "all" in (self.names or ())
         candidates: tuple[Strategy, ...]
         if scenario.num_gpus == 1:  # where all strategies of single GPUs are `single`
@@ -157,7 +155,6 @@ class TimeGrid:
         cls,
         scenario: Scenario,
         strategies: Sequence[Strategy],
-        table: PartitionTable | None,
         cached_prefix: int,
         lengths: Lengths,
     ) -> TimeGrid:
@@ -165,7 +162,7 @@ class TimeGrid:
 
         Where no strategy fits, the time is that of the one that fits the longest prompts.
         """
-        prefills = [Prefills(scenario, strategy, table) for strategy in strategies]
+        prefills = [Prefills(scenario, strategy) for strategy in strategies]
         shape = (len(lengths), max(one.num_ranks for one in prefills))
         grids = [grid for one in prefills if (grid := one.times(cached_prefix, lengths)) is not None]
         ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
@@ -193,13 +190,10 @@ class Prefills:
     chunks of whole tiles, all in one batch, and the best is taken. A pipeline takes 1, 2, 4, ... even pieces.
     """
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, table: PartitionTable | None = None) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
         self.scenario, self.strategy = for_strategy(scenario, strategy), strategy
         self.num_ranks = self.scenario.cluster.num_gpus
         self.searches = strategy.partition_rule == "search"
-        self.table = table if self.searches and strategy.group_size == 1 else None
-        # KVR-S with chunks from a table is KVR-P.
-        self.label = "kvr-p" if strategy is KVR_S and table is not None else strategy.name
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
@@ -226,7 +220,7 @@ class Prefills:
             return self._fits(cached_prefix, partition_at(max(new_tokens, self.num_ranks)))
 
         return TimeGrid(
-            strategy=(self.label,) * len(lengths),
+            strategy=(self.strategy.name,) * len(lengths),
             ttft_s=ttft_s,
             finish=finish_s / ttft_s[:, None],
             slack_s=slack_s,
@@ -298,20 +292,16 @@ class Prefills:
         return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
 
     def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:
-        """Candidate chunks of each length, each of shape (B, ranks); a table's partition is the only candidate."""
-        if self.table is not None:
-            partitions = [self.table.partition_for(self.at(cached_prefix, int(length))) for length in lengths]
-            return [np.array([one.chunk_lens], dtype=float) for one in partitions]
+        """Candidate chunks of each length, each of shape (B, ranks)."""
         step = 2 if cached_prefix else 1  # with a long prefix, shares change less with length
         planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
         return [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
 
     def _shares(self, cached_prefix: int, new_tokens: int) -> Array:
         """Share of the new tokens of each rank."""
-        scenario = self.at(cached_prefix, new_tokens)
-        if self.table is not None:
-            return np.array(self.table.partition_for(scenario).fractions)
-        return np.array(search(scenario, self.strategy, method="analytical").partition.fractions)
+        return np.array(
+            search(self.at(cached_prefix, new_tokens), self.strategy, method="analytical").partition.fractions
+        )
 
     def _of_pieces(self, lengths: Lengths, pieces: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """When each stage finishes, and its slack; both (lengths, ranks)."""
@@ -431,11 +421,9 @@ class ServiceTimes:
             self._grids[group] = tuple(TimeGrid.fastest(*self._arguments(group, prefix)) for prefix in self.prefixes)
         return self._grids[group]
 
-    def _arguments(
-        self, group: GroupType, prefix: int
-    ) -> tuple[Scenario, Sequence[Strategy], PartitionTable | None, int, Lengths]:
+    def _arguments(self, group: GroupType, prefix: int) -> tuple[Scenario, Sequence[Strategy], int, Lengths]:
         scenario = self.scenario.on_gpus(group.gpus)
-        return scenario, self.policy.layouts(scenario)[group.weights], self.policy.table, prefix, self.lengths
+        return scenario, self.policy.layouts(scenario)[group.weights], prefix, self.lengths
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """TTFT alone on a group; inf where the context does not fit in its memory."""
@@ -454,9 +442,9 @@ class ServiceTimes:
         each = [self.seconds(group, new_tokens, cached_prefix) for group in self.types(num_gpus)]
         return np.asarray(np.min(each, axis=0))
 
-    def service(self, group: GroupType, workload: Workload, decoding: Decoding | None = None) -> Service:
-        """Service times of a workload on such groups."""
-        new, prefix, decoding = workload.new_tokens, workload.cached_prefix, decoding or Decoding()
+    def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
+        """Service times of a workload on such groups, whose caches leave by a transfer."""
+        new, prefix = workload.new_tokens, workload.cached_prefix
         ttft_s = self.seconds(group, new, prefix)
         around = self._classes(self.grids(group))
         strategies = tuple(grids[0].strategy[rows[-1]] for grids, rows in around)
@@ -467,8 +455,7 @@ class ServiceTimes:
         return Service(
             ttft_s=ttft_s,
             busy_s=np.asarray(ttft_s * np.array(overlap.busy)[length_class]),
-            hold_s=decoding.hold_s(workload, ttft_s, gpus),
-            hold_share=decoding.hold_share(group.gpus),
+            hold_s=_hold_s(transfer, workload, ttft_s, gpus),
             length_class=length_class,
             strategies=strategies,
             overlap=overlap,
@@ -539,16 +526,15 @@ class PackedTimes(ServiceTimes):
         seconds = _per_prompt(packing.costs.alone_s, new_tokens, cached_prefix)
         return np.where(new_tokens + cached_prefix <= packing.most_tokens, seconds, np.inf)
 
-    def service(self, group: GroupType, workload: Workload, decoding: Decoding | None = None) -> Service:
-        """Service times of a workload on such groups."""
+    def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
+        """Service times of a workload on such groups, whose caches leave by a transfer."""
         name, packing = self.packing(group)
-        new, prefix, decoding = workload.new_tokens, workload.cached_prefix, decoding or Decoding()
+        new, prefix = workload.new_tokens, workload.cached_prefix
         ttft_s = self.seconds(group, new, prefix)
         return Service(
             ttft_s=ttft_s,
             busy_s=_per_prompt(packing.costs.least_s, new, prefix),
-            hold_s=decoding.hold_s(workload, ttft_s, np.full(len(new), group.gpus)),
-            hold_share=decoding.hold_share(group.gpus),
+            hold_s=_hold_s(transfer, workload, ttft_s, np.full(len(new), group.gpus)),
             length_class=np.zeros(len(new), dtype=np.int64),
             strategies=(name,),
             overlap=Overlap.whole(),
@@ -582,6 +568,11 @@ def _simulated_prefixes(longest: int) -> tuple[int, ...]:
         step = _FIRST_PREFIX if prefixes == [0] else prefixes[-1] * _PREFIX_STEP
         prefixes.append(min(step, max(longest, 1)))
     return tuple(prefixes)
+
+
+def _hold_s(transfer: Transfer | None, workload: Workload, ttft_s: Array, gpus: Lengths) -> Array:
+    """How long each cache keeps its group after the first token."""
+    return np.zeros(len(workload)) if transfer is None else transfer.after_s(workload.context_len, ttft_s, gpus)
 
 
 def _per_prompt(seconds: Callable[[int, int], float], new_tokens: Lengths, cached_prefix: Lengths) -> Array:

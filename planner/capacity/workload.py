@@ -155,23 +155,8 @@ class Workload:
             "gap_variation": float(gaps.std() / mean_gap) if mean_gap else None,  # 1 for a Poisson process
             **lengths,
             "cached_share": float(self.cached_prefix.sum() / self.context_len.sum()),
-            "histogram": self.histogram(),
             "notes": list(self.notes),
         }
-
-    def histogram(self) -> list[dict[str, Any]]:
-        """Requests by context, in powers of two: from (inclusive), to (exclusive), count, share of new tokens."""
-        octave = np.frexp(self.context_len.astype(float))[1] - 1  # exact, where a logarithm would round
-        new = self.new_tokens
-        return [
-            {
-                "from_tokens": 2**power,
-                "to_tokens": 2 ** (power + 1),
-                "requests": int((octave == power).sum()),
-                "share_of_new_tokens": float(new[octave == power].sum() / new.sum()),
-            }
-            for power in range(int(octave.min()), int(octave.max()) + 1)
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,23 +3,19 @@
 Where many partitions are as fast, a search ends at any of them. Of those within a thousandth of the best, an entry
 takes the one nearest to the balanced plan, so that interpolation makes sense. Where even chunks come within 2 % of the
 best, as where the host is the bottleneck, no profile tells partitions apart, and what the search gains does not hold at
-the next length: there it takes the nearest within 1.5 %. A journal next to the table's file lets an interrupted build
-resume.
+the next length: there it takes the nearest within 1.5 %.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
-from kvrsim.io.journal import Journal
-from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
@@ -43,8 +39,6 @@ from planner.table.table import (
 from planner.uncertainty.intervals import interval_of
 from planner.uncertainty.sensitivities import sensitivities
 
-SUFFIX = ".partial"
-_FORMAT = "kvrsim partition table, unfinished 2"
 _AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # of TTFT, within which partitions count as equal
 _EVEN_IS_AS_FAST = 0.02  # of TTFT, by which even chunks may be slower where no profile tells partitions apart
 _BLENDS = 64  # of two partitions
@@ -60,62 +54,13 @@ class Draft:
     context_len: int
     partition: tuple[int, ...]
     ttft_s: float
-    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
-    balanced: tuple[Whole, ...]  # the analytical plan
+    lower_bound_s: float | None  # None: none is known, the strategy is no chain of KV-Runahead
+    balanced: tuple[int, ...]  # the analytical plan
 
     @property
     def key(self) -> tuple[int, int]:
         """GPUs and context."""
         return self.num_gpus, self.context_len
-
-
-@dataclass(slots=True)
-class TableJournal:
-    """A journal of searched entries, locked while it is open; with a path of None nothing is written.
-
-    The file is removed when the table is done, and kept when the build is interrupted. Raises InputError naming
-    `output` where it has other settings or another version, is not a journal, or is in use by another process.
-    """
-
-    path: Path | None
-    setting: TableSetting
-    drafts: dict[tuple[int, int], Draft] = field(init=False, default_factory=dict)
-    _lines: Journal | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.path is None:
-            return
-        about = {"kvrsim": __version__} | to_json(self.setting)
-        self._lines = Journal(path=self.path, form=_FORMAT, about=about, work="table build", argument="output")
-        self.drafts = {draft.key: draft for draft in self._lines.resume(self._decoded)}
-
-    @property
-    def note(self) -> str:
-        """The number of entries searched before; empty without any."""
-        return f"{self.path}: {len(self.drafts)} entries searched before" if self.drafts else ""
-
-    def add(self, draft: Draft) -> None:
-        """Append an entry durably; raises NotWrittenError where the disk is full."""
-        if self._lines is not None:
-            self._lines.append(to_json(draft))
-
-    def remove(self) -> None:
-        """Remove the journal after the table was written."""
-        if self._lines is not None:
-            self._lines.remove()
-
-    def close(self) -> None:
-        """Release the lock and keep the entries."""
-        if self._lines is not None:
-            self._lines.close()
-
-    def _decoded(self, line: JsonObject) -> Draft:
-        draft = read(Draft, line)
-        new_tokens = draft.context_len - self.setting.cached_prefix
-        for key, chunks in (("partition", draft.partition), ("balanced", draft.balanced)):
-            if len(chunks) != draft.num_gpus or sum(chunks) != new_tokens:
-                raise line.error(key, f"{draft.num_gpus} chunks of {new_tokens} tokens in all")
-        return draft
 
 
 def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
@@ -126,16 +71,15 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
         lower_s = lower_bound_s(scenario, strategy, result.ttft_s)
     chain = chain_like(strategy)
     balanced = result.balanced if strategy == chain else None  # a search of its own chain has computed it
-    balanced = balanced_chunks(scenario, chain) if balanced is None else balanced
+    if balanced is None:
+        balanced = balanced_chunks(scenario, chain)
     draft = Draft(
         num_gpus=scenario.cluster.num_gpus,
         context_len=scenario.request.context_len,
         partition=result.partition.chunk_lens,
         ttft_s=result.ttft_s,
         lower_bound_s=lower_s,
-        balanced=_whole(
-            balanced_chunks(scenario, chain) if balanced is None else balanced, scenario.request.new_tokens
-        ),
+        balanced=_whole(balanced, scenario.request.new_tokens),
     )
     return _nearest_to_balanced(scenario, strategy, draft, [draft.partition])
 
@@ -251,33 +195,25 @@ def make_table(
     *,
     strategy: str | Strategy = KVR_S,
     pool: Pool | None = None,
-    journal: TableJournal | None = None,
     on_progress: OnProgress | None = None,
 ) -> PartitionTable:
     """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
 
     strategy: whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
     Entries are searched apart, so that the result does not depend on the order or the process; then each is compared
-    with what its neighbours predict for it. pool: who works; None: this process. journal: entries searched before;
-    those searched now are appended. Raises InputError for more GPUs than tokens.
+    with what its neighbours predict for it. pool: who works; None: this process. Raises InputError for more GPUs than
+    tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
-    setting = TableSetting.of(scenario, chosen.name)
-    journal = journal or TableJournal(None, setting)
-    drafts = {key: draft for key, draft in journal.drafts.items() if key in scenarios}
-    missing = [key for key in scenarios if key not in drafts]
-    progress = on_progress or (lambda _done, _total, _text: None)
-    progress(len(drafts), len(scenarios), "entries")
-    missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
-    for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
-        drafts[draft.key] = draft
-        journal.add(draft)
-        progress(len(drafts), len(scenarios), "entries")
+    order = sorted(scenarios, key=lambda key: (-key[0], key[1]))  # the longest first: many GPUs, short contexts
+    work = [(scenarios[key], chosen) for key in order]
+    drafts = {draft.key: draft for draft in pool.ordered(draft_of, work, "entries", on_progress)}
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
-    work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _neighbours(drafts).items()]
-    entries = sorted(pool.run(entry_of, work), key=lambda entry: (entry.num_gpus, entry.context_len))
+    around = _neighbours(drafts)
+    entries = pool.ordered(entry_of, [(scenarios[key], chosen, drafts[key], around[key], steps) for key in scenarios])
+    setting = TableSetting.of(scenario, chosen.name)
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 
 

@@ -13,8 +13,6 @@ from fuzz_law import check_command
 
 import kvrsim
 from calibrate.data import Measurement, write_measurements
-from planner.table.build import TableJournal, make_table
-from planner.table.table import TableSetting
 
 _DATA = Path(kvrsim.__file__).parent / "data"
 _VALUES: tuple[Any, ...] = (
@@ -35,7 +33,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
         "profiles diff {} a100-flash --json",
     ),
     "table.json": (
-        *("table show {}", "table show {} --json", "table show {} --plot t.svg", "table lookup {} --gpus 2 --ctx 700"),
+        *("table show {}", "table show {} --json", "table lookup {} --gpus 2 --ctx 700"),
         *(
             "table lookup {} --gpus 2 --ctx 5000 --json",
             "simulate --strategy kvr-p --gpus 2 --ctx 700 --table {} --json",
@@ -46,7 +44,6 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "azure.csv": ("capacity --requests azure:{} --slo-ttft 2s --max-gpus 2",),
     "mooncake.jsonl": ("capacity --requests mooncake:{} --slo-ttft 2s --max-gpus 2 --json",),
     "links.csv": ("calibrate fit --compute {} --gpu h100 -o p.json", "calibrate fit --links {} -o p.json --gpu h100"),
-    "built.json.partial": ("table build --profile roofline --ctx 256,512 --gpus 2 --jobs 1 -o built.json --json",),
 }
 
 
@@ -86,26 +83,8 @@ def originals() -> dict[str, bytes]:
         "azure.csv": azure,
         "mooncake.jsonl": f"{json.dumps(request)}\n{json.dumps(request | {'timestamp': 3000})}\n",
         "links.csv": Path("links.csv").read_text(encoding="utf-8"),
-        "built.json.partial": _partial(),
     }
     return {name: text.encode() for name, text in texts.items()}
-
-
-def _partial() -> str:
-    """What a table build that was interrupted leaves."""
-    scenario, _ = kvrsim.make_scenario(ctx=512, gpus=2, profile="roofline")
-    path = Path("built.json.partial")
-
-    def stop(done: float, _total: float | None, _text: str) -> None:
-        if done:
-            raise InterruptedError
-
-    with (
-        contextlib.suppress(InterruptedError),
-        contextlib.closing(TableJournal(path, TableSetting.of(scenario))) as partial,
-    ):
-        make_table(scenario, [2], [256, 512], journal=partial, on_progress=stop)
-    return path.read_text(encoding="utf-8")
 
 
 def random_file(rng: random.Random) -> int:

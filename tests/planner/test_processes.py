@@ -38,7 +38,7 @@ def answers(pool: Pool | None) -> dict[str, str]:
     """What four commands answer, without the seconds that they took."""
     scenario, _ = make_scenario(ctx=1024, gpus=2)
     noise = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=4, seed=1, pool=pool)
-    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1))
+    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
     plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"))
     fleet = plan_capacity(scenario, asked, StrategyPolicy(names=("single", "tsp", "kvr-s")), pool=pool)
     found = {

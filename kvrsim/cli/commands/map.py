@@ -37,21 +37,10 @@ def strategy_map(
     Example: kvrsim map --ctx 1k:64k:x4 --gpus 2,4,8 --cluster h100-nvlink
     """
     output.check()
-    from kvrsim.builder import build_scenarios
-    from planner.map.map import make_map
+    from planner.api import map_of
 
-    scenario, notes, lengths, counts = build_scenarios(args)
     with pool_of(workers) as pool, Progress() as progress:
-        result = make_map(
-            scenario,
-            lengths=lengths,
-            gpu_counts=counts,
-            bandwidths=compared.link_bandwidths,
-            strategies=compared.strategies,
-            warnings=notes,
-            pool=pool,
-            on_progress=progress,
-        )
+        result = map_of(args, compared, pool=pool, on_progress=progress)
     print_answer(output, result.to_dict, "points", lambda: map_screen(result))
     write_files((plot, result.write_plot))
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count, option, text, tokens
-from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, picture, pool_of, takes
-from kvrsim.cli.output import print_answer, print_json, resumable, warn, write_files
+from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
+from kvrsim.cli.output import print_answer, print_json, warn
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Hint, Part, facts, headline, round_up_percent, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
@@ -39,32 +37,17 @@ def build(
 ) -> None:
     """Search the best partition for each context and number of GPUs.
 
-    The same command resumes an interrupted build: FILE.partial keeps the finished entries until the table is complete.
-
     Example: kvrsim table build --ctx 1k:32k:1k --gpus 2,4,8 -o table.json
     """
     from kvrsim.builder import build_scenarios
     from kvrsim.io.schema import to_json
     from kvrsim.results.question import Question
-    from kvrsim.strategies import searched
-    from planner.table.build import SUFFIX, TableJournal, make_table
-    from planner.table.table import TableSetting
+    from planner.table.build import make_table
 
-    chosen, path = searched(strategy), Path(output)
     scenario, notes, lengths, counts = build_scenarios(args)
-    setting = TableSetting.of(scenario, chosen.name)
-    journal = path.with_name(path.name + SUFFIX)
-    with (
-        pool_of(workers, every_core=True) as pool,
-        Progress() as progress,
-        resumable(journal),
-        contextlib.closing(TableJournal(journal, setting)) as drafts,
-    ):
-        if drafts.note:
-            warn(f"note: {drafts.note}")
-        table = make_table(scenario, counts, lengths, strategy=chosen, pool=pool, journal=drafts, on_progress=progress)
-        table.write(path)
-        drafts.remove()
+    with pool_of(workers, every_core=True) as pool, Progress() as progress:
+        table = make_table(scenario, counts, lengths, strategy=strategy, pool=pool, on_progress=progress)
+    table.write(output)
     for note in notes:
         warn(f"note: {note}")
     if not json:
@@ -105,23 +88,16 @@ def lookup(
 
 @app.command("show")
 @takes(OutputArgs)
-def show_(
-    answer: OutputArgs,
-    *,
-    file: Any = FILE,
-    plot: Any = option("FILE", "Draw each rank's share over the context: FILE.png, .svg or .pdf.", check=picture),
-) -> None:
+def show_(answer: OutputArgs, *, file: Any = FILE) -> None:
     """Print what a table was built for, and its entries.
 
-    Example: kvrsim table show table.json --plot shares.png
+    Example: kvrsim table show table.json
     """
     answer.check()
-    from planner.table.plot import write_shares
     from planner.table.table import load_table
 
     table = load_table(file, "TABLE")
     print_answer(answer, table.to_dict, "entries", lambda: table_screen(table))
-    write_files((plot, lambda path: write_shares(table, path)))
 
 
 def show_lookup(result: TableLookup) -> None:

@@ -63,7 +63,7 @@ class SimpyPool:
         alone_s, hold_s = float(service.ttft_s[request]), float(service.hold_s[request])
         begin_s, free_s = service.overlap.run(length_class, alone_s, self.now_s, self.ranks_s[group])
         self.begin_s[request], self.end_s[request], self.group[request] = begin_s, free_s[-1], group
-        self.busy_s += service.overlap.busy[length_class] * alone_s + hold_s * service.hold_share
+        self.busy_s += service.overlap.busy[length_class] * alone_s
         self.ranks_s[group] = [free_s[-1] + hold_s] * len(free_s) if hold_s else free_s
         first_s = self.ranks_s[group][0]
         self._at(first_s, lambda: self.idle.update({group: first_s}))

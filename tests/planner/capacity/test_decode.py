@@ -14,9 +14,8 @@ from kvrsim.cli import main as cli
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Scenario
-from planner.capacity.decode import DecodeFleet, Decoding, Sequences, Transfer, decode_fleet
+from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fleet
 from planner.capacity.fleet import FleetLimits
-from planner.capacity.workload import Workload
 from planner.decode import decoding_rank, step_s
 
 LARGE = {"model": "llama-3.1-70b", "cluster": "h100-nvlink", "profile": "h100-flash"}
@@ -72,26 +71,6 @@ def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
     assert tight.num_gpus >= loose.num_gpus
 
 
-def workload(output_tokens: list[int]) -> Workload:
-    count = len(output_tokens)
-    return Workload(
-        name="made",
-        kind="csv",
-        arrival_s=np.zeros(count),
-        context_len=np.full(count, 1000),
-        cached_prefix=np.zeros(count, dtype=np.int64),
-        output_tokens=np.array(output_tokens),
-    )
-
-
-def test_decoding_on_the_last_gpu_holds_the_group() -> None:
-    nothing, gpus = np.ones(3), np.ones(3, dtype=np.int64)
-    last = Decoding(seconds_per_token=0.02)
-    assert Decoding().hold_s(workload([0, 1, 101]), nothing, gpus).tolist() == [0, 0, 0]
-    assert last.hold_s(workload([0, 1, 101]), nothing, gpus).tolist() == pytest.approx([0, 0, 2.0])
-    assert (Decoding().hold_share(4), last.hold_share(4)) == (0, 0.25)
-
-
 def test_a_cache_leaves_behind_the_prefill() -> None:
     model = load_model("llama-3.1-70b")
     transfer = Transfer(model=model, bytes_per_s=10e9, element_bytes=2)
@@ -112,6 +91,8 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
     assert plan.decode_fleet is not None
     assert plan.decode_fleet.step_s <= plan.decode_fleet.tpot_s == 0.05
     assert plan.decode_fleet.cost_per_hour == 2.0 * plan.decode_fleet.num_gpus
+    assert plan.answer.growth is not None
+    assert plan.answer.growth.decode_gpus > 0  # of the next step, too
     assert plan.kv_transfer is not None
     assert plan.answer.p50_kv_transfer_s is not None
     assert plan.answer.p99_kv_transfer_s is not None

@@ -48,7 +48,6 @@ def pools(draw: st.DrawFn) -> Pool:
         ttft_s=ttft_s,
         busy_s=ttft_s * np.array(overlap.busy)[length_class],
         hold_s=np.array(column(quarters)) if holds else np.zeros(count),
-        hold_share=0.5,
         length_class=length_class,
         strategies=("a", "b", "c"),
         overlap=overlap,

@@ -81,7 +81,6 @@ def test_a_group_of_an_engine_runs_one_strategy() -> None:
             ("--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4"),
             "--strategies: got 'kvr-s', accepted: a strategy that runs on",
         ),
-        (("--emit", "vllm", "--decode", "last-gpu", "--tpot", "1s"), "--decode: got 'last-gpu', accepted: separate"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], start: str) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 import kvrsim
 from kvrsim.views.page import render, unpacked
-from planner.capacity.page import capacity_data, capacity_page
-from planner.capacity.plot import waiting
-from planner.capacity.result import CapacityPlan, Curves
+from planner.capacity.fleet import FleetRun
+from planner.capacity.page import capacity_data, capacity_page, waiting
+from planner.capacity.result import CapacityPlan
+from planner.capacity.workload import Workload
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
 
@@ -49,18 +50,21 @@ def test_names_of_others_are_text_and_the_data_come_back(plan: CapacityPlan) -> 
     assert len(text) < 300_000
 
 
-def curves(count: int) -> Curves:
-    rng = np.random.default_rng(0)
+def run(count: int) -> FleetRun:
+    rng, ones = np.random.default_rng(0), np.ones(count, dtype=np.int64)
     arrival_s = np.cumsum(rng.exponential(1.0, count))
     begin_s = np.maximum.accumulate(arrival_s + rng.exponential(1.0, count))
-    return Curves(arrival_s=arrival_s, begin_s=begin_s, ttft_s=begin_s, new_tokens=np.ones(count, dtype=np.int64))
+    workload = Workload(
+        name="made", kind="csv", arrival_s=arrival_s, context_len=ones, cached_prefix=0 * ones, output_tokens=ones
+    )
+    return FleetRun(workload=workload, ttft_s=begin_s, begin_s=begin_s, pool=0 * ones, busy_gpu_s=0.0)
 
 
 def test_of_a_long_queue_the_longest_in_each_part_is_kept() -> None:
-    exact_s, exact = waiting(curves(2000), 10_000, 10)
+    exact_s, exact = waiting(run(2000), 10_000, 10)
     assert exact.min() == 0
     assert exact[-1] == 0
-    times_s, most = waiting(curves(2000), 100, 50)
+    times_s, most = waiting(run(2000), 100, 50)
     assert len(times_s) == 51
     assert most.max() == exact.max()
     for begin, end, value in zip(times_s, times_s[1:], most, strict=False):

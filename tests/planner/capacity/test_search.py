@@ -134,7 +134,7 @@ def at(plan: CapacityPlan, rate: float) -> dict[str, TriedFleet]:
 
 def test_the_front_is_what_a_plan_without_other_rates_has(explored: CapacityPlan) -> None:
     plain = kvrsim.capacity(requests=SMALL, price_per_gpu_hour=2, **FEW)
-    assert plain.pareto == explored.pareto
+    assert plain.front.pareto == explored.front.pareto
     assert {one.rate for one in plain.front.tried} == {1.0}
 
 

@@ -157,7 +157,9 @@ def test_strategies_that_need_the_same_weights_share_a_layout() -> None:
     }
 
 
-@pytest.mark.parametrize(("names", "parameter"), [((), "strategies"), (("tq",), "strategies"), (("kvr-p",), "table")])
+@pytest.mark.parametrize(
+    ("names", "parameter"), [((), "strategies"), (("tq",), "strategies"), (("kvr-p",), "strategies")]
+)
 def test_what_cannot_be_run_is_refused(names: tuple[str, ...], parameter: str) -> None:
     with pytest.raises(InputError) as caught:
         StrategyPolicy(names=names)

@@ -48,16 +48,12 @@ def test_replaying_faster_keeps_the_requests(factor: float) -> None:
     assert np.array_equal(after.context_len, before.context_len)
 
 
-def test_summary_counts_everything_once() -> None:
+def test_a_summary_has_the_lengths_and_the_gaps() -> None:
     made = workload()
     summary = made.summary()
-    assert sum(row["requests"] for row in summary["histogram"]) == len(made) == summary["requests"]
-    assert sum(row["share_of_new_tokens"] for row in summary["histogram"]) == pytest.approx(1.0)
+    assert summary["requests"] == len(made)
     assert summary["context_tokens"]["max"] == made.context_len.max()
     assert summary["gap_variation"] == pytest.approx(1.0, abs=0.25)
-    for row in summary["histogram"]:
-        here = (made.context_len >= row["from_tokens"]) & (made.context_len < row["to_tokens"])
-        assert here.sum() == row["requests"]
 
 
 @pytest.mark.parametrize(("arrivals", "variation"), [("poisson", 1.0), ("bursty,cv=4", 4.0)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,15 @@ import pytest
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.errors import InputError
-from kvrsim.io.schema import to_json
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
+from kvrsim.strategies import KVR_S, STRATEGIES
 from planner.candidates import Search
 from planner.plan import make_plan
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
-from planner.table import build as table_build
-from planner.table.build import TableJournal, draft_of, make_table
-from planner.table.table import PartitionTable, TableSetting, look_up
+from planner.table.build import draft_of, make_table
+from planner.table.table import PartitionTable, look_up
 
 KVR = STRATEGIES["kvr-s"]
 
@@ -79,43 +74,6 @@ def test_between_entries_kvr_p_is_near_kvr_s(tables: dict[str, PartitionTable], 
 def test_the_printed_partition_is_recovered(tables: dict[str, PartitionTable]) -> None:
     found = look_up(tables["a100-eager"], 4, 10240)
     assert np.abs(np.array(found.fractions) - [0.350, 0.255, 0.210, 0.185]).max() < 0.012
-
-
-HEAD = {"format": "kvrsim partition table, unfinished 2"}
-
-
-def draft_line(**changes: object) -> str:
-    draft = {"num_gpus": 2, "context_len": 512, "partition": [300, 212], "balanced": [256, 256]}
-    return json.dumps(draft | {"ttft_s": 1.0, "lower_bound_s": 0.5} | changes) + "\n"
-
-
-def head_line(scenario: Scenario) -> str:
-    about = {"kvrsim": kvrsim.__version__} | to_json(TableSetting.of(scenario))
-    return json.dumps(HEAD | {"about": about}) + "\n"
-
-
-def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
-    with closing(TableJournal(path, TableSetting.of(scenario))) as partial:
-        make_table(scenario, (2,), (512,), journal=partial)
-    before = path.read_bytes()
-    other = scenario_of("roofline", link_bandwidth=1e10, batch=2)
-    with pytest.raises(InputError, match=r"output.*same batch \(there 1, here 2\).*finish that one"):
-        TableJournal(path, TableSetting.of(other))
-    assert path.read_bytes() == before
-    with closing(TableJournal(path, TableSetting.of(scenario))) as partial:
-        assert len(partial.drafts) == 1
-        assert path.read_bytes().startswith(before), "a resumed build rewrites nothing"
-
-
-@pytest.mark.parametrize(("key", "value"), [("partition", [300, 300]), ("num_gpus", 3), ("ttft_s", float("nan"))])
-def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: str, value: object) -> None:
-    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
-    content = head_line(scenario) + draft_line() + draft_line(**{key: value})
-    path.write_text(content)
-    with pytest.raises(InputError, match=r"output.*line 3: .*remove the file"):
-        TableJournal(path, TableSetting.of(scenario))
-    assert path.read_text() == content
 
 
 def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable], tmp_path: Path) -> None:
@@ -203,33 +161,3 @@ def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> Non
     draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
     assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
     assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s
-
-
-def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario, path, lengths = scenario_of("roofline"), tmp_path / "table.json.partial", (512, 1024, 1536)
-    setting, seen = TableSetting.of(scenario), []
-
-    def counted(one: Scenario, strategy: Strategy) -> object:
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        seen.append(one.request.context_len)
-        return draft_of(one, strategy)
-
-    monkeypatch.setattr(table_build, "draft_of", counted)
-    interrupted = TableJournal(path, setting)
-    with pytest.raises(KeyboardInterrupt):
-        make_table(scenario, (2,), lengths, journal=interrupted)
-    interrupted.close()
-    with path.open("a") as file:
-        file.write('{"num_gpus": 2, "context_')  # a line that was cut off
-    monkeypatch.setattr(table_build, "draft_of", draft_of)
-    partial = TableJournal(path, setting)
-    assert "2 entries" in partial.note
-    seen.clear()
-    counting = lambda one, strategy: seen.append(one.request.context_len) or draft_of(one, strategy)  # noqa: E731
-    monkeypatch.setattr(table_build, "draft_of", counting)
-    table = make_table(scenario, (2,), lengths, journal=partial)
-    assert len(seen) == 1
-    assert table.to_json() == make_table(scenario, (2,), lengths).to_json()
-    partial.remove()
-    assert not path.exists()
