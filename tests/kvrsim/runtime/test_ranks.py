@@ -31,6 +31,7 @@ from kvrsim.runtime.ranks import Launch, launch
 ranks._PRELOADED = ["torch.distributed"]  # all that is needed here
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would ignore it
 if __name__ == "__main__":
     launch(working, sys.argv[1], how=Launch(num_ranks=2, timeout_s=600))
 """
