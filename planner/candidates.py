@@ -5,7 +5,7 @@ A plan compares candidates; a simulation is about one. What a candidate predicts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -198,6 +198,7 @@ class Search:
     stride: int | None = None  # tokens; searched boundaries are multiples of it; None: chosen for the context
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
+    on_candidate: Callable[[Candidate], object] | None = None  # called as soon as a strategy, or a better one, is known
     budget_s: float = 3.0  # model work that the default comparison refines partitions for
     allowance: Allowance | None = None  # of one search over ranks; None: it ends by itself
 
@@ -345,6 +346,8 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
     for strategy in compared.strategies:
         rough = limited and strategy.partition_rule in ("search", "searched-pieces")
         by_name[strategy.name] = (_rough if rough else search.candidate)(scenario, strategy, _chain(by_name, strategy))
+        if search.on_candidate is not None:
+            search.on_candidate(by_name[strategy.name])
         if search.on_progress is not None:
             search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {len(compared.strategies)})")
     if not limited:
@@ -366,6 +369,8 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
         spent_s += found.search.report.evaluations * each_s
         if found.fits and found.ttft_s < one.ttft_s:
             by_name[strategy.name] = found
+            if search.on_candidate is not None:
+                search.on_candidate(found)
     return by_name
 
 

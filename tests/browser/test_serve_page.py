@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,6 +25,16 @@ def served(browser: Any) -> Iterator[Opened]:
         yield page
 
 
+@contextmanager
+def inside(page: Opened, selector: str) -> Iterator[None]:
+    """In a page inside the page, once it is drawn."""
+    page.until("return document.querySelector(arguments[0])", selector)
+    page.driver.switch_to.frame(page.find(selector))
+    page.until("return document.documentElement.dataset.drawn === 'true'")
+    yield
+    page.driver.switch_to.default_content()
+
+
 def ask(page: Opened, name: str, value: str) -> None:
     box = page.find(f"#ask-{name}")
     box.clear()
@@ -40,15 +51,23 @@ def test_the_address_is_the_question_and_the_pins_are_compared(served: Opened) -
     ask(served, "ctx", "8k")
     assert "ctx=8k" in served.script("return location.hash")
     served.click("#pin")
-    served.until("return document.querySelectorAll('#pins tbody tr').length === 2")
-    served.until("return document.querySelectorAll('#frames iframe').length === 2")
+    served.until("return document.querySelectorAll('#pins li').length === 2")
+    with inside(served, "#compared iframe"):
+        assert (
+            served.script("return kv.csv(document.querySelectorAll('table')[1])") == "question,A,B\ncontext,4096,8192"
+        )
+    with inside(served, "#details-page iframe"):
+        served.script("kvTimelineChart.to(0.01, 0.02)")
+    served.until("return location.hash.includes('view=zoom')")
     address = served.script("return location.href")
     served.driver.get("about:blank")
     served.driver.get(address)
-    served.until("return document.querySelectorAll('#pins tbody tr').length === 2")
+    served.until("return document.querySelectorAll('#pins li').length === 2")
     assert served.find("#ask-ctx").get_attribute("value") == "8k"
-    served.click("#pins tbody tr button")
-    served.until("return document.querySelectorAll('#pins tbody tr').length === 1")
+    with inside(served, "#details-page iframe"):
+        assert served.script("return kvTimelineChart.range()") == pytest.approx([0.01, 0.02])
+    served.click("#pins button")
+    assert served.script("return document.querySelectorAll('#pins li, #compared iframe').length") == 1
 
 
 def test_a_wrong_value_is_one_line_on_the_page(served: Opened) -> None:
@@ -61,11 +80,8 @@ def test_a_wrong_value_is_one_line_on_the_page(served: Opened) -> None:
 
 
 def test_the_details_are_the_page_of_the_plan(served: Opened) -> None:
-    frame = served.find("#frames iframe")
-    served.driver.switch_to.frame(frame)
-    served.until("return document.documentElement.dataset.drawn === 'true'")
-    assert "tsp" in served.text("#strategies")
-    served.driver.switch_to.default_content()
+    with inside(served, "#details-page iframe"):
+        assert "tsp" in served.text("#strategies")
     errors = [
         entry
         for entry in served.driver.get_log("browser")

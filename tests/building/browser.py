@@ -16,7 +16,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DRIVERS = ("chromedriver", "chromium-driver", "chromium.chromedriver")
 PHONE, DESKTOP = (390, 844), (1280, 900)
-_WAIT_S = 300.0
+_WAIT_S = 60.0
 
 # Elements with text of their own that reach beyond the window, or beyond a box that cuts them off.
 _OVERFLOWS = """

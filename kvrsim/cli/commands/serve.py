@@ -14,18 +14,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode
 
-from kvrsim.arguments import argument, count, option, switch, text
+from kvrsim.arguments import PlanArgs, ScenarioArgs, argument, count, option, switch, text
 from kvrsim.cli.options import takes
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.schema import shipped_files
 from kvrsim.views.page import Page, Section, render, tag
+from kvrsim.views.table import sentences
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from kvrsim.results.results import Plan
+    from planner.candidates import Candidate, Search
 
 FIELDS = {  # of the form: the parameter of kvrsim.plan, its label, and an example
     "model": ("Model", "llama-3.1-70b"),
@@ -56,10 +60,18 @@ class Answers:
     newest: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def of(self, question: Mapping[str, str], on_progress: Callable[[str], object], *, timeline: bool = False) -> Plan:
-        """The plan for a question. Raises InputError, and SupersededError where a newer question has come."""
-        import kvrsim
+    def of(
+        self,
+        question: Mapping[str, str],
+        tell: Callable[[Mapping[str, Any]], object] | None = None,
+        *,
+        timeline: bool = False,
+    ) -> Plan:
+        """The plan for a question.
 
+        tell: called with the progress and with each candidate, as plain JSON values; the question is then the newest.
+        Raises InputError, and SupersededError where a newer question has come than one with `tell` or its timelines.
+        """
         if unknown := sorted(set(question) - set(FIELDS)):
             raise InputError(unknown[0], question[unknown[0]], f"one of {', '.join(FIELDS)}")
         if ".py" in question.get("strategies", ""):
@@ -67,25 +79,51 @@ class Answers:
         if "ctx" not in question:
             raise InputError("ctx", "nothing", "a context length, such as 16k")
         key = (timeline, *sorted(question.items()))
-        self.newest += not timeline
+        self.newest += tell is not None
         mine = self.newest
 
         def progress(_done: float, _total: float | None, what: str) -> None:
-            if self.newest != mine:
+            if self.newest != mine and (tell or timeline):
                 raise SupersededError
-            on_progress(what)
+            if tell is not None:
+                tell({"progress": what})
+
+        def candidate(one: Candidate) -> None:
+            if tell is not None:
+                tell({"candidate": {"strategy": one.strategy.name, "ttft_s": one.ttft_s, "fits": one.fits}})
 
         with self.lock:
             if key not in self.kept:
-                self.kept[key] = kvrsim.plan(**question, timeline=timeline, on_progress=progress)
+                from planner.candidates import Search
+
+                search = Search(on_progress=progress, on_candidate=candidate)
+                self.kept[key] = _plan(question, search, timeline=timeline)
                 while len(self.kept) > _MOST_ANSWERS:
                     self.kept.popitem(last=False)
             self.kept.move_to_end(key)
             return self.kept[key]
 
 
+def _plan(question: Mapping[str, str], search: Search, *, timeline: bool) -> Plan:
+    """What `kvrsim.plan` answers to a question as the form has it."""
+    from kvrsim.builder import build_scenario
+    from planner.plan import make_plan
+
+    given = dict(question)
+    compared = PlanArgs.take(given)
+    scenario, warnings = build_scenario(ScenarioArgs.take(given))
+    return make_plan(
+        scenario,
+        strategies=compared.strategies,
+        search=search,
+        timelines="all" if timeline else None,
+        warnings=warnings,
+        target=compared,
+    )
+
+
 def application(token: str) -> Starlette:
-    """The question at /TOKEN/, an answer as JSON lines at /TOKEN/answer, the answer's page at /TOKEN/page."""
+    """The page of the question at /TOKEN/; below it answers as JSON lines, their pages, and pinned ones compared."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -104,27 +142,41 @@ def application(token: str) -> Starlette:
         from kvrsim.views.plan import plan_page
 
         try:
-            plan = answers.of(dict(request.query_params), lambda _text: None, timeline=True)
+            plan = answers.of(dict(request.query_params), timeline=True)
             return HTMLResponse(render(plan_page(plan)))
         except (KvrsimError, SupersededError) as error:
-            title = "This question has no answer"
-            return HTMLResponse(render(Page(title=title, answer=str(error))), status_code=422)
+            return no_answer(error)
 
-    routes = [Route(f"/{token}/{name}", view) for name, view in {"": start, "answer": answer, "page": page}.items()]
+    def compare(request: Any) -> HTMLResponse:
+        from kvrsim.io.schema import JsonObject
+        from kvrsim.views import compare
+
+        try:
+            plans = [answers.of(dict(parse_qsl(pin))).to_dict() for pin in request.query_params.getlist("pin")]
+        except (KvrsimError, SupersededError) as error:
+            return no_answer(error)
+        whole = [JsonObject(fields=json.loads(json.dumps(plan)), where="pin") for plan in plans]
+        return HTMLResponse(render(compare.page(list(map(compare.SavedAnswer.of, ascii_uppercase, whole)))))
+
+    def no_answer(error: Exception) -> HTMLResponse:
+        return HTMLResponse(render(Page(title="This question has no answer", answer=str(error))), status_code=422)
+
+    views = {"": start, "answer": answer, "page": page, "compare": compare}
+    routes = [Route(f"/{token}/{name}", view) for name, view in views.items()]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no other name resolves here
     return Starlette(routes=routes, middleware=[hosts])
 
 
 def answer_lines(answers: Answers, question: Mapping[str, str]) -> Iterator[str]:
-    """JSON lines: {"progress": text} while the search runs, then {"plan": ..., "answer": text} or {"error": line}."""
-    lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    """JSON lines: {"progress": text} and {"candidate": {"strategy", "ttft_s", "fits"}} while the search runs, then
+    {"plan": ..., "answer": text} or {"error": line}.
+    """
+    lines: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
 
     def work() -> None:
-        from kvrsim.views.plan import plan_page
-
         try:
-            plan = answers.of(question, lambda text: lines.put({"progress": text}))
-            lines.put({"answer": plan_page(plan).answer, "plan": plan.to_dict()})
+            plan = answers.of(question, lines.put)
+            lines.put({"answer": "\n".join(sentences(plan)), "plan": plan.to_dict()})
         except SupersededError:
             lines.put({"error": "a newer question ended the search"})
         except KvrsimError as error:
@@ -140,7 +192,7 @@ def answer_lines(answers: Answers, question: Mapping[str, str]) -> Iterator[str]
 
 
 def question_page() -> Page:
-    """The page of the question: a form, the answer, the answer's own page, and pinned answers."""
+    """The page of the question: a form, the answer, pinned answers, and the answer's own page."""
     fields = []
     for name, (label, example) in FIELDS.items():
         values = shipped_files(_DATA / _NAMES[name]) if name in _NAMES else ()
@@ -161,10 +213,15 @@ def question_page() -> Page:
             Section(
                 title="Answer",
                 ident="answer",
-                body=tag("div", tag("p", id="best", class_="answer"), tag("div", id="top")),
+                body=tag("div", tag("div", id="best"), tag("div", id="top")),
             ),
-            Section(title="Pinned", ident="pinned", lead="Two or more stand side by side.", body=tag("div", id="pins")),
-            Section(title="Details", ident="details", body=tag("div", id="frames")),
+            Section(
+                title="Pinned",
+                ident="pinned",
+                lead="Two or more are compared.",
+                body=tag("div", tag("ol", id="pins"), tag("div", id="compared")),
+            ),
+            Section(title="Details", ident="details", body=tag("div", id="details-page")),
         ],
         scripts=["serve.js"],
         live=True,
@@ -187,7 +244,6 @@ def serve(
     Example: kvrsim serve llama-3.1-70b h100-nvlink --ctx 32k
     """
     import webbrowser
-    from urllib.parse import urlencode
 
     import typer
 
@@ -200,6 +256,14 @@ def serve(
     first = {name: value for name, value in {"model": model, "cluster": cluster, "ctx": ctx}.items() if value}
     address = f"http://127.0.0.1:{port}/{token}/" + (f"#{urlencode(first)}" if first else "")
     typer.echo(f"kvrsim serve: {address}  (Ctrl-C ends it)")
+    threading.Thread(target=_warm_up, daemon=True).start()
     if not no_browser:
         webbrowser.open(address)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def _warm_up() -> None:
+    """Load what the first answer needs while the browser starts."""
+    import kvrsim.views.plan
+
+    kvrsim.plan(ctx="512", gpus=2, strategies="tp")

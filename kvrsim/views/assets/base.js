@@ -136,6 +136,7 @@ const kv = (() => {
       else chosen.set(name, value);
       clearTimeout(write); // browsers refuse more than some changes a second
       write = setTimeout(() => {
+        if (!/^(http|file)/.test(location.protocol)) return; // inside a notebook
         history.replaceState(null, "", `#${chosen}`);
         if (parent !== window) parent.postMessage({ page: location.search, view: String(chosen) }, location.origin);
       }, 120);

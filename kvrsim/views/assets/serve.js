@@ -1,145 +1,135 @@
 "use strict";
-/* kvrsim serve: the question in a form, the answer as it is searched, and pinned answers side by side.
+/* kvrsim serve: the question in a form, the answer as it is searched, and pinned answers compared.
  *
- * The address holds the view: #model=...&ctx=...&pin=QUESTION&pin=QUESTION, where QUESTION is a query of its own.
+ * The address holds all of it: #model=...&ctx=...&pin=QUESTION&pin=QUESTION&view=VIEW, where QUESTION is a query of its own
+ * and VIEW is what the reader has chosen on the answer's page.
  */
 kv.ready(() => {
   const form = document.getElementById("ask");
   const state = document.getElementById("state");
+  const top = document.getElementById("top");
   const boxes = [...form.querySelectorAll("input")];
-  const answers = new Map(); // query -> last line of its answer
-  let pins = [];
+  const first = new URLSearchParams(location.hash.slice(1));
+  let pins = first.getAll("pin");
+  let view = first.get("view") ?? "";
   let asked = ""; // the query whose answer is shown
   let current = null; // AbortController of the search that runs
+  for (const box of boxes) box.value = first.get(box.name) ?? "";
 
   const asQuery = () => new URLSearchParams(boxes.filter((box) => box.value.trim()).map((box) => [box.name, box.value.trim()])).toString();
+  const words = (query) => [...new URLSearchParams(query)].map(([name, value]) => `${name} ${value}`).join(", ") || "the default question";
 
   function writeAddress() {
     const parts = new URLSearchParams(asked);
     for (const pin of pins) parts.append("pin", pin);
+    if (view) parts.set("view", view);
     history.replaceState(null, "", `#${parts}`);
   }
 
-  async function fetchAnswer(query, onProgress, signal) {
-    if (answers.has(query)) return answers.get(query);
+  async function* lines(query, signal) {
     const response = await fetch(`answer?${query}`, { signal });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
-    let last = { error: `the server answered ${response.status}` };
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) break;
-      text += value;
-      const lines = text.split("\n");
-      text = lines.pop();
-      for (const line of lines.filter(Boolean)) {
-        last = JSON.parse(line);
-        if (last.progress) onProgress(last.progress);
-      }
+      if (done) return;
+      const whole = (text + value).split("\n");
+      text = whole.pop();
+      for (const line of whole.filter(Boolean)) yield JSON.parse(line);
     }
-    if (last.plan) answers.set(query, last);
-    return last;
   }
 
-  const interval = (one) => `${kv.seconds(one.ttft_low_s)} to ${kv.seconds(one.ttft_high_s)}`;
-  const peak = (one) => Math.max(...one.peak_bytes);
+  // -- the answer
 
-  function rows(plan) {
+  function say(answer) {
+    document.getElementById("best").replaceChildren(...answer.split("\n").filter(Boolean).map((text) => kv.el("p", { class: "answer", text })));
+  }
+  function showSoFar(candidates) {
+    const some = [...candidates.values()].sort((one, other) => other.fits - one.fits || one.ttft_s - other.ttft_s).slice(0, 5);
+    say(some[0].fits ? `So far: ${some[0].strategy}, ${kv.seconds(some[0].ttft_s)}.` : "So far nothing fits.");
+    top.replaceChildren(kv.table("The fastest strategies so far", [["strategy", false], ["TTFT", true], ["fits", false]],
+      some.map((one) => [one.strategy, [kv.seconds(one.ttft_s), one.ttft_s], one.fits ? "yes" : "no"])));
+  }
+  function show({ answer, plan }) {
     const fitting = plan.strategies.filter((one) => one.fits);
-    return (fitting.length ? fitting : plan.strategies).slice(0, 5).map((one) => [
-      one.strategy, [kv.seconds(one.ttft_s), one.ttft_s], [interval(one), one.ttft_high_s], [kv.bytes(peak(one)), peak(one)],
-      Object.keys(one.engines).join(", ") || "none",
-    ]);
-  }
-
-  function show(query, line) {
-    const top = document.getElementById("top");
-    document.getElementById("best").textContent = line.error ? "" : line.answer;
-    state.textContent = line.error || "";
-    state.classList.toggle("bad", Boolean(line.error));
-    if (line.error) {
-      top.replaceChildren();
-      return;
-    }
     const columns = [["strategy", false], ["TTFT", true], ["interval", true], ["peak memory", true], ["engines", false]];
-    top.replaceChildren(kv.table("The five fastest strategies that fit", columns, rows(line.plan)));
-    form.dataset.answered = query;
+    const rows = (fitting.length ? fitting : plan.strategies).slice(0, 5).map((one) => {
+      const peak = Math.max(...one.peak_bytes);
+      return [one.strategy, [kv.seconds(one.ttft_s), one.ttft_s], [`${kv.seconds(one.ttft_low_s)} to ${kv.seconds(one.ttft_high_s)}`, one.ttft_high_s],
+        [kv.bytes(peak), peak], Object.keys(one.engines).join(", ") || "none"];
+    });
+    say(answer);
+    top.replaceChildren(kv.table("The five fastest strategies that fit", columns, rows));
+    state.textContent = "";
+    form.dataset.answered = asked;
+    frame("details-page", `page?${asked}${view && `#${view}`}`); // an empty fragment would scroll to the frame
   }
-
+  function fail(text) {
+    say("");
+    top.replaceChildren();
+    state.textContent = text;
+    state.classList.add("bad");
+  }
   async function ask() {
     current?.abort();
-    current = new AbortController();
+    const { signal } = current = new AbortController();
+    if (asQuery() !== asked) view = asked ? "" : view;
     asked = asQuery();
     writeAddress();
     state.classList.remove("bad");
     state.textContent = "searching ...";
-    const query = asked;
+    const candidates = new Map();
+    let isOver = false;
     try {
-      const line = await fetchAnswer(query, (text) => { state.textContent = `searching: ${text}`; }, current.signal);
-      if (query !== asked) return;
-      show(query, line);
-      if (line.plan) frames();
+      for await (const line of lines(asked, signal)) {
+        if (line.progress) state.textContent = `searching: ${line.progress}`;
+        if (line.candidate) showSoFar(candidates.set(line.candidate.strategy, line.candidate));
+        if (line.plan) show(line);
+        if (line.error) fail(line.error);
+        isOver = Boolean(line.plan || line.error);
+      }
+      if (!isOver) fail("the server ended the answer early");
     } catch (error) {
-      if (error.name !== "AbortError") show(query, { error: "the server does not answer: is kvrsim serve still running?" });
+      if (error.name !== "AbortError") fail("the server does not answer: is kvrsim serve still running?");
     }
   }
 
-  function frames() { // pages of the pinned answers, or of the answer that is shown
-    const queries = pins.length > 1 ? pins : asked ? [asked] : [];
-    const host = document.getElementById("frames");
-    const had = new Map([...host.children].map((frame) => [frame.dataset.query, frame]));
-    host.style.setProperty("--columns", Math.min(queries.length, 3) || 1);
-    host.replaceChildren(...queries.map((query) => had.get(query)
-      ?? kv.el("iframe", { src: `page?${query}`, title: `Details: ${query}`, dataset: { query } })));
-  }
+  // -- pages inside this one
 
-  function question(query) {
-    return [...new URLSearchParams(query)].map(([name, value]) => `${name} ${value}`).join(", ") || "the default question";
+  function frame(ident, src) {
+    const host = document.getElementById(ident);
+    if (host.firstElementChild?.getAttribute("src").split("#")[0] === src.split("#")[0]) return;
+    host.replaceChildren(kv.el("iframe", { src, title: words(src.split(/[?#]/)[1]) }));
   }
-
-  async function listPins() {
-    const host = document.getElementById("pins");
-    document.getElementById("pinned").hidden = !pins.length;
-    const lines = await Promise.all(pins.map((pin) => fetchAnswer(pin, () => {})));
-    const best = Math.min(...lines.map((line) => line.plan?.best?.ttft_s ?? Infinity));
-    const columns = [["question", false], ["best", false], ["TTFT", true], ["interval", true], ["over the fastest", true], ["", false]];
-    const table = kv.table("Pinned answers", columns, lines.map((line, place) => {
-      const one = line.plan?.best;
-      const cells = one ? [one.strategy, [kv.seconds(one.ttft_s), one.ttft_s], [interval(one), one.ttft_high_s],
-        [`${(one.ttft_s / best).toFixed(2)} ×`, one.ttft_s]] : [line.error ?? "nothing fits", "", "", ""];
-      return [question(pins[place]), ...cells, ""];
-    }));
-    table.querySelectorAll("tbody tr").forEach((row, place) => row.lastElementChild.append(
-      kv.el("button", { type: "button", text: "Remove", on: { click: () => {
-        pins.splice(place, 1);
-        changePins();
-      } } })));
-    host.replaceChildren(table);
-  }
-
-  function changePins() {
+  window.addEventListener("message", ({ origin, data }) => {
+    if (origin !== location.origin || data.page !== document.querySelector("#details-page iframe")?.contentWindow.location.search) return;
+    view = data.view;
     writeAddress();
-    listPins();
-    frames();
-  }
+  });
 
-  function readAddress() {
-    const parts = new URLSearchParams(location.hash.slice(1));
-    pins = parts.getAll("pin");
-    for (const box of boxes) box.value = parts.get(box.name) ?? "";
-    listPins();
-    ask();
+  // -- pins
+
+  function listPins() {
+    writeAddress();
+    document.getElementById("pinned").hidden = !pins.length;
+    document.getElementById("pins").replaceChildren(...pins.map((pin) => kv.el("li", {}, `${words(pin)} `,
+      kv.el("button", { type: "button", text: "Remove", on: { click: () => {
+        pins = pins.filter((one) => one !== pin);
+        listPins();
+      } } }))));
+    if (pins.length > 1) frame("compared", `compare?${new URLSearchParams(pins.map((pin) => ["pin", pin]))}`);
+    else document.getElementById("compared").replaceChildren();
   }
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     ask();
   });
+  form.addEventListener("change", () => asQuery() !== asked && ask());
   document.getElementById("pin").addEventListener("click", () => {
-    if (!asked || pins.includes(asked)) return;
-    pins.push(asked);
-    changePins();
+    if (asked && !pins.includes(asked)) pins.push(asked);
+    listPins();
   });
-  window.addEventListener("hashchange", readAddress);
-  readAddress();
+  ask();
+  listPins();
 });

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from urllib.error import HTTPError
+from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import pytest
@@ -43,9 +44,14 @@ def test_an_answer_equals_the_api_and_its_page_holds_the_timelines(address: str)
     plan = kvrsim.plan(model="llama-7b", cluster="a100-nvlink", gpus=2, ctx="2k", strategies="tsp,kvr-e")
     assert [one["ttft_s"] for one in last["plan"]["strategies"]] == [one.ttft_s for one in plan.strategies]  # type: ignore[index]
     assert last["answer"]
-    assert all("progress" in line for line in progress)
+    assert all("progress" in line or "candidate" in line for line in progress)
+    candidates = [line["candidate"] for line in progress if "candidate" in line]
+    assert [one["ttft_s"] for one in candidates] == [plan[name].ttft_s for name in ("tsp", "kvr-e")]  # type: ignore[index]
     _, page = get(f"{address}page?{QUESTION}")
     assert len(unpacked(page)["timelines"]) == 2
+    status, page = get(f"{address}compare?{urlencode([('pin', QUESTION), ('pin', QUESTION.replace('2k', '4k'))])}")
+    assert status == 200
+    assert "A and B compared" in page
 
 
 @pytest.mark.parametrize(
@@ -76,11 +82,11 @@ def test_a_newer_question_ends_the_search() -> None:
     answers = Answers()
     question = {"model": "llama-7b", "cluster": "a100-nvlink", "gpus": "4", "ctx": "4k", "strategies": "tsp,kvr-s"}
 
-    def on_progress(_text: str) -> None:
+    def tell(_line: object) -> None:
         answers.newest += 1
 
     with pytest.raises(SupersededError):
-        answers.of(question, on_progress)
+        answers.of(question, tell)
     *_, last = lines("".join(answer_lines(answers, question)))
     assert "plan" in last
 
@@ -90,7 +96,7 @@ def test_answers_in_memory_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers()
     for ctx in ("1k", "2k", "3k"):
         question = {"model": "llama-7b", "cluster": "a100-nvlink", "gpus": "1", "ctx": ctx, "strategies": "single"}
-        answers.of(question, lambda _text: None)
+        answers.of(question)
     assert len(answers.kept) == 2
     with pytest.raises(InputError, match="ctx"):
-        answers.of({}, lambda _text: None)
+        answers.of({})
