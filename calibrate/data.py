@@ -77,7 +77,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
+from kvrsim.choices import DTYPES, Topology
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
 from kvrsim.io.files import read_text, write_atomically
@@ -493,11 +493,6 @@ class Provenance:
         return self.data.has("model")
 
     @property
-    def even_if_busy(self) -> bool:
-        """Whether samples count that were taken while other processes used the machine."""
-        return self.data.has("even_if_busy")
-
-    @property
     def model(self) -> ModelSpec | None:
         """The model whose layers were timed."""
         if not self.data.has("model"):
@@ -509,18 +504,13 @@ class Provenance:
         """The measured machine, with at least so many ranks; None where the files do not describe it."""
         if self.gpu is None or self.gpu.name != gpu.name:
             return None
-        named = self.data.text("topology", "switch")
-        topology: Topology | None = next((known for known in TOPOLOGIES if known == named), None)
-        if topology is None:
-            raise self.data.error("topology", ", ".join(TOPOLOGIES))
+        topology = self.data.get("topology", Topology, "switch")
         return Cluster(
             name=name,
             gpu=gpu,
             num_gpus=max(ranks, self.data.integer("num_gpus", 1)),
             link=link,
             topology=topology,
-            gpus_per_node=self.data.integer("gpus_per_node") if topology == "nodes" else None,
-            network=LinkSpec.read(self.data.child("network")) if topology == "nodes" else None,
         )
 
     def provenance(self) -> dict[str, str]:

@@ -79,18 +79,12 @@ from kvrsim.model.spec import ModelSpec
 DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 
 MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
-# Of own campaigns, which repeat until medians are precise: with ten repeats of this interquartile range the standard
-# error of the median is 7 %.
-MAX_OWN_SPREAD = 0.25
-# Of own links and element-wise kernels, which are short: their spread is part of the fit's error and interval.
-MAX_OWN_SHORT_SPREAD = 0.5
 MAX_MEDIAN_ERROR = 0.35  # of a fit; beyond, its form is not that of what was measured
 _COLLECTIVES = ("send_recv", "all_gather", "all_reduce")
-_SHORT = (*_COLLECTIVES, "elementwise")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8, "all_reduce": 4}
 LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4, "all_reduce": 4}
 _LEAST_TYPE_ROWS = 200
-_SIZE = {"gemm": "tokens", "attention": "chunk", **dict.fromkeys(_SHORT, "bytes")}
+_SIZE = {"gemm": "tokens", "attention": "chunk", **dict.fromkeys((*_COLLECTIVES, "elementwise"), "bytes")}
 _KINDS = {
     **dict.fromkeys((*ELEMENTWISE, "cache_append", "merge"), "elementwise"),
     **dict.fromkeys(("layer_alone", "layer_pending"), "send_recv"),
@@ -172,7 +166,7 @@ def fit_profile(
     that no fit reproduces.
     """
     chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
-    usable = UsableRows.of(rows, chosen, argument, own=origin.is_hugging_face, any_spread=origin.even_if_busy)
+    usable = UsableRows.of(rows, chosen, argument, own=origin.is_hugging_face)
     fit = _OperationFits(rows=usable, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
     prepare = fit_prepare(fit.use(usable.prepare))
     kernels = KernelRates(
@@ -267,14 +261,13 @@ class UsableRows:
         argument: str,
         *,
         own: bool = False,
-        any_spread: bool = False,
     ) -> UsableRows:
         """All of them checked; InputError naming `argument`, also where gemm or attention is missing.
 
         With choices.attention_kernel "eager" all attention rows are eager; None: rows with eager in their kernel;
         otherwise rows of exactly the kernel eager. Rows of the kernel sdpa are sdpa, except with "eager". Half
         precision if there is any, else fp32. `own`: rows of a model's layers on this machine: narrow products are used
-        too, and larger spreads are accepted. `any_spread`: all of them, which only widens the profile's intervals.
+        too, and any spread is accepted, which only widens the profile's intervals.
         """
         kernel = choices.attention_kernel
         dtypes = dtypes_of(row for row in rows if row.operation in ("gemm", "attention"))
@@ -304,10 +297,10 @@ class UsableRows:
             gemm_types={kind: found for kind, found in types.items() if _is_enough(found)},
             dtypes=dtypes,
         )
-        usable._check(argument, own=own, any_spread=any_spread)
+        usable._check(argument, own=own)
         return usable
 
-    def _check(self, argument: str, *, own: bool, any_spread: bool) -> None:
+    def _check(self, argument: str, *, own: bool) -> None:
         types = " or ".join(self.dtypes)
         calls = f"calls of one sequence in {types}, head_dim {self.head_dim}"
         needed = (
@@ -321,9 +314,7 @@ class UsableRows:
             *((operation, rows, "inside one node") for operation, rows in self.links.items()),
         )
         for kind, rows, what in (*needed, *(other for other in others if other[1])):
-            own_spread = MAX_OWN_SHORT_SPREAD if kind in _SHORT else MAX_OWN_SPREAD
-            limit = float("inf") if any_spread else own_spread if own else MAX_SPREAD
-            check_rows(kind, rows, argument, what, limit)
+            check_rows(kind, rows, argument, what, float("inf") if own else MAX_SPREAD)
 
 
 def _form_of(row: Measurement, kernel: str | None) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from calibrate.data import Measurement
 from calibrate.measure.campaign import Campaign, Seconds
-from calibrate.measure.device import device_name, origin, spec_of, versions
+from calibrate.measure.device import device_name, origin, spec_of
 from calibrate.measure.forward import HEAT_S, HOST_CHUNK, LAYERS, ComputeSetup, ForwardTimer, Point
 from calibrate.measure.ranks import PendingRanks
 from kvrsim.interp import quartiles
-from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
@@ -36,15 +36,6 @@ _LEAST_S = 1e-9  # below this nothing was measured
 
 def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:
     """Times of the model's layers."""
-    about = {
-        "measurement": "compute",
-        "model": dict(setup.config),
-        "device": device_name(setup.device, setup.threads),
-        "dtype": setup.dtype,
-        "attention": list(setup.kernels),
-        "longest context": setup.max_context,
-        "versions": versions(setup.device),
-    }
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
         return origin(setup.device, setup.threads, command) | {
@@ -53,7 +44,13 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
             "model_name": setup.model.name,
         }
 
-    return Campaign(build=lambda: ComputeBench.build(setup), about=about, origin=origin_of, output=output)
+    return Campaign(
+        title="layers",
+        build=lambda: ComputeBench.build(setup),
+        origin=origin_of,
+        output=output,
+        gpus=[torch.cuda.current_device()] if setup.device == "cuda" else (),
+    )
 
 
 def layer_kv_bytes(setup: ComputeSetup) -> int:
@@ -116,7 +113,7 @@ class ComputeBench:
 
     setup: ComputeSetup
     timer: ForwardTimer
-    _warm: set[str] = field(default_factory=set)  # points that have run once
+    _warm: set[Point] = field(default_factory=set)  # points that have run once
     _rate: float = 0.0  # FLOP/s, of the probe
     _least_s: float = 0.0  # of a forward, whatever its length
     _pending: PendingRanks | None = None  # started when they are first used
@@ -128,19 +125,19 @@ class ComputeBench:
         bench._probe()
         return bench
 
-    def points(self) -> Sequence[str]:
+    def points(self) -> Sequence[Point]:
         """The grid; on a CPU also blocks of a ring, elsewhere the host's time, and layers during a pending receive."""
         points = grid(self.setup.max_context, self.setup.kernels)
         if self.timer.clock.host_is_device:
             first, *rest = points
-            return [point.key for point in (first, *_block_points(points), *rest)]
+            return [first, *_block_points(points), *rest]
         hosts = [Point(kernel=kernel, chunk=HOST_CHUNK, prefix=0, kind="host") for kernel in self.setup.kernels]
         pending = _pending_points(points) if self.setup.num_gpus > 1 else []
-        return [point.key for point in (*hosts, *pending, *points)]
+        return [*hosts, *pending, *points]
 
-    def expected_s(self, point: str) -> float:
+    def expected_s(self, point: Point) -> float:
         """FLOPs at the probe's rate, and the heating; eager kernels take longer than their FLOPs."""
-        at, model = Point.parse(point), self.setup.model
+        at, model = point, self.setup.model
         heads = model.num_attention_heads * model.head_dim
         if at.kind == "block":
             return 2 * 1.5 * 4.0 * heads * at.chunk * at.prefix / self._rate
@@ -151,16 +148,16 @@ class ComputeBench:
         forwards_s = forward_s * (2 if forward_s < _MARKED_S else 1)
         return forwards_s + (HEAT_S if self._heats(at, forward_s) else 0.0)
 
-    def sample(self, point: str) -> Seconds:
+    def sample(self, point: Point) -> Seconds:
         """One forward, on a GPU at the clock of a long prefill; the first of a point is not counted.
 
         Raises Skipped where it does not fit.
         """
-        at = Point.parse(point)
+        at = point
         if at.kind == "pending":
             if self._pending is None:
                 self._pending = PendingRanks(self.setup)
-            return self._pending.sample(point)
+            return self._pending.sample(at)
         if at.kind == "block":
             return self.timer.block(at)
         bare = at.kind == "host"
@@ -174,22 +171,14 @@ class ComputeBench:
             found[BARE_LAYER] = self.timer.layer_s(at)
         return found
 
-    def conditions(self) -> Mapping[str, Any] | None:
-        """What NVML said while the last sample was taken; None on a CPU."""
-        return None if self.timer.reading is None else fields_to_json(self.timer.reading)
-
     def _heats(self, at: Point, forward_s: float) -> bool:
         """Whether the device has to be heated first; the host's time is its own."""
         return not self.timer.clock.host_is_device and at.kind != "host" and forward_s < HEAT_S
 
-    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+    def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:
         """Medians of the layers' parts; what depends on the chunk alone is put together."""
         setup = self.setup
         return compute_rows(samples, setup.model, dtype=setup.dtype, device=device_name(setup.device, setup.threads))
-
-    def pids(self) -> Sequence[int]:
-        """Of the ranks that time a pending receive, once they run."""
-        return () if self._pending is None else self._pending.pids
 
     def close(self) -> None:
         """Release the memory, and end the ranks."""
@@ -212,15 +201,15 @@ class ComputeBench:
 
 
 def compute_rows(
-    samples: Mapping[str, Sequence[Seconds]], model: ModelSpec, *, dtype: str, device: str
+    samples: Mapping[Point, Sequence[Seconds]], model: ModelSpec, *, dtype: str, device: str
 ) -> list[Measurement]:
     """Medians, means and interquartile ranges; parts that depend on the chunk alone from all points of that chunk.
 
     Where layers were also timed without marks, their parts are scaled to add up to those times.
     """
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
-    for key, taken in samples.items():
-        rows.add_point(Point.parse(key), taken)
+    for point, taken in samples.items():
+        rows.add_point(point, taken)
     rows.add_chunks()
     return rows.found
 

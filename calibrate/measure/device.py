@@ -1,188 +1,93 @@
-"""The measured machine: its GPU, link, versions, and what NVML says of the clock while something is timed.
-
-GPUs are found by UUID: NVML counts all GPUs of the machine, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of
-its own. NVML is called through ctypes, which needs no package beyond the driver's library.
-"""
+"""The measured machine: its GPU, link, versions, and its clock and power while something is timed."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import platform
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Self
 
-import numpy as np
 import torch
 
 from calibrate.data import Measurement, Provenance
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, LinkSpec, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
-from kvrsim.io.schema import NonNegative
 from kvrsim.runtime.geometry import DTYPES
-from kvrsim.runtime.host import HostLoad, cpu_name
+from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.host import versions as libraries
 
-_LIBRARY = "libnvidia-ml.so.1"
-_SM_CLOCK = 1  # NVML_CLOCK_SM
-# nvmlClocksThrottleReasons, nvml.h. A large GPU runs whole prefills at its power cap: it is recorded, and the times
-# count. The other reasons mean a fault of the machine: the times do not count.
-POWER_CAP = "sw_power_cap"
+# nvidia-smi's names of the bits of nvmlClocksThrottleReasons, nvml.h. A large GPU runs whole prefills at its power cap;
+# the other reasons mean a fault of the machine.
 _REASONS = {
-    0x04: POWER_CAP,
+    0x04: "sw_power_cap",
     0x08: "hw_slowdown",
     0x20: "sw_thermal_slowdown",
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake",
 }
+_EVERY_MS = 200  # between two readings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """One GPU at one moment; None: NVML does not say."""
+class DeviceLog:
+    """Clock, power and throttle reasons of GPUs, which nvidia-smi logs while the context lasts.
 
-    sm_clock_hz: NonNegative | None
-    power_w: NonNegative | None  # averaged by the driver, over 25 ms to 1 s
-    power_limit_w: NonNegative | None  # that is enforced
-    throttled: tuple[str, ...] = ()  # reasons that hold the clock down, in NVML's words
-
-
-class Nvml:
-    """The few functions of NVML that are needed; `library` is libnvidia-ml, or what behaves like it."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-        if library.nvmlInit_v2() != 0:
-            raise OSError("NVML does not start")
-
-    def handle(self, uuid: str) -> ctypes.c_void_p | None:
-        """The GPU of that UUID; None where NVML knows none."""
-        found = ctypes.c_void_p()
-        failed = self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(found))
-        return None if failed else found
-
-    def read(self, handle: ctypes.c_void_p) -> Reading:
-        """Its state now."""
-        clock_mhz = self._number("nvmlDeviceGetClockInfo", ctypes.c_uint(), handle, ctypes.c_uint(_SM_CLOCK))
-        power_mw = self._number("nvmlDeviceGetPowerUsage", ctypes.c_uint(), handle)
-        limit_mw = self._number("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint(), handle)
-        bits = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong(), handle) or 0
-        return Reading(
-            sm_clock_hz=None if clock_mhz is None else clock_mhz * 1e6,
-            power_w=None if power_mw is None else power_mw / 1e3,
-            power_limit_w=None if limit_mw is None else limit_mw / 1e3,
-            throttled=tuple(name for bit, name in _REASONS.items() if bits & bit),
-        )
-
-    def _number(self, function: str, room: Any, *arguments: Any) -> int | None:
-        call = getattr(self._library, function, None)
-        if call is None or call(*arguments, ctypes.byref(room)) != 0:
-            return None
-        return int(room.value)
-
-
-class DeviceWatch:
-    """The GPUs that are timed."""
-
-    def __init__(self, nvml: Nvml | None, uuids: Iterable[str]) -> None:
-        """`nvml` None: nothing is known of them."""
-        self._nvml = nvml
-        handles = [nvml.handle(_nvml_uuid(uuid)) for uuid in uuids] if nvml is not None else []
-        self._handles = [handle for handle in handles if handle is not None]
-
-    @classmethod
-    def of_visible(cls, torch: Any, indices: Iterable[int]) -> DeviceWatch:
-        """Those that CUDA counts so."""
-        properties = (torch.cuda.get_device_properties(index) for index in indices)
-        uuids = [str(found.uuid) for found in properties if getattr(found, "uuid", None) is not None]
-        return cls(loaded_nvml(), uuids)
-
-    def read(self) -> Reading | None:
-        """The slowest clock, the most power and all reasons of the GPUs; None where NVML says nothing."""
-        if self._nvml is None or not self._handles:
-            return None
-        readings = [self._nvml.read(handle) for handle in self._handles]
-        return Reading(
-            sm_clock_hz=min((one.sm_clock_hz for one in readings if one.sm_clock_hz is not None), default=None),
-            power_w=max((one.power_w for one in readings if one.power_w is not None), default=None),
-            power_limit_w=min((one.power_limit_w for one in readings if one.power_limit_w is not None), default=None),
-            throttled=tuple(sorted({reason for one in readings for reason in one.throttled})),
-        )
-
-
-def _nvml_uuid(uuid: str) -> str:
-    """CUDA leaves out the prefix that NVML wants."""
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-
-
-@functools.cache
-def loaded_nvml() -> Nvml | None:
-    """The driver's library; None where there is none."""
-    try:
-        return Nvml(ctypes.CDLL(_LIBRARY))
-    except (OSError, AttributeError):
-        return None
-
-
-def faults_of(reading: Mapping[str, Any] | None) -> list[str]:
-    """Throttle reasons for which a sample does not count: all but the power cap."""
-    return [reason for reason in (reading or {}).get("throttled", ()) if reason != POWER_CAP]
-
-
-def summary(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a campaign's readings: clock and power as [least, median, most], and the share with each throttle reason.
-
-    Empty where nothing was read. Clocks in Hz, power in W.
+    GPUs are named by UUID: nvidia-smi counts all GPUs of the machine, CUDA those that CUDA_VISIBLE_DEVICES leaves.
     """
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        """gpus: CUDA's numbers; none: nothing is logged."""
+        self._gpus, self._lines = gpus, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        uuids = [f"GPU-{str(torch.cuda.get_device_properties(gpu).uuid).removeprefix('GPU-')}" for gpu in self._gpus]
+        query = "--query-gpu=clocks.sm,power.draw,enforced.power.limit,clocks_throttle_reasons.active"
+        if uuids and shutil.which("nvidia-smi"):
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--id={','.join(uuids)}"]
+            self._process = subprocess.Popen(
+                [*command, f"--loop-ms={_EVERY_MS}"], stdout=self._lines, stderr=subprocess.DEVNULL
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._lines.close()
+
+    def summary(self) -> dict[str, Any]:
+        """Return clock, in Hz, and power, in W, as [least, median, most], and the share of each throttle reason."""
+        self._lines.seek(0)
+        return summary(self._lines.read().splitlines())
+
+
+def summary(lines: Iterable[str]) -> dict[str, Any]:
+    """Summarise nvidia-smi's lines of MHz, W, W and a hexadecimal number; those that are not complete do not count."""
+    readings = [tuple(match.groups()) for line in lines if (match := _READING.fullmatch(line))]
     if not readings:
         return {}
-    found: dict[str, Any] = {"readings": len(readings)}
-    for key in ("sm_clock_hz", "power_w"):
-        values = [float(one[key]) for one in readings if one.get(key) is not None]
-        if values:
-            found[key] = [min(values), float(np.median(values)), max(values)]
-    limits = [float(one["power_limit_w"]) for one in readings if one.get("power_limit_w") is not None]
-    if limits:
-        found["power_limit_w"] = min(limits)
-    reasons = sorted({reason for one in readings for reason in one.get("throttled", ())})
-    shares = {name: sum(name in one.get("throttled", ()) for one in readings) / len(readings) for name in reasons}
-    return found | {"throttled": {name: round(share, 3) for name, share in shares.items()}}
+    clocks_hz, powers_w, limits_w = (
+        [float(one[column]) * unit for one in readings] for column, unit in enumerate((1e6, 1.0, 1.0))
+    )
+    active = [[name for bit, name in _REASONS.items() if int(one[3], 16) & bit] for one in readings]
+    shares = {name: sum(name in one for one in active) / len(active) for name in _REASONS.values()}
+    return {
+        "readings": len(readings),
+        "sm_clock_hz": [min(clocks_hz), median(clocks_hz), max(clocks_hz)],
+        "power_w": [min(powers_w), median(powers_w), max(powers_w)],
+        "power_limit_w": min(limits_w),
+        "throttled": {name: round(share, 3) for name, share in shares.items() if share},
+    }
 
 
-class CpuLoad:
-    """Cores that other processes use: the kernel's CPU accounting, minus the processes that measure."""
-
-    def __init__(self, own_pids: Sequence[int] = (), stat: str | Path = "/proc/stat") -> None:
-        """From now on; `own_pids`: processes that measure, besides this one."""
-        self._own_pids = own_pids
-        self._own_before_s = self._own_s()
-        self._host = HostLoad(stat)
-
-    def other_cores(self) -> float | None:
-        """Cores that other processes, and other guests of the host, used since the start; None: not known."""
-        return self._host.other_cores(self._own_s() - self._own_before_s)
-
-    def _own_s(self) -> float:
-        times = os.times()
-        own_s = times.user + times.system + times.children_user + times.children_system
-        return own_s + sum(_process_s(pid) for pid in self._own_pids)
-
-
-def _process_s(pid: int) -> float:
-    """CPU seconds of another process; fields 14 and 15 of proc_pid_stat(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+_READING = re.compile(r"([\d.]+), ([\d.]+), ([\d.]+), 0x([0-9a-fA-F]+)")
 
 
 # -- which GPU and link the machine has, and its software

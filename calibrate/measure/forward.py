@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from calibrate.measure.campaign import Skipped
-from calibrate.measure.device import DeviceWatch, Reading
 from kvrsim.errors import InputError
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.host import free_memory
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, PrefixCache, UpdateEvent
 from kvrsim.runtime.marks import Clock, Mark, clock_of, hooked, mark_empty, without_marks
 from kvrsim.runtime.model import load_model
@@ -38,23 +38,9 @@ class Point:
     prefix: int
     kind: str = ""  # host, pending or block
 
-    @property
-    def key(self) -> str:
-        """As in journals, such as "sdpa 64+128", "pending sdpa 64+0" and "host sdpa"."""
+    def __str__(self) -> str:
         sizes = "" if self.kind == "host" else f" {self.chunk}+{self.prefix}"
         return f"{self.kind} {self.kernel}{sizes}".lstrip()
-
-    @classmethod
-    def parse(cls, key: str) -> Point:
-        """Back from its key."""
-        kind, *rest = key.split(" ")
-        if kind == "host":
-            return cls(kernel=rest[0], chunk=HOST_CHUNK, prefix=0, kind=kind)
-        if kind not in ("pending", "block"):
-            kind, rest = "", [kind, *rest]
-        kernel, sizes = rest
-        chunk, prefix = sizes.split("+")
-        return cls(kernel=kernel, chunk=int(chunk), prefix=int(prefix), kind=kind)
 
 
 HOST_CHUNK = 64  # tokens of the forwards that show how long the host takes
@@ -105,16 +91,13 @@ class ForwardTimer:
     clock: Clock
     models: dict[str, Any] = field(default_factory=dict)  # by attention kernel; they share their weights
     known_s: dict[Point, float] = field(default_factory=dict)  # device seconds of a forward, as last timed
-    reading: Reading | None = None  # of the GPU, during the last forward
-    _watch: DeviceWatch | None = None  # of the GPU that is timed
 
     @classmethod
     def build(cls, setup: ComputeSetup) -> ForwardTimer:
         """Load the model once for each kernel."""
         if setup.device == "cpu":
             torch.set_num_threads(setup.threads)
-        watch = DeviceWatch.of_visible(torch, [torch.cuda.current_device()]) if setup.device == "cuda" else None
-        timer = cls(setup, clock_of(setup.device), _watch=watch)
+        timer = cls(setup, clock_of(setup.device))
         for kernel in setup.kernels:
             timer._load(kernel)
         return timer
@@ -132,8 +115,8 @@ class ForwardTimer:
         scores = at.chunk * (at.prefix + at.chunk)
         heads = self.setup.model.num_attention_heads * _EAGER_COPIES if at.kernel == "eager" else 4
         needed = scores * heads * dtype_bytes(self.setup.dtype)
-        free = _free_bytes()
-        if free is not None and needed > 0.8 * free:
+        free = free_memory()
+        if needed > 0.8 * free:
             raise Skipped(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
     def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> dict[str, float]:
@@ -169,8 +152,6 @@ class ForwardTimer:
             self.clock.mark("start")
             forward()
             self.clock.mark("end")
-            if self._watch is not None:
-                self.reading = self._watch.read()  # the device is at work: the host has only issued
             found = self.clock.finish()
             hold_s = _HOLD * found[-1].host_s
         corrected = without_marks(found)
@@ -223,16 +204,6 @@ class ForwardTimer:
             model.load_state_dict(other.state_dict(), assign=True)
             break
         self.models[kernel] = model
-
-
-def _free_bytes() -> int | None:
-    """What Linux says could be allocated."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
-    except (OSError, ValueError, IndexError):
-        return None
-    return found[0] * 1024 if found else None
 
 
 # -- the parts of a layer, from the marks of a forward pass

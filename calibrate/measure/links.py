@@ -1,12 +1,11 @@
-"""LinkBench: times of messages and collectives between the ranks of this machine, and the topology they show."""
+"""LinkBench: times of messages and collectives between the ranks of this machine, and the topology that they show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -17,47 +16,28 @@ import numpy as np
 from calibrate.data import RING, Measurement
 from calibrate.fit.fit import rounded, sources_of
 from calibrate.measure.campaign import Campaign, Seconds
-from calibrate.measure.device import DeviceWatch, device_name, origin, versions
+from calibrate.measure.device import device_name, origin
 from calibrate.measure.ranks import START_S, Flow, LinkRank, LinkSetup, counts_to
 from kvrsim.choices import Topology
 from kvrsim.errors import InputError
 from kvrsim.hardware import LinkSpec
 from kvrsim.interp import interquartile_range
-from kvrsim.io.schema import fields_to_json
 from kvrsim.runtime.ranks import RankPool
-from kvrsim.units import format_bandwidth
 
 
 def link_campaign(setup: LinkSetup, output: Path, command: str) -> Campaign:
     """Times of messages and all-gathers between the ranks of this machine."""
     name = device_name(setup.device, setup.num_threads)
-    about = {
-        "measurement": "links",
-        "device": name,
-        "ranks": setup.num_ranks,
-        "backend": setup.backend,
-        "largest message": setup.max_bytes,
-        "versions": versions(setup.device),
-    }
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
+        topology, why = find_topology(rows)
+        link = {key: value for key, value in asdict(measured_link(rows, "measured")).items() if value is not None}
         ranks = {"num_gpus": setup.num_ranks, "backend": setup.backend}
-        return origin(setup.device, setup.num_threads, command) | ranks | layout_json(rows)
+        about = {"link": link, "topology": topology, "why": why}
+        return origin(setup.device, setup.num_threads, command) | ranks | about
 
-    return Campaign(build=lambda: LinkBench(setup, name), about=about, origin=origin_of, output=output)
-
-
-def layout_json(rows: list[Measurement]) -> dict[str, Any]:
-    """Links and topology, with the keys of a cluster file, and the ratios they were derived from."""
-    layout = find_layout(rows)
-    found: dict[str, Any] = {"link": _present(asdict(layout.link)), "topology": layout.topology, "why": layout.why}
-    if layout.network is not None:
-        found |= {"gpus_per_node": layout.gpus_per_node, "network": _present(asdict(layout.network))}
-    return found
-
-
-def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
+    gpus = range(setup.num_ranks) if setup.device == "cuda" else ()
+    return Campaign(title="links", build=lambda: LinkBench(setup, name), origin=origin_of, output=output, gpus=gpus)
 
 
 Kind = Literal["send", "pairs", "gather", "reduce", "issue"]
@@ -80,8 +60,7 @@ _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short
 class LinkPoint:
     """Messages along `flows` at the same time, or collectives of the first `num_ranks` ranks.
 
-    Of `issue`, what a message takes of its sender's and its receiver's host. Keys are send:0>1:1024, issue:0>1:1024,
-    pairs:0>1+1>0:1048576, gather:gloo:4:1024 and reduce:gloo:4:65536.
+    Of `issue`, what a message takes of its sender's and its receiver's host.
     """
 
     kind: Kind
@@ -95,9 +74,7 @@ class LinkPoint:
         """What a collective's rows are; None: the point is of messages."""
         return _COLLECTIVES.get(self.kind)
 
-    @property
-    def key(self) -> str:
-        """As journals have it."""
+    def __str__(self) -> str:
         what = f"{self.kernel}:{self.num_ranks}" if self.collective else "+".join(map(flow_text, self.flows))
         return f"{self.kind}:{what}:{self.nbytes}"
 
@@ -121,8 +98,8 @@ class LinkPoint:
         least = 1 if one_s > _LONG_S else _LEAST_REPEATS
         return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
 
-    def rows(self, samples: Sequence[Seconds], *, backend: str, device: str, hosts: Sequence[str]) -> list[Measurement]:
-        """One row per message, one per collective: medians and interquartile ranges; `hosts` by rank.
+    def rows(self, samples: Sequence[Seconds], *, backend: str, device: str) -> list[Measurement]:
+        """One row per message, one per collective: medians and interquartile ranges.
 
         Of `issue`, a send and a receive are counted alike: a rank of a chain has one of each in a layer.
         """
@@ -140,7 +117,7 @@ class LinkPoint:
                 [sample[name] for sample in samples],
                 bytes=self.nbytes,
                 ranks=len(self.ranks),
-                nodes=min(2, len({hosts[rank] for rank in (flow or self.ranks)})),
+                nodes=1,
                 src=flow[0] if flow else None,
                 dst=flow[1] if flow else None,
                 messages=len(self.flows) or 1,
@@ -217,15 +194,12 @@ def sizes_to(max_bytes: int) -> list[int]:
 def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
     """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two of them.
 
-    Both ways between neighbours; pairs that share no rank, of neighbours and of ranks half of all apart, which between
-    two nodes is every GPU's share of the network; the chain that a prefix takes; the ring of an all-gather.
+    Both ways between neighbours; pairs that share no rank; the chain that a prefix takes; the ring of an all-gather.
     """
-    half = num_ranks // 2
     chain = tuple((rank, rank + 1) for rank in range(num_ranks - 1))
     found: Iterable[tuple[Flow, ...]] = (
         *(((rank, rank + 1), (rank + 1, rank)) for rank in range(num_ranks - 1)),
         tuple((rank, rank + 1) for rank in range(0, num_ranks - 1, 2)),
-        tuple((rank, rank + half) for rank in range(half)),
         chain,
         (*chain, (num_ranks - 1, 0)),
     )
@@ -245,9 +219,7 @@ class LinkBench:
     def __init__(self, setup: LinkSetup, device_name: str) -> None:
         self.setup, self.device_name = setup, device_name
         self.backend, self.num_ranks, self.timeout_s = setup.backend, setup.num_ranks, setup.timeout_s
-        self._watch: DeviceWatch | None = None  # made on first use
-        self._points = {point.key: point for point in link_points(setup.num_ranks, setup.backend, setup.max_bytes)}
-        self._last_s: dict[str, float] = {}  # seconds of one transfer, as last measured
+        self._last_s: dict[LinkPoint, float] = {}  # seconds of one transfer, as last measured
         self._pool: RankPool | None = None
         self._make = partial(LinkRank, setup=setup)
 
@@ -258,60 +230,36 @@ class LinkBench:
             self._pool = RankPool(self.num_ranks, self._make, start_s=START_S + self.timeout_s)
         return self._pool
 
-    def points(self) -> Sequence[str]:
-        """Keys of the points, the cheapest first."""
-        return tuple(self._points)
+    def points(self) -> Sequence[LinkPoint]:
+        """The points, the cheapest first."""
+        return link_points(self.num_ranks, self.backend, self.setup.max_bytes)
 
-    def expected_s(self, point: str) -> float:
+    def expected_s(self, point: LinkPoint) -> float:
         """Of one sample: its transfers, and the synchronisations before them."""
-        found = self._point(point)
-        one_s = found.guess_s(self.backend)
+        one_s = point.guess_s(self.backend)
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
-        return found.repeats(one_s) * (one_s + 2 * short_s)
+        return point.repeats(one_s) * (one_s + 2 * short_s)
 
-    def sample(self, point: str) -> Seconds:
+    def sample(self, point: LinkPoint) -> Seconds:
         """Seconds of each message ("0>1"), or of the collective; medians of repeats where they are short."""
-        found = self._point(point)
-        repeats = found.repeats(self._last_s.get(point, found.guess_s(self.backend)))
-        if found.kind == "issue":
-            return self._issue(found, repeats)
-        seconds = self._collective(found, repeats) if found.collective else self._exchange(found, repeats)
+        repeats = point.repeats(self._last_s.get(point, point.guess_s(self.backend)))
+        if point.kind == "issue":
+            return self._issue(point, repeats)
+        seconds = self._collective(point, repeats) if point.collective else self._exchange(point, repeats)
         self._last_s[point] = max(seconds.values())
         return seconds
 
-    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+    def rows(self, samples: Mapping[LinkPoint, Sequence[Seconds]]) -> list[Measurement]:
         """Medians and interquartile ranges, in the order of the points."""
-        hosts = self._pool.hosts if self._pool else ["here"] * self.num_ranks
-        rows = []
-        for key, point in self._points.items():
-            if samples.get(key):
-                rows += point.rows(samples[key], backend=self.backend, device=self.device_name, hosts=hosts)
-        return rows
-
-    def conditions(self) -> Mapping[str, Any] | None:
-        """The slowest clock and the most power of the ranks' GPUs; None on a CPU."""
-        if self.setup.device != "cuda":
-            return None
-        if self._watch is None:
-            self._watch = DeviceWatch.of_visible(import_module("torch"), range(self.num_ranks))
-        reading = self._watch.read()
-        return None if reading is None else fields_to_json(reading)
-
-    def pids(self) -> Sequence[int]:
-        """Of the ranks, which this starts."""
-        return self.pool.pids
+        taken = ((point, samples[point]) for point in self.points() if samples.get(point))
+        about: dict[str, Any] = dict(backend=self.backend, device=self.device_name)
+        return [row for point, seconds in taken for row in point.rows(seconds, **about)]
 
     def close(self) -> None:
         """End the ranks; they start again on the next use."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-    def _point(self, key: str) -> LinkPoint:
-        point = self._points.get(key)
-        if point is None:
-            raise InputError("point", key, f"a point of {self.num_ranks} ranks over {self.backend}")
-        return point
 
     def _exchange(self, point: LinkPoint, repeats: int) -> dict[str, float]:
         """Seconds of each message, from the start of the first one after a synchronisation."""
@@ -332,62 +280,62 @@ class LinkBench:
     def _collective(self, point: LinkPoint, repeats: int) -> dict[str, float]:
         """Seconds between the ends of consecutive collectives on the last rank to finish."""
         assert point.collective is not None
-        arguments = {
-            "kernel": point.kernel,
-            "num_ranks": point.num_ranks,
-            "nbytes": point.nbytes,
-            "repeats": repeats,
-        }
+        sizes = {"num_ranks": point.num_ranks, "nbytes": point.nbytes}
+        arguments = {"kernel": point.kernel, "repeats": repeats, **sizes}
         ends_s = self.pool.ask(point.ranks, (point.kind, arguments), self.timeout_s)
         last_s = np.max(list(ends_s.values()), axis=0)
         return {point.collective: float(np.median([after - before for before, after in pairwise(last_s)]))}
 
 
-# -- whether a switch, a bus or a network between nodes connects the ranks, derived from message times
+# -- whether a switch or a bus connects the ranks, derived from message times
 
-Alone = Mapping[tuple[Flow, int], float]  # seconds of a message by flow and bytes, nothing else in flight
 Slowdowns = Mapping[tuple[str, int], float]  # by shape (separate, both or chain) and count of simultaneous messages
 
-_LARGE = 16  # sizes from the largest down to this part of it count as large
-_NODES_GAP = 1.4  # between the slowest pair inside a node and the fastest between nodes
 _SHARED = 0.5  # between 0, where messages at once keep their rates, and 1, where they share one
 _SHAPES = {"separate": "of separate pairs", "chain": "along a chain", "both": "in both directions of a pair"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkLayout:
-    """The links as a cluster file describes them."""
+def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -> tuple[Topology, str]:
+    """Return what send_recv rows with src and dst show, and sentences that say why, with ratios.
 
-    topology: Topology  # switch, bus or nodes
-    link: LinkSpec  # between ranks; under nodes, inside a node
-    gpus_per_node: int | None = None  # under nodes, else None
-    network: LinkSpec | None = None  # under nodes one rank's share of what joins them, else None
-    why: str  # sentences, with ratios
-
-
-def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: str = "measurements") -> LinkLayout:
-    """The layout that the send_recv rows with src and dst show; InputError naming `argument` where there are none.
-
-    Ranks form nodes where their pairs fall into a fast and a slow group, and the fast pairs connect consecutive groups
-    of equal size. Otherwise they share a bus where simultaneous messages slow each other down: messages of separate
-    pairs from four ranks on, else the two directions of a pair and the links of a chain.
+    Ranks share a bus where simultaneous messages slow each other down: messages of separate pairs from four ranks on,
+    else the two directions of a pair and the links of a chain. Raises InputError naming `argument` without such rows.
     """
     sent = [row for row in rows if row.operation == "send_recv" and None not in (row.src, row.dst)]
-    alone = {(_flow(row), row.bytes or 0): row.median_s for row in sent if row.messages == 1}
-    if not alone:
+    if not any(row.messages == 1 for row in sent):
         raise InputError(argument, f"{len(sent)} such rows", "send_recv rows with src, dst and one message at a time")
-    size, text = _nodes(alone)
-    if size is None:
-        topology, why = _bus_or_switch(_slowdowns(sent, alone))
-        why = " ".join(part for part in (text, why) if part)
-        return LinkLayout(topology=topology, link=measured_link(sent, name), why=why)
-    nodes = {rank: rank // size for row in sent for rank in _flow(row)}
-    inside, apart = (
-        [row for row in sent if (nodes[_flow(row)[0]] == nodes[_flow(row)[1]]) is wanted] for wanted in (True, False)
-    )
-    link = measured_link(inside, name)
-    network, why = _network(apart, alone, f"{name}-network")
-    return LinkLayout(topology="nodes", link=link, gpus_per_node=size, network=network, why=f"{text} {why}")
+    slowdowns = _slowdowns(sent)
+    separate = {messages: factor for (shape, messages), factor in slowdowns.items() if shape == "separate"}
+    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains count last
+    decisive = separate or {messages: slowdowns[shape, messages] for shape, messages in others}
+    if not decisive:
+        return "switch", "No simultaneous messages were measured: assumed to be a switch."
+    shares = [math.log(factor) / math.log(messages) for messages, factor in decisive.items()]
+    topology: Topology = "bus" if median(shares) >= _SHARED else "switch"
+    verdict = f"a {topology}{'' if separate else ' (fewer than four ranks cannot show more)'}"
+    texts = [
+        f"{messages} messages {text} take {slowdowns[shape, messages]:.2f} times as long as alone"
+        f" (on a bus {messages}, a switch 1)"
+        for shape, text in _SHAPES.items()
+        for messages in sorted(count for key, count in slowdowns if key == shape)
+    ]
+    return topology, f"{'; '.join(texts)}: {verdict}."
+
+
+def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
+    """Return the time until the last of simultaneous messages arrives, over the time of one alone."""
+    alone = {(row.src, row.dst, row.bytes): row.median_s for row in sent if row.messages == 1}
+    together: dict[tuple[Any, ...], list[Measurement]] = {}
+    for row in sent:
+        if row.messages > 1 and (row.src, row.dst, row.bytes) in alone:
+            shape = "separate" if row.ranks == 2 * row.messages else "both" if row.ranks == 2 else "chain"
+            pair = {row.src, row.dst} if shape == "both" else {}  # each pair's directions by themselves
+            together.setdefault((shape, row.messages, row.bytes, frozenset(pair)), []).append(row)
+    factors: dict[tuple[str, int], list[float]] = {}
+    for (shape, messages, *_), rows in together.items():
+        alone_s = geometric_mean(alone[row.src, row.dst, row.bytes] for row in rows)
+        factors.setdefault((shape, messages), []).append(max(row.median_s for row in rows) / alone_s)
+    return {key: median(values) for key, values in factors.items()}
 
 
 def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measurements") -> LinkSpec:
@@ -408,109 +356,3 @@ def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measu
         latency_s=rounded(seconds[min(seconds)]),
         source=sources_of(rows),
     )
-
-
-def _slowdowns(rows: Iterable[Measurement], alone: Alone) -> Slowdowns:
-    """Slowdown of simultaneous messages: time until the last one arrives, over the time of one alone."""
-    patterns: dict[tuple[int, int, int, bool], list[Measurement]] = {}
-    for row in rows:
-        if row.messages > 1 and (_flow(row), row.bytes or 0) in alone:
-            near = _is_near(row) or row.ranks != 2 * row.messages
-            patterns.setdefault((row.messages, row.ranks or 0, row.bytes or 0, near), []).append(row)
-    factors: dict[tuple[str, int], list[float]] = {}
-    for (messages, ranks, nbytes, _), members in patterns.items():
-        shape = "separate" if ranks == 2 * messages else "both" if ranks == 2 else "chain"
-        pairs: dict[tuple[int, ...], list[Measurement]] = {}
-        for row in members:  # the directions of each pair by themselves, all others together
-            pairs.setdefault(tuple(sorted(_flow(row))) if shape == "both" else (), []).append(row)
-        slower = [
-            max(row.median_s for row in pair) / geometric_mean(alone[_flow(row), nbytes] for row in pair)
-            for pair in pairs.values()
-        ]
-        factors.setdefault((shape, messages), []).append(median(slower))
-    return {key: median(values) for key, values in factors.items()}
-
-
-def _bus_or_switch(slowdowns: Slowdowns) -> tuple[Topology, str]:
-    """Whether simultaneous messages rather share one rate than keep their own, and why."""
-    separate = {messages: factor for (shape, messages), factor in slowdowns.items() if shape == "separate"}
-    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains count last
-    decisive = separate or {messages: slowdowns[shape, messages] for shape, messages in others}
-    if not decisive:
-        return "switch", "No simultaneous messages were measured: assumed to be a switch."
-    shares = [math.log(factor) / math.log(messages) for messages, factor in decisive.items()]
-    topology: Topology = "bus" if median(shares) >= _SHARED else "switch"
-    verdict = f"a {topology}"
-    if not separate:
-        verdict += " (fewer than four ranks cannot show more)"
-    elif topology == "switch" and slowdowns.get(("both", 2), 1.0) >= 2**_SHARED:
-        verdict += ", though the directions of a pair share its rate, which kvrsim does not model"
-    texts = [
-        f"{messages} messages {text} take {slowdowns[shape, messages]:.2f} times as long as alone"
-        f" (on a bus {messages}, a switch 1)"
-        for shape, text in _SHAPES.items()
-        for messages in sorted(count for key, count in slowdowns if key == shape)
-    ]
-    return topology, f"{'; '.join(texts)}: {verdict}."
-
-
-def _nodes(alone: Alone) -> tuple[int | None, str]:
-    """Ranks per node, and a sentence; None: no nodes; empty: pairs are alike."""
-    rates = _pair_rates(alone)
-    ranks = sorted({rank for pair in rates for rank in pair})
-    ordered = sorted(rates.values())
-    gap, fast = max(((high / low, high) for low, high in pairwise(ordered)), default=(1.0, 0.0))
-    if gap < _NODES_GAP:
-        return None, ""
-    near = {pair for pair, rate in rates.items() if rate >= fast}
-    groups = {frozenset({one, *(rank for pair in near if one in pair for rank in pair)}) for one in ranks}
-    slow, quick = (
-        format_bandwidth(geometric_mean(rate for rate in ordered if (rate >= fast) is wanted))
-        for wanted in (False, True)
-    )
-    text = f"Some pairs reach {quick}, others {slow}"
-    size = len(next(iter(groups)))
-    if sum(map(len, groups)) != len(ranks) or any(len(group) != size for group in groups):
-        return None, f"{text}, but the fast ones do not join equal nodes."
-    if any(max(group) - min(group) >= size for group in groups):
-        named = ", ".join("+".join(map(str, sorted(group))) for group in sorted(groups, key=min))
-        return None, f"{text}: nodes of ranks {named}; number ranks node by node for kvrsim."
-    return size, f"{text}: nodes of {size} ranks."
-
-
-def _pair_rates(alone: Alone) -> dict[Flow, float]:
-    """Bytes/s of each pair, of both directions and all large sizes together."""
-    flows = {flow for flow, _ in alone}
-    common = [nbytes for nbytes in {nbytes for _, nbytes in alone} if all((flow, nbytes) in alone for flow in flows)]
-    sizes = [nbytes for nbytes in common if nbytes * _LARGE >= max(common)]
-    rates: dict[Flow, list[float]] = {}
-    for flow in flows if sizes else ():
-        low, high = sorted(flow)
-        rates.setdefault((low, high), []).extend(nbytes / alone[flow, nbytes] for nbytes in sizes)
-    return {pair: geometric_mean(values) for pair, values in rates.items()}
-
-
-def _network(rows: Sequence[Measurement], alone: Alone, name: str) -> tuple[LinkSpec, str]:
-    """One rank's share of the network while all ranks of its node use it, where that was measured."""
-    link = measured_link(rows, name)
-    slowdowns = _slowdowns([row for row in rows if not _is_near(row)], alone)
-    crowded = {messages: factor for (shape, messages), factor in slowdowns.items() if shape == "separate"}
-    if not crowded:
-        text = "Between nodes no simultaneous messages were measured: each rank is assumed to have that by itself."
-        return link, text
-    messages = max(crowded)
-    factor = max(1.0, crowded[messages])
-    text = f"Between nodes {messages} simultaneous messages take {factor:.2f} times as long as one: a rank's share."
-    return replace(link, bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s / factor)), text
-
-
-def _is_near(row: Measurement) -> bool:
-    """Whether it is a message between neighbours."""
-    src, dst = _flow(row)
-    return abs(dst - src) == 1
-
-
-def _flow(row: Measurement) -> Flow:
-    assert row.src is not None
-    assert row.dst is not None
-    return row.src, row.dst

@@ -264,16 +264,11 @@ class PendingRanks:
     def __init__(self, setup: ComputeSetup) -> None:
         self._pool = RankPool(2, partial(PendingRank, setup=setup), start_s=START_S + _TIMEOUT_S)
 
-    @property
-    def pids(self) -> Sequence[int]:
-        """Of the processes."""
-        return self._pool.pids
-
-    def sample(self, key: str) -> Mapping[str, float]:
+    def sample(self, at: Point) -> Mapping[str, float]:
         """Device seconds of one layer of a grid's point, alone and then beside a pending receive."""
-        alone_s = self._pool.ask([0], ("layer", {"key": key}), _TIMEOUT_S)[0]
+        alone_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
         self._pool.ask([0], ("post", {}), _TIMEOUT_S)
-        pending_s = self._pool.ask([0], ("layer", {"key": key}), _TIMEOUT_S)[0]
+        pending_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
         self._pool.ask([0, 1], ("complete", {}), _TIMEOUT_S)
         return {ALONE: alone_s, PENDING: pending_s}
 
@@ -299,10 +294,9 @@ class PendingRank:
         self.rank = rank
         self._receive: Any = None
 
-    def layer(self, *, key: str) -> float:
+    def layer(self, *, at: Point) -> float:
         """Device seconds of a layer, at the clock of a long prefill."""
         assert self.timer is not None
-        at = Point.parse(key)
         self.timer.layer_s(at)  # memory and kernels are there before the device may no longer be waited for
         return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
 

@@ -1,4 +1,4 @@
-"""This host: its devices, its software versions, and the load that other processes put on it."""
+"""This host: its devices, its software versions, its free memory, and whether others use it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kvrsim.choices import DEVICES
 from kvrsim.errors import InputError
-from kvrsim.runtime.ranks import available_cores
+from kvrsim.runtime.ranks import available_cores, started_by_torchrun
 from kvrsim.version import __version__
 
 # Cores that other processes may keep busy without disturbing a measurement: a part of one, or a share of a large host.
 _BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
-_LEAST_ACCOUNTED_S = 0.2  # of a sample; for shorter ones the system's CPU accounting is too coarse
+_SAMPLE_S = 0.3  # the system's CPU accounting is too coarse for shorter ones
 
 
 def num_gpus() -> int:
@@ -74,14 +74,26 @@ def versions() -> dict[str, str]:
     }
 
 
-def busy_cores() -> float:
-    """Return the cores above which the load of other processes on this host disturbs a measurement."""
-    return max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1))
+def busy_note() -> tuple[str, ...]:
+    """Return a note where processes keep cores of this host busy now, before anything is timed; else nothing."""
+    if started_by_torchrun():  # other ranks are starting
+        return ()
+    first_s = _busy_s()
+    time.sleep(_SAMPLE_S)
+    cores = (_busy_s() - first_s) / _SAMPLE_S
+    if cores <= max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1)):
+        return ()
+    return (f"other processes use {cores:.1f} cores of this machine: times may be too long",)
 
 
-def is_busy(sample_s: float, other_cores: float | None) -> bool:
-    """Whether other processes used this machine during a sample; False where CPU accounting cannot tell."""
-    return other_cores is not None and sample_s >= _LEAST_ACCOUNTED_S and other_cores > busy_cores()
+def _busy_s() -> float:
+    """Return the processor time that all processes have used, in seconds; 0 where the system does not report it."""
+    try:
+        with open("/proc/stat", encoding="utf-8") as file:
+            user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")  # steal: by other guests of the host
 
 
 def free_memory() -> float:
@@ -92,34 +104,3 @@ def free_memory() -> float:
     except (OSError, StopIteration):
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return 1024.0 * float(kib)
-
-
-class HostLoad:
-    """Counts, on Linux, the cores that processes other than the ranks keep busy between two readings."""
-
-    def __init__(self, stat: str | Path = "/proc/stat") -> None:
-        """stat: the kernel's account, see proc_stat(5); where it is absent, the load is unknown."""
-        self._stat = stat
-        self._before = self._reading(0.0)
-
-    def other_cores(self, own_cpu_s: float) -> float | None:
-        """Return the cores busy with others' work since the last call; None where the system does not tell.
-
-        own_cpu_s: processor time that all ranks of this host have used since they started.
-        """
-        before, now = self._before, self._reading(own_cpu_s)
-        self._before = now
-        if before is None or now is None or now[0] <= before[0]:
-            return None
-        return max(0.0, (now[1] - before[1]) / (now[0] - before[0]))
-
-    def _reading(self, own_cpu_s: float) -> tuple[float, float] | None:
-        """Return the clock and the processor time of others, in seconds."""
-        try:
-            with open(self._stat, encoding="utf-8") as file:
-                user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])
-        except (OSError, ValueError):
-            return None
-        # Without interrupts, which may be one's own messages'; steal is what other guests of the host took.
-        busy_s = (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), busy_s - own_cpu_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from kvrsim.runtime.exchange import Exchange, exchange_of
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
-from kvrsim.runtime.host import HostLoad, device_name, versions
+from kvrsim.runtime.host import device_name, versions
 from kvrsim.runtime.kv_cache import KvPairs, Memory, PrefixCache, allocate
 from kvrsim.runtime.marks import RankTrace, clock_of, timeline_of
 from kvrsim.runtime.model import ModelForward, load_model
@@ -190,34 +189,29 @@ def measure(
     for plan in plans if check else ():
         if plan.context_len not in references and transport.rank == first_token_rank(plan, transport):
             references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
-    watch, load = Stopwatch(transport, forward, plans, seed), HostLoad()
+    watch = Stopwatch(transport, forward, plans, seed)
     for plan in plans:  # what a plan needs is made before any is timed
         watch.prefill(plan)
-    samples: list[list[tuple[float, float | None]]] = [[] for _ in plans]
+    ttft_s: list[list[float]] = [[] for _ in plans]
     total = len(plans) * (warmups + repeats)
     for done in range(total):
         repetition, turn = divmod(done, len(plans))
         number = (turn + repetition) % len(plans)
         transport.report(done, total, "prefills")
-        load.other_cores(_cpu_s(transport))
-        ttft_s = watch.ttft_s(plans[number])
-        others = load.other_cores(_cpu_s(transport)) if watch.one_host else None
+        one_s = watch.ttft_s(plans[number])
         if repetition >= warmups:
-            samples[number].append((ttft_s, others))
+            ttft_s[number].append(one_s)
     transport.report(total, total, "prefills")
-    samples = transport.exchange(samples)[0]  # the load as rank 0 sees it
     timings = []
-    for plan, pairs in zip(plans, samples, strict=True):
+    for plan, seconds in zip(plans, ttft_s, strict=True):
         prefill = watch.prefill(plan)
         trace = prefill.run_hooked(prompt_of(forward, plan, seed))
         own = prefill.difference(references[plan.context_len]) if check and trace.emits_token else None
         traces, differences = transport.exchange(trace), transport.exchange(own)
-        ttfts_s, other_cores = zip(*pairs, strict=True) if pairs else ((), ())
         timings.append(
             Timing(
                 plan=plan,
-                ttft_s=tuple(ttfts_s),
-                other_cores=tuple(other_cores),
+                ttft_s=tuple(seconds),
                 timeline=timeline_of(plan.strategy, traces),
                 difference=next((one for one in differences if one is not None), None),
             )
@@ -234,11 +228,6 @@ def first_token_rank(plan: RunPlan, transport: Transport) -> int:
 def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Any:
     """Return random token ids [B, C] on the rank's device."""
     return random_prompt(forward.vocab_size, plan, seed).to(forward.geometry.device)
-
-
-def _cpu_s(transport: Transport) -> float:
-    """Return the processor time that all ranks have used."""
-    return float(sum(transport.exchange(time.process_time())))
 
 
 def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]:

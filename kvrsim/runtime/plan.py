@@ -156,7 +156,6 @@ class Timing:
 
     plan: RunPlan
     ttft_s: tuple[float, ...] = ()  # per repetition, in the order in which they ran, without warm-ups
-    other_cores: tuple[float | None, ...] = ()  # cores that other processes kept busy in each; None: unknown
     parts: tuple[tuple[Parts, ...], ...] = ()  # of virtual ranks: per repetition, per rank
     timeline: Timeline | None = None  # of one more prefill, with its layers hooked; None: of virtual ranks
     difference: Difference | None = None  # from one process; None: not compared

@@ -187,7 +187,6 @@ class RankPool:
         self._folder = tempfile.mkdtemp(prefix="kvrsim-")
         self._pipes: dict[int, Pipe] = {}
         self._processes: dict[int, Any] = {}
-        self.hosts: list[str] = []
         context = _context()
         # Reached layers, -1 before the first. No lock: a rank that dies must not hold back the others.
         self._layers = context.RawArray("i", [-1] * num_ranks)
@@ -199,11 +198,10 @@ class RankPool:
                 process.start()
                 self._processes[rank] = process
                 theirs.close()
-            hosts = self._collect(range(num_ranks), start_s)
+            self._collect(range(num_ranks), start_s)
         except BaseException:
             self.close(wait_s=0.0)
             raise
-        self.hosts = [hosts[rank] for rank in range(num_ranks)]
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -324,7 +322,7 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
             report=lambda *progress: send("progress", progress),
         )
         worker = make(slot=slot)
-        send("result", socket.gethostname())
+        send("result", None)
         while True:
             method, arguments, timeout_s = pickle.loads(commands.get())
             # Works without the interpreter's lock, which a library that hangs may hold.

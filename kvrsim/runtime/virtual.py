@@ -6,14 +6,12 @@ reads the K and V that the ranks before it have computed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from kvrsim.runtime.exchange import exchange_of
-from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.kv_cache import Chunk, Memory, allocate_chunk
 from kvrsim.runtime.marks import Clock, Mark, clock_of, compute_name
 from kvrsim.runtime.measure import cache_distance, conditions_of, forward_of, prompt_of, reference_of
@@ -32,29 +30,22 @@ def run_virtual(transport: Transport, job: Job) -> Report:
     whole = Chunk(start=0, length=first.context_len, batch=first.batch)
     memory = allocate_chunk(forward.geometry, whole)
     plans = [_VirtualPlan(forward, plan, clock, ids, memory) for plan in job.plans]
-    samples: list[list[tuple[tuple[Parts, ...], float | None]]] = [[] for _ in plans]
+    samples: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
     differences: list[Difference | None] = [None for _ in plans]
-    load, total = HostLoad(), (job.warmups + job.repeats) * len(plans)
+    total = (job.warmups + job.repeats) * len(plans)
     with forward.hooked(clock):
         for done in range(total):
             repetition, number = divmod(done, len(plans))
             transport.report(done, total, "prefills")
-            load.other_cores(time.process_time())
             parts = tuple(plans[number].run(rank) for rank in range(len(plans[number].ranks)))
-            others = load.other_cores(time.process_time())
             if repetition >= job.warmups:
-                samples[number].append((parts, others))
+                samples[number].append(parts)
             if reference is not None and done >= total - len(plans):
                 differences[number] = plans[number].difference(*reference)
     transport.report(total, total, "prefills")
     timings = tuple(
-        Timing(
-            plan=plan.plan,
-            parts=tuple(parts for parts, _ in pairs),
-            other_cores=tuple(others for _, others in pairs),
-            difference=difference,
-        )
-        for plan, pairs, difference in zip(plans, samples, differences, strict=True)
+        Timing(plan=plan.plan, parts=tuple(parts), difference=difference)
+        for plan, parts, difference in zip(plans, samples, differences, strict=True)
     )
     repetitions = {"repetitions": f"{job.repeats} after {job.warmups} warm-ups, plans interleaved"}
     return Report(timings=timings, conditions=conditions_of(transport, forward) | repetitions)

@@ -13,7 +13,7 @@ from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.host import is_busy
+from kvrsim.runtime.host import busy_note
 from kvrsim.runtime.plan import Parts, Report, RunPlan, Timing
 from kvrsim.runtime.ranks import launch, started_by_torchrun
 from kvrsim.scenario import Scenario
@@ -26,7 +26,6 @@ from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode,
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from planner.plan import Ranking
 
-_LEAST_IDLE = 3  # rounds; with fewer, all rounds count
 # TSP's gathered pieces arrive where they stay: what is left to join is the rank's own chunk.
 _MEASURED_AS = {"assemble": "append"}
 
@@ -61,6 +60,7 @@ def confirm(
     budget.check(list(candidates.values()))
     check = budget.fits_reference(scenario)
     notes = [*warnings, *mode_notes, *name_notes, *_left_out(candidates, budget), *[NO_REFERENCE] * (not check)]
+    notes += busy_note()
     candidates = {name: one for name, one in candidates.items() if budget.fits(one)}
     rounds = hardware.warmups + hardware.repeats
     expected = format_seconds(rounds * sum(one.ttft_s for one in candidates.values()))
@@ -68,11 +68,10 @@ def confirm(
     for note in (*notes, f"measuring {len(candidates)} candidates, {times}"):
         reporter.note(note)
     report = measured_here(scenario, list(candidates.values()), hardware, mode, check=check, reporter=reporter)
-    idle, idle_notes = _idle_rounds(report.timings)
-    measured = []
-    for (name, one), timing in zip(candidates.items(), report.timings, strict=True):
-        counted = replace(timing, ttft_s=tuple(timing.ttft_s[number] for number in idle))
-        measured.append(MeasuredCandidate(prediction=_prediction(name, one), timing=counted, predicted=one.timeline))
+    measured = [
+        MeasuredCandidate(prediction=_prediction(name, one), timing=timing, predicted=one.timeline)
+        for (name, one), timing in zip(candidates.items(), report.timings, strict=True)
+    ]
     best = next(one for one in ranking.ranked if one.strategy.name in candidates)
     if best is not ranking.ranked[0]:  # the plan's choice is not measured
         chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
@@ -85,7 +84,7 @@ def confirm(
         chosen=chosen,
         conditions=report.conditions,
         targets=targets or Targets(),
-        warnings=(*notes, *idle_notes),
+        warnings=tuple(notes),
     )
 
 
@@ -211,16 +210,3 @@ def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
     key = (layer, _MEASURED_AS.get(op.name, op.name))
     measured_s = np.array([parts.get(key, 0.0) for parts in repeats])
     return Compute(name=op.name, device_s=measured_s, kind=op.kind)
-
-
-def _idle_rounds(timings: Sequence[Timing]) -> tuple[list[int], tuple[str, ...]]:
-    """Return the rounds in which no other process used the machine, for all candidates; and notes on the others."""
-    rounds = range(len(timings[0].ttft_s))
-    busy = [any(is_busy(one.ttft_s[number], one.other_cores[number]) for one in timings) for number in rounds]
-    if not any(busy):
-        return list(rounds), ()
-    text = f"{sum(busy)} of {len(busy)} rounds"
-    if busy.count(False) >= min(_LEAST_IDLE, len(busy)):
-        idle = [number for number in rounds if not busy[number]]
-        return idle, (f"{text} left out: other processes used the machine",)
-    return list(rounds), (f"other processes used the machine in {text}; all are counted",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from kvrsim.errors import InputError
@@ -12,7 +11,7 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.host import is_busy
+from kvrsim.runtime.host import busy_note
 from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
 from kvrsim.runtime.ranks import started_by_torchrun
 from kvrsim.scenario import Scenario
@@ -66,7 +65,6 @@ class RunResult:
             "measured_ttft_s": timing.median_s,
             "measured_iqr_s": timing.iqr_s,
             "samples_s": list(timing.ttft_s),
-            "other_cores": list(timing.other_cores),
             "predicted_ttft_s": self.predicted_s,
             "max_logit_error": difference and difference.logits,
             "largest_logit": difference and difference.logits_scale,
@@ -112,7 +110,7 @@ def run_here(
         scenario = scenario.on_gpus(num_gpus)
     budget = MemoryBudget.of(scenario, hardware, "ranks")
     budget.check([candidate])
-    notes = tuple(warnings)
+    notes = (*warnings, *busy_note())
     if check_logits and not budget.fits_reference(scenario):
         check_logits, notes = False, (*notes, NO_REFERENCE)
     for note in notes:
@@ -128,7 +126,7 @@ def run_here(
         timing=timing,
         predicted_s=None if scenario.profile is None else candidate.ttft_s,
         conditions=report.conditions,
-        warnings=(*notes, *busy_notes(timing)),
+        warnings=notes,
     )
 
 
@@ -147,13 +145,3 @@ def _candidate(
         accepted = "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
         raise InputError("profile", "nothing", accepted)
     return Search(partition=partition).candidate(scenario, strategy)
-
-
-def busy_notes(timing: Timing) -> tuple[str, ...]:
-    """Return a note where other processes used the machine during prefills, which are counted anyway."""
-    pairs = zip(timing.ttft_s, timing.other_cores, strict=True)
-    busy = [cores for ttft_s, cores in pairs if cores is not None and is_busy(ttft_s, cores)]
-    if not busy:
-        return ()
-    during = f"{len(busy)} of {len(timing.ttft_s)} prefills"
-    return (f"other processes used the machine in {during} ({median(busy):.1f} cores); TTFT may be too long",)

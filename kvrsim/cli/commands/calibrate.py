@@ -30,10 +30,11 @@ from kvrsim.arguments import (
 from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
 from kvrsim.cli.options import JSON, output, picture, require_torch, takes, writable
-from kvrsim.cli.output import print_json, resumable, warn
+from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Hint, facts, show
 from kvrsim.errors import InputError
+from kvrsim.io.schema import fields_to_json
 from kvrsim.text import printable
 from kvrsim.units import format_seconds, parse_bytes, parse_seconds
 from kvrsim.version import __version__
@@ -42,16 +43,16 @@ from kvrsim.views.table import columns, format_interval, narrowing
 if TYPE_CHECKING:
     from calibrate.data import Measurement
     from calibrate.fit.report import FitReport
-    from calibrate.measure.campaign import Campaign, Estimate, Measured, Outcome, Policy
+    from calibrate.measure.campaign import Campaign, Outcome
     from calibrate.measure.forward import ComputeSetup
+    from calibrate.measure.ranks import LinkSetup
     from calibrate.prefills.fit import Errors, FittedTerm, PrefillCheck, PrefillFit
     from kvrsim.scenario import Scenario
 
 app = typer.Typer()
-_ROWS = "Write the measurements as CSV. The same command resumes an interrupted run."
+_ROWS = "Write the measurements as CSV."
 _COMPUTE_SHARE = 0.75  # of the minutes of `all`
 _NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one
-_LISTED_DROPPED = 3  # points that do not fit into the time budget
 
 
 def _kernels(value: object, parameter: str) -> tuple[str, ...]:
@@ -73,7 +74,6 @@ def _form(value: object, parameter: str) -> str:
 
 DEVICE = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
 THREADS = option("N", "CPU threads of each rank.", "Measurement", count(1024), 1)
-BUSY = switch("Keep samples taken while other processes used the machine.", "Measurement")
 NAME = option("NAME", "Name of the profile. Default: its file's.")
 
 
@@ -134,13 +134,12 @@ class LayerArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class RankArgs(Arguments):
-    """The ranks between which links are measured, and whether a busy machine is measured."""
+    """The ranks between which links are measured."""
 
     ranks: Any = option("N", "Number of ranks. Default: one per GPU, or cores / threads.", "Measurement", count(64))
     timeout: Any = option(
         "TIME", "Time after which an unresponsive rank counts as failed.", "Measurement", quantity(parse_seconds), "60s"
     )
-    even_if_busy: Any = BUSY
 
 
 @takes(LayerArgs)
@@ -148,7 +147,6 @@ def compute(
     layers: LayerArgs,
     *,
     minutes: Any = _minutes(3),
-    even_if_busy: Any = BUSY,
     output: Any = output("FILE", _ROWS),
     json: Any = JSON,
 ) -> None:
@@ -161,7 +159,7 @@ def compute(
     from calibrate.measure.compute import compute_campaign
 
     campaign = compute_campaign(layers.setup(), Path(output), command())
-    _measure_one(campaign, _policy(minutes, even_if_busy), "layers", json=json)
+    _measure_one(campaign, minutes, json=json)
 
 
 @takes(RankArgs)
@@ -185,23 +183,29 @@ def links(
     """
     require_torch()
     from calibrate.measure.links import link_campaign
-    from calibrate.measure.ranks import LinkSetup
     from kvrsim.runtime.host import chosen_device
 
     place = chosen_device(device)
     num_ranks = _num_ranks(effort.ranks, place, threads)
     if num_ranks < 2:
         raise InputError("ranks", num_ranks, "at least 2: links join ranks")
-    setup = LinkSetup(
+    setup = _link_setup(place, num_ranks, threads, max_bytes, effort.timeout)
+    campaign = link_campaign(setup, Path(output), command())
+    _measure_one(campaign, minutes, json=json)
+
+
+def _link_setup(device: str, num_ranks: int, threads: int, max_bytes: int, timeout_s: float) -> LinkSetup:
+    """What links are timed between."""
+    from calibrate.measure.ranks import LinkSetup
+
+    return LinkSetup(
         num_ranks=num_ranks,
-        device=place,
-        backend="nccl" if place == "cuda" else "gloo",
+        device=device,
+        backend="nccl" if device == "cuda" else "gloo",
         num_threads=threads,
         max_bytes=max_bytes,
-        timeout_s=effort.timeout,
+        timeout_s=timeout_s,
     )
-    campaign = link_campaign(setup, Path(output), command())
-    _measure_one(campaign, _policy(minutes, effort.even_if_busy), "links", json=json)
 
 
 def _num_ranks(ranks: int | None, device: str, threads: int) -> int:
@@ -211,83 +215,36 @@ def _num_ranks(ranks: int | None, device: str, threads: int) -> int:
     return devices(device, threads) if ranks is None else ranks
 
 
-def _policy(minutes: float, even_if_busy: bool, share: float = 1.0) -> Policy:
-    """A budget of a share of some minutes."""
-    from calibrate.measure.campaign import Policy
+def _run(campaign: Campaign, minutes: float) -> Outcome:
+    """Measure, with a progress bar and notes on standard error."""
+    from calibrate.measure.campaign import measure
 
-    return Policy(budget_s=60 * minutes * share, even_if_busy=even_if_busy)
-
-
-def _run(campaign: Campaign, policy: Policy, title: str) -> Measured:
-    """Measure, with an estimate first and a progress bar, both on standard error."""
-    from calibrate.measure.campaign import journal_path, measure
-
-    with (
-        resumable(journal_path(campaign.output)),
-        Progress(f"{title}: preparing", is_timed=True) as progress,
-    ):
-        return measure(
-            campaign,
-            policy,
-            on_estimate=lambda estimate, resumed: _print_estimate(title, estimate, policy, resumed),
-            on_progress=lambda done, total, what: progress(done, total, f"{title}: {what}"),
-        )
+    with Progress(f"{campaign.title}: preparing", is_timed=True) as progress:
+        outcome = measure(campaign, 60 * minutes, progress)
+    for note in outcome.notes:
+        warn(f"note: {note}")
+    return outcome
 
 
-def _print_estimate(title: str, estimate: Estimate, policy: Policy, resumed: int) -> None:
-    """Print what will be measured and how long it takes."""
-    span = f"{_time(min(estimate.least_s, policy.budget_s))} to {_time(policy.budget_s)}"
-    resuming = f", resuming from {resumed} samples" if resumed else ""
-    typer.echo(f"{title}: {len(estimate.points)} points, {span}{resuming}", err=True)
-    if dropped := estimate.dropped:
-        more = f" and {len(dropped) - _LISTED_DROPPED} more" if len(dropped) > _LISTED_DROPPED else ""
-        names = ", ".join(dropped[:_LISTED_DROPPED])
-        typer.echo(f"{title}: dropped because of the time budget (--minutes): {names}{more}", err=True)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-
-def _measure_one(campaign: Campaign, policy: Policy, title: str, *, json: bool) -> None:
-    measured = _run(campaign, policy, title)
-    measured.journal.remove()
+def _measure_one(campaign: Campaign, minutes: float, *, json: bool) -> None:
+    outcome = _run(campaign, minutes)
     if json:
-        print_json(outcome_json(measured.outcome) | {"output": str(campaign.output)})
+        print_json(outcome_json(outcome) | {"output": str(campaign.output)})
     else:
-        show_outcome(measured.outcome, str(campaign.output))
+        show_outcome(outcome, str(campaign.output))
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
     """What was measured, as JSON."""
-    return {
-        "rows": len(outcome.rows),
-        "samples": outcome.samples,
-        "busy_samples": outcome.busy,
-        "median_spread": median_spread(outcome),
-        "skipped": dict(outcome.skipped),
-        "device_state": dict(outcome.device),
-    }
-
-
-def median_spread(outcome: Outcome) -> float | None:
-    """Median over all rows of the interquartile range over the median of the repeats."""
-    from statistics import median
-
-    spreads = [row.spread_s / row.median_s for row in outcome.rows if row.spread_s is not None]
-    return round(median(spreads), 4) if spreads else None
+    about = {"median_spread": outcome.median_spread, "device_state": outcome.device}
+    return {"rows": len(outcome.rows), **fields_to_json(outcome, "samples", "skipped"), **about}
 
 
 def show_outcome(outcome: Outcome, output: str) -> None:
     """One line each for what was measured, what was not, and where it is."""
-    table = facts()
-    spread = median_spread(outcome)
+    table, spread = facts(), outcome.median_spread
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
     table.add_row("measured:", f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}")
-    if outcome.busy:
-        table.add_row("busy:", f"{outcome.busy} samples were taken while other processes used the machine")
-    if not outcome.load_known:
-        table.add_row("busy:", "unknown: this system does not report the load of other processes")
     for point, why in outcome.skipped.items():
         table.add_row("skipped:", f"{point}: {why}")
     table.add_row("written:", output)
@@ -452,7 +409,6 @@ def calibrate_all(
     from calibrate.importers import read_source
     from calibrate.measure.compute import compute_campaign, layer_kv_bytes
     from calibrate.measure.links import link_campaign
-    from calibrate.measure.ranks import LinkSetup
 
     if Path(output).suffix != ".json":
         raise InputError("output", output, "a file that ends in .json")
@@ -464,24 +420,14 @@ def calibrate_all(
     num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
     stem = Path(output).with_suffix("")
     files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"), ("plot", ".png"))}
-    done = {}
     measures_links = links is None and link is None and num_ranks > 1
-    campaign = compute_campaign(setup, Path(files["compute"]), command())
-    campaigns = [("layers", campaign, _COMPUTE_SHARE)]
+    campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
     if measures_links:
         links = f"{stem}.links.csv"
-        link_setup = LinkSetup(
-            num_ranks=num_ranks,
-            device=setup.device,
-            backend="nccl" if setup.device == "cuda" else "gloo",
-            num_threads=setup.threads,
-            max_bytes=max(layer_kv_bytes(setup), 2**20),  # K and V of a layer for the longest context
-            timeout_s=effort.timeout,
-        )
-        campaign = link_campaign(link_setup, Path(links), command())
-        campaigns.append(("links", campaign, 1 - _COMPUTE_SHARE))
-    for title, one, share in campaigns:
-        done[title] = _run(one, _policy(minutes, effort.even_if_busy, share), title)
+        longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
+        ranks = _link_setup(setup.device, num_ranks, setup.threads, longest, effort.timeout)
+        campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
+    outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
     sources = [files["compute"], *([links] if links else [])]
     try:
         link = link or (None if links else _datasheet_link(files["compute"]))
@@ -491,12 +437,9 @@ def calibrate_all(
     except InputError as refusal:
         advice = "measure again with nothing else running, or with more --minutes"
         raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
-    finally:
-        for measured in done.values():
-            measured.journal.remove()  # after a refusal the next run measures anew; the CSV files stay
     if json:
-        outcomes = {title: outcome_json(measured.outcome) for title, measured in done.items()}
-        print_json(content | {"measured": outcomes, "files": {"profile": output, **files, "links": links}})
+        measured = {title: outcome_json(outcome) for title, outcome in outcomes.items()}
+        print_json(content | {"measured": measured, "files": {"profile": output, **files, "links": links}})
 
 
 def _datasheet_link(compute: str) -> str | None:

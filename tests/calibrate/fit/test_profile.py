@@ -405,20 +405,14 @@ def test_layers_are_compared_but_not_fitted(own_machine: Any) -> None:
     assert own_machine[1].layers is None
 
 
-@pytest.mark.parametrize(("share", "refused"), [(0.2, False), (0.3, True)])
-def test_a_campaign_may_spread_further(share: float, refused: bool) -> None:
-    rows = [replace(one, spread_s=one.median_s * share) for one in [*small.other_rows(), *small.calls(SDPA, "sdpa")]]
-    if refused:
-        with pytest.raises(InputError, match="gemm rows with a median spread of 30%"):
-            fit_own(rows)
-        layer = Measurement(
-            operation="layer", kernel="sdpa", device="x", dtype="fp32", chunk=64, prefix=0, median_s=1.0,
-            spread_s=share, source="x",
-        )  # fmt: skip
-        noisy, _ = fit_own([*rows, layer], small.ORIGIN | small.LINKS | {"even_if_busy": True})
-        assert noisy.run_to_run_log_sd == pytest.approx(share / 1.349, rel=0.01)  # intervals are as wide
-    else:
-        assert fit_own(rows)[0].attention_kernels == ("sdpa",)
+def test_a_campaign_may_spread() -> None:
+    rows = [replace(one, spread_s=one.median_s * 0.3) for one in [*small.other_rows(), *small.calls(SDPA, "sdpa")]]
+    layer = Measurement(
+        operation="layer", kernel="sdpa", device="x", dtype="fp32", chunk=64, prefix=0, median_s=1.0, spread_s=0.3,
+        source="x",
+    )  # fmt: skip
+    noisy, _ = fit_own([*rows, layer])
+    assert noisy.run_to_run_log_sd == pytest.approx(0.3 / 1.349, rel=0.01)  # intervals are as wide
 
 
 def test_a_bad_origin_is_named() -> None:

@@ -47,12 +47,19 @@ def setup_of(name: str, kernels: tuple[str, ...] = ("sdpa",), max_context: int =
     )
 
 
+def at(chunk: int, prefix: int = 0, kernel: str = "sdpa", kind: str = "") -> Point:
+    return Point(kernel=kernel, chunk=chunk, prefix=prefix, kind=kind)
+
+
+HOST = at(64, kind="host")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parts_of_a_layer_add_up_and_become_rows(name: str) -> None:
     setup = setup_of(name)
     bench = ComputeBench.build(setup)
     samples = {}
-    for point in ("sdpa 64+0", "sdpa 64+64", "sdpa 128+32"):
+    for point in (at(64), at(64, 64), at(128, 32)):
         taken = bench.sample(point)
         samples[point] = [taken, taken]
         parts = ("before_attention", "cache_append", "attention", "after_attention")
@@ -78,9 +85,9 @@ def test_parts_of_a_layer_add_up_and_become_rows(name: str) -> None:
 def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
     setup = setup_of("llama")
     bench = ComputeBench.build(setup)
-    once = {name: seconds for name, seconds in bench.sample("sdpa 64+0").items() if name != BARE_LAYER}
+    once = {name: seconds for name, seconds in bench.sample(at(64)).items() if name != BARE_LAYER}
     scales = (1.0, 1.0, 1.0, 1.2, 1.4, 30.0)
-    rows = bench.rows({"sdpa 64+0": [{name: scale * one for name, one in once.items()} for scale in scales]})
+    rows = bench.rows({at(64): [{name: scale * one for name, one in once.items()} for scale in scales]})
     layer = next(row for row in rows if row.operation == "layer")
     assert layer.median_s == pytest.approx(1.1 * once["layer"])
     fence = 1.35 + 1.5 * 0.35  # the third quartile and one and a half interquartile ranges
@@ -90,10 +97,10 @@ def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
 
 def test_points_take_their_kernels_and_share_their_weights() -> None:
     bench = ComputeBench.build(setup_of("llama", kernels=("sdpa", "eager", "flash")))
-    blocks = [point for point in bench.points() if point.startswith("block ")]
-    kernels = {Point.parse(point).kernel for point in bench.points() if point not in blocks}
+    blocks = [point for point in bench.points() if point.kind == "block"]
+    kernels = {point.kernel for point in bench.points() if point not in blocks}
     assert kernels == {"sdpa", "eager", "flash"}
-    assert blocks == [f"block {kernel} {size}+{size}" for kernel in ("flash", "sdpa") for size in (128, 64)]
+    assert blocks == [at(size, size, kernel, "block") for kernel in ("flash", "sdpa") for size in (128, 64)]
     taken = {point: [bench.sample(point)] for point in blocks}
     assert all(bench.expected_s(point) > 0 for point in blocks)
     rows = bench.rows(taken)
@@ -109,14 +116,14 @@ def test_points_take_their_kernels_and_share_their_weights() -> None:
     assert len(weights) == 1
     assert len(first.base_model.layers) == LAYERS
     for kernel in kernels:
-        assert bench.sample(f"{kernel} 64+64")["attention"] > 0
+        assert bench.sample(at(64, 64, kernel))["attention"] > 0
 
 
 def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ComputeBench.build(setup_of("llama"))
-    monkeypatch.setattr(forward_timer, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(forward_timer, "free_memory", lambda: 1000.0)
     with pytest.raises(Skipped, match="GiB are free"):
-        bench.sample("sdpa 64+0")
+        bench.sample(at(64))
 
 
 @pytest.fixture
@@ -146,21 +153,21 @@ def _make_longer(module: Any, cuda: Any) -> None:
 def test_on_cuda_the_device_is_held_until_the_host_is_ahead_and_both_are_timed(
     on_cuda: ComputeBench, fake_cuda: Any
 ) -> None:
-    assert on_cuda.points()[0] == "host sdpa"
-    taken = on_cuda.sample("sdpa 64+0")
+    assert on_cuda.points()[0] == HOST
+    taken = on_cuda.sample(at(64))
     assert len(fake_cuda.slept_cycles) >= 2, "the second forward of a sample finds the device busy"
     assert taken["gemm 96 64"] == pytest.approx(10e-3)
-    host = on_cuda.sample("host sdpa")
+    host = on_cuda.sample(HOST)
     assert set(host) == {"host_layer", "host_prepare"}
     assert 0 < host["host_layer"] < 1.0
     assert 0 < host["host_prepare"] < 1.0
-    rows = on_cuda.rows({"host sdpa": [host, host, host]})
+    rows = on_cuda.rows({HOST: [host, host, host]})
     assert [(row.operation, row.dtype) for row in rows] == [("host_layer", "fp32"), ("host_prepare", "fp32")]
-    assert on_cuda.expected_s("host sdpa") > 0
+    assert on_cuda.expected_s(HOST) > 0
 
 
 def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> None:
-    taken = on_cuda.sample("sdpa 64+0")
+    taken = on_cuda.sample(at(64))
     assert taken["layer"] == pytest.approx(10e-3), "26 marks of 1 ms each are in none of it"
     for part in ("cache_append", "rotary", "activation", "residual", "norm", "attention", "prepare"):
         assert taken[part] == pytest.approx(0.0, abs=1e-12), part
@@ -170,12 +177,12 @@ def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.Monk
     monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # however loaded the machine is
     setup = setup_of("llama")
     bench = ComputeBench.build(setup)
-    once = dict(bench.sample("sdpa 64+0"))
+    once = dict(bench.sample(at(64)))
     assert BARE_LAYER in once, "short layers are timed without marks, too"
     common: dict[str, Any] = {"dtype": "fp32", "device": "x"}
 
     def rows_of(bare_s: float) -> dict[str, float]:
-        samples = {"sdpa 64+0": [once | {BARE_LAYER: bare_s}] * 3}
+        samples = {at(64): [once | {BARE_LAYER: bare_s}] * 3}
         return {row.operation: row.median_s for row in compute_rows(samples, setup.model, **common)}
 
     whole, half = rows_of(once["layer"]), rows_of(0.5 * once["layer"])
@@ -198,7 +205,6 @@ def test_the_grid_separates_chunk_from_prefix() -> None:
     points = grid(4096, ("sdpa", "eager"))
     assert len(set(points)) == len(points)
     assert all(point.chunk + point.prefix <= 4096 for point in points)
-    assert all(Point.parse(point.key) == point for point in points)
     prefixes = {chunk: {p.prefix for p in points if p.chunk == chunk and p.kernel == "sdpa"} for chunk in (64, 1024)}
     assert all(len(found) >= 3 for found in prefixes.values())
     assert {point.kernel for point in points} == {"sdpa", "eager"}

@@ -1,97 +1,45 @@
-"""DeviceWatch: the GPU that CUDA means, by its UUID; its clock, power and throttle reasons, on a stub of NVML."""
+"""The measured machine: its clock and power as nvidia-smi logs them, and its datasheet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from calibrate.measure import device as device_watch
-from calibrate.measure.device import DeviceWatch, Nvml, faults_of, gpu_named, summary
-from kvrsim.io.schema import to_json
+pytest.importorskip("torch")
+
+from pathlib import Path
+
+from calibrate.measure import device
+from calibrate.measure.device import DeviceLog, gpu_named, summary
 
 
-@dataclass
-class StubNvml:
-    """libnvidia-ml's functions over a table of GPUs."""
-
-    gpus: Mapping[bytes, Mapping[str, int]]
-    started: int = 0
-    asked: list[bytes] = field(default_factory=list)
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802 - NVML's name
-        self.started += 1
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
-        self.asked.append(uuid)
-        if uuid not in self.gpus:
-            return 6  # not found
-        handle._obj.value = list(self.gpus).index(uuid) + 1
-        return 0
-
-    def _tell(self, handle: Any, key: str, room: Any) -> int:
-        known = list(self.gpus.values())[handle.value - 1]
-        if key not in known:
-            return 3  # not supported
-        room._obj.value = known[key]
-        return 0
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, kind: Any, room: Any) -> int:  # noqa: N802
-        assert kind.value == 1, "the SM clock"
-        return self._tell(handle, "mhz", room)
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any, room: Any) -> int:  # noqa: N802
-        return self._tell(handle, "milliwatts", room)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, room: Any) -> int:  # noqa: N802
-        return self._tell(handle, "limit", room)
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, room: Any) -> int:  # noqa: N802
-        return self._tell(handle, "reasons", room)
-
-
-GPUS = {
-    b"GPU-aa": {"mhz": 1980, "milliwatts": 120_000, "limit": 700_000, "reasons": 0x1},
-    b"GPU-bb": {"mhz": 1410, "milliwatts": 695_000, "limit": 700_000, "reasons": 0x4},
-    b"GPU-cc": {"mhz": 600, "milliwatts": 300_000, "limit": 700_000, "reasons": 0x40 | 0x8},
-}
-
-
-def test_the_gpu_is_the_one_that_cuda_shows_whatever_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES=1: CUDA's number 0 is NVML's number 1."""
-    stub = StubNvml(GPUS)
-    monkeypatch.setattr(device_watch, "loaded_nvml", lambda: Nvml(stub))
-    torch = SimpleNamespace(cuda=SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(uuid="bb")))
-    reading = DeviceWatch.of_visible(torch, [0]).read()
-    assert stub.asked == [b"GPU-bb"]
-    assert reading is not None
-    assert (reading.sm_clock_hz, reading.power_w, reading.power_limit_w) == (1.41e9, 695.0, 700.0)
-    assert reading.throttled == ("sw_power_cap",)
-
-
-def test_a_power_cap_is_throttling_but_no_fault_and_heat_is_both() -> None:
-    nvml = Nvml(StubNvml(GPUS))
-    capped, hot, idle = (DeviceWatch(nvml, [uuid]).read() for uuid in ("GPU-bb", "GPU-cc", "GPU-aa"))
-    assert capped is not None
-    assert hot is not None
-    assert idle is not None
-    assert faults_of(to_json(capped)) == []
-    assert faults_of(to_json(hot)) == ["hw_slowdown", "hw_thermal_slowdown"]
-    assert idle.throttled == (), "an idle GPU is not throttled"
-    assert faults_of(None) == []
-
-
-def test_a_campaigns_readings_are_summed_up() -> None:
-    nvml = Nvml(StubNvml(GPUS))
-    readings = [to_json(found) for uuid in ("aa", "bb", "bb", "bb") if (found := DeviceWatch(nvml, [uuid]).read())]
-    found = summary(readings)
+def test_readings_are_summarised_and_broken_lines_do_not_count() -> None:
+    lines = ["1980, 120.5, 700.00, 0x0000000000000001", *["1410, 695.0, 700.00, 0x0000000000000004"] * 3]
+    found = summary([*lines, "1410, [N/A], 700.00, 0x0", "14"])
+    assert found["readings"] == 4
     assert found["sm_clock_hz"] == [1.41e9, 1.41e9, 1.98e9]
-    assert found["throttled"] == {"sw_power_cap": 0.75}
+    assert found["power_w"] == [120.5, 695.0, 695.0]
+    assert found["throttled"] == {"sw_power_cap": 0.75}, "an idle GPU is not throttled"
+    assert summary(["600, 300.0, 700.00, 0x48"])["throttled"] == {"hw_slowdown": 1.0, "hw_thermal_slowdown": 1.0}
     assert summary([]) == {}
+
+
+def test_the_log_is_of_the_gpu_that_cuda_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES=1: CUDA's number 0 is another one's for nvidia-smi, which is called by UUID."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f'#!/bin/sh\necho "1410, 695.0, 700.00, 0x4"\necho $* > {tmp_path}/words\nexec sleep 60\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cuda = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(uuid="bb"))
+    monkeypatch.setattr(device.torch, "cuda", cuda)
+    with DeviceLog([0]) as log:
+        while not (tmp_path / "words").exists():
+            pass
+        assert log.summary()["throttled"] == {"sw_power_cap": 1.0}
+    assert "--id=GPU-bb" in (tmp_path / "words").read_text()
+    with DeviceLog([]) as log:
+        assert log.summary() == {}
 
 
 # -- Which datasheet a device takes: that of its name, if its multiprocessors and memory agree.
@@ -117,7 +65,6 @@ def test_the_datasheet_is_taken_where_the_device_agrees(
 
 
 def test_a_gpu_that_is_not_known_is_described_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
     from calibrate.measure import device as this_machine
 
     pcie = SimpleNamespace(multi_processor_count=114, total_memory=85 * 10**9, L2_cache_size=50 * 2**20)

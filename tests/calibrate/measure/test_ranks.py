@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import kvrsim
 from calibrate.fit.elementwise import fit_host, fit_pending_share
 from calibrate.measure.compute import compute_rows
-from calibrate.measure.forward import ComputeSetup
+from calibrate.measure.forward import ComputeSetup, Point
 from calibrate.measure.links import LinkBench
 from calibrate.measure.ranks import LinkRank, LinkSetup, PendingRanks
 from kvrsim.compile import build_program, for_strategy
@@ -155,8 +155,8 @@ class Torch:
 class Threads:
     """Ranks in threads of this process, instead of a pool."""
 
-    def __init__(self, num_ranks: int, gpus: int, hosts: list[str]) -> None:
-        self.hosts, self.num_ranks = hosts, num_ranks
+    def __init__(self, num_ranks: int, gpus: int) -> None:
+        self.num_ranks = num_ranks
         wires = Wires(num_ranks, gpus)
         self.torches = [Torch(wires, rank) for rank in range(num_ranks)]
         self.threads = ThreadPoolExecutor(num_ranks)
@@ -180,17 +180,15 @@ class Threads:
 
 
 def test_gpus_are_timed_until_they_have_what_they_receive() -> None:
-    ranks = Threads(4, gpus=4, hosts=["a", "a", "b", "b"])
+    ranks = Threads(4, gpus=4)
     bench = LinkBench(LinkSetup(num_ranks=4, backend="nccl", device="cuda", max_bytes=SMALL, timeout_s=10.0), "made")
     bench._pool = ranks  # type: ignore[assignment]
-    points = [point for point in bench.points() if point.endswith(f":{SMALL}")]
+    points = [point for point in bench.points() if point.nbytes == SMALL]
     bench._last_s = dict.fromkeys(points, SYNCHRONISE_S)  # few repeats
     rows = bench.rows({point: [bench.sample(point)] for point in points})
     assert {row.kernel for row in rows} == {"nccl", "nccl_p2p_ring"}
     assert all(SYNCHRONISE_S <= row.median_s < 1.0 for row in rows)
-    nodes = {(row.src, row.dst): row.nodes for row in rows if row.src is not None}
-    assert (nodes[0, 1], nodes[1, 2], nodes[2, 3], nodes[0, 3]) == (1, 2, 1, 2)
-    assert {row.ranks: row.nodes for row in rows if row.operation == "all_gather"} == {2: 1, 4: 2}
+    assert {row.ranks for row in rows if row.operation == "all_gather"} == {2, 4}
     assert {row.kernel for row in rows if row.operation == "all_reduce"} == {"nccl", "nccl_p2p_ring"}
     for rank, torch in enumerate(ranks.torches):
         assert (torch.set_device_to, torch.devices) == (rank, {f"cuda:{rank}"})
@@ -204,7 +202,7 @@ def test_what_arrives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Torch, "irecv", lambda self, tensor, src, group: Work(lambda: None))
     monkeypatch.setitem(globals(), "WAIT_S", 1.0)
     with pytest.raises(RuntimeError, match="what rank 0 sent has not arrived"):
-        Threads(2, gpus=2, hosts=["a", "a"])
+        Threads(2, gpus=2)
 
 
 # -- A layer beside a receive that waits: measured on two ranks, fitted, and used where a rank receives.
@@ -277,15 +275,15 @@ def test_two_ranks_time_a_layer_alone_and_beside_a_receive_that_waits() -> None:
     setup = ComputeSetup(
         model=model, config=config, device="cpu", dtype="fp32", kernels=("sdpa",), max_context=256, threads=1
     )
+    at = Point(kernel="sdpa", chunk=64, prefix=0, kind="pending")
     ranks = PendingRanks(setup)
     try:
-        samples = [ranks.sample("sdpa 64+0") for _ in range(2)]
-        assert len(ranks.pids) == 2
+        samples = [ranks.sample(at) for _ in range(2)]
     finally:
         ranks.close()
     assert all(set(sample) == {"layer_alone", "layer_pending"} for sample in samples)
     assert all(seconds > 0 for sample in samples for seconds in sample.values())
-    rows = compute_rows({"pending sdpa 64+0": samples}, model, dtype="fp32", device="x")
+    rows = compute_rows({at: samples}, model, dtype="fp32", device="x")
     assert [(row.operation, row.chunk, row.prefix) for row in rows] == [
         ("layer_alone", 64, 0),
         ("layer_pending", 64, 0),

@@ -25,7 +25,6 @@ def report() -> Report:
 def test_every_plan_is_measured_and_its_conditions_are_told(report: Report) -> None:
     assert [timing.plan.strategy for timing in report.timings] == ["single", "tsp", "kvr", "kvr"]
     assert all(len(timing.ttft_s) == 4 and min(timing.ttft_s) > 0 for timing in report.timings)
-    assert all(len(timing.other_cores) == 4 for timing in report.timings)
     told = {"kvrsim", "python", "torch", "transformers", "device", "transport", "dtype", "attention", "repetitions"}
     assert told <= set(report.conditions)
     assert report.conditions["transport"] == "gloo"

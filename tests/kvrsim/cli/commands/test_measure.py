@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 import kvrsim
 from calibrate.data import Measurement, read_measurements, read_origin
-from calibrate.measure.campaign import Seconds, journal_path
+from calibrate.measure.campaign import Seconds
 from calibrate.measure.compute import ComputeBench, Point, compute_rows, grid, traffic_of
 from calibrate.measure.forward import ComputeSetup, ForwardTimer
-from calibrate.measure.links import LinkBench, link_points
+from calibrate.measure.links import LinkBench, LinkPoint, link_points
 from kvrsim.cli import main as cli
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import load_profile
@@ -50,14 +50,14 @@ LINK_BYTES_PER_S, LATENCY_S = 2e9, 1e-4
 class MadeUpBench(ComputeBench):
     """Layers of a machine that takes just so long."""
 
-    def points(self) -> Sequence[str]:
-        return [point.key for point in grid(self.setup.max_context, self.setup.kernels)]
+    def points(self) -> Sequence[Point]:
+        return grid(self.setup.max_context, self.setup.kernels)
 
-    def expected_s(self, point: str) -> float:
+    def expected_s(self, point: Point) -> float:
         return 1e-3
 
-    def sample(self, point: str) -> Seconds:
-        at = Point.parse(point)
+    def sample(self, point: Point) -> Seconds:
+        at = point
         layer = self.setup.model.layers[0]
         products = {(gemm.in_features, gemm.out_features): _product_s(at.chunk, gemm) for gemm in _gemms(layer)}
         moved = 2.0 * at.chunk * self.setup.model.layer_cache_bytes(1, 4) / BYTES_PER_S
@@ -83,7 +83,7 @@ class MadeUpBench(ComputeBench):
             "head": 1e-4,
         }
 
-    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+    def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:
         return compute_rows(samples, self.setup.model, dtype=self.setup.dtype, device="made-up CPU, 1 thread")
 
 
@@ -98,8 +98,8 @@ def _product_s(tokens: int, gemm: Gemm) -> float:
 class MadeUpLinks(LinkBench):
     """Links that no two messages share."""
 
-    def sample(self, point: str) -> Mapping[str, float]:
-        found = self._point(point)
+    def sample(self, point: LinkPoint) -> Mapping[str, float]:
+        found = point
         if found.collective:
             others = (found.num_ranks or 2) - 1
             step_s = LATENCY_S + found.nbytes / (others + 1) / LINK_BYTES_PER_S
@@ -108,12 +108,6 @@ class MadeUpLinks(LinkBench):
             return {"send": 1e-5, "receive": 1e-5}
         seconds = LATENCY_S + found.nbytes / LINK_BYTES_PER_S
         return {f"{src}>{dst}": seconds for src, dst in found.flows}
-
-    def conditions(self) -> None:
-        return None
-
-    def pids(self) -> Sequence[int]:
-        return ()
 
 
 @pytest.fixture
@@ -144,15 +138,13 @@ def test_all_makes_a_profile_that_predicts_the_machine(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "mine.json"
-    options = ("--model", config, "--ctx", "2k", "--ranks", 4, "--even-if-busy", "--minutes", 0.5)
+    options = ("--model", config, "--ctx", "2k", "--ranks", 4, "--minutes", 0.5)
     code, out, err = run(capsys, "calibrate", "all", "-o", output, *options)
     assert code == 0, err
-    assert "layers: " in err
-    assert "links: " in err
     assert "written:" in out
     names = {path.name for path in tmp_path.iterdir()}
     beside = {"mine.json", "mine.compute.csv", "mine.links.csv", "mine.md", "mine.png"}
-    assert names == beside | {"tiny.json"}, "journals go when all is done"
+    assert names == beside | {"tiny.json"}
     profile = load_profile(output)
     assert profile.valid.dtypes == ("fp32",)
     assert profile.cluster is not None
@@ -174,7 +166,7 @@ def test_all_as_json_names_its_files_and_what_was_measured(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "mine.json"
-    options = ("--model", config, "--ctx", "1k", "--ranks", 2, "--even-if-busy", "--minutes", 0.5)
+    options = ("--model", config, "--ctx", "1k", "--ranks", 2, "--minutes", 0.5)
     code, out, _ = run(capsys, "calibrate", "all", "-o", output, *options, "--json")
     told = json.loads(out)
     assert code == 0
@@ -183,38 +175,9 @@ def test_all_as_json_names_its_files_and_what_was_measured(
     assert all(Path(name).exists() for name in told["files"].values())
 
 
-@pytest.mark.usefixtures("made_up")
-def test_an_interrupted_calibration_goes_on(
-    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "mine.json"
-    options = ("--model", config, "--ctx", "1k", "--ranks", 2, "--even-if-busy", "--minutes", 0.5)
-    calls = 0
-    sample = MadeUpBench.sample
-
-    def interrupted(self: MadeUpBench, point: str) -> Seconds:
-        nonlocal calls
-        calls += 1
-        if calls == 40:
-            raise KeyboardInterrupt
-        return sample(self, point)
-
-    monkeypatch.setattr(MadeUpBench, "sample", interrupted)
-    code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
-    assert code == 130
-    assert "interrupted" in err
-    assert f"{journal_path(tmp_path / 'mine.compute.csv')} keeps what was done; the same command resumes" in err
-    assert not output.exists()
-    assert journal_path(tmp_path / "mine.compute.csv").exists()
-    code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
-    assert code == 0, err
-    assert "resuming from" in err
-    assert load_profile(output).name == "mine"
-
-
 def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compute, links = tmp_path / "c.csv", tmp_path / "l.csv"
-    quick = ("--even-if-busy", "--minutes", 0.05)
+    quick = ("--minutes", 0.05)
     code, out, err = run(
         capsys, "calibrate", "compute", "--device", "cpu", "--model", config, "--ctx", 128, "-o", compute, *quick
     )
