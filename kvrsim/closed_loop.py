@@ -3,13 +3,13 @@
 Benchmarks of engines keep C requests in flight: each user sends the next prompt when the last answer is complete. The
 mean TTFT of such a run at light load is
 
-    mean = T (1 + (C - 1) / 20 + collisions) + wait_steps x TPOT
-    collisions = 0.9 (C - 1) / 2 x T / (T + output_tokens x TPOT)
+    mean = T (1 + s (C - 1) / 2 x (0.1 + 0.9 T / (T + output_tokens x TPOT))) + wait_steps x TPOT
+    s = prompt_tokens / (prompt_tokens + 1000)
 
-with T the prefill of one prompt on an idle engine. The C prompts of the first of ten waves arrive together and wait in
-line, (C - 1) / 2 prefills each; in the other nine a prompt waits half a prefill for each other user that is in one at
-that moment. An engine that also decodes finishes the running step first. Above some 30 users, or where prompts wait for
-memory, the mean grows faster than this.
+with T the prefill of one prompt on an idle engine. The C prompts of the first of ten waves arrive together, and each
+waits for half of the others; in the other nine waves a prompt waits for half of each prefill that runs at that moment.
+Short prompts that wait are computed in one step: s is the share of T that one more prompt adds to a step. An engine
+that also decodes finishes the running step first. Where prompts wait for memory, the mean grows faster than this.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
 OUTPUT_TOKENS = 1024  # per request, where nobody says: the length of public benchmarks
 HALF_STEP = 0.5  # decode steps: a prompt arrives during one
+STEP_TOKENS = 1000  # that take as long as what a step takes whatever its prompts
 DISAGGREGATED = 0.0  # decode steps, where other GPUs decode
 
 
@@ -31,6 +32,7 @@ class ClosedLoop:
     users: int  # requests in flight, 1 or more
     tpot_s: float  # seconds per output token while they all decode
     output_tokens: float = OUTPUT_TOKENS  # mean of a request
+    prompt_tokens: float | None = None  # mean of a request; None: so long that each prompt has steps of its own
     wait_steps: float = HALF_STEP  # decode steps before a prefill starts; an engine that looks for prompts in
     # every tenth step alone (SGLang's --scheduler-recv-interval 10): 5.5
 
@@ -55,8 +57,9 @@ class ClosedLoop:
 
     @property
     def _others(self) -> float:
-        """Half of the other users: the prefills that a prompt waits for behind all of them, on average."""
-        return (self.users - 1) / 2
+        """The prefills that a prompt waits for behind all other users, on average."""
+        share = 1.0 if self.prompt_tokens is None else self.prompt_tokens / (self.prompt_tokens + STEP_TOKENS)
+        return share * (self.users - 1) / 2
 
 
 def prefill_of_means(means: Iterable[tuple[ClosedLoop, float]]) -> float | None:

@@ -61,9 +61,10 @@ class Engine:
     spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is what kernel_scale may be off by on a
         GPU that it does not name, "model" what whole TTFTs are off by whatever the terms are. A term that is absent is
         known exactly.
-    model_types: by model_type of Hugging Face, seconds of a launch over host.launch_s; shrunken towards 1. A type that
-        is absent was in no whole prefill of the engine.
-    gpus: GPUs of the profiles whose whole prefills were measured; empty: not recorded.
+    model_types: by model_type of Hugging Face, seconds of a launch over host.launch_s; shrunken towards those of other
+        engines, and these towards 1.
+    models: model types of the whole prefills that were measured on the engine; empty: not recorded.
+    gpus: GPUs of the profiles of these prefills; empty: not recorded.
     versions: seconds of a version over those of the record, shrunken towards 1.
     """
 
@@ -74,6 +75,7 @@ class Engine:
     host: HostRates
     kernel_scale: Mapping[str, float] = field(default_factory=dict)
     model_types: Mapping[str, float] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, float] = field(default_factory=dict)
     is_other_version: bool = False  # whether a version was asked for that was not measured
@@ -122,7 +124,7 @@ class Engine:
     def unknowns(self, model_type: str, gpu: str, tokens: int) -> tuple[str, ...]:
         """What of a question was in none of its whole prefills, as keys of EngineFit.widths."""
         unknown = {
-            "model": bool(self.model_types) and model_type not in self.model_types,
+            "model": bool(self.models) and model_type not in self.models,
             "gpu": bool(self.gpus) and gpu not in self.gpus,
             "version": self.is_other_version,
             "short": tokens < SHORT_TOKENS,

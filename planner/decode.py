@@ -53,7 +53,12 @@ def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoo
         except InputError:  # heads that do not divide, or a group over several nodes
             continue
         break
-    return ClosedLoop(users=users, tpot_s=step_s(per_rank, users, context), output_tokens=output_tokens)
+    return ClosedLoop(
+        users=users,
+        tpot_s=step_s(per_rank, users, context),
+        output_tokens=output_tokens,
+        prompt_tokens=scenario.request.context_len,
+    )
 
 
 def step_s(per_rank: Scenario, batch: int, context: int) -> float:

@@ -8,8 +8,9 @@ precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOL
 NAME_config.json. Neither ships with kvrsim.
 
 A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels. The constants of the
-engines are shrunken towards their common mean, which is the record `serving`. Then, per engine and model_type, seconds
-of a launch are fitted around the engine's; then a factor per version. Each width is that of prefills left out.
+engines are shrunken towards their common mean, which is the record `serving`. Then each model_type has a factor on the
+seconds of a launch, of all engines and around it of each; then each version has a factor. Each width is that of
+prefills left out: of the engine or of all engines, whichever is wider.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
 _PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])  # of the engines' common mean, by term; kernels are those of the tables
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
-_MODEL_SD = 1.0  # of the seconds of a launch of a model_type around the engine's
+_MODEL_SD = 1.0  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
 _VERSION_ROWS = 5.0  # that pull the factor of a version towards 1
 _NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
 _DISAGGREGATED = 0.3  # weight of prefills of disaggregated fleets: their TTFT also holds the transfer of K and V
 _PROBE_S = 1e-6  # of a launch, by which launches are counted
 SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU on an engine
 _HALVES = 8
+_LEAST_ROWS = 5  # whose errors give a width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,8 @@ class EngineConstants:
 
     mean: Array  # logarithms of TERMS that the engines have in common, shape (4,)
     by_engine: dict[str, Array]  # the same of each
-    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on launch_s
+    shared_types: dict[str, float] = field(default_factory=dict)  # log factor on launch_s by model_type, of all engines
+    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # the same of each engine
     versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on all seconds
 
     def seconds(self, settings: Settings, rows: Flags) -> Array:
@@ -140,9 +143,13 @@ class EngineConstants:
         own, launches_s = self._without_models(settings, rows)
         frame = settings.rows[rows]
         pairs = zip(frame.engine, frame.model_type, frame.engine_version, strict=True)
-        factors = np.array([(self.model_types.get((e, m), 0.0), self.versions.get((e, v), 0.0)) for e, m, v in pairs])
+        factors = np.array([(self.type_factor(e, m), self.versions.get((e, v), 0.0)) for e, m, v in pairs])
         models, versions = factors.reshape(-1, 2).T
         return np.asarray((own + launches_s * np.expm1(models)) * np.exp(versions))
+
+    def type_factor(self, engine: str, model_type: str) -> float:
+        """Log factor on launch_s."""
+        return self.model_types.get((engine, model_type), self.shared_types.get(model_type, 0.0))
 
     def _without_models(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
         logs = np.array([self.by_engine.get(name, self.mean) for name in settings.rows.engine[rows]])
@@ -177,16 +184,18 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     found = EngineConstants(mean=point[:4], by_engine={n: point[:4] + a for n, a in zip(names, apart, strict=True)})
     seconds, launches_s = found._without_models(settings, rows)
     model_types = settings.rows.model_type[rows].to_numpy()
-    factors = {}
-    for engine, model_type in dict.fromkeys(zip(engines, model_types, strict=True)):
-        own = (engines == engine) & (model_types == model_type)
 
-        def off(factor: Array, own: Array = own) -> Array:
+    def factor_of(own: Flags, around: float) -> float:
+        def off(factor: Array) -> Array:
             logs = np.log(seconds[own] + launches_s[own] * np.expm1(factor[0])) - log_s[own]
-            return np.append(weights[own] * logs / _NOISE, factor[0] / _MODEL_SD)
+            return np.append(weights[own] * logs / _NOISE, (factor[0] - around) / _MODEL_SD)
 
-        factors[engine, model_type] = float(least_squares(off, [0.0], loss="soft_l1").x[0])
-    found = replace(found, model_types=factors)
+        return float(least_squares(off, [around], loss="soft_l1").x[0])
+
+    shared = {one: factor_of(model_types == one, 0.0) for one in dict.fromkeys(model_types)}
+    pairs = dict.fromkeys(zip(engines, model_types, strict=True))
+    factors = {(e, m): factor_of((engines == e) & (model_types == m), shared[m]) for e, m in pairs}
+    found = replace(found, shared_types=shared, model_types=factors)
     rest = weights * (log_s - np.log(found.seconds(settings, rows)))
     versions = settings.rows.engine_version[rows].to_numpy()
     of_version = {}
@@ -231,10 +240,17 @@ def log_errors(settings: Settings, seconds: Array, rows: Flags | slice = slice(N
 # -- the records
 
 
-def widths_of(logs: Array) -> tuple[float, float]:
-    """log(predicted / measured) that a tenth of the errors exceeds, and log(measured / predicted) likewise."""
+def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
+    """log(predicted / measured) that a tenth of the errors exceeds, and log(measured / predicted) likewise.
+
+    own: errors of one engine, whose widths count where they are wider; fewer than 5 say nothing.
+    """
     below, above = np.quantile(logs, [0.1, 0.9])
-    return _rounded(max(0.0, float(above))), _rounded(max(0.0, float(-below)))
+    widths = _rounded(max(0.0, float(above))), _rounded(max(0.0, float(-below)))
+    if own is None or own.sum() < _LEAST_ROWS:
+        return widths
+    shorter, longer = widths_of(logs[own])
+    return max(widths[0], shorter), max(widths[1], longer)
 
 
 def records(settings: Settings) -> list[Engine]:
@@ -255,6 +271,7 @@ def records(settings: Settings) -> list[Engine]:
         replace(
             base,
             **terms,
+            model_types={m: _rounded(np.exp(f)) for m, f in sorted(constants.shared_types.items())},
             spread=deviations | {"collective_s": deviations["launch_s"]},
             fit=replace(fit_of, widths={"setting": widths_of(others)}),
             provenance=_PROVENANCE,
@@ -285,14 +302,15 @@ def _record(
 ) -> Engine:
     """One engine's record."""
     own = settings.of("engine") == name
-    widths = {split: widths_of(logs[own]) for split, logs in splits.items()}
+    widths = {split: widths_of(logs, own) for split, logs in splits.items()}
     frame = settings.rows[own]
     after = log_errors(settings, constants.seconds(settings, own), own)
     fit_of = _fit_of(settings, after, splits["model"][own], "model")
     return replace(
         load_engine(name),
         **_terms(constants.by_engine[name]),
-        model_types={m: _rounded(np.exp(f)) for (e, m), f in sorted(constants.model_types.items()) if e == name},
+        model_types={m: _rounded(np.exp(constants.type_factor(name, m))) for m in sorted(constants.shared_types)},
+        models=tuple(sorted(set(frame.model_type))),
         gpus=tuple(sorted(set(frame.gpu))),
         versions={v: _rounded(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name},
         spread=dict(zip(TERMS, (0.3, 0.3, 0.3, 0.12), strict=True)) | {"collective_s": 0.3},
@@ -321,12 +339,13 @@ def _rounded(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
 
-def held_coverage(logs: Array, groups: Array) -> float:
-    """Share of settings inside a width that the errors of all other groups give."""
+def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
+    """Share of settings inside the width that the errors of all other groups give for their engine."""
     inside = []
-    for group in np.unique(groups):
-        own = groups == group
-        shorter, longer = widths_of(logs[~own])
+    for group, engine in set(zip(groups.tolist(), engines.tolist(), strict=True)):
+        others = groups != group
+        own = ~others & (engines == engine)
+        shorter, longer = widths_of(logs[others], engines[others] == engine)
         inside.append((logs[own] <= shorter) & (-logs[own] <= longer))
     return float(np.mean(np.concatenate(inside)))
 
@@ -367,7 +386,7 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
         by_engine = [np.median(np.abs(seconds / measured_s - 1)[known & (settings.of("engine") == e)]) for e in ENGINES]
         logs = np.log(seconds[known] / measured_s[known])
         groups = settings.group(name.split(", ")[1].split()[0] if "left out" in name else "model")[known]
-        inside = f"{held_coverage(logs, groups):.0%}"
+        inside = f"{held_coverage(logs, groups, settings.of('engine')[known]):.0%}"
         rows.append((name, len(errors), f"{np.median(errors):.1%}", *(f"{one:.1%}" for one in by_engine), inside))
     return fill(
         "silicon",

@@ -246,8 +246,13 @@ def _alone_s(data: JsonObject, rate: object, users: object) -> float | None:
     """One prefill from the mean TTFT of several users without a rate; None: the file does not say how they decode."""
     if rate not in ("inf", None) or not isinstance(users, int) or users < 2 or not data.has("mean_tpot_ms"):
         return None
-    output_tokens = data.integer("total_output_tokens", maximum=MAX_TOKENS**2) / data.integer("completed")
-    loop = ClosedLoop(users=users, tpot_s=data.number("mean_tpot_ms") * 1e-3, output_tokens=output_tokens)
+    completed = data.integer("completed")
+    loop = ClosedLoop(
+        users=users,
+        tpot_s=data.number("mean_tpot_ms") * 1e-3,
+        output_tokens=data.integer("total_output_tokens", maximum=MAX_TOKENS**2) / completed,
+        prompt_tokens=data.integer("total_input_tokens", maximum=MAX_TOKENS**2) / completed,
+    )
     return loop.prefill_s(data.number("mean_ttft_ms") * 1e-3)
 
 
@@ -381,7 +386,7 @@ def read_prefills(
             read = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
             table = read(source, argument)
             table.need(["ttft_s"])
-            rows += map(_csv_row, table.rows)
+            rows += [_csv_row(row, defaults.context_len) for row in table.rows]
             unread = [name for name in table.columns if name and name not in (*COLUMNS, *LOAD_COLUMNS)]
             if unread:
                 notes.append(f"{table.path.name}: columns that are not read: {', '.join(unread)}")
@@ -403,7 +408,7 @@ def _is_json(path: str | Path) -> bool:
         return False
 
 
-def _csv_row(row: CsvRow) -> PrefillRow:
+def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
     texts = {name: row.text(name) for name in ("model", "gpu", "strategy", "dtype") if row.has(name)}
     parsers: dict[str, Callable[[str, str], int]] = {
         **dict.fromkeys(("num_gpus", "batch"), parse_count),
@@ -423,10 +428,10 @@ def _csv_row(row: CsvRow) -> PrefillRow:
             raise row.error("strategy", "a strategy's name; one of a file: `strategy`")
         get_strategy(texts["strategy"], f"{row.where}: strategy")
     values: dict[str, Any] = {**texts, **sizes}
-    return PrefillRow(ttft_s=_prefill_s(row), where=row.where, **values)
+    return PrefillRow(ttft_s=_prefill_s(row, sizes.get("context_len", context_len)), where=row.where, **values)
 
 
-def _prefill_s(row: CsvRow) -> float:
+def _prefill_s(row: CsvRow, context_len: int | None) -> float:
     """The row's TTFT; of several users, one prefill from their mean TTFT."""
     mean_s = row.number("ttft_s")
     users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
@@ -435,7 +440,8 @@ def _prefill_s(row: CsvRow) -> float:
     if not row.has("tpot_s"):
         raise row.error("tpot_s", f"seconds per output token, without which a mean TTFT of {users} users is no prefill")
     output_tokens = row.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
-    seconds = ClosedLoop(users=users, tpot_s=row.number("tpot_s"), output_tokens=output_tokens).prefill_s(mean_s)
+    loop = ClosedLoop(users=users, tpot_s=row.number("tpot_s"), output_tokens=output_tokens, prompt_tokens=context_len)
+    seconds = loop.prefill_s(mean_s)
     if seconds is None:
         raise row.error("ttft_s", "more than the wait for the running decode step, half of tpot_s")
     return seconds

@@ -26,6 +26,9 @@ from kvrsim.units import format_bandwidth, format_seconds
 # Tokens; by kind of recurrence.
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
+# Around a scan: gates, norms of queries and keys, copies that make them, values and the convolution's input contiguous,
+# state in and out (SGLang's gdn_backend.py, fla/chunk.py).
+_AROUND_KERNELS = {"gated_delta": 10, "kda": 10}
 RECURRENCES = tuple(SCAN_CHUNK)
 # Whose rates stand for one without.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
@@ -227,8 +230,8 @@ class RecurrentCost(MixerCost):
 
     @property
     def kernels(self) -> int:
-        """Of the scan, and the convolution."""
-        return SCAN_KERNELS + (self.mixer.conv_channels > 0)
+        """Of the scan, what is around it, and the convolution."""
+        return SCAN_KERNELS + _AROUND_KERNELS.get(self.mixer.kind, 0) + (self.mixer.conv_channels > 0)
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """A state is replaced."""

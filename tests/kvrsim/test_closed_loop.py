@@ -14,6 +14,7 @@ LOOPS = st.builds(
     users=st.integers(1, 64),
     tpot_s=st.floats(0, 0.1),
     output_tokens=st.floats(0, 10_000),
+    prompt_tokens=st.none() | st.floats(1, 1e6),
     wait_steps=st.sampled_from([0.0, 0.5, 5.5]),
 )
 SECONDS = st.floats(1e-4, 100)
@@ -38,6 +39,18 @@ def test_the_formula_with_its_published_constants() -> None:
     expected = prefill_s * (1 + (users - 1) / 20 + collisions) + 5.5 * tpot_s
     loop = ClosedLoop(users=users, tpot_s=tpot_s, output_tokens=tokens, wait_steps=5.5)
     assert loop.mean_ttft_s(prefill_s) == pytest.approx(expected, rel=1e-12)
+
+
+@given(loop=LOOPS, seconds=SECONDS, tokens=st.floats(1, 1e6))
+def test_short_prompts_share_steps(loop: ClosedLoop, seconds: float, tokens: float) -> None:
+    short, longer, long = (replace(loop, prompt_tokens=one).mean_ttft_s(seconds) for one in (tokens, 2 * tokens, None))
+    assert short <= longer <= long
+    assert (short < longer < long) or loop.users == 1
+
+
+def test_a_thousand_tokens_add_half_a_prefill() -> None:
+    loop = ClosedLoop(users=8, tpot_s=0.0, output_tokens=0.0, prompt_tokens=1000, wait_steps=0)
+    assert loop.mean_ttft_s(0.2) == pytest.approx(0.2 * (1 + 7 / 4))
 
 
 def test_one_user_without_decoding_waits_for_nothing() -> None:

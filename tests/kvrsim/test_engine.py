@@ -61,7 +61,7 @@ def test_a_bad_engine_is_refused_by_key(change: dict[str, Any], parameter: str, 
 
 
 def test_an_unknown_engine_is_refused_with_the_names() -> None:
-    with pytest.raises(InputError, match=r"^engine: got 'vllm-1999', accepted: a JSON file, or one of hf-2023, "):
+    with pytest.raises(InputError, match=r"^engine: got 'vllm-1999', accepted: a JSON file, none, or one of hf-2023, "):
         ttft_s("vllm-1999")
     with pytest.raises(InputError, match=r"^engine: got 'serving', accepted: none beside the roofline"):
         ttft_s("serving", profile="roofline")

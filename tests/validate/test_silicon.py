@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,17 @@ def test_a_model_type_has_launches_of_its_own() -> None:
     assert abs(factors["vllm", "mixture"]) < 0.3
 
 
+def test_a_model_type_that_an_engine_did_not_run_is_as_on_the_others() -> None:
+    settings = made_up()
+    slow = settings.of("model") == "mixture"
+    rows = settings.rows.assign(prefill_s=settings.rows.prefill_s + slow * 2400 * 4e-5)
+    slower = replace(settings, rows=rows)
+    known = ~(slow & (settings.of("engine") == "trtllm"))
+    constants = fit(slower, known)
+    assert constants.type_factor("trtllm", "mixture") == constants.shared_types["mixture"] > 0.2
+    assert constants.type_factor("trtllm", "unknown") == 0.0
+
+
 @pytest.mark.parametrize("split", [*SPLITS, "engine"])
 def test_what_is_left_out_does_not_change_its_own_prediction(split: str) -> None:
     settings = made_up()
@@ -90,7 +102,10 @@ def test_widths_hold_eight_of_ten() -> None:
     logs = np.random.default_rng(0).normal(0.0, 0.2, 4000)
     shorter, longer = widths_of(logs)
     assert np.mean((logs <= shorter) & (-logs <= longer)) == pytest.approx(0.8, abs=0.01)
-    assert held_coverage(logs, np.arange(4000) % 5) == pytest.approx(0.8, abs=0.02)
+    engines = np.arange(4000) % 2
+    assert held_coverage(logs, np.arange(4000) % 5, engines) == pytest.approx(0.8, abs=0.02)
+    wide = np.where(engines == 0, 3, 1) * logs
+    assert widths_of(wide, engines == 1) == widths_of(wide) < widths_of(wide, engines == 0) == widths_of(wide[::2])
 
 
 def test_a_page_scores_any_predictor() -> None:
@@ -124,5 +139,6 @@ def test_records_say_what_was_measured(name: str) -> None:
     engine = load_engine(name)
     assert engine.fit is not None
     assert set(engine.fit.widths) == {*SPLITS, "short"}
-    assert all((engine.model_types, engine.gpus, engine.versions))
+    assert all((engine.models, engine.gpus, engine.versions))
+    assert set(engine.models) <= set(engine.model_types) == set(load_engine("serving").model_types)
     assert set(TERMS) <= set(engine.spread)

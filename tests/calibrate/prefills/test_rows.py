@@ -59,9 +59,9 @@ def test_a_data_frame_is_read_as_its_csv_file_is(tmp_path: Path) -> None:
 
 
 def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:
-    mean_s = ClosedLoop(users=8, tpot_s=0.01, output_tokens=500).mean_ttft_s(0.2)
-    text = f"ttft_s,context_len,concurrency,tpot_s,output_tokens\n{mean_s},1k,8,0.01,500\n0.2,1k,1,,\n"
-    found = read_prefills([written(tmp_path, text)], PrefillDefaults(model="llama-2-7b"))
+    mean_s = ClosedLoop(users=8, tpot_s=0.01, output_tokens=500, prompt_tokens=1024).mean_ttft_s(0.2)
+    text = f"ttft_s,context_len,concurrency,tpot_s,output_tokens\n{mean_s},,8,0.01,500\n0.2,1k,1,,\n"
+    found = read_prefills([written(tmp_path, text)], PrefillDefaults(model="llama-2-7b", context_len=1024))
     assert [row.ttft_s for row in found.rows] == pytest.approx([0.2, 0.2])
     assert found.notes == ()
 
@@ -186,7 +186,7 @@ def test_vllm_bench_serve_alone_has_a_mean_length(tmp_path: Path) -> None:
 
 
 def test_vllm_bench_serve_of_several_users_is_one_prefill(tmp_path: Path) -> None:
-    loop = ClosedLoop(users=4, tpot_s=0.02, output_tokens=256)
+    loop = ClosedLoop(users=4, tpot_s=0.02, output_tokens=256, prompt_tokens=1536)
     load = {"max_concurrency": 4, "mean_tpot_ms": 20.0, "total_output_tokens": 1024}
     rows, notes = read(tmp_path, SERVE | load | {"mean_ttft_ms": 1e3 * loop.mean_ttft_s(0.1)})
     assert rows[0].ttft_s == pytest.approx(0.1)
