@@ -160,6 +160,16 @@ def test_commands_in_a_sentence_exist(page: Path) -> None:
         assert {word for word in words if word.startswith("--")} <= known, shown
 
 
+def test_pages_have_no_marks_of_a_merge() -> None:
+    for page in [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks/results").glob("*.md")]:
+        assert not re.search(r"^(<{7} |={7}$|>{7} )", page.read_text("utf-8"), re.M), page
+
+
+def test_the_docs_are_short() -> None:
+    """So that a reader finds what matters: a new page makes others shorter."""
+    assert sum(len(page.read_text("utf-8").split()) for page in PAGES if "docs" in page.parts) <= 40_000
+
+
 @pytest.mark.parametrize("page", PAGES[:2], ids=NAMES[:2])
 def test_links_lead_somewhere(page: Path) -> None:
     """Links inside docs/ are checked by `make docs`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md
 REPOSITORY_ONLY = ("examples/", "kvrsim/", "planner/", "calibrate/", "validate/", "tests/", "LICENSE", "notebooks/")
 
 
+def on_config(config: Any) -> Any:
+    """Add the version, and links to the repository where the checkout has one on the web."""
+    config.copyright = f"kvrsim {kvrsim.__version__}"
+    done = subprocess.run(["git", "config", "remote.origin.url"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if address := re.fullmatch(r"(?:https://|git@)([^/:]+)[/:](.+?)(?:\.git)?\s*", done.stdout):
+        config.repo_url, config.repo_name = f"https://{address[1]}/{address[2]}", address[2]
+        config.edit_uri = "edit/main/docs/"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
     pages = {uri: (ROOT / path).read_text("utf-8") for uri, path in _elsewhere().items()}
@@ -36,7 +47,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to files outside docs/ to their pages in the site. A link to a file without a page becomes text."""
+    """Point links to files outside docs/ to their pages in the site. A link to a file without a page becomes text.
+
+    In the search, tables of results come after all other pages.
+    """
+    page.meta["search"] = {"boost": 0.3 if page.file.src_uri.startswith("results/") else 1}
     if page.file.src_uri == "reference/api.md":
         markdown += python_reference()
     origin = _elsewhere().get(page.file.src_uri)
