@@ -326,7 +326,8 @@ def interval_bar(
     """
 
     if high > span[1]:
-        return tag("svg", class_="interval", width=_BAR, height=16, aria_hidden="true")
+        beyond = tag("text", "beyond", x=_BAR - 4, y=13, text_anchor="end", fill="var(--dim)", class_="mark")
+        return tag("svg", beyond, class_="interval", width=_BAR, height=16, aria_hidden="true")
 
     def place(number: float) -> float:
         return round(4 + (_BAR - 8) * (number - span[0]) / max(span[1] - span[0], 1e-300), 1)

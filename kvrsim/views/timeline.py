@@ -22,7 +22,7 @@ from kvrsim.views.style import OPERATIONS, operation_of, variable, variable_of
 
 SCRIPTS = ("spans.js", "gantt-view.js", "gantt.js", "memory.js", "timeline.js")
 _KEYS = (
-    "[Ctrl] and wheel, [+] [−] zoom; drag sums a part; [Shift] and drag or [Page Up] [Page Down] move; [0] shows all;"
+    "[Ctrl] and wheel, [+] [−] or [W] [S] zoom; drag sums a part; [Shift] and drag or [A] [D] move; [0] shows all;"
     " [←] [→] [↑] [↓] go from operation to operation."
 )
 _FINEST_S = 1e-9

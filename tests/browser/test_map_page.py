@@ -75,6 +75,24 @@ def test_sliders_and_arrow_keys_move_through_the_places(opened: Callable[..., Op
     assert page.script("return document.getElementById('kv-said').textContent") == page.text("#said")
 
 
+def test_the_address_holds_the_place_the_colours_and_what_is_off(
+    opened: Callable[..., Opened], found: StrategyMap
+) -> None:
+    page = opened(map_page(found))
+    assert page.script("return location.hash") == ""
+    page.click("[data-key=lead]")
+    page.press(".slider input[aria-label='Links']", "\ue012")
+    page.click(f".switches [data-key='{NAMES.index('tp')}']")
+    page.until("return location.hash && location.hash === `#${kv.view.all()}`")
+    seen = winners(page), page.text("#said")
+    address = page.script("return location.href")
+    page.driver.get("about:blank")
+    page.driver.get(address)
+    page.until("return document.documentElement.dataset.drawn === 'true'")
+    assert (winners(page), page.text("#said")) == seen
+    assert page.find("[data-key=lead]").get_attribute("aria-pressed") == "true"
+
+
 def test_where_no_strategy_is_on_the_page_says_so(opened: Callable[..., Opened], found: StrategyMap) -> None:
     page = opened(map_page(found))
     page.click(".switches .every:last-child")

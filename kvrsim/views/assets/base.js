@@ -17,6 +17,7 @@
  * kv.canvas(canvas, w, h)    sizes a canvas for the screen's density; returns its context, scaled to CSS pixels
  * kv.view.set(name, value)    keeps in the address what the reader has chosen; null: the default
  * kv.view.keep(name, restore) calls restore(value) once the page is drawn, where the address has a value of this name
+ * kv.plain(words)             words as a name in an address or of a file
  * kv.view.all()               the choices, as URLSearchParams
  * kv.picture(host, name)      adds a button to an element that saves it as PNG
  * kv.table(caption, columns, rows)   a table that can be sorted; columns: [[title, isNumber], ...]; cells: text or [text, value]
@@ -132,6 +133,7 @@ const kv = (() => {
   const view = {
     all: () => chosen,
     set(name, value) {
+      if (root.dataset.drawn !== "true") return; // nobody has chosen yet
       if (value === null) chosen.delete(name);
       else chosen.set(name, value);
       clearTimeout(write); // browsers refuse more than some changes a second
@@ -152,7 +154,8 @@ const kv = (() => {
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1e4);
   }
-  const fileName = (words, suffix) => `${words.toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60)}.${suffix}`;
+  const plain = (words) => words.toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60);
+  const fileName = (words, suffix) => `${plain(words)}.${suffix}`;
   /* An element with all that it holds, drawn as the browser draws it. */
   async function png(host) {
     const copy = host.cloneNode(true);
@@ -312,7 +315,7 @@ const kv = (() => {
   }
 
   return {
-    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, view, picture, png, csv, inBox, table: tableOf,
+    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, plain, view, picture, png, csv, inBox, table: tableOf,
     onTheme: (painter) => painters.push(painter),
   };
 })();

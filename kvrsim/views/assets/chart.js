@@ -78,7 +78,7 @@ kv.chart = (host, about) => {
       width, height, legend: { show: false }, series: lines, bands, padding: [10, 14, 0, 0],
       axes: [{ ...axis(x), size: 34 }, { ...axis(y), size: 64 }], scales: { x: { ...scale(x), auto: true }, y: scale(y) },
       cursor: { drag: { x: true, y: false }, points: { size: 8 } },
-      hooks: { setCursor: [hovered], draw: [drawMarks], setScale: [(chart, key) => key === "x" && about.zoomed?.(chart.scales.x.min, chart.scales.x.max)] },
+      hooks: { setCursor: [hovered], draw: [drawMarks], setScale: [(chart, key) => key === "x" && rangeChanged(chart.scales.x)] },
     };
   }
 
@@ -154,6 +154,12 @@ kv.chart = (host, about) => {
     if (high > low) plot.setScale("x", { min: back(low), max: back(high) });
   }
   const all = () => plot.setScale("x", { min: xs[0], max: xs[xs.length - 1] });
+  const address = kv.plain(about.label.split(/[,.:]/)[0]);
+  function rangeChanged({ min, max }) {
+    kv.view.set(address, min <= xs[0] && max >= xs[xs.length - 1] ? null : [min, max].map((value) => Number(value.toPrecision(7))).join());
+    about.zoomed?.(min, max);
+  }
+  kv.view.keep(address, (range) => to(...range.split(",").map(Number)));
   function wheel(event) {
     if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
     event.preventDefault();

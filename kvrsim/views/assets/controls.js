@@ -14,14 +14,20 @@ kv.slider = ({ label, values, format, at, moved }) => {
   const told = () => {
     const words = format(values[input.value], Number(input.value));
     shown.textContent = words;
+    kv.view.set(kv.plain(label), input.value);
     input.setAttribute("aria-valuetext", words);
   };
   input.value = at;
-  input.addEventListener("input", () => {
+  const changed = () => {
     told();
     moved(Number(input.value));
-  });
+  };
+  input.addEventListener("input", changed);
   told();
+  kv.view.keep(kv.plain(label), (index) => {
+    input.value = index;
+    changed();
+  });
   const box = kv.el("label", { class: "slider" }, kv.el("span", { text: label }), input, shown);
   box.hidden = values.length < 2;
   return {
@@ -45,9 +51,11 @@ kv.choice = ({ label, options, chosen, changed }) => {
     type: "button", text, dataset: { key }, "aria-pressed": String(key === chosen),
     on: { click: () => {
       for (const one of buttons) one.setAttribute("aria-pressed", String(one.dataset.key === key));
+      kv.view.set(kv.plain(label), key);
       changed(key);
     } },
   }));
+  kv.view.keep(kv.plain(label), (key) => buttons.find((one) => one.dataset.key === key)?.click());
   return kv.el("div", { class: "group", role: "group", "aria-label": label }, kv.el("span", { class: "group-name", text: label }), ...buttons);
 };
 
@@ -60,17 +68,23 @@ kv.switches = ({ label, options, switched }) => {
     return [key, kv.el("button", { type: "button", class: "series", title, dataset: { key }, "aria-pressed": "true", on: { click: () => turn(key) } },
       kv.chip(colour), text, note)];
   }));
-  function turn(key) {
-    if (!on.delete(key)) on.add(key);
-    buttons.get(key).setAttribute("aria-pressed", String(on.has(key)));
+  function apply() {
+    for (const [key, button] of buttons) button.setAttribute("aria-pressed", String(on.has(key)));
+    const off = [...buttons.keys()].filter((key) => !on.has(key));
+    kv.view.set(`no-${kv.plain(label)}`, off.length ? off.join() : null);
     switched(on);
   }
+  function turn(key) {
+    if (!on.delete(key)) on.add(key);
+    apply();
+  }
+  kv.view.keep(`no-${kv.plain(label)}`, (off) => {
+    for (const key of buttons.keys()) if (off.split(",").includes(String(key))) on.delete(key);
+    apply();
+  });
   const every = (text, wanted) => kv.el("button", { type: "button", class: "every", text, on: { click: () => {
-    for (const [key, button] of buttons) {
-      if (wanted) on.add(key); else on.delete(key);
-      button.setAttribute("aria-pressed", String(wanted));
-    }
-    switched(on);
+    for (const key of buttons.keys()) if (wanted) on.add(key); else on.delete(key);
+    apply();
   } } });
   const box = kv.el("div", { class: "switches", role: "group", "aria-label": label }, ...buttons.values(), every("All", true), every("None", false));
   return { box, turn, on, note: (key, text) => { notes.get(key).textContent = text; } };

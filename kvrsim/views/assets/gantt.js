@@ -208,7 +208,7 @@ function kvGantt(host, { label, describe, moved = () => {}, selected = () => {} 
   };
   const keys = {
     "+": () => zoom(1.6, middle()), "=": () => zoom(1.6, middle()), "-": () => zoom(1 / 1.6, middle()), 0: all, Enter: enter,
-    PageUp: () => pan(-0.8), PageDown: () => pan(0.8),
+    PageUp: () => pan(-0.8), PageDown: () => pan(0.8), w: () => zoom(1.6, middle()), s: () => zoom(1 / 1.6, middle()), a: () => pan(-0.2), d: () => pan(0.2),
     Escape: () => {
       marked.focused = null;
       select(null);
