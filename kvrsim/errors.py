@@ -2,7 +2,6 @@
 
 KvrsimError                 anything a caller may want to catch
 ├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
-├── NotWrittenError         a file cannot be written, such as on a full disk: names it (exit 74)
 ├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
 ├── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
 └── NothingFits             the best strategy was read of a plan in which no strategy fits in memory (exit 1)
@@ -58,16 +57,3 @@ class NothingFits(KvrsimError):  # noqa: N818 - the name says what is wrong
 
     def __reduce__(self) -> tuple[type[NothingFits], tuple[str, object]]:
         return type(self), (str(self), self.shortfall)
-
-
-class NotWrittenError(KvrsimError):
-    """A file cannot be written for a reason outside the question, such as a full disk."""
-
-    exit_code = 74
-
-    def __init__(self, path: object, error: OSError | str) -> None:
-        self.path, self.reason = path, error if isinstance(error, str) else error.strerror or str(error)
-        super().__init__(f"{path}: cannot be written ({self.reason})")
-
-    def __reduce__(self) -> tuple[type[NotWrittenError], tuple[object, str]]:
-        return type(self), (self.path, self.reason)

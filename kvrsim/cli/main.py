@@ -225,7 +225,7 @@ def _open_closed_streams() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code and raises nothing."""
-    from kvrsim.cli.output import NOT_WRITTEN, interrupted
+    from kvrsim.cli.output import NOT_WRITTEN
 
     arguments = list(arguments)
     if arguments[:1] == ["help"]:
@@ -234,14 +234,14 @@ def main(arguments: Sequence[str]) -> int:
         code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
-            return _fail(interrupted(), INTERRUPTED)
+            return _fail("interrupted: nothing is kept; the same command begins anew", INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
         from kvrsim.cli.mistakes import command_of, error_line
 
         return _fail(f"error: {error_line(error, command_of(arguments, _program()))}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(interrupted(), INTERRUPTED)
+        return _fail("interrupted: nothing is kept; the same command begins anew", INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
         if isinstance(error, SystemExit) and error.code in (0, *ENDED):
             return int(error.code or 0)  # completion; or a signal, while ranks were at work

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 NOT_WRITTEN = 74  # exit code: the answer is complete, but a file that was to be written is not
 ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
-_journals: list[str] = []  # of interrupted work
 
 
 def print_json(content: Mapping[str, Any]) -> None:
@@ -90,25 +87,6 @@ def warn_once(note: str) -> None:
 
     if is_first_rank():
         warn(note)
-
-
-@contextmanager
-def resumable(journal: Path) -> Iterator[None]:
-    """Work that can be resumed from its journal: if interrupted, the message names the journal, if there is one."""
-    _journals.clear()
-    try:
-        yield
-    except KeyboardInterrupt:
-        if journal.exists():
-            _journals.append(str(journal))
-        raise
-
-
-def interrupted() -> str:
-    """What an interruption has left, and how to go on, in one line."""
-    if not _journals:
-        return "interrupted: nothing is kept; the same command begins anew"
-    return f"interrupted: {', '.join(_journals)} keeps what was done; the same command resumes"
 
 
 def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrsim.errors import InputError, KvrsimError, NotWrittenError
+from kvrsim.errors import InputError, KvrsimError
 
 # The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
-FaultKind = Literal["died", "memory", "disk", "mismatch", "input", "error", "stopped", "silent", "link"]
-_KINDS: tuple[FaultKind, ...] = ("died", "memory", "disk", "mismatch", "input", "error", "stopped", "silent", "link")
-_EXIT_CODES: dict[FaultKind, int] = {"input": 2, "disk": NotWrittenError.exit_code}
+FaultKind = Literal["died", "memory", "mismatch", "input", "error", "stopped", "silent", "link"]
+_KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "stopped", "silent", "link")
 
 # Messages of gloo, NCCL and torch's stores, and their meaning; the first pattern that matches counts.
 _MEANINGS = (
@@ -60,11 +59,8 @@ class RankError(KvrsimError):
         self.faults = tuple(
             sorted(faults, key=lambda fault: (_KINDS.index(fault.kind), fault.rank not in waited_for, fault.rank))
         )
-        kind = self.faults[0].kind
-        self.exit_code = _EXIT_CODES.get(kind, 1)
-        # Where a file cannot be written, no rank is to blame: the others only lose their connection.
-        reasons = [fault.message for fault in self.faults if fault.kind == kind] if kind == "disk" else self.faults
-        super().__init__("; ".join(map(str, reasons)))
+        self.exit_code = 2 if self.faults[0].kind == "input" else 1
+        super().__init__("; ".join(map(str, self.faults)))
 
     @property
     def cause(self) -> Fault:
@@ -101,8 +97,6 @@ def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]
         return [Fault(rank=rank, kind="link", message=error.reason, layer=layer, peer=error.peer)]
     if is_out_of_memory(error):
         return [Fault(rank=rank, kind="memory", message="out of memory", layer=layer)]
-    if isinstance(error, NotWrittenError):
-        return [Fault(rank=rank, kind="disk", message=str(error), layer=layer)]
     if isinstance(error, KvrsimError):
         parameter = error.parameter if isinstance(error, InputError) else None
         return [Fault(rank=rank, kind="input", message=str(error), parameter=parameter)]

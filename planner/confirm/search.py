@@ -1,4 +1,4 @@
-"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFT; bounded in time, resumable.
+"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFT; bounded in time.
 
 Each stage measures the partitions around the best one so far, with half the stride of the stage before. The last
 stage compares the plan's partition with the best one in alternating rounds (A/B).
@@ -7,25 +7,23 @@ stage compares the plan's partition with the best one in alternating rounds (A/B
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank
-from kvrsim.io.journal import Journal
-from kvrsim.io.schema import JsonObject, NonNegative, Range, read, to_json, write_json
+from kvrsim.io.schema import fields_to_json, write_json
 from kvrsim.results.question import Question
 from kvrsim.runtime.host import versions
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
-from kvrsim.units import MAX_TOKENS
 from kvrsim.version import __version__
 from planner.candidates import Candidate
 from planner.confirm.hardware import Hardware, MemoryBudget, Reporter
@@ -37,25 +35,13 @@ from planner.table.table import PartitionTable, TableSetting, quantization_steps
 if TYPE_CHECKING:
     from kvrsim.runtime.transport import Transport
 
-SUFFIX = ".search"  # of the journal, after the table's name
 _FIRST, _LAST = 1 / 8, 1 / 64  # strides, as shares of the even chunk; smaller ones do not change TTFT measurably
 _MOST = 12  # partitions of a stage: those that are predicted to be the fastest
 _HOPELESS = 1.15  # times the centre's predicted TTFT, above which a partition is not measured
-_FINAL = -1  # number of the last stage, the plan's partition against the best
 _FINAL_SHARE = 0.85  # of the time budget, after which no other stage is begun
-_FORMAT = "kvrsim search 2"
 
-Chunks = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One measured prefill."""
-
-    stage: Annotated[int, Range(least=_FINAL, most=MAX_TOKENS)]  # of the search
-    chunks: Chunks  # tokens per rank
-    ttft_s: float
-    spent_s: NonNegative  # of the search's time, warm-up included
+Chunks = tuple[int, ...]  # tokens per rank
+Measure = Callable[[Chunks], tuple[float, float]]  # -> TTFT of one prefill, and seconds since the search began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,25 +52,12 @@ class SearchTask:
     hardware: Hardware
     seed: Partition  # the plan's
     budget_s: float
-    known: tuple[Sample, ...]  # measured by an interrupted search
-    journal: Journal  # of samples; the first rank writes it
 
     def facts(self) -> dict[str, str]:
         """Return what determines which prefills the ranks run: it must be the same on all of them."""
-        names = ("repeats", "seed")
-        facts = {name: str(getattr(self.hardware, name)) for name in names}
+        facts = {name: str(getattr(self.hardware, name)) for name in ("repeats", "seed")}
         chunks = ",".join(map(str, self.seed.chunk_lens))
         return facts | {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}
-
-
-def search_journal(path: Path, about: Mapping[str, Any]) -> Journal:
-    """Return the file that keeps samples; `about`: their model, machine and setting."""
-    return Journal(path=path, form=_FORMAT, about=about, work="search", argument="output")
-
-
-def read_sample(line: JsonObject) -> Sample:
-    """Check one line of a search's journal; raise InputError naming the key."""
-    return read(Sample, line)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,57 +66,41 @@ class HardwareSearch:
 
     seed: Chunks = ()  # the plan's partition
     center: Chunks = ()  # the best so far
-    samples: list[Sample] = field(default_factory=list)
-    ended: str = ""  # why: the finest stride is done, or the time is up
+    stages: list[dict[Chunks, list[float]]] = field(default_factory=list)  # measured TTFTs by partition
+    ended: str = "the finest stride is done"  # why
+    seconds: float = 0.0
     conditions: dict[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Chunks:
         """The faster partition of the last stage."""
-        return min((self.center, self.seed), key=lambda chunks: median(self.times_s(chunks)))
+        return min((self.center, self.seed), key=self.median_s)
 
-    def times_s(self, chunks: Chunks, stage: int = _FINAL) -> tuple[float, ...]:
-        """Return the measured TTFTs of a partition in a stage."""
-        return tuple(one.ttft_s for one in self.samples if (one.stage, one.chunks) == (stage, chunks))
+    def median_s(self, chunks: Chunks) -> float:
+        """Return the median TTFT of a partition in the last stage."""
+        return median(self.stages[-1][chunks])
 
-    def run(self, task: SearchTask, sample: Callable[[int, Chunks], Sample]) -> None:
-        """Search until the finest stride is done or the time is up; then compare the plan's partition with the best.
-
-        sample(stage, chunks): measures one prefill.
-        """
+    def run(self, task: SearchTask, measure: Measure) -> None:
+        """Search until the finest stride is done or the time is up; then compare the plan's partition with the best."""
         self.center = self.seed = task.seed.chunk_lens
-        known = list(task.known)
-        self.ended = "the finest stride is done"
-        for stage, stride in enumerate(_strides(task.seed)):
+        for stride in _strides(task.seed):
             candidates = _around(task.scenario, self.center, stride)
-            if not self._measured(task, sample, known, stage, candidates):
+            if not self._measured(task, measure, candidates, _FINAL_SHARE * task.budget_s):
                 self.ended = f"the time is up, at a stride of {stride} tokens"
                 break
-            self.center = min(candidates, key=lambda chunks: median(self.times_s(chunks, stage)))
-        self._measured(task, sample, known, _FINAL, list(dict.fromkeys([self.seed, self.center])))
+            self.center = min(candidates, key=self.median_s)
+        self._measured(task, measure, list(dict.fromkeys([self.seed, self.center])), float("inf"))
 
-    def _measured(
-        self,
-        task: SearchTask,
-        sample: Callable[[int, Chunks], Sample],
-        known: list[Sample],
-        stage: int,
-        candidates: Sequence[Chunks],
-    ) -> bool:
-        """Measure every candidate `repeats` times, round-robin, so that drift affects all equally; False: time is up.
-
-        known: samples of an interrupted search, which are taken in place of new ones, each once.
-        """
-        limit_s = float("inf") if stage == _FINAL else _FINAL_SHARE * task.budget_s
+    def _measured(self, task: SearchTask, measure: Measure, candidates: Sequence[Chunks], limit_s: float) -> bool:
+        """Measure every candidate `repeats` times, round-robin, so that drift affects all alike; False: time is up."""
+        self.stages.append({chunks: [] for chunks in candidates})
         for repetition in range(task.hardware.repeats):
             for index in range(len(candidates)):
-                chunks = candidates[(index + repetition) % len(candidates)]
-                taken = next((one for one in known if (one.stage, one.chunks) == (stage, chunks)), None)
-                if taken is not None:
-                    known.remove(taken)
-                elif sum(one.spent_s for one in self.samples) >= limit_s:
+                if self.seconds >= limit_s:
                     return False
-                self.samples.append(taken or sample(stage, chunks))
+                chunks = candidates[(index + repetition) % len(candidates)]
+                ttft_s, self.seconds = measure(chunks)
+                self.stages[-1][chunks].append(ttft_s)
         return True
 
 
@@ -170,7 +127,7 @@ def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
 
 
 class RankSampler:
-    """One rank's part in the prefills of a search: all ranks get the same times; the first one keeps the journal."""
+    """One rank's part in the prefills of a search: all ranks get the same times."""
 
     def __init__(self, transport: Transport, task: SearchTask) -> None:
         from kvrsim.runtime.measure import Stopwatch, forward_of
@@ -184,29 +141,22 @@ class RankSampler:
         self.stopwatch = Stopwatch(linked, forward, [whole], task.hardware.seed)
         self.warm: set[Chunks] = set()
         self._since_s = time.monotonic()
-        self._spent_s = sum(sample.spent_s for sample in task.known)  # the interrupted search's time included
 
     def _plan(self, chunks: Chunks) -> RunPlan:
         partition = Partition(chunk_lens=chunks)
         candidate = Candidate(scenario=self.task.scenario, strategy=KVR_S, partition=partition)
         return self.task.hardware.run_plan(candidate)
 
-    def sample(self, stage: int, chunks: Chunks) -> Sample:
+    def measure(self, chunks: Chunks) -> tuple[float, float]:
         """Measure one prefill, after a warm-up where the partition is new."""
         plan = self._plan(chunks)
         if chunks not in self.warm:
             self.warm.add(chunks)
             self.stopwatch.ttft_s(plan)
         ttft_s = self.stopwatch.ttft_s(plan)
-        now_s = time.monotonic()
-        spent_s = self.transport.exchange(now_s - self._since_s)[0]
-        self._since_s = now_s
-        self._spent_s += spent_s
-        self.transport.report(round(self._spent_s), round(self.task.budget_s), "seconds of the search")
-        sample = Sample(stage=stage, chunks=chunks, ttft_s=ttft_s, spent_s=spent_s)
-        if self.transport.rank == 0:
-            self.task.journal.append(asdict(sample))
-        return sample
+        seconds = self.transport.exchange(time.monotonic() - self._since_s)[0]
+        self.transport.report(round(seconds), round(self.task.budget_s), "seconds of the search")
+        return ttft_s, seconds
 
 
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
@@ -214,10 +164,8 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     from kvrsim.runtime.measure import agree
 
     agree(transport, task.facts() | versions())
-    # Under torchrun, only the first process has read the journal.
-    task = replace(task, known=transport.exchange(task.known)[0])
     sampler, result = RankSampler(transport, task), HardwareSearch()
-    result.run(task, sampler.sample)
+    result.run(task, sampler.measure)
     result.conditions = sampler.stopwatch.conditions()
     return result
 
@@ -228,26 +176,26 @@ class SearchedPartition:
 
     question: Question
     search: HardwareSearch
-    resumed: int  # prefills taken from an interrupted search
     output: str  # the table's file
 
     @property
-    def num_partitions(self) -> int:
-        """Measured partitions."""
-        return len({sample.chunks for sample in self.search.samples})
+    def partitions(self) -> int:
+        """Number of measured partitions."""
+        return len(set().union(*self.search.stages))
 
-    def ttft_s(self, chunks: Chunks) -> float:
-        """Return the median TTFT of the plan's partition or the best one, measured alternately in the last stage."""
-        return median(self.search.times_s(chunks))
+    @property
+    def prefills(self) -> int:
+        """Number of measured prefills."""
+        return sum(len(times_s) for stage in self.search.stages for times_s in stage.values())
 
     @property
     def gain(self) -> float:
         """How much faster the best partition is than the plan's, as a share of the latter's TTFT."""
-        return 1 - self.ttft_s(self.search.best) / self.ttft_s(self.search.seed)
+        return 1 - self.search.median_s(self.search.best) / self.search.median_s(self.search.seed)
 
     def _measured(self, chunks: Chunks) -> dict[str, Any]:
-        samples_s = list(self.search.times_s(chunks))
-        return {"partition": list(chunks), "measured_ttft_s": self.ttft_s(chunks), "samples_s": samples_s}
+        samples_s = self.search.stages[-1][chunks]
+        return {"partition": list(chunks), "measured_ttft_s": median(samples_s), "samples_s": samples_s}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -255,14 +203,8 @@ class SearchedPartition:
             **self.question.measured_header(predicted=True),
             **self._measured(self.search.best),
             "plan": self._measured(self.search.seed),
-            "gain": self.gain,
-            "ended": self.search.ended,
-            "partitions": self.num_partitions,
-            "prefills": len(self.search.samples),
-            "resumed": self.resumed,
-            "seconds": sum(sample.spent_s for sample in self.search.samples),
-            "conditions": self.search.conditions,
-            "output": self.output,
+            **fields_to_json(self, "gain", "partitions", "prefills", "output"),
+            **fields_to_json(self.search, "ended", "seconds", "conditions"),
         }
 
 
@@ -271,46 +213,25 @@ def search_here(
 ) -> SearchedPartition:
     """Search on as many ranks as the scenario has GPUs, and write a table of one entry.
 
-    Samples are kept in FILE.search until the table is written; an interrupted search's time counts towards `minutes`.
     Raises InputError where the machine cannot run the scenario, RankError where a rank fails.
     """
     reporter = reporter or Reporter()
     scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    journal = search_journal(output.with_name(output.name + SUFFIX), _about(scenario, hardware))
-    known = tuple(journal.resume(read_sample)) if is_first_rank() else ()
     seed, budget_s = search(scenario, KVR_S).partition, 60 * minutes
-    task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, known=known, journal=journal)
+    task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s)
     reporter.note(f"searching from {','.join(map(str, seed.chunk_lens))}, for at most {minutes:g} minutes")
-    if known:
-        reporter.note(f"{journal.path}: going on from {len(known)} prefills")
     candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=seed)
     MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
     longest_s = hardware.longest_s([candidate])
-    left_s = max(0.0, budget_s - sum(sample.spent_s for sample in known))
-    how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s / longest_s + 4 * hardware.repeats)
+    how = hardware.launch(scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
     done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
     question = Question.of(scenario, seed=hardware.seed)
-    result = SearchedPartition(question=question, search=done, resumed=len(known), output=str(output))
+    result = SearchedPartition(question=question, search=done, output=str(output))
     if is_first_rank():
         _write_table(scenario, result, output)
-        journal.remove()
     return result
-
-
-def _about(scenario: Scenario, hardware: Hardware) -> dict[str, Any]:
-    """Return what samples depend on: a search with other values cannot use them."""
-    run = {"device": hardware.device, "backend": hardware.backend, "threads": hardware.threads, "seed": hardware.seed}
-    return {
-        "setting": to_json(TableSetting.of(scenario)),
-        "gpus": scenario.cluster.num_gpus,
-        "context": scenario.request.context_len,
-        "repeats": hardware.repeats,
-        "ranks": run,
-        "links": "emulated" if hardware.emulated else "the machine's",
-        "kvrsim": __version__,
-    }
 
 
 def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:

@@ -12,7 +12,7 @@ import typer
 from kvrsim.arguments import Arguments, MeasuredArgs, count, number, option, quantity, strategies, switch
 from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
-from kvrsim.cli.output import print_answer, print_json, resumable, warn_once, write_files
+from kvrsim.cli.output import print_answer, print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Hint, Part, facts, header, headline, likely, show
 from kvrsim.errors import InputError, KvrsimError
@@ -126,10 +126,9 @@ def confirm(
 def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:
     """Search a partition on the machine, and print it."""
     from planner.confirm.hardware import Reporter
-    from planner.confirm.search import SUFFIX, search_here
+    from planner.confirm.search import search_here
 
-    journal = output.with_name(output.name + SUFFIX)
-    with resumable(journal), Progress(_STARTING, is_timed=True) as progress:
+    with Progress(_STARTING, is_timed=True) as progress:
         reporter = Reporter(note=warn_once, progress=progress)
         result = search_here(scenario, machine, minutes=minutes, output=output, reporter=reporter)
     if not is_first_rank():
@@ -204,12 +203,12 @@ def show_search(result: SearchedPartition) -> None:
     """The fastest measured partition, and the cost of the search."""
     table, search = facts(), result.search
     best, plan = (
-        f"{', '.join(map(str, one))}, TTFT {format_seconds(result.ttft_s(one))}" for one in (search.best, search.seed)
+        f"{', '.join(map(str, one))}, TTFT {format_seconds(search.median_s(one))}" for one in (search.best, search.seed)
     )
     table.add_row("best:", headline(f"{best} measured"))
     table.add_row("gain:", f"{result.gain:.1%} over the plan's partition")
     table.add_row("plan:", f"{plan} measured")
-    table.add_row("search:", f"{result.num_partitions} partitions, {len(search.samples)} prefills, {search.ended}")
+    table.add_row("search:", f"{result.partitions} partitions, {result.prefills} prefills, {search.ended}")
     table.add_row("written:", result.output)
     table_file = shlex.quote(result.output)
     look_up = Hint(

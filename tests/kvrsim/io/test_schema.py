@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, Keys, NonNegative, read, to_json
+from kvrsim.io.schema import MAX_DEPTH, JsonObject, Keys, NonNegative, parse_json, read, to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,3 +169,13 @@ def test_json_defaults_and_comments() -> None:
     assert content.sequence("a") == []
     with pytest.raises(InputError, match=r"got 'b', accepted: a$"):
         content.only(["a"])
+
+
+@pytest.mark.parametrize("depth", [0, 1, MAX_DEPTH - 1, MAX_DEPTH, 2 * MAX_DEPTH, 100_000])
+def test_json_is_read_down_to_a_depth_and_no_further(depth: int) -> None:
+    text = "[" * depth + "0" + "]" * depth
+    if depth < MAX_DEPTH:
+        assert json.dumps(parse_json(text)) == text
+    else:
+        with pytest.raises(ValueError, match="levels deep"):
+            parse_json(text)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrsim.errors import NotWrittenError
-from kvrsim.runtime.faults import Fault, RankError, faults_of, meaning
+from kvrsim.runtime.faults import Fault, RankError, meaning
 
 
 def test_the_likeliest_cause_comes_first() -> None:
@@ -14,14 +13,6 @@ def test_the_likeliest_cause_comes_first() -> None:
     error = RankError([lost, dead])
     assert error.cause == dead
     assert str(error) == "rank 2, layer 2: killed by SIGKILL; rank 0, layer 3: connection closed"
-
-
-def test_a_full_disk_is_no_ranks_fault() -> None:
-    full = NotWrittenError("t.json.search", OSError(28, "No space left on device"))
-    lost = Fault(rank=1, kind="link", message="the connection was closed", layer=1)
-    error = RankError([lost, *faults_of(full, 0, 1)])
-    assert str(error) == "t.json.search: cannot be written (No space left on device)"
-    assert error.exit_code == 74
 
 
 def test_of_the_silent_the_one_that_was_waited_for_comes_first() -> None:
