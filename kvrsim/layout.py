@@ -157,6 +157,11 @@ class Layout:
         return self.stage_gpus * self.pipeline
 
     @property
+    def effort(self) -> tuple[int, int, bool]:
+        """What deploying it takes: GPUs, stages, and whether the context goes through them in pieces."""
+        return self.num_gpus, self.pipeline, self.pieces != "none"
+
+    @property
     def stage_gpus(self) -> int:
         """GPUs of a stage, over which its experts lie."""
         return self.data * self.context * self.tensor

@@ -9,13 +9,15 @@ weighted difference and the new value in fp32, and the block's in half precision
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvrsim.compile import build_program, columns
 from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.cost import no_time
+from kvrsim.kernels.experts import RoutedExperts
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array, Compute, Load, Program, RingPass, bytes_in_flight
@@ -60,13 +62,7 @@ def memory_of(
     in the cache, score matrices. Where a program does not say what it holds, it is taken to hold the whole context.
     """
     if strategy.pipeline is not None:
-        held = stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
-        context = context_ranks(strategy)
-        ranks = []
-        for layers in held:
-            last = _stage_memory(scenario, partition, layers, context, is_last=True)
-            others = _stage_memory(scenario, partition, layers, context, is_last=False) if context > 1 else last
-            ranks += [*[others] * (context - 1), last]
+        ranks = list(_stage_memories(scenario, strategy, partition))
     else:
         if program is None:  # without times, unless they choose the calls of attention
             cost = no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
@@ -132,42 +128,38 @@ def _score_bytes(program: Program, rank: int, width: int, *, whole: int) -> int:
     return round(elements) * EAGER_SCORE_PEAK_BYTES * width // 2
 
 
-def _stage_memory(
-    scenario: Scenario, partition: Partition, layers: range, context: int, *, is_last: bool
-) -> RankMemory:
-    """A rank of a pipeline's stage: the stage's layers, K and V of all tokens in them, its share of a piece at a time.
+def _stage_memories(scenario: Scenario, strategy: Strategy, partition: Partition) -> Iterator[RankMemory]:
+    """The ranks of a pipeline: a stage's layers, K and V of all tokens in them, the rank's share of a piece at a time.
 
-    context: ranks of the stage, of which it is one, the last or another; they gather the K and V of a piece, and attend
-    in two parts.
+    The context ranks of a stage gather the K and V of a piece, and attend in two parts; the last one has the logits.
     """
-    model, request = scenario.share, scenario.request
-    width, batch = request.dtype_bytes, request.batch
-    longest, begins, ends = max(partition.chunk_lens), layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
+    model, request, context = scenario.share, scenario.request, context_ranks(strategy)
+    width, batch, longest = request.dtype_bytes, request.batch, max(partition.chunk_lens)
     piece = -(-longest // context)
-    weights = sum(model.layers[layer].weight_bytes(width) for layer in layers)
-    if begins:
-        weights += model.embedding_bytes(width)
-    if ends:
-        weights += model.head_bytes(width)
-    if ends and not begins and model.tie_word_embeddings:
-        weights += model.vocab_size * model.hidden_size * width
-    messages = 0.0 if begins and ends else 2.0 * batch * piece * model.hidden_size * width
-    gathered = max(_cache_bytes(model, model.layers[layer], longest, width) for layer in layers) if context > 1 else 0
-    return RankMemory(
-        weights=weights,
-        kv_cache=round(
-            batch * sum(_cache_bytes(model, model.layers[layer], request.context_len, width) for layer in layers)
-        ),
-        gathered=round(messages + batch * gathered),
-        activations=max(
-            batch * piece * _activation_elements(scenario) * width, _expert_bytes(scenario, piece, longest)
-        ),
-        scores=_scores(scenario, piece if context == 1 else -(-piece // 2), request.context_len)
-        if scenario.kernel == "eager"
-        else 0,
-        logits=batch * _logits_bytes(scenario, partition.chunk_lens[-1] // context, width) if ends and is_last else 0,
-        runtime=RUNTIME_BYTES,
-    )
+    layer_bytes, kinds = model.layer_bytes(width), model.layer_kind_index
+    kv_bytes = [_cache_bytes(model, kind, request.context_len, width) for kind in model.layer_kinds]
+    gathered = [_cache_bytes(model, kind, longest, width) if context > 1 else 0.0 for kind in model.layer_kinds]
+    tensors = batch * piece * _activation_elements(scenario) * width
+    score_rows = piece if context == 1 else -(-piece // 2)
+    head = model.head_bytes(width), batch * _logits_bytes(scenario, partition.chunk_lens[-1] // context, width)
+    held = stages(strategy, model.num_hidden_layers, scenario.cluster.num_gpus)
+    experts = _expert_bytes(scenario, piece, longest)
+    for layers in held:
+        begins, ends = layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
+        weights = sum(layer_bytes[layer] for layer in layers) + begins * model.embedding_bytes(width) + ends * head[0]
+        if ends and not begins and model.tie_word_embeddings:
+            weights += model.vocab_size * model.hidden_size * width
+        messages = 0.0 if begins and ends else 2.0 * batch * piece * model.hidden_size * width
+        last = RankMemory(
+            weights=weights,
+            kv_cache=round(batch * sum(kv_bytes[kinds[layer]] for layer in layers)),
+            gathered=round(messages + batch * max(gathered[kinds[layer]] for layer in layers)),
+            activations=max(tensors, experts),
+            scores=_scores(scenario, score_rows, request.context_len) if scenario.kernel == "eager" else 0,
+            logits=head[1] if ends else 0,
+            runtime=RUNTIME_BYTES,
+        )
+        yield from (*[replace(last, logits=0)] * (context - 1), last)
 
 
 def _cache_bytes(model: ModelSpec, layer: LayerSpec, tokens: int, width: int) -> float:
@@ -202,10 +194,11 @@ def _expert_bytes(scenario: Scenario, chunk: int, together: int) -> int:
     batch, width = scenario.request.batch, scenario.request.dtype_bytes
     tokens, every = np.array([float(chunk)]), np.array([float(together)])
     gathered = together * scenario.data_load if scenario.gather is not None else 0.0
+    cost, placement = no_time(scenario.traits), scenario.expert_placement
     rows = [
-        float(costs.experts.rows(tokens, batch, every)[0]) * _mlp_widths(costs.layer)
-        for costs in scenario.layer_costs(no_time(scenario.traits))
-        if costs.experts is not None
+        float(RoutedExperts(layer, cost, placement).rows(tokens, batch, every)[0]) * _mlp_widths(layer)
+        for layer in scenario.share.layer_kinds
+        if layer.num_experts
     ]
     held = 2 * chunk + gathered
     return round(max(rows) * width) + round(held * batch * scenario.share.hidden_size * width)

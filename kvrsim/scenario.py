@@ -300,8 +300,9 @@ class Scenario:
     def with_slower_links(self, factor: float) -> Scenario:
         """The same with links slower by a factor."""
         link, network = cached_scale(self.cluster.link, factor), cached_scale(self.cluster.network, factor)
-        cluster, group = replace(self.cluster, link=link, network=network), cached_scale(self.group, factor)
-        return replace(self, cluster=cluster, group=group, gather=cached_scale(self.gather, factor))
+        cluster = replace(self.cluster, link=link, network=network)
+        group, gather = (None if one is None else one.slower(factor) for one in (self.group, self.gather))
+        return replace(self, cluster=cluster, group=group, gather=gather)._with_costs_of(self)
 
     @property
     def host(self) -> HostRates:
@@ -313,8 +314,16 @@ class Scenario:
     def with_host(self, host: HostRates) -> Scenario:
         """The same with other software."""
         if self.engine is not None:
-            return replace(self, engine=replace(self.engine, host=host, model_types={}))
-        return self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
+            other = replace(self, engine=replace(self.engine, host=host, model_types={}))
+        else:
+            other = self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
+        alike = (host.launch_s, host.resume_s) == (self.host.launch_s, self.host.resume_s)  # which the pace depends on
+        return other._with_costs_of(self) if alike else other
+
+    def _with_costs_of(self, other: Scenario) -> Scenario:
+        """This scenario with the costs that another one has computed, whose device and request are the same."""
+        vars(self).update({name: vars(other)[name] for name in ("share", "pace", "cost") if name in vars(other)})
+        return self
 
     @property
     def kernel_scale(self) -> float:

@@ -39,6 +39,7 @@ from kvrsim.arguments import (
 from kvrsim.builder import build_scenario, build_scenarios
 
 if TYPE_CHECKING:
+    from planner.candidates import ForEngine
     from planner.processes import Pool
     from planner.uncertainty.noise import Disturbance
 
@@ -96,8 +97,12 @@ def plan_of(
     timelines: Literal["best", "all"] | None = None,
     on_progress: OnProgress | None = None,
     pool: Pool | None = None,
+    engine: ForEngine | None = None,
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
-    """The scenario and the plan of `plan`; timelines: whose spans it carries. pool: who simulates noise."""
+    """The scenario and the plan of `plan`; timelines: whose spans it carries. pool: who simulates noise.
+
+    engine: the one that the plan is to be launched on.
+    """
     from planner.candidates import Search
     from planner.decode import with_users
     from planner.plan import make_plan
@@ -113,6 +118,7 @@ def plan_of(
             table=table,
             on_progress=on_progress,
             budget_s=compared.search_budget,
+            engine=engine,
         ),
         disturbance=None if disturbance is None else replace(disturbance, pool=pool),
         timelines=timelines,

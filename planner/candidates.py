@@ -5,10 +5,11 @@ A plan compares candidates; a simulation is about one. What a candidate predicts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,11 +22,20 @@ from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hybrid_names, sizes_names, strategy_names
+from kvrsim.strategies import (
+    STRATEGIES,
+    Strategy,
+    chain_like,
+    get_strategy,
+    hybrid_names,
+    label_of,
+    sizes_names,
+    strategy_names,
+)
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks
 from kvrsim.units import format_bytes
-from planner.deploy_engines import engines_with
+from planner.deploy_engines import deploy_engine, engines_with
 from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
@@ -35,7 +45,8 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
 ROUGH = "rough"  # method of pieces that were not searched
-_MOST_GAIN = 0.15  # of TTFT, that a search is taken to gain over a rough partition
+_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # of TTFT, that a search is taken to gain over a rough partition
+_MOST_GAIN_OF_CHAIN = 0.001  # over the analytical plan of KVR's chain, where its bound is proven
 CHUNKED = "pp1"  # one stage that takes the context in steps: chunked prefill
 _SHORT_PIECES = 64  # pieces per stage, whose activations are the least of a pipeline
 RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
@@ -189,6 +200,17 @@ class PartitionLookup(Protocol):
         """How the table suits the scenario and the strategy that looks it up."""
 
 
+class ForEngine(NamedTuple):
+    """The serving engine that a comparison is for."""
+
+    name: str
+    only: bool = False  # whether nothing else is compared
+
+    def has(self, strategy: Strategy, scenario: Scenario) -> bool:
+        """Whether the engine has a strategy on the scenario's GPUs."""
+        return deploy_engine(self.name).has(strategy, scenario)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """How the partition of a strategy is chosen."""
@@ -200,7 +222,8 @@ class Search:
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called as soon as a strategy, or a better one, is known
     budget_s: float = 3.0  # model work that the default comparison refines partitions for
-    allowance: Allowance | None = None  # of one search over ranks; None: it ends by itself
+    allowance: Allowance | None = None  # of one search; None: it ends by itself
+    engine: ForEngine | None = None  # whose best strategy is searched next to the best; None: that of any engine
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""
@@ -222,7 +245,14 @@ class Search:
             from planner.search.pipeline import search_pipeline, with_step_time
 
             mean = with_step_time(per_rank, "mean")
-            return search_pipeline(mean, strategy, pieces=given, stride=self.stride, on_progress=self.on_progress)
+            return search_pipeline(
+                mean,
+                strategy,
+                pieces=given,
+                stride=self.stride,
+                on_progress=self.on_progress,
+                allowance=self.allowance,
+            )
         if given is not None:
             return given
         match strategy.partition_rule:
@@ -230,20 +260,13 @@ class Search:
                 from planner.search.pipeline import search_even_pieces
 
                 return search_even_pieces(per_rank, strategy, self.on_progress)
-            case "search" if strategy.group_size == 1:
-                return search(
-                    per_rank,
-                    strategy,
-                    method=self.method,
-                    stride=self.stride,
-                    warm_start=warm_start,
-                    on_progress=self.on_progress,
-                    allowance=self.allowance,
-                )
             case "search":
+                alone = strategy.group_size == 1
                 return search(
                     per_rank,
                     strategy,
+                    method=self.method if alone or self.method == "analytical" else "auto",
+                    stride=self.stride if alone else None,
                     warm_start=warm_start,
                     on_progress=self.on_progress,
                     allowance=self.allowance,
@@ -291,28 +314,37 @@ class ComparedStrategies:
     """The strategies that a plan compares."""
 
     strategies: tuple[Strategy, ...]
-    ranked: bool  # by TTFT; else in the order asked for
     limited: bool = False  # by the budget of a search
     notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
     not_compared: tuple[str, ...] = ()  # that cannot fit in memory, the nearest first; or whose rings are too long
 
 
 def strategies_to_compare(
-    scenario: Scenario, names: Sequence[str | Strategy] | None, *, noisy: bool = False
+    scenario: Scenario,
+    names: Sequence[str | Strategy] | None,
+    *,
+    noisy: bool = False,
+    engine: ForEngine | None = None,
 ) -> ComparedStrategies:
     """The strategies of these names; None and "all" stand for every one that runs here and could fit in memory.
 
     noisy: only those that noise is defined for, whose ranks are single GPUs with all layers.
-    Raises InputError for an empty list, or where two have one name.
+    Raises InputError for an empty list, where two have one name, or where an engine that alone counts has none of them.
     """
     if names is not None and not names:
         raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
+    only = engine if engine is not None and engine.only else None
     if names is not None and "all" not in names:
-        return ComparedStrategies(strategies=distinct(names), ranked=False)
+        asked = tuple(one for one in distinct(names) if only is None or only.has(one, scenario))
+        if only is not None and not asked:
+            raise InputError("strategies", ",".join(map(label_of, names)), f"strategies that {only.name} has here")
+        return ComparedStrategies(strategies=asked)
     alone, long = scenario.cluster.num_gpus == 1, scenario.cluster.num_gpus > MOST_IN_RINGS
     allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
     if noisy:
         allowed = tuple(one for one in allowed if one.group_size == 1 and one.pipeline is None)
+    if only is not None:
+        allowed, notes = tuple(one for one in allowed if only.has(one, scenario)), ()
     rings = [one.name for one in allowed if long and names is None and one.name in RINGS]
     least = {one.name: least_bytes(scenario, one) for one in allowed if one.name not in rings}
     misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > scenario.memory_limit.nbytes]
@@ -327,71 +359,104 @@ def strategies_to_compare(
     named = [one for one in names or () if one != "all"]
     return ComparedStrategies(
         strategies=distinct((*compared, *named)),
-        ranked=True,
         limited=names is None,
         notes=notes,
         not_compared=(*left_out, *rings),
     )
 
 
-def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> dict[str, Candidate]:
-    """Each strategy with its best partition, by name; one that is near KVR's chain starts from the chain's.
+class Comparison(NamedTuple):
+    """The best candidate of each strategy, and what the budget of a search left."""
+
+    by_name: dict[str, Candidate]
+    unsearched: tuple[str, ...] = ()  # that could be the best, the likeliest first
+
+
+def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> Comparison:
+    """Each strategy with its best partition; one that is near KVR's chain starts from the chain's.
 
     limited: every partition is rough at first: even pieces, or the chain's analytical plan. Those that could be the
-    best are then searched, the fastest first, as long as the budget lasts. The budget is the model's work, not time, so
-    that a busy machine finds the same.
+    best, or the best that engines have, are then searched, the likeliest first, as long as the budget lasts. The budget
+    is the model's work, not time, so that a busy machine finds the same.
     """
     by_name: dict[str, Candidate] = {}
     limited = compared.limited and search.method == "auto"
     for strategy in compared.strategies:
-        rough = limited and strategy.partition_rule in ("search", "searched-pieces")
-        by_name[strategy.name] = (_rough if rough else search.candidate)(scenario, strategy, _chain(by_name, strategy))
+        rough = limited and strategy.partition_rule in _MOST_GAIN
+        by_name[strategy.name] = (
+            _rough(scenario, strategy, by_name)
+            if rough
+            else search.candidate(scenario, strategy, _chain(by_name, strategy))
+        )
         if search.on_candidate is not None:
             search.on_candidate(by_name[strategy.name])
         if search.on_progress is not None:
             search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {len(compared.strategies)})")
     if not limited:
-        return by_name
+        return Comparison(by_name)
 
-    spent_s, own = 0.0, {one.name: one for one in compared.strategies}
-    for one in sorted((one for one in by_name.values() if _is_rough(one) and one.fits), key=lambda one: one.ttft_s):
+    left_s, unsearched = search.budget_s, list[str]()
+    own = {one.name: one for one in compared.strategies}
+    has = search.engine.has if search.engine else engines_with
+    has_engine = {name: bool(has(one, scenario)) for name, one in own.items()}
+    for one in sorted((one for one in by_name.values() if is_rough(one) and one.fits), key=_least_s):
         exact = [each for each in by_name.values() if each.strategy.approximate is None and each.fits]
-        if engines_with(one.strategy, scenario):  # the best that engines have is searched, too
-            exact = [each for each in exact if engines_with(each.strategy, scenario)]
-        best_s = min((each.ttft_s for each in exact), default=one.ttft_s)
-        if one.ttft_s * (1 - _MOST_GAIN) > best_s or spent_s >= search.budget_s:
+        if has_engine[one.strategy.name]:
+            exact = [each for each in exact if has_engine[each.strategy.name]]
+        to_beat_s = min((each.ttft_s for each in exact), default=math.inf)
+        if _least_s(one) > to_beat_s:
+            continue
+        if left_s <= 0:
+            unsearched.append(one.strategy.name)
             continue
         strategy = own[one.strategy.name]
-        each_s = _each_s(one)
-        allowance = Allowance(left_s=(search.budget_s - spent_s) / 2, each_s=each_s)
+        allowance = Allowance(left_s=left_s / 2, each_s=_each_s(one), to_beat_s=to_beat_s)
         found = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
         assert found.search is not None
-        spent_s += found.search.report.evaluations * each_s
+        left_s -= found.search.report.evaluations * allowance.each_s
         if found.fits and found.ttft_s < one.ttft_s:
             by_name[strategy.name] = found
             if search.on_candidate is not None:
                 search.on_candidate(found)
-    return by_name
+    return Comparison(by_name, tuple(unsearched))
+
+
+def _least_s(one: Candidate) -> float:
+    """What a search is taken to find at best: less than the rough partition takes by the most that one has gained.
+
+    Chunks over a slow bus may gain all of the communication.
+    """
+    if one.strategy.partition_rule == "search" and one.per_rank.cluster.shares_bandwidth:
+        return one.ttft_without_communication_s * (1 - _MOST_GAIN["search"])
+    proven = one.strategy.chains and one.per_rank.chain_is_proven  # whose analytical plan is nearly the best
+    return one.ttft_s * (1 - (_MOST_GAIN_OF_CHAIN if proven else _MOST_GAIN[one.strategy.partition_rule]))
 
 
 def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | None:
-    """The partition of KVR's chain over the same ranks, if it was searched."""
+    """The partition of KVR's chain over the same ranks, if it is compared."""
     chain = by_name.get(chain_like(strategy).name)
-    return None if chain is None or chain.search is None or _is_rough(chain) else chain.partition
+    return None if chain is None or chain.search is None else chain.partition
 
 
-def _rough(scenario: Scenario, strategy: Strategy, _: Partition | None) -> Candidate:
-    """Even pieces, or the analytical plan."""
+def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> Candidate:
+    """The analytical plan, or the even pieces of a pipeline of the same sizes."""
+    chain = by_name.get(chain_like(strategy).name)
+    if strategy.chains and chain is not None:  # it issues attention in several calls, where that is faster
+        alike = replace(chain, strategy=strategy)
+        if alike.ttft_s >= chain.ttft_s:
+            return alike
     if strategy.partition_rule == "search":
         return Search(method="analytical").candidate(scenario, strategy)
-    from planner.search.pipeline import search_even_pieces
+    even = get_strategy(replace(strategy.degrees, pieces="even").name)
+    one = by_name.get(even.name) or Search().candidate(scenario, even)
+    assert one.search is not None
+    report = replace(one.search.report, method=ROUGH, evaluations=0)
+    found = replace(one.search, strategy=strategy, report=report)
+    return Candidate(scenario=scenario, strategy=strategy, partition=one.partition, search=found)
 
-    found = search_even_pieces(per_rank_scenario(scenario, strategy), strategy)
-    found = replace(found, report=replace(found.report, method=ROUGH))
-    return Candidate(scenario=scenario, strategy=strategy, partition=found.partition, search=found)
 
-
-def _is_rough(one: Candidate) -> bool:
+def is_rough(one: Candidate) -> bool:
+    """Whether its partition could be searched, and was not."""
     return one.search is not None and one.search.report.method in ("analytical", ROUGH)
 
 
@@ -438,11 +503,22 @@ def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
 
 
 def hybrids(scenario: Scenario) -> tuple[str, ...]:
-    """The hybrids that `all` stands for; no group but that of chunked prefill, and no stage, spans nodes."""
+    """The hybrids that `all` stands for; no group but that of chunked prefill, and no stage, spans nodes.
+
+    Of mixtures also the layouts with experts spread over all GPUs, or those of a stage, that an engine has.
+    """
     num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
-    sizes = sizes_names(num_gpus, min(num_gpus, per_node or num_gpus))
+    node = min(num_gpus, per_node or num_gpus)
     chunked = (f"tp{num_gpus}+{CHUNKED}",) if num_gpus > 1 else ()
-    return (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes, *chunked)
+    names = (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, node), *chunked)
+    if num_gpus == 1 or not any(layer.num_experts for layer in scenario.model.layer_kinds):
+        return names
+    stages = f"+pp{num_gpus // node}" * (num_gpus > node)
+    attention = [f"{part}{node}{stages}+ep{node}" for part in ("tp", "dp", "cp")]
+    attention += [f"{part}{num_gpus}+ep{num_gpus}" for part in ("tp", "dp", "cp")]
+    attention += [f"dp{num_gpus // node}+tp{node}+ep{num_gpus}"] * (num_gpus > node)
+    spread = dict.fromkeys(attention)
+    return (*names, *(name for name in spread if engines_with(get_strategy(name), scenario)))
 
 
 def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:

@@ -182,23 +182,6 @@ def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str
     return tuple(one.name for one in exact if engine.has(one, scenario))
 
 
-def only_deployable(
-    scenario: Scenario, engine_name: str, asked: Sequence[str] | None, parameter: str
-) -> tuple[str, ...]:
-    """Of the strategies asked for (None or "all": of all), those that an engine can run here.
-
-    Raises InputError where there are none.
-    """
-    names = names_for(scenario, engine_name, parameter)
-    if asked is None or "all" in asked:
-        return names
-    engine = deploy_engine(engine_name, parameter)
-    names_here = tuple(name for name in asked if engine.has(get_strategy(name, "strategies"), scenario))
-    if not names_here:
-        raise InputError("strategies", ",".join(asked), f"what {engine.title} has here: {', '.join(names)}")
-    return names_here
-
-
 def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:
     """How an engine splits a strategy's GPUs; InputError names what it has, where it has not got the strategy."""
     lacks = engine.lacks(strategy, scenario)

@@ -29,6 +29,7 @@ from planner.candidates import (
     Candidate,
     ComparedStrategies,
     Search,
+    is_rough,
     prefix_access_notes,
     search_all,
     strategies_to_compare,
@@ -73,22 +74,20 @@ def make_plan(
     target: load and target of the promise.
     """
     search = search or Search()
-    compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
+    compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
     if disturbance is not None:
         scenario = disturbance.fixed(scenario)
     ranking = Ranking.of(scenario, compared, search, disturbance)
     results = [ranking.result(one) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
-    bounds = ranking.bounds()
     spans, untimed = ranking.timelines(timelines)
-    return Plan(
+    return Plan.of(
+        {"bounds": ranking.bounds},
         question=_question(scenario, strategies, search, disturbance, seed),
         first=first,
-        ties=ranking.ties(),
         strategies=tuple(results),
         yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
         not_compared=compared.not_compared,
-        bounds=bounds,
         search=ranking.search_report(),
         rests_on=provenance(scenario),
         warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
@@ -108,6 +107,7 @@ class Ranking:
 
     scenario: Scenario
     candidates: tuple[Candidate, ...]
+    unsearched: tuple[str, ...]  # that could be the best, but for the budget
     noisy: Mapping[str, Distribution]  # TTFT under the plan's noise by strategy; empty: no noise
 
     @classmethod
@@ -124,9 +124,10 @@ class Ranking:
                 disturbance.check(strategy)
             if strategy.partition_rule == "table":
                 search.candidate(scenario, strategy)
-        by_name = search_all(scenario, compared, search)
+        by_name, unsearched = search_all(scenario, compared, search)
         candidates = tuple(by_name.values())
-        return cls(scenario=scenario, candidates=candidates, noisy=_under_noise(candidates, disturbance))
+        noisy = _under_noise(candidates, disturbance)
+        return cls(scenario=scenario, candidates=candidates, unsearched=unsearched, noisy=noisy)
 
     @cached_property
     def ranked(self) -> tuple[Candidate, ...]:
@@ -142,20 +143,19 @@ class Ranking:
     def best(self) -> Candidate:
         """The fastest exact candidate that fits; if none fits, the one that needs the least memory.
 
-        Of those that tie with the fastest within 2 % it is one that an engine has, and then the one with the fewest
-        GPUs and the fewest stages.
+        Of those that tie with the fastest within 2 % it is one that an engine has, and then the one with the least
+        effort (Layout.effort).
         """
         fastest, *others = self.ranked
         if not fastest.fits:
             return min(self.candidates, key=lambda one: max(rank.total for rank in one.memory))
         most_s = self._ranking_s(fastest) * NEAR
-        near = [one for one in others if self._is_tied(fastest, one) and self._ranking_s(one) <= most_s]
+        near = [one for one in others if self._ranking_s(one) <= most_s and self._is_tied(fastest, one)]
         return min((fastest, *near), key=self._effort)
 
-    def _effort(self, one: Candidate) -> tuple[bool, int, int]:
-        """What deploying it takes: whether no engine has it, its GPUs, and its stages."""
-        layout = layout_on_gpus(one.strategy, self.scenario)
-        return not engines_with(one.strategy, self.scenario), layout.num_gpus, layout.pipeline
+    def _effort(self, one: Candidate) -> tuple[bool, tuple[int, int, bool]]:
+        """What deploying it takes: whether no engine has it, and its layout's effort."""
+        return not engines_with(one.strategy, self.scenario), layout_on_gpus(one.strategy, self.scenario).effort
 
     def _ranking_s(self, one: Candidate) -> float:
         return self.noisy[one.strategy.name].mean.value_s if self.noisy else one.ttft_s
@@ -170,10 +170,6 @@ class Ranking:
         fastest = sorted(feasible.values(), key=lambda one: (one.strategy.approximate is not None, one.ttft_s))
         return fastest[0] if fastest else None
 
-    def ties(self) -> tuple[str, ...]:
-        """Strategies as exact and feasible as the best whose TTFT is statistically indistinguishable from its."""
-        return tuple(one.strategy.name for one in self.ranked if one is not self.best and self._is_tied(self.best, one))
-
     def _is_tied(self, one: Candidate, other: Candidate) -> bool:
         if (other.fits, other.strategy.approximate is None) != (one.fits, one.strategy.approximate is None):
             return False
@@ -185,25 +181,31 @@ class Ranking:
     def result(self, one: Candidate) -> StrategyResult:
         """The part of the plan about one strategy."""
         tsp = next((other for other in self.candidates if other.strategy.name == "tsp"), None)
-        return StrategyResult(
+        later = {
+            "is_tied": lambda: one is not self.best and self._is_tied(self.best, one),
+            "ttft_low_s": lambda: one.interval.low_s,
+            "ttft_high_s": lambda: one.interval.high_s,
+            "exposed_comm_s": lambda: max(0.0, one.ttft_s - one.ttft_without_communication_s),
+            "wait_s": lambda: one.waits,
+            "query_blocks": lambda: one.program.most_query_blocks,
+            "bound": lambda: _pipeline_bound(one),
+        }
+        return StrategyResult.of(
+            later,
             strategy=one.strategy.name,
             title=one.strategy.title,
             partition=one.partition.chunk_lens,
             ttft_s=one.ttft_s,
-            ttft_low_s=one.interval.low_s,
-            ttft_high_s=one.interval.high_s,
             memory=one.memory,
             fits=one.fits,
             speedup_over_tsp=None if tsp is None else tsp.ttft_s / one.ttft_s,
             speedup=None if self.baseline is None else self.baseline.ttft_s / one.ttft_s,
-            exposed_comm_s=max(0.0, one.ttft_s - one.ttft_without_communication_s),
-            wait_s=one.waits,
             approximate=one.strategy.approximate,
             noisy=self.noisy.get(one.strategy.name),
             layers=layers_of(one.per_rank, one.strategy),
             prefix_access=one.prefix_access,
-            query_blocks=one.program.most_query_blocks,
-            bound=_pipeline_bound(one),
+            layout=layout_on_gpus(one.strategy, self.scenario),
+            searched=not is_rough(one),
             engines=engines_with(one.strategy, self.scenario),
         )
 
@@ -253,6 +255,7 @@ class Ranking:
             evaluations=sum(one.report.evaluations for one in searches.values()),
             seconds=sum(one.report.seconds for one in searches.values()),
             limit=max((one.report.limit for one in searches.values() if one.report.limit is not None), default=None),
+            unsearched=self.unsearched,
         )
 
     def timelines(self, wanted: Literal["best", "all"] | None) -> tuple[dict[str, Timeline], list[str]]:

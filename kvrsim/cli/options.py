@@ -231,8 +231,7 @@ class DeployArgs(Arguments):
 
     emit: Any = option(
         "|".join(DEPLOY_ENGINES),
-        "Print what launches the answer on this engine. Without --strategies, only strategies that it has are"
-        " compared.",
+        "Print what launches the best strategy of the answer that this engine has.",
         check=choice(*DEPLOY_ENGINES),
     )
     only_deployable: Any = option(

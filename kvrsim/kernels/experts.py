@@ -222,8 +222,9 @@ def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSp
         mlp = tuple(gemm.share(layout.expert_tensor) for gemm in whole.mlp)
         return replace(mine, mlp=mlp, num_experts=whole.num_experts // groups)
 
-    pairs = {pair: placed(*pair) for pair in dict.fromkeys(zip(share.layers, model.layers, strict=True))}
-    return replace(share, layers=tuple(pairs[pair] for pair in zip(share.layers, model.layers, strict=True)))
+    kinds = list(zip(share.layer_kind_index, model.layer_kind_index, strict=True))
+    pairs = {(mine, whole): placed(share.layer_kinds[mine], model.layer_kinds[whole]) for mine, whole in set(kinds)}
+    return replace(share, layers=tuple(pairs[kind] for kind in kinds))
 
 
 @dataclass(frozen=True, slots=True)

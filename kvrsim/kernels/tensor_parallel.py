@@ -9,6 +9,7 @@ from kvrsim.hardware import AllReduceRates, Cluster, Path
 from kvrsim.model.mixers import Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array, Collective
+from kvrsim.units import cached_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,10 @@ class Group:
     @property
     def _launch_s(self) -> float:
         return max(ring.path.gather_launch_s for ring in (self.inside, self.across))
+
+    def slower(self, factor: float) -> Group:
+        """The same over links slower by a factor."""
+        return replace(self, inside=cached_scale(self.inside, factor), across=cached_scale(self.across, factor))
 
     def without_links(self) -> Group:
         """The same over links that cost nothing."""

@@ -86,9 +86,11 @@ class ModelSpec:
         return f"<ModelSpec: {self.name}>"
 
     def __post_init__(self) -> None:
-        index = {kind: number for number, kind in enumerate(dict.fromkeys(self.layers))}
+        objects = {id(layer): layer for layer in self.layers}  # a hash of a layer is that of all its matrices
+        index = {kind: number for number, kind in enumerate(dict.fromkeys(objects.values()))}
+        number = {key: index[layer] for key, layer in objects.items()}
         object.__setattr__(self, "layer_kinds", tuple(index))
-        object.__setattr__(self, "layer_kind_index", tuple(index[layer] for layer in self.layers))
+        object.__setattr__(self, "layer_kind_index", tuple(number[id(layer)] for layer in self.layers))
 
     @property
     def num_parameters(self) -> int:
@@ -124,8 +126,13 @@ class ModelSpec:
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights on a rank that holds the whole model; `bytes_per_element`: of what is not quantised."""
-        layers = sum(layer.weight_bytes(bytes_per_element) for layer in self.layers)
+        layers = sum(self.layer_bytes(bytes_per_element))
         return self.embedding_bytes(bytes_per_element) + layers + self.head_bytes(bytes_per_element)
+
+    def layer_bytes(self, bytes_per_element: int) -> tuple[int, ...]:
+        """Bytes of each layer's weights; `bytes_per_element`: of what is not quantised."""
+        kinds = [kind.weight_bytes(bytes_per_element) for kind in self.layer_kinds]
+        return tuple(kinds[kind] for kind in self.layer_kind_index)
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
         """Bytes of what comes before the first layer."""

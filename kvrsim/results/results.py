@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvrsim.choices import PrefixAccess
 from kvrsim.errors import NothingFits
 from kvrsim.hardware import MemoryLimit
 from kvrsim.io.schema import fields_to_json
+from kvrsim.layout import Layout
 from kvrsim.memory import RankMemory
 from kvrsim.units import format_bytes
 
@@ -27,6 +29,35 @@ if TYPE_CHECKING:
 
 
 NEAR = 1.02  # times the fastest TTFT, up to which what is easier to deploy is as good
+
+
+class OnFirstUse:
+    """A frozen dataclass with fields that are computed when they are first read: `later` has their functions."""
+
+    __slots__ = ()
+    later: Mapping[str, Callable[[], Any]]
+
+    @classmethod
+    def of(cls, later: Mapping[str, Callable[[], Any]], **values: Any) -> Self:
+        """An object with these values and, for the fields that `later` names, the results of its functions."""
+        make: Any = cls
+        one: Self = make(**values, **dict.fromkeys(later), later=later)
+        for name in later:
+            object.__delattr__(one, name)
+        return one
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "later" or name not in self.later:
+                raise AttributeError(f"{type(self).__name__} has no {name}")
+            object.__setattr__(self, name, self.later[name]())
+            return getattr(self, name)
+
+    def __reduce__(self) -> Any:
+        """Pickle the values, not their functions."""
+        names = [one.name for one in fields(self) if one.name != "later"]  # type: ignore[arg-type]
+        return partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
 
 class Displayed:
@@ -231,10 +262,11 @@ class PipelineBound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class StrategyResult(StrategyPrediction):
+class StrategyResult(StrategyPrediction, OnFirstUse):
     """One strategy in a plan, with its best partition."""
 
     title: str  # one line for people
+    is_tied: bool  # whether its difference from the best is within the prediction interval of that difference
     speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP is not compared
     speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
     exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
@@ -242,7 +274,10 @@ class StrategyResult(StrategyPrediction):
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
     bound: PipelineBound | None = None  # where pieces and stages were searched
+    layout: Layout  # of all GPUs
+    searched: bool = True  # False: the partition is a rough one, as the strategy cannot be the best or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
+    later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"
@@ -258,7 +293,7 @@ class StrategyResult(StrategyPrediction):
         return (
             content
             | {"peak_bytes": [rank.total for rank in self.memory]}
-            | fields_to_json(self, "fits", "approximate", "engines")
+            | fields_to_json(self, "fits", "approximate", "engines", "layout", "searched")
         )
 
 
@@ -291,6 +326,7 @@ class SearchReport:
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
     limit: int | None = None  # partitions of one strategy at which a search on a bus ended early; None: no search did
+    unsearched: tuple[str, ...] = ()  # strategies that could be the best, but for the budget; the likeliest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,13 +365,12 @@ class Promise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Plan(Answer):
+class Plan(Answer, OnFirstUse):
     """The answer to `kvrsim plan`."""
 
     view: ClassVar[str] = "kvrsim.views.plan"
     question: Question
     first: StrategyResult  # the best one; where none fits, the one that needs the least memory
-    ties: tuple[str, ...]  # strategies whose difference from the best is within its prediction interval
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
     not_compared: tuple[str, ...]  # strategies that "all" adds
@@ -351,6 +386,12 @@ class Plan(Answer):
     limits: tuple[Limit, ...] = ()  # of its TTFT, the largest share first
     shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit
     users: ClosedLoop | None = None  # that every strategy's `mean_ttft_s` is of
+    later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Strategies as exact and feasible as the best, whose difference from it is within its prediction interval."""
+        return tuple(one.strategy for one in self.strategies if one.is_tied)
 
     @property
     def feasible(self) -> bool:
@@ -384,13 +425,13 @@ class Plan(Answer):
         return self.first
 
     def best_on(self, engine: str) -> StrategyResult | None:
-        """The fastest strategy that fits and that an engine has; within 2 %, the one with the fewest stages.
+        """The fastest strategy that fits and that an engine has; within 2 %, the one with the least effort.
 
         None: the engine has none of those that fit.
         """
         has = [one for one in self.strategies if one.fits and engine in one.engines and one.approximate is None]
         near = [one for one in has if one.ttft_s <= NEAR * has[0].ttft_s]
-        return min(near, key=lambda one: len(one.layers or ()), default=None)
+        return min(near, key=lambda one: one.layout.effort, default=None)
 
     @property
     def nearest(self) -> StrategyResult | None:

@@ -165,7 +165,7 @@ def _strategies(plan: Plan) -> Html:
 
 
 def _named(plan: Plan, one: StrategyResult) -> Cell:
-    mark = " fastest" if one is plan.first and plan.feasible else " tied" if one.strategy in plan.ties else ""
+    mark = " fastest" if one is plan.first and plan.feasible else " tied" if one.is_tied else ""
     if one.approximate is not None:
         mark += " approximate"
     named = join([strategy_name(one.strategy), tag("em", mark, class_="mark", title=one.approximate)])

@@ -178,7 +178,7 @@ def strategies_table(plan: Plan) -> Table:
     for one in plan.strategies:
         interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
         table.add_row(
-            f"{one.strategy} {TIED}" if plan.feasible and one.strategy in plan.ties else one.strategy,
+            f"{one.strategy} {TIED}" if plan.feasible and one.is_tied else one.strategy,
             format_partition(one.partition),
             seconds_cell(one.ttft_s),
             *([interval] if has_interval else []),
@@ -197,10 +197,8 @@ MOST_ROWS = 5  # of the first screen
 
 def short_table(plan: Plan) -> Table:
     """The fastest strategies that fit, at most five of them with the best one; all times in one unit."""
-    rows = [one for one in plan.strategies if one.fits]
-    rows = [
-        one for one in rows if one is plan.first or rows.index(one) < MOST_ROWS - (plan.first not in rows[:MOST_ROWS])
-    ]
+    rows = [one for one in plan.strategies if one.fits][:MOST_ROWS]
+    rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
     unit = unit_of(max(one.ttft_high_s for one in rows))
     over = "" if plan.yardstick is None else f"vs {baseline_title(plan.yardstick)}"
     interval = " ".join(interval_title(plan.interval_coverage).split())
@@ -212,7 +210,7 @@ def short_table(plan: Plan) -> Table:
     for one in rows:
         low, middle, high = (format_in(unit, seconds) for seconds in (one.ttft_low_s, one.ttft_s, one.ttft_high_s))
         table.add_row(
-            f"{one.strategy} {TIED}" if one.strategy in plan.ties else one.strategy,
+            f"{one.strategy} {TIED}" if one.is_tied else one.strategy,
             Cell(shown=f"{middle} {unit}", value=one.ttft_s),
             Cell(shown=f"{low}–{high} {unit}", value=one.ttft_high_s),
             "" if one.speedup is None else Cell(shown=f"{one.speedup:.2f}×", value=one.speedup),

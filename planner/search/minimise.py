@@ -25,6 +25,7 @@ class Allowance:
 
     left_s: float
     each_s: float  # about what a partition takes on one core of 2026
+    to_beat_s: float = math.inf  # TTFT, that a search may end as soon as it cannot beat
 
 
 @dataclass(slots=True)

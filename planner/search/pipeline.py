@@ -30,6 +30,7 @@ from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import context_ranks, even_layers
 from planner.search.minimise import (
+    Allowance,
     Boundaries,
     Evaluator,
     Row,
@@ -127,6 +128,7 @@ _TRIED, _REFINED = 8, 3  # numbers of pieces that are simulated; and that are re
 _TIMES, _ROUNDS = 4, 24  # of refinement with other layers or one piece more or less; and rounds of each
 _MOST_MOVES, _LEAST_MOVES, _MOST_CELLS = 192, 48, 4096  # of a round; and moves times pieces
 _BALANCING, _LAYOUT_ROUNDS = 24, 40
+_MOST_GAIN = 0.03  # of TTFT, that moves are taken to gain over the best pieces of equal time; 0.015 was the most seen
 _WORTH = 1e-4  # of TTFT, that other layers on the stages must gain
 
 
@@ -138,6 +140,7 @@ def search_pipeline(
     stride: int | None = None,
     least_piece: int | None = None,
     on_progress: OnProgress | None = None,
+    allowance: Allowance | None = None,
 ) -> SearchResult:
     """Search the best pieces and stages; of given `pieces`, the best stages.
 
@@ -150,9 +153,9 @@ def search_pipeline(
     if not step >= 1:
         raise InputError("stride", step, "a whole number of at least 1")
     least = max(step, least_piece or step)
-    run = _Search(scenario, strategy, min(step, tokens), min(least, tokens), on_progress)
+    run = _Search(scenario, strategy, min(step, tokens), min(least, tokens), on_progress, allowance)
     ends, ttft_s = run.run(None if pieces is None else np.array(pieces.boundaries[1:-1], dtype=np.int64))
-    report = SearchReport(method="pipeline", evaluations=run.evaluations, seconds=time.perf_counter() - begin_s)
+    report = SearchReport(method=run.method, evaluations=run.evaluations, seconds=time.perf_counter() - begin_s)
     partition = Partition(chunk_lens=chunk_lens(tuple(ends), tokens))
     return SearchResult(strategy=run.strategy, partition=partition, ttft_s=ttft_s, report=report)
 
@@ -218,13 +221,20 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
 
 class _Search:
     def __init__(
-        self, scenario: Scenario, strategy: Strategy, stride: int, least: int, on_progress: OnProgress | None
+        self,
+        scenario: Scenario,
+        strategy: Strategy,
+        stride: int,
+        least: int,
+        on_progress: OnProgress | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
-        self.scenario, self.stride, self.least, self.on_progress = scenario, stride, least, on_progress
+        self.scenario, self.stride, self.least = scenario, stride, least
+        self.on_progress, self.allowance = on_progress, allowance
         self.tokens, self.num_stages = scenario.request.new_tokens, scenario.cluster.num_gpus
         self.work = PieceWork(scenario, strategy)
         self.strategy = replace(strategy, stage_layers=even_layers(len(self.work.kinds), self.num_stages))
-        self.evaluations = 0
+        self.evaluations, self.method = 0, "pipeline"
 
     def run(self, given: Row | None) -> tuple[Row, float]:
         """Ends of all pieces but the last, and TTFT."""
@@ -232,8 +242,11 @@ class _Search:
             return given, self._with_layers(given, float(self._evaluate(given[None])[0]))
         if self.scenario.cluster.shares_bandwidth:
             return self._on_a_bus()
-        best, best_s, best_strategy = np.zeros(0, dtype=np.int64), float("inf"), self.strategy
-        for ttft_s, seed, strategy in self._seeds()[:_REFINED]:
+        seeds = self._seeds()[:_REFINED]
+        best_s, best, best_strategy = seeds[0]
+        if self.allowance is not None and best_s * (1 - _MOST_GAIN) > self.allowance.to_beat_s:
+            self.method, seeds = "rough", []
+        for ttft_s, seed, strategy in seeds:
             self.strategy = strategy
             ends, ends_s = seed, ttft_s
             for _ in range(_TIMES):
@@ -254,7 +267,7 @@ class _Search:
         runs: list[tuple[float, int, Row, Strategy]] = []
         for flows in sorted({1, self.num_stages - 1}):
             own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
-            run = _Search(own, self.strategy, self.stride, self.least, None)
+            run = _Search(own, self.strategy, self.stride, self.least)
             ends, _ = run.run(None)
             self.strategy, self.evaluations = run.strategy, self.evaluations + run.evaluations
             runs.append((float(self._evaluate(ends[None])[0]), len(runs), ends, run.strategy))
@@ -346,6 +359,7 @@ class _Search:
         ttft_s = np.full(len(chunks), np.inf)
         if allowed.any():
             evaluator = Evaluator(self.scenario, self.strategy, self.on_progress, evaluations=self.evaluations)
+            evaluator.allowance = self.allowance
             ttft_s[allowed] = evaluator.ttft_s(chunks[allowed].astype(float), enough_s)
             self.evaluations = evaluator.evaluations
         return ttft_s

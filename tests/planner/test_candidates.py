@@ -127,7 +127,9 @@ def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
     compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
 
     def best_s(of: ComparedStrategies, budget_s: float) -> float:
-        return min(one.ttft_s for one in search_all(scenario, of, Search(budget_s=budget_s)).values() if one.fits)
+        return min(
+            one.ttft_s for one in search_all(scenario, of, Search(budget_s=budget_s)).by_name.values() if one.fits
+        )
 
     assert best_s(compared, 3.0) == best_s(compared, 3.0)
     assert best_s(everything, 0.0) <= best_s(compared, 3.0) <= 1.02 * best_s(everything, 0.0)

@@ -14,8 +14,8 @@ from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import partition_of
-from planner.deploy import Launch, launch_of, only_deployable
+from planner.candidates import ForEngine, partition_of, strategies_to_compare
+from planner.deploy import Launch, launch_of
 from planner.deploy_engines import deploy_engine, engines_with
 from tests.building.flags import options
 from validate.engine_flags import launches
@@ -125,9 +125,13 @@ def test_what_no_engine_has() -> None:
     with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s .* no engine .* has; here it has single"):
         launched("vllm", "kvr-s", model="llama-3-8b")
     scenario, _ = make_scenario(ctx="4k", gpus=4)
-    with pytest.raises(InputError, match=r"^strategies: got 'kvr-s,ring', accepted: what trtllm \(main"):
-        only_deployable(scenario, "trtllm", ("kvr-s", "ring"), "only_deployable")
-    assert only_deployable(scenario, "trtllm", ("kvr-s", "tp"), "only_deployable") == ("tp",)
+    only = ForEngine("trtllm", only=True)
+    with pytest.raises(InputError, match=r"^strategies: got 'kvr-s,ring', accepted: strategies that trtllm has here"):
+        strategies_to_compare(scenario, ("kvr-s", "ring"), engine=only)
+    assert [one.name for one in strategies_to_compare(scenario, ("kvr-s", "tp"), engine=only).strategies] == ["tp"]
+    default = strategies_to_compare(scenario, None, engine=only)
+    assert default.limited
+    assert all(only.has(one, scenario) for one in default.strategies)
 
 
 def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple[str, str]:

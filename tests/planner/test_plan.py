@@ -1,8 +1,15 @@
-"""Notes of a plan that say when its advice matters little."""
+"""Plans: the same answer however a question is asked, what the budget leaves, and notes on advice that matters little."""
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
+
 import kvrsim
+from kvrsim.arguments import NoiseArgs, PlanArgs, ScenarioArgs, UsersArgs
+from planner.api import plan_of
+from planner.candidates import ForEngine
 
 
 def test_even_chunks_will_do_where_the_host_sets_the_pace() -> None:
@@ -12,3 +19,58 @@ def test_even_chunks_will_do_where_the_host_sets_the_pace() -> None:
 
 def test_they_will_not_where_attention_is_long() -> None:
     assert not any(note.startswith("even chunks are") for note in kvrsim.plan(gpus=4, ctx="16k").warnings)
+
+
+QUESTIONS = {
+    "vllm": {"model": "llama-3.1-8b", "cluster": "4xh100", "ctx": "4k"},
+    "sglang": {"model": "qwen3-30b-a3b", "cluster": "4xh100", "ctx": "2k"},
+    "trtllm": {"model": "llama-3.1-70b", "cluster": "4xh200", "ctx": "8k"},
+}
+
+
+@pytest.mark.parametrize("engine", QUESTIONS)
+def test_a_question_has_the_same_best_however_it_is_asked(engine: str) -> None:
+    """The default searches least, `all` everything; an engine only narrows what is compared."""
+    question = QUESTIONS[engine]
+    default, everything = kvrsim.plan(**question), kvrsim.plan(**question, strategies="all")
+    assert default.best.ttft_s <= 1.02 * everything.best.ttft_s
+    assert {one.strategy for one in default.strategies} == {one.strategy for one in everything.strategies}
+    args = ScenarioArgs.take(dict(question)), PlanArgs.take({}), NoiseArgs.take({}), UsersArgs.take({})
+    emit, only = (plan_of(*args, engine=ForEngine(engine, only=only))[1] for only in (False, True))
+    has, most = emit.best_on(engine), everything.best_on(engine)
+    assert has is not None
+    assert most is not None
+    assert emit.best.strategy == default.best.strategy
+    assert (only.best.strategy, only.best.ttft_s) == (has.strategy, has.ttft_s)
+    assert has.ttft_s <= 1.02 * most.ttft_s
+
+
+def test_rows_are_computed_when_they_are_read() -> None:
+    """What nobody reads costs nothing; what is read, compared or pickled is the same."""
+    plan = kvrsim.plan(gpus=2, ctx="1k", strategies=["tsp", "kvr-e"])
+    row = plan.strategies[-1]
+    assert "bounds" in plan.later
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert copy["tsp"].later == {}
+    assert row.ttft_low_s < row.ttft_s < row.ttft_high_s
+    with pytest.raises(AttributeError, match="StrategyResult has no nothing"):
+        _ = row.nothing
+
+
+def test_a_budget_of_nothing_leaves_what_could_be_the_best() -> None:
+    plan = kvrsim.plan(gpus=8, ctx="4k", search_budget=0)
+    assert plan.search.unsearched
+    rough = {one.strategy for one in plan.strategies if not one.searched}
+    assert set(plan.search.unsearched) <= rough
+    assert plan.to_dict()["search"]["unsearched"] == list(plan.search.unsearched)
+    assert not kvrsim.plan(gpus=8, ctx="4k").search.unsearched
+
+
+def test_mixtures_are_compared_in_the_layouts_of_engines() -> None:
+    plan = kvrsim.plan(model="qwen3-30b-a3b", cluster="2x8xh100", ctx="2k", search_budget=0)
+    layouts = {one.strategy: one.layout for one in plan.strategies}
+    for name in ("tp16+ep16", "dp16+ep16", "dp2+tp8+ep16", "tp8+pp2+ep8", "dp8+pp2+ep8"):
+        assert layouts[name].name == name
+        assert plan[name].engines
+    assert plan["dp16+ep16"].to_dict()["layout"]["expert_parallel"] == 16

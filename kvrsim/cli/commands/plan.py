@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -44,6 +44,7 @@ from kvrsim.views.table import (
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
+    from planner.candidates import ForEngine
     from planner.deploy import Launch
 
 
@@ -76,11 +77,11 @@ def plan(
         raise InputError("jobs", workers.jobs or workers.pool, "with --noise: other processes simulate its samples")
     from planner.api import plan_of
 
-    if deploy.only_deployable or (deploy.emit and compared.strategies is None):
-        compared = _deployable(args, compared, deploy)
     with pool_of(workers) as pool, Progress() as progress:
         timelines: Any = "all" if files.is_page else "best" if files.is_given else None
-        scenario, result = plan_of(args, compared, noise, users, timelines=timelines, on_progress=progress, pool=pool)
+        scenario, result = plan_of(
+            args, compared, noise, users, timelines=timelines, on_progress=progress, pool=pool, engine=_engine(deploy)
+        )
     launch = None
     if deploy.emit is not None and (best := result.best_on(deploy.emit)) is not None:
         from planner.deploy import launch_of
@@ -103,16 +104,12 @@ def plan(
         raise typer.Exit(1)
 
 
-def _deployable(args: ScenarioArgs, compared: PlanArgs, deploy: DeployArgs) -> PlanArgs:
-    """The comparison of what an engine has."""
-    from kvrsim.builder import build_scenario
-    from planner.deploy import only_deployable
+def _engine(deploy: DeployArgs) -> ForEngine | None:
+    """The engine that the plan is for."""
+    from planner.candidates import ForEngine
 
-    option = "only_deployable" if deploy.only_deployable else "emit"
-    engine = deploy.only_deployable or deploy.emit
-    return replace(
-        compared, strategies=list(only_deployable(build_scenario(args)[0], engine, compared.strategies, option))
-    )
+    name = deploy.only_deployable or deploy.emit
+    return None if name is None else ForEngine(name, only=deploy.only_deployable is not None)
 
 
 _DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # codes of notes
@@ -150,6 +147,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
         )
         verb = "does" if len(misfits) == 1 else "do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
+    if left := plan.search.unsearched:
+        yield f"The search budget ended before {_listed(left)}; a longer --search-budget searches them."
 
 
 def _explained(plan: Plan) -> Facts:
@@ -175,6 +174,8 @@ def _explained(plan: Plan) -> Facts:
     if search.evaluations:
         partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
         table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
+    if rough := [one.strategy for one in plan.strategies if not one.searched]:
+        table.add_row("", f"rough partitions, as they cannot be the best or the budget ended: {_listed(rough)}")
     if plan.not_compared:
         table.add_row("others:", f"not compared, as they cannot fit: {_listed(plan.not_compared)}")
     _add_noise(table, plan)

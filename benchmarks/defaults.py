@@ -1,0 +1,114 @@
+"""How good and how fast the default answer is: 60 questions, `kvrsim plan` next to `--strategies all`.
+
+The default compares everything that could fit within a search budget, `all` searches each strategy to its end. TTFTs
+are simulated; CPU seconds are measured, of the whole command in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from itertools import product
+from typing import Any
+
+from _report import RESULTS, write
+
+import kvrsim
+from kvrsim.choices import DEPLOY_ENGINES
+from kvrsim.results.results import Plan
+
+MODELS = (
+    *("deepseek-v3.2", "glm-5", "kimi-k2", "minimax-m2.5", "qwen3.5-397b-a17b", "qwen3.5-35b-a3b", "qwen3.5-27b"),
+    *("gpt-oss-120b", "nemotron-3-super-120b-a12b", "llama-3.1-70b"),
+)
+CLUSTERS = ("2x8xh100", "8xh200", "8xb200")
+CONTEXTS = ("16k", "128k")
+QUESTIONS = tuple(product(MODELS, CLUSTERS, CONTEXTS))
+NEAR, USUAL_S, MOST_S, USUAL = 0.02, 3.0, 8.0, 54  # targets: gap, CPU seconds of that many questions, and of all
+ALL = RESULTS / "defaults_all.json"  # answers of `all`, which take hours
+
+Answer = dict[str, dict[str, Any] | None]  # "best" and "engines": strategy and TTFT; None: nothing fits
+
+
+def answer(plan: Plan) -> Answer:
+    """The best strategy of a plan, and the fastest of what each engine has."""
+    on_engines = [one for name in DEPLOY_ENGINES if plan.feasible and (one := plan.best_on(name)) is not None]
+    fastest = min(on_engines, key=lambda one: one.ttft_s, default=None)
+    rows = {"best": plan.best if plan.feasible else None, "engines": fastest}
+    return {key: one and {"strategy": one.strategy, "ttft_s": one.ttft_s} for key, one in rows.items()}
+
+
+def ask(question: tuple[str, str, str], **options: Any) -> Plan:
+    """The plan of a question."""
+    model, cluster, ctx = question
+    return kvrsim.plan(model=model, cluster=cluster, ctx=ctx, **options)
+
+
+def gap(default: Answer, everything: Answer, key: str) -> float:
+    """TTFT of the default over that of `all`, less one; both nothing: 0."""
+    here, there = default[key], everything[key]
+    return 0.0 if here is None and there is None else here["ttft_s"] / there["ttft_s"] - 1 if here and there else 1.0
+
+
+def cpu_s(question: tuple[str, str, str]) -> float:
+    """CPU seconds of the command, user and system."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    model, cluster, ctx = question
+    command = [sys.executable, "-m", "kvrsim", "plan", model, cluster, "--ctx", ctx]
+    subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def answers_of_all(*, anew: bool) -> dict[str, Answer]:
+    """The answers of `all` by question; those in the file are kept unless they are made anew."""
+    known = {} if anew or not ALL.exists() else json.loads(ALL.read_text())
+    for question in QUESTIONS:
+        if (key := " ".join(question)) not in known:
+            known[key] = answer(ask(question, strategies="all"))
+            ALL.write_text(json.dumps(known, indent=1) + "\n")
+            print(key, known[key]["best"], flush=True)
+    return known
+
+
+def main() -> None:
+    """Measure, and write benchmarks/results/defaults.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--anew", action="store_true", help="search all strategies again: hours")
+    everything = answers_of_all(anew=parser.parse_args().anew)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its modules compiled
+    cells, gaps, engine_gaps, seconds = [], [], [], []
+    for question in QUESTIONS:
+        plan, other = ask(question), everything[" ".join(question)]
+        mine = answer(plan)
+        gaps.append(gap(mine, other, "best"))
+        engine_gaps.append(gap(mine, other, "engines"))
+        seconds.append(cpu_s(question))
+        left = ", ".join(plan.search.unsearched)
+        best, reference = (one["best"] or {"strategy": "nothing fits", "ttft_s": float("nan")} for one in (mine, other))
+        cells.append(
+            f"| {' | '.join(question)} | {best['strategy']} | {best['ttft_s']:.4g} s | {reference['strategy']} |"
+            f" {gaps[-1]:+.2%} | {engine_gaps[-1]:+.2%} | {seconds[-1]:.2f} s | {left} |"
+        )
+        print(cells[-1], flush=True)
+    count, usual = len(QUESTIONS), sum(one <= USUAL_S for one in seconds)
+    near, near_on_engines = (sum(one <= NEAR for one in each) for each in (gaps, engine_gaps))
+    lines = [
+        f"- best within {NEAR:.0%} of the best of all: {near} of {count}; worst {max(gaps):+.2%}",
+        f"- best that engines have, likewise: {near_on_engines}; worst {max(engine_gaps):+.2%}",
+        f"- at most {USUAL_S:g} s of CPU: {usual} of {count} (target {USUAL}); the longest {max(seconds):.2f} s"
+        f" (target {MOST_S:g} s)",
+        "",
+        "| model | cluster | context | best | TTFT | best of all | gap | gap on engines | CPU | left by the budget |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *cells,
+    ]
+    write("defaults", "python benchmarks/defaults.py", lines)
+
+
+if __name__ == "__main__":
+    main()
