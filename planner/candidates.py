@@ -337,7 +337,9 @@ def strategies_to_compare(
     if names is not None and "all" not in names:
         asked = tuple(one for one in distinct(names) if only is None or only.has(one, scenario))
         if only is not None and not asked:
-            raise InputError("strategies", ",".join(map(label_of, names)), f"strategies that {only.name} has here")
+            has = ", ".join(one.name for one in all_for(scenario)[0] if only.has(one, scenario))
+            title = deploy_engine(only.name).title
+            raise InputError("strategies", ",".join(map(label_of, names)), f"what {title} has here: {has}")
         return ComparedStrategies(strategies=asked)
     alone, long = scenario.cluster.num_gpus == 1, scenario.cluster.num_gpus > MOST_IN_RINGS
     allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
