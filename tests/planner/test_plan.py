@@ -1,4 +1,4 @@
-"""Plans: the same answer however a question is asked, what the budget leaves, and notes on advice that matters little."""
+"""Plans: the same answer however a question is asked, what the budget leaves, and when advice matters little."""
 
 from __future__ import annotations
 
