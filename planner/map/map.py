@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvrsim.arguments import OnProgress
@@ -48,6 +48,9 @@ class MapPoint(Prediction):
         return fields_to_json(self, *names, "ttft_s", "ttft_low_s", "ttft_high_s", "peak_bytes", "fits")
 
 
+Place = dict[str, MapPoint]  # the strategies that run in it, by name
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Winner:
     """The fastest strategy that fits in one place."""
@@ -83,14 +86,14 @@ class StrategyMap(Answer):
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
     approximate: tuple[str, ...] = ()  # strategies that compute something else than the model's own prefill
-    _places: dict[tuple[int, float, int], dict[str, MapPoint]] = field(init=False, repr=False, compare=False)
+    _places: dict[tuple[float, int, int], Place] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        places: dict[tuple[int, float, int], dict[str, MapPoint]] = {}
+        places: dict[tuple[float, int, int], Place] = {}  # by bandwidth, context and number of GPUs, in this order
         for point in self.points:
-            place = point.context_len, point.link_bandwidth_bytes_per_s, point.num_gpus
+            place = point.link_bandwidth_bytes_per_s, point.context_len, point.num_gpus
             places.setdefault(place, {})[point.strategy] = point
-        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_places", {place: places[place] for place in sorted(places)})
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -112,51 +115,47 @@ class StrategyMap(Answer):
         """Names, in the order given."""
         return tuple(dict.fromkeys(point.strategy for point in self.points))
 
-    def at(self, context_len: int, bandwidth: float, num_gpus: int) -> dict[str, MapPoint]:
+    def at(self, context_len: int, bandwidth: float, num_gpus: int) -> Place:
         """The strategies that run in one place."""
-        return self._places.get((context_len, bandwidth, num_gpus), {})
+        return self._places.get((bandwidth, context_len, num_gpus), {})
 
-    def winners(self) -> Iterator[Winner]:
+    def winners(self) -> list[Winner]:
         """One for each context, bandwidth and number of GPUs on which a strategy fits."""
-        return (self._winner(place) for place in self._in_order() if self._usable(place))
+        return [winner for place in self._places.values() if (winner := self._winner(place)) is not None]
 
     def winner(self, context_len: int, bandwidth: float, num_gpus: int) -> Winner | None:
         """The winner in one place; None: nothing fits there."""
-        points = self.at(context_len, bandwidth, num_gpus)
-        return self._winner(points) if self._usable(points) else None
+        return self._winner(self.at(context_len, bandwidth, num_gpus))
 
-    def nearest(self) -> Iterator[MapPoint]:
+    def nearest(self) -> list[MapPoint]:
         """For each place where nothing fits, the strategy that needs the least memory."""
-        places = (self._exact(place) for place in self._in_order() if not self._usable(place))
-        return (min(place, key=lambda point: point.peak_bytes) for place in places)
+        places = (self._exact(place) for place in self._places.values())
+        unfit = (place for place in places if not any(point.fits for point in place))
+        return [min(place, key=lambda point: point.peak_bytes) for place in unfit]
 
-    def _in_order(self) -> Iterator[dict[str, MapPoint]]:
-        """The places that can be planned, by bandwidth, context and number of GPUs."""
-        for bandwidth in self.bandwidths:
-            for context_len in self.lengths:
-                for num_gpus in self.gpu_counts:
-                    if points := self.at(context_len, bandwidth, num_gpus):
-                        yield points
-
-    def best(self) -> Iterator[Winner]:
+    def best(self) -> list[Winner]:
         """One for each context and bandwidth: the fewest GPUs that a prediction cannot tell from the fastest."""
-        for bandwidth in self.bandwidths:
-            for context_len in self.lengths:
-                everywhere = (self.at(context_len, bandwidth, num_gpus) for num_gpus in self.gpu_counts)
-                here = [(self._winning(place)[0], place) for place in everywhere if self._usable(place)]
-                if here:
-                    least, _ = min(here, key=lambda one: one[0].ttft_s)
-                    yield next(self._winner(place) for point, place in here if is_tied(least, point))
+        best = []
+        for _, places in groupby(self._places.items(), key=lambda item: item[0][:2]):
+            here = [(place[winner.strategy], winner) for _, place in places if (winner := self._winner(place))]
+            least = min((point for point, _ in here), key=lambda point: point.ttft_s, default=None)
+            if least is not None:
+                best.append(next(winner for point, winner in here if is_tied(least, point)))
+        return best
 
-    def _winning(self, points: dict[str, MapPoint]) -> tuple[MapPoint, list[MapPoint]]:
-        """What wins in one place, and all that may be as fast: one GPU, where it is among them."""
-        alone, usable = points[ALONE], self._usable(points)
-        fastest = min(usable, key=lambda point: point.ttft_s)
-        near = [point for point in usable if is_tied(fastest, point)]
-        return alone if alone in near else fastest, near
+    def _winning(self, place: Place) -> list[MapPoint]:
+        """What wins in a place, then all others that may be as fast: one GPU, where it is among them."""
+        usable = [point for point in self._exact(place) if point.fits]
+        fastest = min(usable, key=lambda point: point.ttft_s, default=None)
+        near = [point for point in usable if fastest is not None and is_tied(fastest, point)]
+        winner = place[ALONE] if near and place[ALONE] in near else fastest
+        return [] if winner is None else [winner, *(point for point in near if point is not winner)]
 
-    def _winner(self, points: dict[str, MapPoint]) -> Winner:
-        alone, (best, near) = points[ALONE], self._winning(points)
+    def _winner(self, place: Place) -> Winner | None:
+        if not (winning := self._winning(place)):
+            return None
+        best, *near = winning
+        alone = place[ALONE]
         return Winner(
             context_len=best.context_len,
             link_bandwidth_bytes_per_s=best.link_bandwidth_bytes_per_s,
@@ -165,45 +164,33 @@ class StrategyMap(Answer):
             ttft_s=best.ttft_s,
             speedup_over_single=alone.ttft_s / best.ttft_s,
             pays=best is not alone,
-            ties=tuple(point.strategy for point in near if point is not best),
+            ties=tuple(point.strategy for point in near),
         )
 
-    def _usable(self, points: dict[str, MapPoint]) -> list[MapPoint]:
-        """Of the strategies in a place, those that may win and fit."""
-        return [point for point in self._exact(points) if point.fits]
-
-    def _exact(self, points: dict[str, MapPoint]) -> list[MapPoint]:
+    def _exact(self, place: Place) -> list[MapPoint]:
         """Of the strategies in a place, those whose result is the model's own; one GPU is always among them."""
-        return [point for point in points.values() if point.strategy not in self.approximate]
+        return [point for point in place.values() if point.strategy not in self.approximate]
 
     def break_evens(self) -> Iterator[BreakEven]:
         """Of every strategy over one GPU; and where the fastest of all gives way to another."""
-        for bandwidth in self.bandwidths:
-            for num_gpus in self.gpu_counts:
-                if num_gpus > 1:
-                    everywhere = (self.at(context_len, bandwidth, num_gpus) for context_len in self.lengths)
-                    places = [place for place in everywhere if place]
-                    yield from self._over_single(places)
-                    yield from self._over_each_other(places)
-
-    def _over_single(self, places: Sequence[dict[str, MapPoint]]) -> Iterator[BreakEven]:
-        for name in self.strategies:
-            if name != ALONE and all(name in place for place in places):
-                yield _break_even(places, name, ALONE)
-
-    def _over_each_other(self, places: Sequence[dict[str, MapPoint]]) -> Iterator[BreakEven]:
-        fastest = [min(self._exact(place), key=lambda point: point.ttft_s).strategy for place in places]
-        for before, after in dict.fromkeys(pairwise(fastest)):
-            if before != after and before != ALONE and all({before, after} <= set(place) for place in places):
-                yield _break_even(places, after, before)
+        rows: dict[tuple[float, int], list[Place]] = {}  # the places of each bandwidth and number of GPUs
+        for (bandwidth, _, num_gpus), place in self._places.items():
+            rows.setdefault((bandwidth, num_gpus), []).append(place)
+        for (_, num_gpus), places in sorted(rows.items(), key=lambda row: row[0]):
+            if num_gpus > 1:
+                fastest = [min(self._exact(place), key=lambda point: point.ttft_s).strategy for place in places]
+                over_single = [(ALONE, name) for name in self.strategies if name != ALONE]
+                over_others = [pair for pair in dict.fromkeys(pairwise(fastest)) if ALONE != pair[0] != pair[1]]
+                for over, name in (*over_single, *over_others):
+                    if all({over, name} <= set(place) for place in places):
+                        yield _break_even(places, name, over)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention")
         content |= self.memory_limit.to_dict() | fields_to_json(self, "points")
-        parts = {"winners": self.winners(), "best": self.best(), "break_even": self.break_evens()}
-        content["nothing_fits"] = [point.to_dict() for point in self.nearest()]
-        content |= {name: to_json(list(those)) for name, those in parts.items()}
+        parts = {"nothing_fits": self.nearest(), "winners": self.winners(), "best": self.best()}
+        content |= to_json(parts | {"break_even": list(self.break_evens())})
         return content | fields_to_json(self, "warnings")
 
     def to_frame(self) -> pandas.DataFrame:
@@ -218,7 +205,7 @@ def is_tied(faster: MapPoint, slower: MapPoint) -> bool:
     return is_indistinguishable(faster.sensitivities, slower.sensitivities, faster.ttft_s, slower.ttft_s)
 
 
-def _break_even(places: Sequence[dict[str, MapPoint]], name: str, over: str) -> BreakEven:
+def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
     """The last crossing of two TTFTs over the context."""
     first = places[0][name]
     gains = [math.log(place[over].ttft_s / place[name].ttft_s) for place in places]

@@ -8,18 +8,18 @@ on pairs of strategies, so the data has all pairs within a factor of two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
-from kvrsim.units import format_bandwidth, format_tokens
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.figure import Head, drawing
-from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, join, strategy_name, table, tag
+from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, join, table, tag
 from kvrsim.views.style import DIM, INK, strategy_colour, styled, text_on
-from kvrsim.views.table import Cell, Column, seconds_cell
-from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
+from kvrsim.views.table import TIED, Table, Text, columns
+from planner.map.map import ALONE, MapPoint, StrategyMap, is_tied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,80 +27,57 @@ if TYPE_CHECKING:
 
 _WIDTH = 10.0  # inches
 _MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into each cell
-_NOTHING = "nothing fits in memory"
 
 
 def figure(grid: StrategyMap) -> Figure:
-    """A panel a bandwidth: contexts to the right, numbers of GPUs upwards, each place in its winner's colour."""
-    with styled():
-        return _draw_map(grid)
-
-
-def _draw_map(grid: StrategyMap) -> Figure:
-    winners = list(grid.winners())
+    """A panel per bandwidth: contexts to the right, numbers of GPUs upwards, each place in its winner's colour."""
+    winners, counts, panels = grid.winners(), grid.gpu_counts, len(grid.bandwidths)
     won = {winner.strategy for winner in winners}
     colours = {name: strategy_colour(name).light for name in grid.strategies if name in won}
     line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
-    numbers = ["×: gain over one GPU"] if any(winner.pays for winner in winners) else []
-    numbers += ["≈: others cannot be told from it"] if any(winner.ties for winner in winners) else []
-    numbers += [f"empty: {_NOTHING}"] if any(grid.nearest()) else []
-    head = Head(title=_title(winners), subtitle=" · ".join((line, *numbers)), width=_WIDTH, entries=colours)
-    counts, panels = len(grid.gpu_counts), len(grid.bandwidths)
-    each, gap = 0.34 * counts + 0.2, 0.42
-    height = head.height + 0.35 + panels * each + (panels - 1) * gap + 0.62
-    panes = drawing(_WIDTH, height)
-    edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.35) / height, bottom=0.62 / height)
-    cells = panes.add_gridspec(panels, 1, hspace=gap / each, **edges)
-    for row, bandwidth in enumerate(grid.bandwidths):
-        axes = panes.add_subplot(cells[row, 0])
-        _draw_panel(axes, grid, bandwidth, colours, labelled=row == panels - 1)
-    head.draw(panes)
+    marks = "×: gain over one GPU · ≈: others cannot be told from it · empty: nothing fits in memory"
+    head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
+    each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # inches
+    height = head.height + 0.35 + panels * each + (panels - 1) * gap + below
+    with styled():
+        panes = drawing(_WIDTH, height)
+        edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.35) / height)
+        cells = panes.add_gridspec(panels, 1, hspace=gap / each, bottom=below / height, **edges)
+        for row, bandwidth in enumerate(grid.bandwidths):
+            axes = panes.add_subplot(cells[row, 0])
+            _draw_panel(axes, grid, bandwidth, colours)
+            axes.set_title(f"links of {format_bandwidth(bandwidth)}", loc="left", fontsize=10, color=INK)
+        step = -(-len(grid.lengths) // 16)
+        ticks = [index + 0.5 for index in range(0, len(grid.lengths), step)]
+        axes.set_xticks(ticks, [format_tokens(length) for length in grid.lengths[::step]])
+        axes.set_xlabel("context, tokens", fontsize=9, color=DIM)
+        head.draw(panes)
     return panes
 
 
-def _title(winners: Sequence[Winner]) -> str:
-    """Who wins most often."""
-    if not winners:
-        return "Nothing fits in memory in any place"
-    counts = Counter(winner.strategy if winner.pays else "one GPU" for winner in winners)
-    name, count = counts.most_common(1)[0]
-    return f"{name} is the fastest in {count} of {len(winners)} places"
-
-
-def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mapping[str, str], *, labelled: bool) -> None:
-    """A cell per context and number of GPUs; none where nothing fits. labelled: with contexts below."""
+def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mapping[str, str]) -> None:
+    """A cell per context and number of GPUs; none where nothing fits."""
     from matplotlib.patches import Rectangle
 
     lengths, counts = grid.lengths, grid.gpu_counts
-    for corner in product(range(len(lengths)), range(len(counts))):
-        if (winner := grid.winner(lengths[corner[0]], bandwidth, counts[corner[1]])) is None:
+    for x, y in product(range(len(lengths)), range(len(counts))):
+        if (winner := grid.winner(lengths[x], bandwidth, counts[y])) is None:
             continue
         colour = colours[winner.strategy]
-        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2))
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2))
         if winner.pays and len(lengths) <= _MOST_GAINS:
             text = f"{winner.speedup_over_single:.1f} ×{' ≈' if winner.ties else ''}"
-            style: dict[str, Any] = dict(ha="center", va="center", fontsize=9, color=text_on(colour))
-            axes.text(corner[0] + 0.5, corner[1] + 0.5, text, **style)
-    axes.set_xlim(0, len(lengths))
-    axes.set_ylim(0, len(counts))
-    step = -(-len(lengths) // 16)
-    axes.set_xticks(
-        [index + 0.5 for index in range(0, len(lengths), step)],
-        [format_tokens(length) for length in lengths[::step]] if labelled else [],
-    )
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=9, color=text_on(colour))
+    axes.set(xlim=(0, len(lengths)), ylim=(0, len(counts)), xticks=[])
     axes.set_yticks([index + 0.5 for index in range(len(counts))], list(map(str, counts)))
     axes.tick_params(length=0, labelsize=9, colors=INK)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.set_ylabel("GPUs", fontsize=9, color=DIM)
-    if labelled:
-        axes.set_xlabel("context, tokens", fontsize=9, color=DIM)
-    axes.set_title(f"links of {format_bandwidth(bandwidth)}", loc="left", fontsize=10, color=INK)
 
 
 _FAR = 2.0  # times a TTFT, from where on another is no tie with it
 _DIGITS = 4
-_MOST_ROWS = 300  # of the table of break-even contexts
+_MOST_ROWS = 300  # of a table
 
 
 def page(grid: StrategyMap) -> Page:
@@ -122,7 +99,7 @@ def page(grid: StrategyMap) -> Page:
                 lead="On these GPUs with these links. The bands are 80 % prediction intervals.",
                 body=tag("div", id="by-context"),
             ),
-            Section(title="Tables", body=join((_best(grid), _break_evens(grid)))),
+            Section(title="Tables", body=_tables(grid)),
         ],
         notes=grid.warnings,
         data=map_data(grid),
@@ -133,7 +110,7 @@ def page(grid: StrategyMap) -> Page:
 
 def headline(grid: StrategyMap) -> str:
     """Which strategies win, and in how many places."""
-    winners = list(grid.winners())
+    winners = grid.winners()
     if not winners:
         return "No strategy fits in memory in any of these places."
     if not any(winner.pays for winner in winners):
@@ -174,7 +151,7 @@ def map_data(grid: StrategyMap) -> dict[str, Any]:
         "strategies": [
             {
                 "name": name,
-                "title": _title_page(name),
+                "title": _title(name),
                 "approximate": name in grid.approximate,
                 "ttft_s": column(name, "ttft_s"),
                 "low_s": column(name, "ttft_low_s"),
@@ -194,7 +171,7 @@ def _ties(points: Iterable[MapPoint]) -> Iterable[tuple[str, str]]:
             yield faster.strategy, slower.strategy
 
 
-def _title_page(name: str) -> str:
+def _title(name: str) -> str:
     """What a strategy does; nothing for one of another's own."""
     try:
         return get_strategy(name).title
@@ -206,76 +183,66 @@ def _short(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _break_evens(grid: StrategyMap) -> str:
-    evens = list(grid.break_evens())
-    rows = [
-        [
-            Cell(shown=format_bandwidth(one.link_bandwidth_bytes_per_s), value=one.link_bandwidth_bytes_per_s),
-            str(one.num_gpus),
-            strategy_name(one.strategy),
-            strategy_name(one.over),
-            Cell(
-                shown="never here" if one.context_len is None else str(one.context_len),
-                value=one.context_len,
-            ),
-            one.known,
-        ]
-        for one in evens[:_MOST_ROWS]
-    ]
-    if not rows:
-        return tag("p", "No strategy overtakes another here.", class_="lead")
-    columns = (
-        Column(title="links"),
-        Column(title="GPUs", number=True),
-        Column(title="strategy"),
-        Column(title="faster than"),
-        Column(title="from context", number=True),
-        Column(title="known", rank=2),
-    )
-    shown = table(columns, rows, caption="Break-even contexts")
-    count = str(len(evens)) if len(rows) == len(evens) else f"{len(rows)} of {len(evens)}, all with --json"
-    return tag("details", tag("summary", f"From which context on one is faster than another ({count})"), shown)
+def _tables(grid: StrategyMap) -> Html:
+    tables = {"The fastest": winners_table(grid), "Break-even contexts": break_even_table(grid)}
+    return join(table(one.columns, one.rows[:_MOST_ROWS], caption=name) for name, one in tables.items() if one.rows)
 
 
-_BEST = (
-    Column(title="context", number=True),
-    Column(title="links", number=True),
-    Column(title="strategy"),
-    Column(title="GPUs", number=True),
-    Column(title="TTFT", number=True),
-    Column(title="over one GPU", number=True, hint="TTFT of one GPU over this one"),
-    Column(title="ties", rank=2, hint="Others that a prediction cannot tell from the fastest"),
-)
+def winners_table(grid: StrategyMap) -> Table:
+    """A row per bandwidth and context, a column per number of GPUs: the fastest, its TTFT and speedup over one GPU."""
+    several = [count for count in grid.gpu_counts if count > 1]
+    rows = columns("links", "context", "best", *(f"{count} GPUs" for count in several))
+    best = {(one.link_bandwidth_bytes_per_s, one.context_len): one for one in grid.best()}
+    for bandwidth, context_len in product(grid.bandwidths, grid.lengths):
+        fastest = best.get((bandwidth, context_len))
+        on = "nothing fits" if fastest is None else "one GPU"
+        if fastest is not None and fastest.pays:
+            on = f"{fastest.strategy} on {fastest.num_gpus}"
+        cells = (_cell(grid, context_len, bandwidth, count) for count in several)
+        rows.add_row(format_bandwidth(bandwidth), format_tokens(context_len), Text(on, style="bold"), *cells)
+    return rows
 
 
-def _best(grid: StrategyMap) -> Html:
-    shown = table(_BEST, _best_rows(grid), caption="Best")
-    return tag("div", tag("h3", "The fewest GPUs that tie with the fastest"), shown)
+def _cell(grid: StrategyMap, context_len: int, bandwidth: float, num_gpus: int) -> str:
+    """The winner in a place; where nothing fits, what the nearest needs."""
+    winner = grid.winner(context_len, bandwidth, num_gpus)
+    if winner is None:
+        points = grid.at(context_len, bandwidth, num_gpus).values()
+        nearest = min(points, key=lambda point: point.peak_bytes, default=None)
+        limit = format_bytes(grid.memory_limit.nbytes)
+        return "" if nearest is None else f"{nearest.strategy} needs {format_bytes(nearest.peak_bytes)} of {limit}"
+    if not winner.pays:
+        return f"no gain ({format_seconds(winner.ttft_s)})"
+    ties = f" {TIED}{len(winner.ties)}" if winner.ties else ""
+    return f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×{ties}"
 
 
-def _best_rows(grid: StrategyMap) -> list[tuple[str | Cell, ...]]:
-    """The fewest GPUs that tie with the fastest, for each context and bandwidth."""
-    return [
-        (
-            Cell(shown=format_tokens(best.context_len), value=best.context_len),
-            Cell(shown=format_bandwidth(best.link_bandwidth_bytes_per_s), value=best.link_bandwidth_bytes_per_s),
-            best.strategy,
-            str(best.num_gpus),
-            seconds_cell(best.ttft_s),
-            Cell(shown=f"{best.speedup_over_single:.2f}×", value=best.speedup_over_single),
-            ", ".join(best.ties),
+def break_even_table(grid: StrategyMap) -> Table:
+    """The context from which each strategy is faster than another, by bandwidth and number of GPUs."""
+    several = [count for count in grid.gpu_counts if count > 1]
+    rows = columns("links", "faster from context", *(f"{count} GPUs" for count in several))
+    cells: dict[tuple[float, str, str], dict[int, str]] = {}
+    for one in grid.break_evens():
+        length = f"beyond {format_tokens(grid.lengths[-1])}"
+        if one.context_len is not None:
+            exact = one.known == "interpolated"
+            length = f"{one.context_len} tokens" if exact else f"at most {format_tokens(one.context_len)}"
+        cells.setdefault((one.link_bandwidth_bytes_per_s, one.strategy, one.over), {})[one.num_gpus] = length
+    for (bandwidth, strategy, over), lengths in cells.items():
+        rows.add_row(
+            format_bandwidth(bandwidth), f"{strategy} than {over}", *(lengths.get(count, "") for count in several)
         )
-        for best in grid.best()
-    ]
+    return rows
 
 
 def summary(grid: StrategyMap) -> Summary:
-    """The best of each context and bandwidth."""
+    """The fastest in each place."""
+    rows = winners_table(grid)
     return Summary(
         answer=headline(grid),
         question=" · ".join((grid.model, grid.cluster.describe(), *grid.question.kernels())),
-        caption="the best of each context",
-        columns=_BEST,
-        rows=_best_rows(grid),
+        caption="the fastest in each place",
+        columns=rows.columns,
+        rows=rows.texts(),
         notes=grid.warnings,
     )

@@ -70,8 +70,6 @@ def test_a_dollar_in_a_name_is_no_formula(
     asked = ["--model", str(folder), "--gpus", "2"]
     assert cli.main(["map", "--ctx", "1k:2k:1k", *asked, "--plot", "m.png"]) == 0
     assert cli.main(["plan", "--ctx", "1k", *asked, "--plot", "p.svg"]) == 0
-    assert cli.main(["table", "build", "--ctx", "1k:2k:1k", *asked, "-o", "t.json"]) == 0
-    assert cli.main(["table", "show", "t.json", "--plot", "t.png"]) == 0
     assert "error" not in capsys.readouterr().err
 
 
