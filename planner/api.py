@@ -39,7 +39,7 @@ from kvrsim.arguments import (
 from kvrsim.builder import build_scenario, build_scenarios
 
 if TYPE_CHECKING:
-    from planner.candidates import ForEngine
+    from planner.candidates import Search
     from planner.processes import Pool
     from planner.uncertainty.noise import Disturbance
 
@@ -85,7 +85,10 @@ def plan(
     >>> plan.best.strategy, plan.best.partition
     ('kvr-b', (4462, 2669, 2068, 1744, 1535, 1373, 1272, 1261))
     """
-    return plan_of(args, compared, noise, users, timelines="all" if timeline else None, on_progress=on_progress)[1]
+    from planner.candidates import Search
+
+    search = Search(on_progress=on_progress)
+    return plan_of(args, compared, noise, users, timelines="all" if timeline else None, search=search)[1]
 
 
 def plan_of(
@@ -95,13 +98,12 @@ def plan_of(
     users: UsersArgs,
     *,
     timelines: Literal["best", "all"] | None = None,
-    on_progress: OnProgress | None = None,
+    search: Search | None = None,
     pool: Pool | None = None,
-    engine: ForEngine | None = None,
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
     """The scenario and the plan of `plan`; timelines: whose spans it carries. pool: who simulates noise.
 
-    engine: the one that the plan is to be launched on.
+    search: who watches it, and the engine that the plan is to be launched on; the rest is from the arguments.
     """
     from planner.candidates import Search
     from planner.decode import with_users
@@ -112,13 +114,12 @@ def plan_of(
     result = make_plan(
         scenario,
         strategies=compared.strategies,
-        search=Search(
+        search=replace(
+            search or Search(),
             method=compared.method,
             stride=compared.stride,
             table=table,
-            on_progress=on_progress,
             budget_s=compared.search_budget,
-            engine=engine,
         ),
         disturbance=None if disturbance is None else replace(disturbance, pool=pool),
         timelines=timelines,

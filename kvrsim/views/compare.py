@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.schema import JsonObject, read
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds
+from kvrsim.results.results import Prediction
+from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.page import Page, Section, in_words, interval_cell, label_of, span_of, strategy_name, table
 from kvrsim.views.table import INTERVAL_TITLES, Cell, Column, Table, format_interval, seconds_cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavedStrategy:
+class SavedStrategy(Prediction):
     """What an answer says of one strategy."""
 
     strategy: str
-    ttft_s: float
-    ttft_low_s: float
-    ttft_high_s: float
-    fits: bool
     peak_bytes: tuple[float, ...] = ()  # of each GPU
     engines: Mapping[str, str] = field(default_factory=dict)  # that have it
 
@@ -74,10 +71,7 @@ def _parts(question: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _parts({name: one for name, one in value.items() if name != "num_gpus"}, f"{before}{key} ")
         elif value is not None:
-            is_rate = key.endswith("_bytes_per_s") and isinstance(value, int | float)
-            is_time = not is_rate and key.endswith("_s") and isinstance(value, int | float)
-            words = format_bandwidth(value) if is_rate else format_seconds(value) if is_time else in_words(value)
-            yield before + label_of(key.removesuffix("_bytes_per_s")), words
+            yield before + label_of(key), in_words(value, key)
 
 
 def headline(answers: Sequence[SavedAnswer]) -> str:
@@ -100,22 +94,24 @@ def differences(answers: Sequence[SavedAnswer]) -> Table:
     return listed
 
 
-def bests(answers: Sequence[SavedAnswer]) -> Table:
-    """The best strategy of each answer."""
+def bests(answers: Sequence[SavedAnswer], *, drawn: bool = False) -> Table:
+    """The best strategy of each answer; drawn: with its colour, and its interval as a bar."""
     ranks = {"answer": 1, "best": 1, "TTFT": 1, " ".join(INTERVAL_TITLES[1].split()): 1, "peak memory": 2, "engines": 3}
     texts = ("answer", "best", "engines")
     listed = Table(columns=[Column(title=one, number=one not in texts, rank=rank) for one, rank in ranks.items()])
+    span = span_of([(one.best.ttft_low_s, one.best.ttft_high_s) for one in answers if one.best] or [(0.0, 1.0)])
     for answer in answers:
         one = answer.best
         if one is None:
             listed.add_row(answer.name, "nothing fits", "", "", "", "")
             continue
         most = max(one.peak_bytes, default=0.0)
+        interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
         listed.add_row(
             answer.name,
-            one.strategy,
+            strategy_name(one.strategy) if drawn else one.strategy,
             seconds_cell(one.ttft_s),
-            Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s),
+            interval_cell(one, one.strategy, span) if drawn else interval,
             Cell(shown=format_bytes(most) if most else "", value=most),
             ", ".join(one.engines) or "none",
         )
@@ -160,18 +156,10 @@ def _by_answer(title: str, answers: Sequence[SavedAnswer], *, number: bool = Fal
 
 def page(answers: Sequence[SavedAnswer]) -> Page:
     """The page: all tables, the best ones with their intervals as bars."""
-    best, rows = bests(answers), strategies(answers)
-    some = [one.best for one in answers if one.best is not None]
-    if some:
-        span = span_of([(one.ttft_low_s, one.ttft_high_s) for one in some])
-        for place, answer in enumerate(answers):
-            if (one := answer.best) is not None:
-                row = best.rows[place]
-                best.rows[place] = (row[0], strategy_name(one.strategy), row[2], interval_cell(one, span), *row[4:])
     listed = {
-        "Best": ("", best),
+        "Best": ("", bests(answers, drawn=True)),
         "Questions": ("" if differences(answers).rows else "The questions are the same.", differences(answers)),
-        "Strategies": (f"In brackets: the TTFT over that in {answers[0].name}.", rows),
+        "Strategies": (f"In brackets: the TTFT over that in {answers[0].name}.", strategies(answers)),
         "Where the time goes": ("Of the best strategies, on the critical path.", limits(answers)),
     }
     return Page(
@@ -182,5 +170,5 @@ def page(answers: Sequence[SavedAnswer]) -> Page:
             for title, (lead, found) in listed.items()
             if found.rows or lead
         ],
-        strategies=[one.strategy for one in some],
+        strategies=[one.best.strategy for one in answers if one.best],
     )

@@ -31,13 +31,13 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvrsim.io.files import write_atomically
 from kvrsim.results.question import Question
-from kvrsim.results.results import Plan, SimResult
+from kvrsim.results.results import Plan, Prediction, SimResult
 from kvrsim.text import printable
-from kvrsim.units import format_seconds
+from kvrsim.units import format_bandwidth, format_seconds
 from kvrsim.version import __version__, command_line
 from kvrsim.views.style import rules, variable
 from kvrsim.views.table import Cell, Column, format_interval
@@ -273,26 +273,24 @@ _LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "
 def facts_of(question: Question) -> dict[str, str]:
     """Every part of a question in words, by label."""
     asked = question.to_dict() | {"cluster": question.cluster.describe()}
-    return {label_of(name): in_words(_seconds(name, value)) for name, value in asked.items() if value is not None}
+    return {label_of(name): in_words(value, name) for name, value in asked.items() if value is not None}
 
 
 def label_of(name: str) -> str:
     """What a part of a question is called."""
-    return _LABELS.get(name, name.removesuffix("_s").replace("_", " "))
+    return _LABELS.get(name, name.removesuffix("_s").removesuffix("_bytes_per").replace("_", " "))
 
 
-def _seconds(name: str, value: object) -> object:
-    return format_seconds(value) if name.endswith("_s") and isinstance(value, int | float) else value
-
-
-def in_words(value: object) -> str:
-    """A plain JSON value as people write it."""
+def in_words(value: object, name: str = "") -> str:
+    """A plain JSON value as people write it; its name gives the unit."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {in_words(one)}" for key, one in value.items() if one is not None)
     if isinstance(value, list | tuple):
         return ", ".join(map(in_words, value))
+    if name.endswith("_s") and isinstance(value, int | float):
+        return format_bandwidth(value) if name.endswith("_bytes_per_s") else format_seconds(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -301,19 +299,6 @@ def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
     dot = tag("rect", width=10, height=10, rx=2, fill=f"var({variable('strategy', colour_of or name)})")
     square = tag("svg", dot, class_="dot", width=10, height=10, aria_hidden="true")
     return tag("span", square, f" {name}", class_="strategy")
-
-
-class Predicted(Protocol):
-    """A strategy with its TTFT and interval."""
-
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def ttft_s(self) -> float: ...
-    @property
-    def ttft_low_s(self) -> float: ...
-    @property
-    def ttft_high_s(self) -> float: ...
 
 
 def interval_bar(
@@ -345,9 +330,9 @@ def interval_bar(
     return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
 
 
-def interval_cell(one: Predicted, span: tuple[float, float]) -> Cell:
-    """A strategy's interval as a bar and as text. span: the axis, see `span_of`."""
-    bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", one.strategy))
+def interval_cell(one: Prediction, strategy: str, span: tuple[float, float]) -> Cell:
+    """The interval as a bar and as text, in a strategy's colour. span: the axis, see `span_of`."""
+    bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", strategy))
     text = format_interval(one.ttft_low_s, one.ttft_high_s)
     return Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
 

@@ -157,7 +157,7 @@ def _strategies(plan: Plan) -> Html:
     for place, column in enumerate(listed.columns):
         if "interval" in column.title:
             for one, row in zip(plan.strategies, rows, strict=True):
-                row[place] = interval_cell(one, span)
+                row[place] = interval_cell(one, one.strategy, span)
     names = [one.strategy for one in plan.strategies]
     return table(
         listed.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names

@@ -9,7 +9,7 @@ import pytest
 import kvrsim
 from kvrsim.arguments import NoiseArgs, PlanArgs, ScenarioArgs, UsersArgs
 from planner.api import plan_of
-from planner.candidates import ForEngine
+from planner.candidates import ForEngine, Search
 
 
 def test_even_chunks_will_do_where_the_host_sets_the_pace() -> None:
@@ -36,7 +36,7 @@ def test_a_question_has_the_same_best_however_it_is_asked(engine: str) -> None:
     assert default.best.ttft_s <= 1.02 * everything.best.ttft_s
     assert {one.strategy for one in default.strategies} == {one.strategy for one in everything.strategies}
     args = ScenarioArgs.take(dict(question)), PlanArgs.take({}), NoiseArgs.take({}), UsersArgs.take({})
-    emit, only = (plan_of(*args, engine=ForEngine(engine, only=only))[1] for only in (False, True))
+    emit, only = (plan_of(*args, search=Search(engine=ForEngine(engine, only=only)))[1] for only in (False, True))
     has, most = emit.best_on(engine), everything.best_on(engine)
     assert has is not None
     assert most is not None

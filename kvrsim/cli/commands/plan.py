@@ -76,12 +76,12 @@ def plan(
     if workers != PoolArgs() and noise.noise is None:
         raise InputError("jobs", workers.jobs or workers.pool, "with --noise: other processes simulate its samples")
     from planner.api import plan_of
+    from planner.candidates import Search
 
     with pool_of(workers) as pool, Progress() as progress:
+        search = Search(on_progress=progress, engine=_engine(deploy))
         timelines: Any = "all" if files.is_page else "best" if files.is_given else None
-        scenario, result = plan_of(
-            args, compared, noise, users, timelines=timelines, on_progress=progress, pool=pool, engine=_engine(deploy)
-        )
+        scenario, result = plan_of(args, compared, noise, users, timelines=timelines, search=search, pool=pool)
     launch = None
     if deploy.emit is not None and (best := result.best_on(deploy.emit)) is not None:
         from planner.deploy import launch_of

@@ -18,18 +18,18 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from kvrsim.arguments import PlanArgs, ScenarioArgs, argument, count, option, switch, text
+from kvrsim.arguments import NoiseArgs, PlanArgs, ScenarioArgs, UsersArgs, argument, count, option, switch, text
 from kvrsim.cli.options import takes
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.io.schema import shipped_files
-from kvrsim.views.page import Page, Section, render, tag
+from kvrsim.io.schema import JsonObject, shipped_files
+from kvrsim.views.page import Page, Section, join, render, tag
 from kvrsim.views.table import sentences
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from kvrsim.results.results import Plan
-    from planner.candidates import Candidate, Search
+    from planner.candidates import Candidate
 
 FIELDS = {  # of the form: the parameter of kvrsim.plan, its label, and an example
     "model": ("Model", "llama-3.1-70b"),
@@ -78,7 +78,7 @@ class Answers:
             raise InputError("strategies", question["strategies"], "names; a file is for the command line")
         if "ctx" not in question:
             raise InputError("ctx", "nothing", "a context length, such as 16k")
-        key = (timeline, *sorted(question.items()))
+        key, given = (timeline, *sorted(question.items())), dict(question)
         self.newest += tell is not None
         mine = self.newest
 
@@ -94,32 +94,17 @@ class Answers:
 
         with self.lock:
             if key not in self.kept:
+                from planner.api import plan_of
                 from planner.candidates import Search
 
-                search = Search(on_progress=progress, on_candidate=candidate)
-                self.kept[key] = _plan(question, search, timeline=timeline)
+                args, compared = ScenarioArgs.take(given), PlanArgs.take(given)
+                about: Any = {"timelines": "all" if timeline else None}
+                about["search"] = Search(on_progress=progress, on_candidate=candidate)
+                _, self.kept[key] = plan_of(args, compared, NoiseArgs(), UsersArgs(), **about)
                 while len(self.kept) > _MOST_ANSWERS:
                     self.kept.popitem(last=False)
             self.kept.move_to_end(key)
             return self.kept[key]
-
-
-def _plan(question: Mapping[str, str], search: Search, *, timeline: bool) -> Plan:
-    """What `kvrsim.plan` answers to a question as the form has it."""
-    from kvrsim.builder import build_scenario
-    from planner.plan import make_plan
-
-    given = dict(question)
-    compared = PlanArgs.take(given)
-    scenario, warnings = build_scenario(ScenarioArgs.take(given))
-    return make_plan(
-        scenario,
-        strategies=compared.strategies,
-        search=search,
-        timelines="all" if timeline else None,
-        warnings=warnings,
-        target=compared,
-    )
 
 
 def application(token: str) -> Starlette:
@@ -132,37 +117,34 @@ def application(token: str) -> Starlette:
 
     answers = Answers()
 
-    def start(_request: Any) -> HTMLResponse:
-        return HTMLResponse(render(question_page()))
-
     def answer(request: Any) -> StreamingResponse:
         return StreamingResponse(answer_lines(answers, dict(request.query_params)), media_type="application/x-ndjson")
 
-    def page(request: Any) -> HTMLResponse:
+    def as_html(page: Callable[[Any], Page]) -> Callable[[Any], HTMLResponse]:
+        def view(request: Any) -> HTMLResponse:
+            try:
+                return HTMLResponse(render(page(request.query_params)))
+            except (KvrsimError, SupersededError) as error:
+                page_of_error = Page(title="This question has no answer", answer=str(error))
+                return HTMLResponse(render(page_of_error), status_code=422)
+
+        return view
+
+    def details(asked: Any) -> Page:
         from kvrsim.views.plan import plan_page
 
-        try:
-            plan = answers.of(dict(request.query_params), timeline=True)
-            return HTMLResponse(render(plan_page(plan)))
-        except (KvrsimError, SupersededError) as error:
-            return no_answer(error)
+        return plan_page(answers.of(dict(asked), timeline=True))
 
-    def compare(request: Any) -> HTMLResponse:
-        from kvrsim.io.schema import JsonObject
-        from kvrsim.views import compare
+    def pinned(asked: Any) -> Page:
+        from kvrsim.views.compare import SavedAnswer, page
 
-        try:
-            plans = [answers.of(dict(parse_qsl(pin))).to_dict() for pin in request.query_params.getlist("pin")]
-        except (KvrsimError, SupersededError) as error:
-            return no_answer(error)
-        whole = [JsonObject(fields=json.loads(json.dumps(plan)), where="pin") for plan in plans]
-        return HTMLResponse(render(compare.page(list(map(compare.SavedAnswer.of, ascii_uppercase, whole)))))
+        plans = [answers.of(dict(parse_qsl(pin))).to_dict() for pin in asked.getlist("pin") or [""]]
+        found = [JsonObject(fields=json.loads(json.dumps(plan)), where="pin") for plan in plans]
+        return page(list(map(SavedAnswer.of, ascii_uppercase, found)))
 
-    def no_answer(error: Exception) -> HTMLResponse:
-        return HTMLResponse(render(Page(title="This question has no answer", answer=str(error))), status_code=422)
-
-    views = {"": start, "answer": answer, "page": page, "compare": compare}
-    routes = [Route(f"/{token}/{name}", view) for name, view in views.items()]
+    pages = {"": lambda _: question_page(), "page": details, "compare": pinned}
+    routes = [Route(f"/{token}/{name}", as_html(page)) for name, page in pages.items()]
+    routes.append(Route(f"/{token}/answer", answer))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no other name resolves here
     return Starlette(routes=routes, middleware=[hosts])
 
@@ -206,22 +188,14 @@ def question_page() -> Page:
         "form", *fields, tag("button", "Plan", type="submit"), tag("button", "Pin", type="button", id="pin"), id="ask"
     )
     state = tag("p", id="state", class_="lead", role="status", aria_live="polite")
+    parts = {"answer": ("best", "top"), "pinned": ("compared",), "details": ("details-page",)}
+    held = {name: [tag("div", id=one) for one in inside] for name, inside in parts.items()}
+    held["pinned"].insert(0, tag("ol", id="pins"))
     return Page(
         title="Plan a prefill",
         sections=[
             Section(title="Question", body=tag("div", form, state)),
-            Section(
-                title="Answer",
-                ident="answer",
-                body=tag("div", tag("div", id="best"), tag("div", id="top")),
-            ),
-            Section(
-                title="Pinned",
-                ident="pinned",
-                lead="Two or more are compared.",
-                body=tag("div", tag("ol", id="pins"), tag("div", id="compared")),
-            ),
-            Section(title="Details", ident="details", body=tag("div", id="details-page")),
+            *(Section(title=name.capitalize(), ident=name, body=join(inside)) for name, inside in held.items()),
         ],
         scripts=["serve.js"],
         live=True,
