@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from calibrate.data import RING
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
@@ -69,23 +69,19 @@ class LinkSetup:
 class LinkRank:
     """Buffers, and the links to every other rank and of all-gathers; all of them used once before it is ready.
 
-    Ranks synchronise over a gloo group, on the host. `torch`: the module, or what behaves like it.
+    Ranks synchronise over a gloo group, on the host.
     """
 
-    def __init__(self, *, slot: RankSlot, setup: LinkSetup, torch: Any = None) -> None:
+    def __init__(self, *, slot: RankSlot, setup: LinkSetup) -> None:
         num_ranks, backend = setup.num_ranks, setup.backend
-        self.torch = torch or import_module("torch")
-        self.dist: Any = self.torch.distributed
         self.rank, self.num_ranks, self.backend = slot.rank, num_ranks, backend
-        self.torch.set_num_threads(setup.num_threads)
+        torch.set_num_threads(setup.num_threads)
         self.device = self._device(setup.device)
         patience = timedelta(seconds=START_S)
-        self.dist.init_process_group(
-            "gloo", init_method=slot.store, rank=self.rank, world_size=num_ranks, timeout=patience
-        )
+        dist.init_process_group("gloo", init_method=slot.store, rank=self.rank, world_size=num_ranks, timeout=patience)
         notice_s = _NOTICE * setup.timeout_s
         everyone = list(range(num_ranks))
-        self.meeting = self.dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
+        self.meeting = dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
         edges = [(src, dst) for src in everyone for dst in everyone if src != dst]
         self.links = LinkGroups(
             rank=self.rank,
@@ -94,9 +90,8 @@ class LinkRank:
             edges=edges,
             gathers=[range(count) for count in counts_to(num_ranks)],
             timeout_s=notice_s,
-            torch=self.torch,
         )
-        self.token = self.torch.zeros(1, dtype=self.torch.uint8)
+        self.token = torch.zeros(1, dtype=torch.uint8)
         self.outgoing, self.incoming = self._buffer(setup.max_bytes), self._buffer(setup.max_bytes)
         self._warm_up(edges, min(setup.max_bytes, _WARM_BYTES))
 
@@ -104,15 +99,15 @@ class LinkRank:
         """The rank's own GPU, or the processor."""
         if kind != "cuda":
             return kind
-        found = self.torch.cuda.device_count()
+        found = torch.cuda.device_count()
         if found < self.num_ranks:
             raise RuntimeError(f"{self.num_ranks} ranks need as many GPUs, found {found}")
-        self.torch.cuda.set_device(self.rank)
+        torch.cuda.set_device(self.rank)
         return f"cuda:{self.rank}"
 
     def _buffer(self, nbytes: int) -> Any:
         """Filled with the rank's number, so that its pages are there, and what arrives says where it is from."""
-        return self.torch.full((nbytes,), self.rank, dtype=self.torch.uint8, device=self.device)
+        return torch.full((nbytes,), self.rank, dtype=torch.uint8, device=self.device)
 
     def _warm_up(self, edges: Sequence[Flow], nbytes: int) -> None:
         """The first use of every link, in order; then a message and an all-gather of each, whose content is checked."""
@@ -177,10 +172,10 @@ class LinkRank:
 
     def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
         """All-reduces of zeros in fp32 one after another, as `gather`."""
-        ranks, flat = range(num_ranks), self.incoming[:nbytes].view(self.torch.float32)
+        ranks, flat = range(num_ranks), self.incoming[:nbytes].view(torch.float32)
         flat.zero_()
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
-        scratch = self.torch.empty(-(-len(flat) // num_ranks), dtype=flat.dtype, device=self.device)
+        scratch = torch.empty(-(-len(flat) // num_ranks), dtype=flat.dtype, device=self.device)
         if kernel.endswith(RING):
             return self._ends_s(lambda: ring.ring_all_reduce(flat, scratch), num_ranks, repeats)
         return self._ends_s(lambda: self.links.all_reduce(ranks, flat), num_ranks, repeats)
@@ -217,7 +212,7 @@ class LinkRank:
 
     def _synchronised_s(self) -> float:
         if self.device != "cpu":
-            self.torch.cuda.synchronize()  # wait() has only put the device's streams in order
+            torch.cuda.synchronize()  # wait() has only put the device's streams in order
         return time.monotonic()
 
     def _meet(self, ranks: Sequence[int]) -> None:
@@ -225,12 +220,12 @@ class LinkRank:
         first, *others = ranks
         if self.rank == first:
             for other in others:
-                self.dist.recv(self.token, other, group=self.meeting)
+                dist.recv(self.token, other, group=self.meeting)
             for other in others:
-                self.dist.send(self.token, other, group=self.meeting)
+                dist.send(self.token, other, group=self.meeting)
         else:
-            self.dist.send(self.token, first, group=self.meeting)
-            self.dist.recv(self.token, first, group=self.meeting)
+            dist.send(self.token, first, group=self.meeting)
+            dist.recv(self.token, first, group=self.meeting)
 
 
 class _FirstRanks(Ring):

@@ -150,7 +150,7 @@ class LinkGroups:
 
     Every rank makes the same groups in the same order, as torch requires. Operations of one NCCL group run one after
     another, so a receive posted ahead would hold back a send: each edge has its own group. The default group exists
-    already. torch: the module, or a stand-in of the same form.
+    already.
     """
 
     def __init__(
@@ -162,10 +162,8 @@ class LinkGroups:
         edges: Sequence[Edge],
         gathers: Sequence[Sequence[int]],
         timeout_s: float,
-        torch: Any = torch,
     ) -> None:
-        self.rank, self.backend, self.device, self.torch = rank, backend, device, torch
-        self.dist: Any = torch.distributed
+        self.rank, self.backend, self.device = rank, backend, device
         self._timeout = timedelta(seconds=timeout_s)
         if backend == "nccl":
             os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(MAX_BLOCKS))
@@ -181,21 +179,21 @@ class LinkGroups:
 
     def isend(self, edge: Edge, tensor: Any) -> Any:
         """Start to send along an edge from this rank."""
-        return self.dist.isend(tensor, edge[1], group=self._edges[edge])
+        return dist.isend(tensor, edge[1], group=self._edges[edge])
 
     def irecv(self, edge: Edge, tensor: Any) -> Any:
         """Start to receive along an edge to this rank."""
-        return self.dist.irecv(tensor, edge[0], group=self._edges[edge])
+        return dist.irecv(tensor, edge[0], group=self._edges[edge])
 
     def all_gather(self, ranks: Sequence[int], whole: Any, piece: Any) -> None:
         """Gather equal pieces with the backend's collective."""
         # The name from torch 2.13 on, and the one before.
-        gather = getattr(self.dist, "all_gather_single", None) or self.dist.all_gather_into_tensor
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(whole, piece, group=self._gathers[tuple(ranks)])
 
     def all_reduce(self, ranks: Sequence[int], tensor: Any) -> None:
         """Sum in place with the backend's collective."""
-        self.dist.all_reduce(tensor, group=self._gathers[tuple(ranks)])
+        dist.all_reduce(tensor, group=self._gathers[tuple(ranks)])
 
     def first_use(self) -> None:
         """Use every group once, one after another, both ends of an edge together, in the same order on every rank.
@@ -216,21 +214,21 @@ class LinkGroups:
             self._synchronize()
 
     def _token(self, count: int) -> Any:
-        return self.torch.full((count,), 0, dtype=self.torch.uint8, device=self.device)
+        return torch.zeros(count, dtype=torch.uint8, device=self.device)
 
     def _synchronize(self) -> None:
         if self.backend == "nccl":
-            self.torch.cuda.synchronize()  # wait() has only put the device's streams in order
+            torch.cuda.synchronize()  # wait() has only put the device's streams in order
 
     def _group(self, ranks: Sequence[int], *, is_edge: bool) -> Any:
         options = {}
         if is_edge and self.backend == "nccl":
             options["pg_options"] = self._edge_options()
-        return self.dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, **options)
+        return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, **options)
 
     def _edge_options(self) -> Any:
         """Few blocks, and a stream of high priority: a message that is ready must not wait for the layers' kernels."""
-        options = self.dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.max_ctas = MAX_BLOCKS
         options._timeout = self._timeout  # which torch takes for NCCL in place of the group's

@@ -86,12 +86,10 @@ EAGER_ONLY = ("gemma2", "gpt_oss")
 
 
 def variants() -> list[tuple[str, str]]:
-    """Every model with every kernel that it can run."""
-    found = [(name, kernel) for name in CONFIGS for kernel in ("eager", "sdpa", "flash")]
-    return [(name, kernel) for name, kernel in found if kernel != "flash" or "alibi" not in name]
+    """Every model with every kernel that it can run, those of one kernel together."""
+    found = [(name, kernel) for kernel in ("eager", "sdpa", "flash") for name in CONFIGS | KINDS]
+    return [(name, kernel) for name, kernel in found if kernel == "eager" or _runs(name, kernel)]
 
 
-def kinds(*kernels: str) -> list[tuple[str, str]]:
-    """Every one of KINDS with each of these kernels that it can run; of those that eager alone can, with eager."""
-    found = [(name, "eager" if name in EAGER_ONLY else kernel) for name in KINDS for kernel in kernels]
-    return list(dict.fromkeys(found))
+def _runs(name: str, kernel: str) -> bool:
+    return name not in EAGER_ONLY and (kernel != "flash" or "alibi" not in name)

@@ -23,7 +23,7 @@ from kvrsim.runtime.kv_cache import (
 )
 from kvrsim.runtime.model import ModelForward
 from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
-from tests.kvrsim.runtime.runtime_models import KINDS, kinds, variants
+from tests.kvrsim.runtime.runtime_models import KINDS, variants
 from tests.kvrsim.runtime.runtime_workers import model_of
 
 BATCH, ELEMENT_BYTES = 2, 4
@@ -36,7 +36,7 @@ def chunk_of(start: int, length: int, batch: int = 1, **sizes: int) -> Chunk:
 
 def all_models() -> list[Any]:
     """Every model and kernel; but for a few, only in the slow tests."""
-    cases = [*variants(), *kinds("eager", "sdpa", "flash")]
+    cases = variants()
     return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in cases]
 
 

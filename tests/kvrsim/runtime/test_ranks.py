@@ -23,15 +23,13 @@ from kvrsim.runtime.ranks import Launch, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
-import signal, sys
+import sys
 from idlers import working
 from kvrsim.runtime import ranks
 from kvrsim.runtime.ranks import Launch, launch
 
 ranks._PRELOADED = ["torch.distributed"]  # all that is needed here
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would ignore it
 if __name__ == "__main__":
     launch(working, sys.argv[1], how=Launch(num_ranks=2, timeout_s=600))
 """
@@ -103,7 +101,7 @@ def left_in(folder: Path) -> list[str]:
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_at_work_end_with_their_parent(
     started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -113,22 +111,9 @@ def test_ranks_at_work_end_with_their_parent(
     assert wait_for(lambda: processes_of(tmp_path) == [], 300)
     left = left_in(tmp_path)
     assert [name for name in left if number != signal.SIGKILL or name.startswith("kvrsim-")] == []
-    if number in (signal.SIGTERM, signal.SIGHUP):
+    if number == signal.SIGTERM:
         assert started.returncode == 128 + number
         assert started.returncode in ENDED
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_that_start_end_with_their_parent(
-    started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
-) -> None:
-    assert wait_for(lambda: any(name.startswith("kvrsim-") for name in left_in(tmp_path)), 300)
-    time.sleep(0.3)
-    os.kill(started.pid, number)
-    assert wait_for(lambda: processes_of(tmp_path) == [], 300)  # torch may have to be imported first
-    assert number == signal.SIGKILL or left_in(tmp_path) == []
 
 
 @linux
@@ -160,8 +145,7 @@ def failing(function: Any, *arguments: Any, num_ranks: int = 2, **how: Any) -> R
 
 @pytest.mark.parametrize(
     ("strategy", "rank", "layer", "name"),
-    [("kvr", 0, 1, "llama-gqa"), ("kvr", 2, 1, "llama-gqa"), ("ring", 1, 1, "llama-gqa"), ("tp", 0, 1, "llama-mqa"),
-     ("kvr", 0, 2, "qwen3_next"), ("tsp", 0, 0, "qwen3_next")],
+    [("kvr", 2, 1, "llama-gqa"), ("ring", 1, 1, "llama-gqa"), ("tp", 0, 1, "llama-mqa"), ("tsp", 0, 0, "qwen3_next")],
 )  # fmt: skip
 def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, layer: int, name: str) -> None:
     """Closed connections and pipes tell, long before any time-out."""
@@ -172,12 +156,10 @@ def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, laye
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "rank", "layer", "num_ranks"), [("kvr", 0, 1, 2), ("kvr", 1, 1, 3), ("pp", 1, 2, 2)]
-)
+@pytest.mark.parametrize(("strategy", "rank", "layer", "num_ranks"), [("kvr", 1, 1, 3), ("pp", 1, 2, 2)])
 def test_a_rank_that_hangs_is_named_with_its_layer(strategy: str, rank: int, layer: int, num_ranks: int) -> None:
     """The others wait for its messages in vain."""
-    error = failing(workers.troubled, "hangs", rank, layer, strategy, num_ranks=num_ranks, timeout_s=30.0)
+    error = failing(workers.troubled, "hangs", rank, layer, strategy, num_ranks=num_ranks, timeout_s=15.0)
     assert (error.cause.rank, error.cause.kind, error.cause.layer) == (rank, "silent", layer)
     waiting = [fault for fault in error.faults if fault.kind == "link"]
     assert waiting
@@ -220,7 +202,7 @@ def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], me
 @pytest.mark.slow
 def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> None:
     launch(workers.rank_of, how=Launch(num_ranks=2))  # which loads torch, once for all
-    assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=30))
+    assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=15))
 
 
 def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
@@ -241,23 +223,6 @@ def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
 def test_a_launch_of_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="at least 1 rank"):
         Launch(num_ranks=0)
-
-
-@pytest.mark.slow
-def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        "import tests.kvrsim.runtime.runtime_workers as workers\n"
-        "from kvrsim.runtime.ranks import Launch, launch\n"
-        "results = launch(workers.rank_of, how=Launch(num_ranks=2))\n"
-        "assert results == [(0, 2), (1, 2)], results\n"
-        "print('agreed', flush=True)\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("agreed") == 2
 
 
 def test_what_torchrun_would_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
