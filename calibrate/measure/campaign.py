@@ -1,6 +1,7 @@
 """Campaign: the points of a bench, measured round-robin until their medians are precise or the time budget is used up.
 
-Round-robin, so that clock drift affects all points equally.
+Round-robin, so that clock drift affects all points equally. A journal next to the CSV keeps each sample, so that an
+interrupted campaign resumes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from calibrate.measure.device import DeviceLog
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import KvrsimError
 from kvrsim.interp import median_error
+from kvrsim.io.journal import Journal
 from kvrsim.runtime.host import busy_note
 
 LEAST_SAMPLES = 3  # of a point
@@ -58,9 +60,15 @@ class Campaign:
 
     title: str  # for people
     build: Callable[[], Bench]
-    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # what the CSV says of its rows
+    about: Mapping[str, Any]  # command, versions, machine and date: the CSV and the journal begin with it
+    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # what the CSV says of its rows besides
     output: Path  # the CSV
     gpus: Sequence[int] = ()  # CUDA's numbers of the GPUs that are timed, whose clock and power are logged
+
+    def journal(self) -> Journal:
+        """Samples of this campaign; who has used the CSV removes it."""
+        about = {key: value for key, value in self.about.items() if key != "date"}
+        return Journal(Path(f"{self.output}.journal"), {"campaign": self.title} | about)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +103,23 @@ def within_budget(bench: Bench, budget_s: float) -> list[Point]:
 def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None = None) -> Outcome:
     """Measure every point LEAST_SAMPLES times, then those with imprecise medians until the budget is used up.
 
-    Writes the CSV. on_progress: called with the seconds done, the budget, and what is measured.
+    Writes the CSV. on_progress: called with the seconds done, the budget, and what is measured. Samples and seconds of
+    an interrupted campaign count; the journal stays, until the caller removes it.
     """
     notes = busy_note()
-    with contextlib.closing(campaign.build()) as bench, DeviceLog(campaign.gpus) as log:
+    with (
+        campaign.journal() as journal,
+        contextlib.closing(campaign.build()) as bench,
+        DeviceLog(campaign.gpus) as log,
+    ):
         points = within_budget(bench, budget_s)
         skipped = {str(one): f"would not fit into {budget_s:.0f} s" for one in bench.points() if one not in points}
-        samples: dict[Point, list[Seconds]] = {point: [] for point in points}
+        known = [one for one in journal.results if one["point"] in set(map(str, points))]
+        samples = {point: [one["seconds"] for one in known if one["point"] == str(point)] for point in points}
         began_s = monotonic()
+        if known:
+            notes = (*notes, f"resumed from {len(known)} samples of an interrupted run")
+            began_s -= known[-1]["elapsed_s"]
 
         def visit(point: Point) -> None:
             if on_progress is not None:
@@ -111,12 +128,14 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
                 on_progress(min(monotonic() - began_s, budget_s), budget_s, text)
             try:
                 samples[point].append(bench.sample(point))
+                line = {"point": str(point), "seconds": samples[point][-1], "elapsed_s": monotonic() - began_s}
+                journal.append(line)
             except Skipped as reason:
                 del samples[point]
                 skipped[str(point)] = str(reason)
 
-        for _ in range(LEAST_SAMPLES):
-            for point in list(samples):
+        for repetition in range(LEAST_SAMPLES):
+            for point in [point for point, taken in samples.items() if len(taken) <= repetition]:
                 visit(point)
         while imprecise := [point for point, taken in samples.items() if not _is_precise(taken)]:
             for point in imprecise:
@@ -130,7 +149,7 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     if heat:
         notes = (*notes, f"the GPU's clock was limited ({', '.join(heat)}): times may be too long")
     state = {"device_state": device} if device else {}
-    write_measurements(campaign.output, rows, origin={**campaign.origin(rows), **state})
+    write_measurements(campaign.output, rows, origin={**campaign.about, **campaign.origin(rows), **state})
     count = sum(map(len, samples.values()))
     return Outcome(rows=rows, samples=count, skipped=skipped, device=device, notes=notes)
 

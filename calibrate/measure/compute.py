@@ -38,7 +38,7 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
     """Times of the model's layers."""
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
-        return origin(setup.device, setup.threads, command) | {
+        return {
             "gpu": spec_of(setup.device, setup.dtype, setup.threads).to_dict(),
             "model": dict(setup.config),
             "model_name": setup.model.name,
@@ -47,6 +47,7 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
     return Campaign(
         title="layers",
         build=lambda: ComputeBench.build(setup),
+        about=origin(setup.device, setup.threads, command),
         origin=origin_of,
         output=output,
         gpus=[torch.cuda.current_device()] if setup.device == "cuda" else (),

@@ -33,11 +33,17 @@ def link_campaign(setup: LinkSetup, output: Path, command: str) -> Campaign:
         topology, why = find_topology(rows)
         link = {key: value for key, value in asdict(measured_link(rows, "measured")).items() if value is not None}
         ranks = {"num_gpus": setup.num_ranks, "backend": setup.backend}
-        about = {"link": link, "topology": topology, "why": why}
-        return origin(setup.device, setup.num_threads, command) | ranks | about
+        return ranks | {"link": link, "topology": topology, "why": why}
 
     gpus = range(setup.num_ranks) if setup.device == "cuda" else ()
-    return Campaign(title="links", build=lambda: LinkBench(setup, name), origin=origin_of, output=output, gpus=gpus)
+    return Campaign(
+        title="links",
+        build=lambda: LinkBench(setup, name),
+        about=origin(setup.device, setup.num_threads, command),
+        origin=origin_of,
+        output=output,
+        gpus=gpus,
+    )
 
 
 Kind = Literal["send", "pairs", "gather", "reduce", "issue"]

@@ -234,14 +234,14 @@ def main(arguments: Sequence[str]) -> int:
         code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
-            return _fail("interrupted: nothing is kept; the same command begins anew", INTERRUPTED)
+            return _fail(_interrupted(), INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
         from kvrsim.cli.mistakes import command_of, error_line
 
         return _fail(f"error: {error_line(error, command_of(arguments, _program()))}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted: nothing is kept; the same command begins anew", INTERRUPTED)
+        return _fail(_interrupted(), INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
         if isinstance(error, SystemExit) and error.code in (0, *ENDED):
             return int(error.code or 0)  # completion; or a signal, while ranks were at work
@@ -251,6 +251,15 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
     except Exception as error:
         return _fail_unexpectedly(error, arguments)
+
+
+def _interrupted() -> str:
+    """What an interruption has left, in one line."""
+    from kvrsim.io.journal import kept
+
+    if not kept:
+        return "interrupted: nothing is kept; the same command begins anew"
+    return f"interrupted: {', '.join(map(str, kept))} keeps what was done; the same command resumes"
 
 
 def _program() -> Any:

@@ -1,13 +1,16 @@
 """`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFT; bounded in time.
 
 Each stage measures the partitions around the best one so far, with half the stride of the stage before. The last
-stage compares the plan's partition with the best one in alternating rounds (A/B).
+stage compares the plan's partition with the best one in alternating rounds (A/B). A journal next to the output keeps
+each measured prefill, so that an interrupted search resumes.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +20,8 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank
-from kvrsim.io.schema import fields_to_json, write_json
+from kvrsim.io.journal import Journal, append, read_results
+from kvrsim.io.schema import fields_to_json, to_json, write_json
 from kvrsim.results.question import Question
 from kvrsim.runtime.host import versions
 from kvrsim.runtime.plan import RunPlan
@@ -52,12 +56,15 @@ class SearchTask:
     hardware: Hardware
     seed: Partition  # the plan's
     budget_s: float
+    journal: Path
+    known: Sequence[tuple[float, float]] = ()  # what `measure` has returned so far in an interrupted search
 
     def facts(self) -> dict[str, str]:
         """Return what determines which prefills the ranks run: it must be the same on all of them."""
         facts = {name: str(getattr(self.hardware, name)) for name in ("repeats", "seed")}
         chunks = ",".join(map(str, self.seed.chunk_lens))
-        return facts | {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}
+        facts |= {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}
+        return facts | {"prefills measured before": str(len(self.known))}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,7 +147,8 @@ class RankSampler:
         whole = replace(self._plan(task.seed.chunk_lens), strategy="tsp")  # which holds every token on every rank
         self.stopwatch = Stopwatch(linked, forward, [whole], task.hardware.seed)
         self.warm: set[Chunks] = set()
-        self._since_s = time.monotonic()
+        self.known = deque(task.known)
+        self._since_s = time.monotonic() - (task.known[-1][1] if task.known else 0.0)
 
     def _plan(self, chunks: Chunks) -> RunPlan:
         partition = Partition(chunk_lens=chunks)
@@ -148,13 +156,17 @@ class RankSampler:
         return self.task.hardware.run_plan(candidate)
 
     def measure(self, chunks: Chunks) -> tuple[float, float]:
-        """Measure one prefill, after a warm-up where the partition is new."""
+        """Measure one prefill, after a warm-up where the partition is new; known ones are not repeated."""
+        if self.known:
+            return self.known.popleft()
         plan = self._plan(chunks)
         if chunks not in self.warm:
             self.warm.add(chunks)
             self.stopwatch.ttft_s(plan)
         ttft_s = self.stopwatch.ttft_s(plan)
         seconds = self.transport.exchange(time.monotonic() - self._since_s)[0]
+        if self.transport.rank == 0:
+            append(self.task.journal, [ttft_s, seconds])
         self.transport.report(round(seconds), round(self.task.budget_s), "seconds of the search")
         return ttft_s, seconds
 
@@ -220,17 +232,25 @@ def search_here(
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
     seed, budget_s = search(scenario, KVR_S).partition, 60 * minutes
-    task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s)
+    path = Path(f"{output}.search")
+    task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
     reporter.note(f"searching from {','.join(map(str, seed.chunk_lens))}, for at most {minutes:g} minutes")
     candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=seed)
     MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
     longest_s = hardware.longest_s([candidate])
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
-    done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
     question = Question.of(scenario, seed=hardware.seed)
-    result = SearchedPartition(question=question, search=done, output=str(output))
-    if is_first_rank():
-        _write_table(scenario, result, output)
+    with ExitStack() as stack:
+        if is_first_rank():
+            journal = stack.enter_context(Journal(path, task.facts() | versions() | {"question": to_json(question)}))
+            if journal.results:
+                reporter.note(f"resumed from {len(journal.results)} prefills of an interrupted search")
+        task = replace(task, known=[(ttft_s, elapsed_s) for ttft_s, elapsed_s in read_results(path)])
+        done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
+        result = SearchedPartition(question=question, search=done, output=str(output))
+        if is_first_rank():
+            _write_table(scenario, result, output)
+            journal.remove()
     return result
 
 

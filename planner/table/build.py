@@ -3,7 +3,8 @@
 Where many partitions are as fast, a search ends at any of them. Of those within a thousandth of the best, an entry
 takes the one nearest to the balanced plan, so that interpolation makes sense. Where even chunks come within 2 % of the
 best, as where the host is the bottleneck, no profile tells partitions apart, and what the search gains does not hold at
-the next length: there it takes the nearest within 1.5 %.
+the next length: there it takes the nearest within 1.5 %. A journal next to the table's file lets an interrupted build
+resume.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
+from kvrsim.io.journal import Journal
+from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
@@ -54,8 +58,8 @@ class Draft:
     context_len: int
     partition: tuple[int, ...]
     ttft_s: float
-    lower_bound_s: float | None  # None: none is known, the strategy is no chain of KV-Runahead
-    balanced: tuple[int, ...]  # the analytical plan
+    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
+    balanced: tuple[Whole, ...]  # the analytical plan
 
     @property
     def key(self) -> tuple[int, int]:
@@ -195,26 +199,45 @@ def make_table(
     *,
     strategy: str | Strategy = KVR_S,
     pool: Pool | None = None,
+    journal: Journal | None = None,
     on_progress: OnProgress | None = None,
 ) -> PartitionTable:
     """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
 
     strategy: whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
     Entries are searched apart, so that the result does not depend on the order or the process; then each is compared
-    with what its neighbours predict for it. pool: who works; None: this process. Raises InputError for more GPUs than
-    tokens.
+    with what its neighbours predict for it. pool: who works; None: this process. journal: drafts of an interrupted
+    build; new ones are appended. Raises InputError for more GPUs than tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
-    order = sorted(scenarios, key=lambda key: (-key[0], key[1]))  # the longest first: many GPUs, short contexts
-    work = [(scenarios[key], chosen) for key in order]
-    drafts = {draft.key: draft for draft in pool.ordered(draft_of, work, "entries", on_progress)}
+    drafts = {} if journal is None else {key: one for key, one in drafts_of(journal).items() if key in scenarios}
+    missing = [key for key in scenarios if key not in drafts]
+    missing.sort(key=lambda key: (-key[0], key[1]))  # the longest first: many GPUs, short contexts
+    for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
+        drafts[draft.key] = draft
+        if journal is not None:
+            journal.append(to_json(draft))
+        if on_progress is not None:
+            on_progress(len(drafts), len(scenarios), "entries")
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
     around = _neighbours(drafts)
     entries = pool.ordered(entry_of, [(scenarios[key], chosen, drafts[key], around[key], steps) for key in scenarios])
     setting = TableSetting.of(scenario, chosen.name)
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
+
+
+def table_journal(output: str, scenario: Scenario, strategy: str | Strategy) -> Journal:
+    """The journal of a table build, next to the table's file."""
+    about = {"kvrsim": __version__} | to_json(TableSetting.of(scenario, searched(strategy).name))
+    return Journal(Path(f"{output}.partial"), about)
+
+
+def drafts_of(journal: Journal) -> dict[tuple[int, int], Draft]:
+    """The entries that an interrupted build has searched; InputError where a line is not one."""
+    lines = [JsonObject(fields=line, where=f"output {journal.path}") for line in journal.results]
+    return {draft.key: draft for draft in (read(Draft, line) for line in lines)}
 
 
 def _scenarios(

@@ -42,12 +42,17 @@ def build(
     from kvrsim.builder import build_scenarios
     from kvrsim.io.schema import to_json
     from kvrsim.results.question import Question
-    from planner.table.build import make_table
+    from planner.table.build import make_table, table_journal
 
     scenario, notes, lengths, counts = build_scenarios(args)
-    with pool_of(workers, every_core=True) as pool, Progress() as progress:
-        table = make_table(scenario, counts, lengths, strategy=strategy, pool=pool, on_progress=progress)
-    table.write(output)
+    with table_journal(output, scenario, strategy) as journal:
+        if journal.results:
+            warn(f"note: {journal.path}: {len(journal.results)} entries searched before")
+        options = {"strategy": strategy, "journal": journal}
+        with pool_of(workers, every_core=True) as pool, Progress() as progress:
+            table = make_table(scenario, counts, lengths, pool=pool, on_progress=progress, **options)
+        table.write(output)
+        journal.remove()
     for note in notes:
         warn(f"note: {note}")
     if not json:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvrsim.builder import make_scenario
+from kvrsim.cli.main import main
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Partition
+from planner.confirm import search
 from planner.confirm.hardware import Hardware
 from planner.confirm.search import Chunks, HardwareSearch, SearchTask
 from tests.planner.confirm.confirm_setup import arguments, folder_with, made_up_profile, said
@@ -32,7 +34,8 @@ def task_of(seed: Chunks, budget_s: float = 1e9) -> SearchTask:
     model = load_model("llama-7b")
     scenario, _ = make_scenario(ctx=sum(seed), gpus=len(seed), model=model, profile=made_up_profile())
     hardware = Hardware(config="llama-7b", repeats=2)
-    return SearchTask(scenario=scenario, hardware=hardware, seed=Partition(chunk_lens=seed), budget_s=budget_s)
+    chunks = Partition(chunk_lens=seed)
+    return SearchTask(scenario=scenario, hardware=hardware, seed=chunks, budget_s=budget_s, journal=Path("unused"))
 
 
 @pytest.mark.parametrize(("seed", "best"), [((2048, 2048), (2300, 1796)), ((1024,) * 4, (1100, 1050, 1000, 946))])
@@ -48,6 +51,10 @@ def test_it_ends_near_the_machines_best(seed: Chunks, best: Chunks) -> None:
     assert found.ended == "the finest stride is done"
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_the_time_bounds_it() -> None:
     found = HardwareSearch()
     found.run(task_of((2048, 2048), budget_s=60.0), bowl((2300, 1796), each_s=10.0))
@@ -56,11 +63,18 @@ def test_the_time_bounds_it() -> None:
     assert len(found.stages[-1][found.seed]) == 2
 
 
-def test_a_search_writes_a_table(tmp_path: Path) -> None:
-    folder, table = folder_with(tmp_path), tmp_path / "table.json"
+def test_an_interrupted_search_resumes_and_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, table, journal = folder_with(tmp_path), tmp_path / "table.json", tmp_path / "table.json.search"
     words = arguments(folder, "confirm", "--search", "-o", str(table), "--minutes", "0.05", "--repeats", "1", "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "_write_table", interrupt)
+        assert main(words) == 130
+    lines = journal.read_text().splitlines()
     code, found, errors = said(words)
     assert code == 0, errors
+    assert f"resumed from {len(lines) - 1} prefills" in errors
+    assert found["prefills"] == len(lines) - 1
+    assert not journal.exists()
     code, looked_up, _ = said(["table", "lookup", str(table), "--gpus", "2", "--ctx", "96", "--json"])
     assert (code, looked_up["source"], looked_up["partition"]) == (0, "exact", found["partition"])
     assert json.loads(table.read_text())["_measured"]["measured_ttft_s"] == found["measured_ttft_s"]

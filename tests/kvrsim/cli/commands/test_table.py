@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 
 from kvrsim.cli import main as cli
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.table import build
+from planner.table.build import Draft, draft_of
 
 ROOT = Path(__file__).resolve().parents[4]
 BUILD = ("table", "build", "--gpus", "2", "--ctx", "512:1536:512", "--profile", "roofline", "--jobs", "1")
@@ -135,6 +139,31 @@ def test_a_backend_that_is_not_installed(
     assert err.startswith(f"kvrsim: error: --pool: got '{backend}'")
     assert "pip install" in err
     assert err.count("\n") == 1
+
+
+def test_interrupted_work_resumes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main([*BUILD, "-o", "whole.json"]) == 0
+    drafts = []
+
+    def interrupted(scenario: Scenario, strategy: Strategy) -> Draft:
+        if len(drafts) == 2:
+            raise KeyboardInterrupt
+        drafts.append(draft_of(scenario, strategy))
+        return drafts[-1]
+
+    words = [*BUILD, "-o", "table.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "draft_of", interrupted)
+        assert cli.main(words) == 130
+    line = "kvrsim: interrupted: table.json.partial keeps what was done; the same command resumes\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert not Path("table.json").exists()
+    assert cli.main([*words, "--batch", "2"]) == 2
+    assert "accepted: the journal of the same work" in capsys.readouterr().err
+    assert cli.main(words) == 0
+    assert "table.json.partial: 2 entries searched before" in capsys.readouterr().err
+    assert Path("table.json").read_bytes() == Path("whole.json").read_bytes()
+    assert not Path("table.json.partial").exists()
 
 
 # In a shell's background job SIGINT is ignored, by whatever it starts, too.
