@@ -14,15 +14,20 @@ import numpy as np
 from _report import write
 
 from kvrsim.builder import make_scenario
+from kvrsim.compile import for_strategy
+from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
-from planner.search.search import search
+from planner.search.pipeline import PAGE, search_pipeline
+from planner.search.pipeline_bound import pipeline_bound_s
+from planner.search.search import SearchResult, search
 
-KVR = STRATEGIES["kvr-s"]
+KVR, SEARCHED = STRATEGIES["kvr-s"], STRATEGIES["pp-s"]
 _ELSEWHERE = 100_000  # the first number of a setting that is no bus
 _FRESH = 300_000  # and of one by which nothing of the search was chosen
+VERBOSE = False
 _TELL = 0.001  # gains above this are printed
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")
 
@@ -123,6 +128,20 @@ def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenar
     return _with(scenario, Request(context_len=context_len, cached_prefix=cached), layers)
 
 
+def _uneven(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """With some GPUs up to twice, and some links between neighbours up to 32 times slower."""
+    ranks = range(scenario.cluster.num_gpus)
+    scenario = scenario.on_gpus(min(len(ranks), len(scenario.model.layers)))
+    ranks = range(scenario.cluster.num_gpus)
+    gpus = [SlowGpu(rank=rank, factor=float(2 ** rng.uniform(0, 1))) for rank in ranks if rng.random() < 0.3]
+    links = [
+        SlowLink(first=rank, second=rank + 1, factor=float(2 ** rng.uniform(0, 5)))
+        for rank in ranks[:-1]
+        if rng.random() < 0.3
+    ]
+    return replace(scenario, cluster=UnevenCluster.of(scenario.cluster, gpus, links))
+
+
 def _in_nodes(scenario: Scenario, gpus_per_node: int, share: float) -> Scenario:
     """Machines of so many GPUs, with a network between them that has a share of the links' bandwidth."""
     link = scenario.cluster.link
@@ -191,6 +210,85 @@ def against_descent(name: str, topologies: tuple[str, ...], first: int, count: i
     text = f"it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)}"
     return [
         f"| random descent of 2,000 evaluations, {count} settings {name} of 2 to 8 GPUs, 1 MB/s to 1 TB/s | {text} |"
+    ]
+
+
+def descended_pipeline(scenario: Scenario, found: SearchResult, rng: np.random.Generator, page: int) -> float:
+    """The best TTFT of a random descent of 2,000 evaluations over pieces of whole pages and layers of the stages.
+
+    A round moves tokens between the pieces; a round in two does so with a piece more or less or with other layers.
+    """
+    pages = scenario.request.new_tokens // page
+    rest = scenario.request.new_tokens - page * pages  # the last piece has it
+    pieces, layers = np.array(found.partition.chunk_lens), np.array(found.strategy.stage_layers or (), dtype=np.int64)
+    pieces, best_s = np.append(pieces[:-1], pieces[-1] - rest) // page, found.ttft_s
+    for number in range(80):
+        rows, other = pieces[None], layers.copy()
+        if number % 4 == 1 and len(layers) > 1:
+            other = _with_layer_moved(layers, rng)
+        elif number % 4 == 3 and pages > 1:
+            rows = _with_piece_more_or_less(pieces, rng)[None]
+        if len(rows[0]) > 1:
+            rows = np.concatenate([rows, _moved(rows[0], rng, pages)[rng.permutation(100)[:24]]])
+        lens = page * rows
+        lens[:, -1] += rest
+        strategy = replace(found.strategy, stage_layers=tuple(map(int, other)))
+        times_s = Evaluator(scenario, strategy).ttft_s(lens.astype(float))
+        if times_s.min() < best_s:
+            pieces, layers, best_s = rows[times_s.argmin()], other, float(times_s.min())
+            if VERBOSE:
+                print(number, best_s / found.ttft_s - 1, tuple(pieces), tuple(layers))
+    return best_s
+
+
+def _with_layer_moved(layers, rng: np.random.Generator):  # type: ignore[no-untyped-def]
+    """Some layers of one stage on another one."""
+    moved = layers.copy()
+    src = int(rng.integers(len(layers)))
+    dst = (src + 1 if src == 0 else src - 1) if rng.random() < 0.5 else int(rng.integers(len(layers)))
+    count = min(int(2 ** rng.uniform(0, 4)), layers[src] - 1)
+    moved[src] -= count
+    moved[dst] += count
+    return moved
+
+
+def _with_piece_more_or_less(pieces, rng: np.random.Generator):  # type: ignore[no-untyped-def]
+    """A piece in two parts, or with the one after it."""
+    at = int(rng.integers(len(pieces)))
+    if pieces[at] > 1 and (rng.random() < 0.5 or len(pieces) == 1):
+        first = int(rng.integers(1, pieces[at]))
+        return np.concatenate([pieces[:at], [first, pieces[at] - first], pieces[at + 1 :]])
+    at = min(at, len(pieces) - 2)
+    if at < 0:
+        return pieces
+    return np.concatenate([pieces[:at], [pieces[at] + pieces[at + 1]], pieces[at + 2 :]])
+
+
+def pipelines_against_descent(first: int, count: int) -> list[str]:
+    """The same of searched pieces and stages, on GPUs and links that are not alike; and the gap to the bound."""
+    gains, gaps = [], []
+    for number in range(first, first + count):
+        rng = np.random.default_rng((4, number))
+        scenario = for_strategy(_uneven(any_setting(rng, ("switch", "chain", "nodes")), rng), SEARCHED)
+        found = search_pipeline(scenario, SEARCHED)
+        gains.append(found.ttft_s / descended_pipeline(scenario, found, rng, PAGE) - 1)
+        gaps.append(found.ttft_s / pipeline_bound_s(scenario) - 1)
+        if gains[-1] > _TELL:
+            about = (
+                f"{scenario.model.name}, {len(scenario.share.layer_kind_index)} layers, {scenario.cluster.describe()}"
+            )
+            print(
+                f"{number}: {gains[-1]:.3%} on {about}, {scenario.request}: {found.partition.chunk_lens}",
+                found.strategy.stage_layers,
+                file=sys.stderr,
+                flush=True,
+            )
+    above = [f"{sum(gain > most for gain in gains)} above {most:.1%}" for most in (0.001, 0.005, 0.05)]
+    return [
+        f"| random descent of 2,000 evaluations from pieces and stages of `pp-s`, {count} settings of uneven GPUs and"
+        f" links | it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)} |",
+        f"| gap of `pp-s` to its bound there | median {np.median(gaps):.2%}, 90th percentile"
+        f" {np.percentile(gaps, 90):.2%} |",
     ]
 
 

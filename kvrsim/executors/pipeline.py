@@ -1,9 +1,10 @@
-"""The executor of pipelines: all stages that are at work at the same time take a step together.
+"""The executor of pipelines: a stage takes all pieces in turn, or all stages that are at work take a step together.
 
-A stage takes piece m no earlier than the stage before has done it, so that stage s and piece m with the same s + m do
-not wait for each other. Arrays hold all stages, their context ranks and all partitions of a batch: shape (stages,
-context ranks, B). A rendezvous holds the sender, too, until the next stage has handed its own piece on; then those with
-the same s + 2 m take a step together. Equal to the executors of programs to rounding.
+Where messages overlap and each stage is one rank, a stage waits only for the stage before and for its own piece before:
+`end(m) = max(end(m - 1) + d(m), least(m))`, a cumulative maximum over the pieces. Elsewhere a stage takes piece m no
+earlier than the stage before has done it, so that stage s and piece m with the same s + m do not wait for each other.
+A rendezvous holds the sender, too, until the next stage has handed its own piece on; then those with the same s + 2 m
+take a step together. Equal to the executors of programs to rounding.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.executors.batch import NO_WORK, Segment, segment_of
+from kvrsim.executors.batch import Segment, segment_of
 from kvrsim.executors.steady import steady_advance
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
-from kvrsim.program import AllGather, Array, Op
+from kvrsim.program import AllGather, Array, Op, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy
 from kvrsim.strategies.pipeline import PieceOps, program, stages
@@ -28,12 +30,19 @@ Index = npt.NDArray[np.intp]
 
 
 def run_pipeline(
-    scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cluster: Cluster, cost: CostModel
+    scenario: Scenario,
+    strategy: Strategy,
+    pieces: Sequence[Array],
+    cluster: Cluster,
+    cost: CostModel,
+    stage_layers: Index | None = None,
 ) -> Array | None:
     """When each rank has finished, seconds, shape (ranks, B); None if only its program can be run.
 
-    That is a pipeline whose layers wait for different things, that loads a cached prefix, or whose links are shared.
-    pieces: tokens of each, arrays of shape (B,).
+    That is a pipeline whose layers wait for different things, that loads a cached prefix, or whose links are shared; or
+    one of several ranks per stage, some of them slow.
+    pieces: tokens of each, arrays of shape (B,). stage_layers: of each partition, shape (stages, B), where each stage
+    is one rank; None: the strategy's.
     """
     if strategy.pipeline is not program or cluster.shares_bandwidth:
         return None
@@ -41,7 +50,15 @@ def run_pipeline(
     gathers = {sum(isinstance(op, AllGather) for op in own) for ranks in ops.layers for own in ranks}
     if gathers != {int(len(ops.embedding) > 1)} or any(load for ranks in ops.loads for load in ranks):
         return None
-    return _PipelineRun(scenario, strategy, ops, cluster, cost).finish_s()
+    slowness = tuple(scenario.cluster.slowness(rank) for rank in range(cluster.num_gpus))
+    if len(ops.embedding) > 1 and set(slowness) != {1.0}:
+        return None
+    if stage_layers is None:
+        each = stages(strategy, len(scenario.share.layer_kind_index), cluster.num_gpus)
+        stage_layers = np.array([[len(layers)] for layers in each])
+    elif (stage_layers == stage_layers[:, :1]).all():
+        stage_layers = stage_layers[:, :1]
+    return _PipelineRun(scenario, ops, stage_layers, slowness, (cluster, cost)).finish_s()
 
 
 class _Segments:
@@ -84,52 +101,103 @@ class _Links:
 
 
 class _PipelineRun:
-    """One evaluation: when each rank, its link to the next stage and its link in the ring of its stage are free."""
+    """One evaluation: a stage receives a piece, prepares it, computes its layers, and sends it on.
+
+    Arrays have the shape (stages x pieces, context ranks, B), or less. Hosts never wait, so that the times at which
+    they issue anything are known before.
+    """
 
     def __init__(
-        self, scenario: Scenario, strategy: Strategy, ops: PieceOps, cluster: Cluster, cost: CostModel
+        self,
+        scenario: Scenario,
+        ops: PieceOps,
+        stage_layers: Index,
+        slowness: tuple[float, ...],
+        machine: tuple[Cluster, CostModel],
     ) -> None:
-        prologue, epilogue = map(segment_of, ops.ends(scenario, cost))
-        layer_kinds = scenario.share.layer_kind_index
-        layers = [
-            tuple(layer_kinds[layer] for layer in rows) for rows in stages(strategy, len(layer_kinds), cluster.num_gpus)
-        ]
-        self.epilogue, self.rendezvous, self.message_host_s = (
-            epilogue,
-            not scenario.sends_overlap,
-            scenario.host.message_s,
-        )
-        self.num_stages, self.context, self.num_pieces = len(layers), len(ops.embedding), len(ops.lengths)
-        shape = self.num_stages, self.context, ops.lengths.shape[1]
-        self.clock = np.array(np.broadcast_to(_end_s(prologue, 0.0, 0.0), shape))
-        self.host_s = np.full((self.num_stages, 1, 1), prologue.host_s)
-        self.link_s, self.ring_s = np.full(shape, -np.inf), np.full(shape, -np.inf)
-        self.arrival_s = np.full(shape, -np.inf)  # of what the stage has sent last
-        ranks = range(self.num_stages * self.context)
-        onward = _Links.of((cluster.path(rank, rank + self.context) for rank in ranks[: -self.context]), self.context)
-        sent_bytes = np.stack(ops.sent_bytes, axis=1)
-        self.sent_s = np.array([path.busy_s(sent_bytes) for path in onward.paths])
-        self.sent_kind, self.latency_s = onward.kind, onward.values("latency_s")
+        """stage_layers: shape (stages, B), or (stages, 1) for all partitions; slowness: of each rank."""
+        cluster, cost = machine
+        prologue, epilogue = ops.ends(scenario, cost)
+        self.prologue, self.epilogue = segment_of(prologue), segment_of(slower(epilogue, slowness[-1]))
+        self.kinds, self.stage_layers = scenario.share.layer_kind_index, stage_layers
+        self.rendezvous = not scenario.sends_overlap
+        self.num_stages, self.context, self.num_pieces = len(stage_layers), len(ops.embedding), len(ops.lengths)
+        self.shape = self.num_pieces, self.context, ops.lengths.shape[1]
+        self._prepare_messages(ops, cluster)
         both = [(*embedding, *own) for embedding, own in zip(ops.embedding, ops.preparation, strict=True)]
-        size = ops.lengths.shape
-        self.way_in = _Segments([[segment_of(own) for own in kind] for kind in (both, ops.preparation)], size)
+        later = np.minimum(np.arange(self.num_stages), 1)
+        kinds = list(zip(later.tolist(), slowness[:: self.context], strict=True))
+        known = list(dict.fromkeys(kinds))
+        way_in = _Segments(
+            [[segment_of(slower(own, factor)) for own in (both, ops.preparation)[kind]] for kind, factor in known],
+            ops.lengths.shape,
+        )
+        index = np.array([known.index(kind) for kind in kinds])
+        device_s, floor_s = (values.swapaxes(0, 1)[index] for values in (way_in.device_s, way_in.floor_s))
+        issued_s = way_in.host_s[index, None]  # by the host for a piece, shape (stages, 1)
+        layers_issued_s = np.zeros((self.num_stages, stage_layers.shape[1]))
         self.gathers = self.context > 1
-        if self.gathers:  # a segment up to the all-gather of each layer, and one behind it
-            places = [[_place_of_gather(own) for own in kind] for kind in ops.layers]
-            pairs = [list(zip(*both, strict=True)) for both in zip(ops.layers, places, strict=True)]
-            self.before = _Segments([[segment_of(own[:at]) for own, at in kind] for kind in pairs], size)
-            self.after = _Segments([[segment_of(own[at + 1 :]) for own, at in kind] for kind in pairs], size)
-            self._prepare_rings(cluster, [[own[at] for own, at in kind] for kind in pairs], size)  # type: ignore[misc]
-        else:  # one segment of all layers of a stage
-            patterns = list(dict.fromkeys(layers))
-            self.before = _Segments([[_in_a_row(pattern, ops.layers)] for pattern in patterns], size)
-            layers = [(patterns.index(pattern),) for pattern in layers]
-        self.num_layers = np.array([len(kinds) for kinds in layers])
-        most = int(self.num_layers.max())
-        self.kind_at = np.array([[*kinds, *kinds[-1:] * (most - len(kinds))] for kinds in layers])
+        if self.gathers:
+            self._prepare_layers(ops, cluster, layers_issued_s)
+        else:
+            self._add_layers(ops, (device_s, floor_s, layers_issued_s), issued_s, slowness)
+        message_s = scenario.host.message_s
+        all_s = issued_s + layers_issued_s + message_s * (later + later[::-1])[:, None]
+        begun_s = self.prologue.host_s + np.arange(self.num_pieces)[:, None] * all_s[:, None]  # (stages, pieces, B)
+        received_s = begun_s + message_s * later[:, None, None]
+        sent_s = received_s + (issued_s + layers_issued_s)[:, None] + message_s
+        sent_s[-1] = -np.inf  # the last stage sends nothing
+        self.received_s, self.sent_s = (_flat(one[:, :, None]) for one in (received_s, sent_s))
+        if self.gathers:
+            self.layers_s = _flat(received_s[:, :, None] + issued_s[:, None, None])  # when the hosts come to the layers
+        self.host_s = self.prologue.host_s + self.num_pieces * all_s[-1]  # of the last stage
+        self.device_s, self.floor_s = _flat(device_s), _flat(floor_s + received_s[:, :, None])
 
-    def _prepare_rings(self, cluster: Cluster, gathers: Sequence[Sequence[AllGather]], shape: tuple[int, ...]) -> None:
-        size, ranks = self.context, range(self.num_stages * self.context)
+    def _prepare_messages(self, ops: PieceOps, cluster: Cluster) -> None:
+        """Into each stage: nothing into the first one, and into one behind the last."""
+        ranks = range((self.num_stages - 1) * self.context)
+        links = _Links.of((cluster.path(rank, rank + self.context) for rank in ranks), self.context)
+        nbytes, none = np.stack(ops.sent_bytes, axis=1), np.zeros((1, *self.shape))
+        busy_s = [path.busy_s(nbytes) for path in links.paths]
+        each_s = [np.stack([busy_s[kind][:, rank] for rank, kind in enumerate(own)], axis=1) for own in links.kind]
+        self.into_s = _flat(np.concatenate([none, *(one[None] for one in each_s), none]))
+        none = np.zeros((1, self.context, 1))
+        self.latency_s = np.concatenate([none, links.values("latency_s")[: len(each_s)], none])
+
+    def _add_layers(
+        self, ops: PieceOps, seconds: tuple[Array, Array, Array], issued_s: Array, slowness: tuple[float, ...]
+    ) -> None:
+        """Let all layers of a stage follow its way in; `seconds`: of device, floor and host, which change."""
+        device_s, floor_s, host_s = (one[:, :, 0] if one.ndim > 2 else one for one in seconds)
+        ends, first = np.cumsum(self.stage_layers, axis=0), 0
+        known = list(dict.fromkeys(slowness))
+        each = [
+            _Segments([[segment_of(slower(ranks[0], one)) for one in known]], ops.lengths.shape) for ranks in ops.layers
+        ]
+        index = [known.index(one) for one in slowness] if len(known) > 1 else [0]
+        for kind, alike in groupby(self.kinds):
+            after = first + len(list(alike))
+            own_s, least_s = (
+                values[:, 0].swapaxes(0, 1)[index] for values in (each[kind].device_s, each[kind].floor_s)
+            )
+            own_host_s = each[kind].host_s.item()
+            number = np.minimum(ends, after) - np.maximum(ends - self.stage_layers, first)
+            count = np.maximum(number, 0)[:, None]  # of these layers on each stage, shape (stages, 1, B)
+            least_s = (issued_s + host_s)[:, None] + least_s + (count - 1) * np.maximum(own_s, own_host_s)
+            floor_s += count * own_s
+            np.maximum(floor_s, least_s, out=floor_s, where=count > 0)
+            device_s += count * own_s
+            host_s += count[:, 0] * own_host_s
+            first = after
+
+    def _prepare_layers(self, ops: PieceOps, cluster: Cluster, host_s: Array) -> None:
+        """Segments up to the all-gather of each layer and behind it, and the rings; sets what hosts issue."""
+        size, ranks, shape = self.context, range(self.num_stages * self.context), ops.lengths.shape
+        places = [[_place_of_gather(own) for own in kind] for kind in ops.layers]
+        pairs = [list(zip(*one, strict=True)) for one in zip(ops.layers, places, strict=True)]
+        self.before = _Segments([[segment_of(own[:at]) for own, at in kind] for kind in pairs], shape)
+        self.after = _Segments([[segment_of(own[at + 1 :]) for own, at in kind] for kind in pairs], shape)
+        gathers = [[cast(AllGather, own[at]) for own, at in kind] for kind in pairs]
         ring = _Links.of((cluster.path(rank, rank // size * size + (rank + 1) % size) for rank in ranks), size)
         kinds = [np.stack([np.broadcast_to(op.nbytes, shape) for op in ops], axis=1) for ops in gathers]
         nbytes = np.stack(kinds, axis=1)  # (M, kinds, context ranks, B)
@@ -137,56 +205,61 @@ class _PipelineRun:
         self.ring_kind, self.gather_host_s = ring.kind, np.array([ops[0].host_s for ops in gathers])
         self.gather_latency_s, self.gather_launch_s = ring.values("gather_latency_s"), ring.values("gather_launch_s")
         self.previous = np.arange(-1, size - 1)  # of each context rank
+        self.num_layers = self.stage_layers[:, 0]
+        self.ring_s = np.full((self.num_stages, *self.shape[1:]), -np.inf)
+        ends, most = np.cumsum(self.num_layers), int(self.num_layers.max())
+        layers = [self.kinds[end - count : end] for end, count in zip(ends, self.num_layers, strict=True)]
+        self.kind_at = np.array([[*own, *own[-1:] * (most - len(own))] for own in layers])
+        each_s = self.before.host_s + self.gather_host_s + self.after.host_s
+        host_s[:, 0] = [each_s[list(own)].sum() for own in layers]
 
     def finish_s(self) -> Array:
         """When each rank has finished, shape (ranks, B)."""
-        apart = 2 if self.rendezvous else 1  # s + apart x m is the same for those that take a step together
-        for wave in range(apart * (self.num_pieces - 1) + self.num_stages):
-            first = max(0, wave - apart * (self.num_pieces - 1))
-            active = np.arange(first + (wave - first) % apart, min(wave, self.num_stages - 1) + 1, apart)
-            if len(active):
-                self._take(active, (wave - active) // apart)
-        self.clock[-1, -1] = _end_s(self.epilogue, self.clock[-1, -1], self.host_s[-1, 0])
-        return self.clock.reshape(-1, self.clock.shape[-1])
+        begin_s = np.broadcast_to(_end_s(self.prologue, 0.0, 0.0), self.shape[1:])
+        clock = self._in_steps(begin_s) if self.rendezvous or self.gathers else self._in_turn(begin_s)
+        clock[-1, -1] = _end_s(self.epilogue, clock[-1, -1], self.host_s)
+        return clock.reshape(-1, self.shape[-1])
 
-    def _take(self, active: Index, piece: Index) -> None:
-        """Each of these stages receives a piece, computes its layers, and sends it on."""
-        receivers = active > 0
-        if receivers.any():
-            self._receive(active[receivers], piece[receivers])
-        host_s = self.host_s[active]
-        clock = self.way_in.run(piece, np.minimum(active, 1), self.clock[active], host_s)
-        if self.gathers:
-            clock = self._layers(active, piece, clock, host_s)
-        else:
-            clock = self.before.run(piece, self.kind_at[active, 0], clock, host_s)
-        self.clock[active], self.host_s[active] = clock, host_s
-        senders = active[active < self.num_stages - 1]
-        if len(senders):
-            self._send(senders, piece[: len(senders)])
+    def _in_turn(self, begin_s: Array) -> Array:
+        """All pieces of one stage after the other."""
+        ends_s, there_s, into_s = [], np.full(1, -np.inf), self.into_s.reshape(-1, *self.shape)
+        each = (one.reshape(self.num_stages, *self.shape[:2], -1) for one in (self.device_s, self.floor_s))
+        sent_s = self.sent_s.reshape(self.num_stages, self.num_pieces, 1, -1)
+        for device_s, floor_s, issued_s, busy_s, latency_s in zip(
+            *each, sent_s, into_s[1:], self.latency_s[1:], strict=True
+        ):
+            done_s = _one_by_one(np.maximum(there_s + device_s, floor_s), device_s, begin_s)
+            there_s = _one_by_one(np.maximum(done_s, issued_s) + busy_s, busy_s, -np.inf) + latency_s
+            ends_s.append(done_s[-1])
+        return np.stack(ends_s)
 
-    def _receive(self, active: Index, piece: Index) -> None:
-        self.host_s[active] += self.message_host_s
-        src = active - 1
-        if not self.rendezvous:
-            self.clock[active] = np.maximum(self.clock[active], self.arrival_s[src])
-            return
-        begin_s = np.maximum(self.clock[src], np.maximum(self.clock[active], self.host_s[active]))
-        self.clock[src] = begin_s + self._sent_s(src, piece)
-        self.clock[active] = self.clock[src] + self.latency_s[src]
-
-    def _send(self, active: Index, piece: Index) -> None:
-        self.host_s[active] += self.message_host_s
-        issued_s = np.maximum(self.clock[active], self.host_s[active])
-        if self.rendezvous:
-            self.clock[active] = issued_s
-            return
-        self.link_s[active] = np.maximum(self.link_s[active], issued_s) + self._sent_s(active, piece)
-        self.arrival_s[active] = self.link_s[active] + self.latency_s[active]
-
-    def _sent_s(self, src: Index, piece: Index) -> Array:
-        """Activations on their link."""
-        return np.asarray(self.sent_s[self.sent_kind[src], piece[:, None], np.arange(self.context)])
+    def _in_steps(self, begin_s: Array) -> Array:
+        """All stages that are at work in a step; arrays of stages have one before the first, and one after the last."""
+        apart, pieces, last = 2 if self.rendezvous else 1, self.num_pieces, self.num_stages - 1
+        clock = np.concatenate([np.full((1, *begin_s.shape), -np.inf), *[begin_s[None]] * (last + 2)])
+        link_s, arrival_s = np.full_like(clock, -np.inf), np.full_like(clock, -np.inf)
+        for wave in range(apart * (pieces - 1) + last + 1):
+            first = max(wave % apart, wave - apart * (pieces - 1))
+            stage = np.arange(first, min(wave, last) + 1, apart)
+            if not len(stage):
+                continue
+            before, own, after = (slice(first + by, stage[-1] + by + 1, apart) for by in range(3))
+            piece = (wave - stage) // apart
+            place, step = first * pieces + piece[0], max(1, apart * pieces - 1)
+            at, onward = (slice(begin, begin + (len(stage) - 1) * step + 1, step) for begin in (place, place + pieces))
+            if self.rendezvous:
+                clock[before] = np.maximum(np.maximum(clock[before], clock[own]), self.received_s[at]) + self.into_s[at]
+                there_s = clock[before] + self.latency_s[stage]
+            else:
+                there_s = np.maximum(clock[own], arrival_s[own])
+            done_s = np.maximum(there_s + self.device_s[at], self.floor_s[at])
+            if self.gathers:
+                done_s = self._layers(stage, piece, done_s, self.layers_s[at].copy())
+            issued_s = np.maximum(done_s, self.sent_s[at])
+            clock[own] = issued_s if self.rendezvous else done_s
+            link_s[after] = np.maximum(link_s[after], issued_s) + self.into_s[onward]
+            arrival_s[after] = link_s[after] + self.latency_s[stage + 1]
+        return clock[1:-1]
 
     def _layers(self, active: Index, piece: Index, clock: Array, host_s: Array) -> Array:
         """All layers of each of these stages; those that are left in steady state are one step."""
@@ -209,7 +282,6 @@ class _PipelineRun:
                 left = (counts - layer - 1)[:, None, None]
                 clock = clock + left * advance_s[:, None]
                 ring_s = ring_s + left * advance_s[:, None]
-                host_s += left * issued_s
                 break
         self.ring_s[active] = ring_s
         return clock
@@ -233,6 +305,17 @@ class _PipelineRun:
         return clock, ring_s
 
 
+def _one_by_one(least_s: Array, seconds: Array, begin_s: Array | float) -> Array:
+    """`end(m) = max(end(m - 1) + seconds(m), least(m))` along the first axis, from begin_s on."""
+    total_s = np.cumsum(seconds, axis=0)
+    return np.asarray(total_s + np.maximum(begin_s, np.maximum.accumulate(least_s - total_s, axis=0)))
+
+
+def _flat(values: Array) -> Array:
+    """Stages and pieces as one axis."""
+    return values.reshape(-1, *values.shape[2:])
+
+
 def _end_s(segment: Segment, clock: Array | float, host_s: Array | float) -> Array:
     assert segment.floor_s is not None
     return np.maximum(clock + segment.device_s, host_s + segment.floor_s)
@@ -240,14 +323,3 @@ def _end_s(segment: Segment, clock: Array | float, host_s: Array | float) -> Arr
 
 def _place_of_gather(ops: Sequence[Op]) -> int:
     return next(place for place, op in enumerate(ops) if isinstance(op, AllGather))
-
-
-def _in_a_row(pattern: Sequence[int], kinds: Sequence[Sequence[Sequence[Op]]]) -> Segment:
-    """Layers of these kinds on one rank as one segment."""
-    segment = NO_WORK
-    for kind, rows in groupby(pattern):
-        one, count = segment_of(kinds[kind][0]), len(list(rows))
-        assert one.floor_s is not None
-        floor_s = one.floor_s + (count - 1) * np.maximum(one.device_s, one.host_s)
-        segment = segment.then(Segment(count * one.device_s, floor_s, count * one.host_s))
-    return segment

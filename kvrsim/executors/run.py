@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
@@ -62,12 +63,15 @@ class Runner:
         last_only: bool = False,
         enough_s: float = math.inf,
         program: Callable[[], Program] | None = None,
+        stage_layers: npt.NDArray[np.int64] | None = None,
     ) -> Array:
         """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
         chunks: tokens, shape (ranks or pieces, B). last_only: the last rank alone may be returned, whose time is TTFT.
         enough_s: partitions whose TTFT is above it may get a lower bound of it that is above it, too.
         program: gives the program of the chunks where it is built already.
+        stage_layers: of a pipeline without context ranks, layers of the stages of each partition, shape (stages, B);
+            None: those of the strategy.
         """
         if chunks.shape[1] >= _MANY:
             _keep_freed_memory()
@@ -77,11 +81,23 @@ class Runner:
             from kvrsim.executors.pipeline import run_pipeline  # only where there are stages
 
             cost = self.cost or self.scenario.cost
-            finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost)
+            finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost, stage_layers)
             if finish_s is not None:
                 return finish_s
+            if stage_layers is not None:
+                return self._by_layout(chunks, stage_layers)
         built = program() if program else build_program(self.scenario, self.strategy, list(chunks), self.cost)
         return run_program(built, self.cluster, draw)
+
+    def _by_layout(self, chunks: Array, stage_layers: npt.NDArray[np.int64]) -> Array:
+        """By the programs of each layout of the stages."""
+        finish_s = np.empty((self.cluster.num_gpus, chunks.shape[1]))
+        for layout in set(zip(*stage_layers.tolist(), strict=True)):
+            rows = (stage_layers == np.array(layout)[:, None]).all(axis=0)
+            strategy = replace(self.strategy, stage_layers=layout)
+            runner = Runner(self.scenario, strategy, cost=self.cost, cluster=self.cluster)
+            finish_s[:, rows] = runner.finish_s(chunks[:, rows])
+        return finish_s
 
     def _chain_finish_s(self, chain: Chain, chunks: Array, last_only: bool, enough_s: float) -> Array:
         """By the recurrence of chains; by the program where a host delays its device for long, which adds time."""

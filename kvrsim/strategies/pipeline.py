@@ -148,7 +148,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
         }
         blocks.append(tuple(of_pattern[patterns[stage], rank] for stage, rank in ranks))
         blocks.append(tuple(way_out(number, *at) for at in ranks))
-    return Program(
+    even = Program(
         strategy=strategy.name,
         prologue=(prologue,) * len(ranks),
         layers=tuple(blocks),
@@ -156,6 +156,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
         epilogue=(*((),) * (len(ranks) - 1), epilogue),
         layer_numbers=tuple((None, layers[stage][0], None) * len(pieces) for stage, _ in ranks),
     )
+    return even.slowed([scenario.cluster.slowness(rank) for rank in range(len(ranks))])
 
 
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,19 +45,23 @@ class Evaluator:
         """Whether nothing is left of the allowance."""
         return self.allowance is not None and self.allowance.left_s <= 0
 
-    def ttft_s(self, chunks: Array, enough_s: float = math.inf) -> Array:
+    def ttft_s(
+        self, chunks: Array, enough_s: float = math.inf, stage_layers: npt.NDArray[np.int64] | None = None
+    ) -> Array:
         """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,).
 
-        enough_s: rows above it may get a lower bound that is above it, too.
+        enough_s: rows above it may get a lower bound that is above it, too. stage_layers: see Runner.finish_s.
         """
         if self.is_spent and len(chunks) > 1:
             return np.full(len(chunks), np.inf)
         if self.allowance is not None:
             self.allowance.left_s -= self.allowance.each_s * len(chunks)
         runner = Runner(self.scenario, self.strategy)
-        parts = []
+        parts, first = list[Array](), 0
         for block in runner.blocks(chunks):
-            parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s)[-1])
+            layers = None if stage_layers is None else stage_layers[:, first : first + block.shape[1]]
+            parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s, stage_layers=layers)[-1])
+            first += block.shape[1]
             self.evaluations += len(parts[-1])
             self.best_s = min(self.best_s, float(parts[-1].min()))
             self.report()
@@ -212,7 +216,8 @@ def minimise(
     *,
     rounds: int,
     halve_from: int | None = None,
-    thin: Callable[[Boundaries], Boundaries] = lambda rows: rows,
+    directions: Boundaries | None = None,
+    also: Boundaries | None = None,
 ) -> tuple[Row, float]:
     """Improve boundaries of shape (num_ranks - 1,) by moves that are multiples of the stride; also returns their TTFT.
 
@@ -221,21 +226,23 @@ def minimise(
     maximum and has edges that no group follows. It ends where nothing has helped for a few rounds.
 
     halve_from: for evaluations that take long: the first step, of which a round tries only one; it is halved when it no
-    longer helps, down to the stride. thin: selects those of a round's candidates that are tried.
+    longer helps, down to the stride. directions: moves of a step instead of the groups; also: moves of every round.
     """
     best, best_s = start, float(evaluate(start[None])[0])
-    directions = np.concatenate([groups(len(start)), -groups(len(start))])
+    if directions is None:
+        directions = np.concatenate([groups(len(start)), -groups(len(start))])
+    always = np.zeros((0, len(start)), dtype=np.int64) if also is None else also
     most = max(stride, num_tokens // (len(start) + 1) // 2)
     steps = [stride << power for power in range(64) if stride << power <= most]
     step, idle = halve_from, 0
     for round_ in range(rounds):
         moves = [] if idle and step is None else [length * directions for length in ([step] if step else steps)]
-        candidates = best + np.concatenate([np.zeros((0, len(start)), dtype=np.int64), *moves])
-        candidates = thin(candidates[valid(candidates, num_tokens)])
+        candidates = best + np.concatenate([always, *moves])
+        candidates = candidates[valid(candidates, num_tokens)]
         if step is None:
             together = best + _moves_together(len(start), len(steps), stride, round_)
             candidates = np.concatenate([candidates, distinct(together, stride, num_tokens)])
-        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
+        moved, moved_s = best_of(candidates, best, best_s, num_tokens, evaluate)
         if moved_s < best_s * (1.0 - _BETTER):
             best, best_s, idle = moved, moved_s, 0
         elif step is not None and step > stride:
@@ -266,7 +273,7 @@ def first_step(num_tokens: int, share: int, stride: int) -> int:
     return step
 
 
-def _best_of(
+def best_of(
     candidates: Boundaries, center: Row, center_s: float, num_tokens: int, evaluate: Evaluate
 ) -> tuple[Row, float]:
     """The best candidate, or the best sum of the moves that gained on their own."""

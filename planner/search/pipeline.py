@@ -4,9 +4,7 @@ With stages alike, TTFT is the work of all pieces on one stage and that of the l
 pieces of equal time are the best for their number; later ones are shorter, since they see more keys. What is
 left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
 
-Seconds of pieces of the context in layers, and of a whole pipeline with any stages: what seeds and layouts rest on.
-
-The flow here leaves the host's clock out but for a layer's own launches; the executors have the last word.
+`PieceWork` leaves the host's clock out but for a layer's own launches: seeds rest on it, the executors judge.
 """
 
 from __future__ import annotations
@@ -17,9 +15,10 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrsim.arguments import OnProgress
-from kvrsim.ends import embedding, step
+from kvrsim.ends import step
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
@@ -34,13 +33,15 @@ from planner.search.minimise import (
     Boundaries,
     Evaluator,
     Row,
-    chunk_lens,
+    best_of,
     chunks_between,
+    distinct,
     first_step,
     groups,
     minimise,
     rounded,
-    valid,
+    to_grid,
+    unique_rows,
 )
 from planner.search.search import SearchResult
 
@@ -81,38 +82,6 @@ class PieceWork:
         return np.asarray(self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths)
 
 
-class Flow:
-    """TTFT of given pieces with any layers on the stages, many layouts at once."""
-
-    def __init__(self, work: PieceWork, lengths: Array) -> None:
-        scenario, starts = work.scenario, work.starts(lengths)
-        layers_s = work.kinds_s(lengths, starts)[work.kinds]
-        self._before_s = np.concatenate([np.zeros((1, len(lengths))), np.cumsum(layers_s, axis=0)])
-        self._step_s = work.step_s(lengths, starts)
-        self._embedding_s = _held_s(embedding(scenario, lengths, scenario.cost), lengths)
-        nbytes = work.costs[0].activation_bytes(lengths)
-        paths = [scenario.cluster.path(rank, rank + 1) for rank in range(work.num_stages - 1)]
-        self._sent_s = np.array([path.busy_s(nbytes) + path.latency_s for path in paths])
-
-    @property
-    def layers_s(self) -> Array:
-        """Seconds of all pieces in the layers before each layer, and in all; shape (layers + 1,)."""
-        return np.asarray(self._before_s.sum(axis=1))
-
-    def seconds(self, boundaries: Row) -> Array:
-        """When the last stage has finished the last piece; boundaries: first layers of stages 1, 2, ..., (B, S - 1)."""
-        rows, last = len(boundaries), len(self._before_s) - 1
-        edges = np.concatenate([np.zeros((rows, 1), dtype=np.int64), boundaries, np.full((rows, 1), last)], axis=1)
-        stages_s = np.diff(self._before_s[edges], axis=1) + self._step_s  # (B, stages, pieces)
-        stages_s[:, 0] += self._embedding_s
-        done = np.zeros(stages_s.shape[:1] + stages_s.shape[2:])
-        for stage in range(stages_s.shape[1]):
-            there = done if stage == 0 else done + self._sent_s[stage - 1]
-            alone = np.cumsum(stages_s[:, stage], axis=1)  # the latest piece that the stage waited for, and all since
-            done = alone + np.maximum.accumulate(there - (alone - stages_s[:, stage]), axis=1)
-        return np.asarray(done[:, -1])
-
-
 def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
     """Device seconds of operations one after another."""
     parts = (
@@ -124,12 +93,15 @@ def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
 PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
 MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
 _EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
-_TRIED, _REFINED = 8, 3  # numbers of pieces that are simulated; and that are refined
-_TIMES, _ROUNDS = 4, 24  # of refinement with other layers or one piece more or less; and rounds of each
+_REFINED, _POLISHED, _MANY = 6, 3, 72  # seeds that are refined; and polished; and ends that are many
+_SLOW = 1.3  # how much slower than the best of all the best of a number of pieces is where seeds end
+_TIMES, _ROUNDS = 4, 48  # of refinement with other layers or one piece more or less; and rounds of each
 _MOST_MOVES, _LEAST_MOVES, _MOST_CELLS = 192, 48, 4096  # of a round; and moves times pieces
-_BALANCING, _LAYOUT_ROUNDS = 24, 40
-_MOST_GAIN = 0.03  # of TTFT, that moves are taken to gain over the best pieces of equal time; 0.015 was the most seen
-_WORTH = 1e-4  # of TTFT, that other layers on the stages must gain
+_BALANCING = 24
+_PAIRS, _RANDOM, _IDLE = 256, 64, 8  # candidates of a round of each kind; and rounds without a gain, at most
+_BETTER, _NEAR = 1e-5, 1.01  # of TTFT, that they must gain; of the best, within which another number is improved
+_MOST_GAIN = 0.05  # of TTFT, that moves are taken to gain over the best seed
+_WORTH = 1e-4  # of TTFT, that another descent must gain
 
 
 def search_pipeline(
@@ -153,11 +125,18 @@ def search_pipeline(
     if not step >= 1:
         raise InputError("stride", step, "a whole number of at least 1")
     least = max(step, least_piece or step)
-    run = _Search(scenario, strategy, min(step, tokens), min(least, tokens), on_progress, allowance)
-    ends, ttft_s = run.run(None if pieces is None else np.array(pieces.boundaries[1:-1], dtype=np.int64))
-    report = SearchReport(method=run.method, evaluations=run.evaluations, seconds=time.perf_counter() - begin_s)
-    partition = Partition(chunk_lens=chunk_lens(tuple(ends), tokens))
-    return SearchResult(strategy=run.strategy, partition=partition, ttft_s=ttft_s, report=report)
+    strategy = replace(strategy, stage_layers=even_layers(scenario.share.num_hidden_layers, scenario.cluster.num_gpus))
+    if pieces is None:
+        run, given = _Search(scenario, strategy, min(step, tokens), min(least, tokens)), None
+    else:
+        run, given = _Search(scenario, strategy, 1, 1), np.array(pieces.boundaries[1:-1], dtype=np.int64)
+    run.evaluator.on_progress, run.evaluator.allowance = on_progress, allowance
+    row, ttft_s = run.run(given)
+    lengths, layers = (tuple(map(int, one[0])) for one in run.partitions(row[None]))
+    evaluations = run.evaluator.evaluations
+    report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
+    strategy, partition = replace(strategy, stage_layers=layers), Partition(chunk_lens=lengths)
+    return SearchResult(strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
 
 
 def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
@@ -220,88 +199,79 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
 
 
 class _Search:
-    def __init__(
-        self,
-        scenario: Scenario,
-        strategy: Strategy,
-        stride: int,
-        least: int,
-        on_progress: OnProgress | None = None,
-        allowance: Allowance | None = None,
-    ) -> None:
-        self.scenario, self.stride, self.least = scenario, stride, least
-        self.on_progress, self.allowance = on_progress, allowance
+    """A search over ends of pieces and of stages together, as rows that rise.
+
+    A row has the ends of all pieces but the last, in strides; the end of the context; and behind it the ends of all
+    stages but the last, in layers.
+    """
+
+    def __init__(self, scenario: Scenario, strategy: Strategy, stride: int, least: int) -> None:
+        self.scenario, self.strategy, self.stride, self.least = scenario, strategy, stride, least
         self.tokens, self.num_stages = scenario.request.new_tokens, scenario.cluster.num_gpus
         self.work = PieceWork(scenario, strategy)
-        self.strategy = replace(strategy, stage_layers=even_layers(len(self.work.kinds), self.num_stages))
-        self.evaluations, self.method = 0, "pipeline"
+        self.num_layers, self.end = len(self.work.kinds), -(-self.tokens // stride)
+        self.evaluator, self.rng, self.method = Evaluator(scenario, strategy), np.random.default_rng(0), "pipeline"
 
     def run(self, given: Row | None) -> tuple[Row, float]:
-        """Ends of all pieces but the last, and TTFT."""
+        """The best row and its TTFT; of the given ends of pieces, with the best layers."""
         if given is not None:
-            return given, self._with_layers(given, float(self._evaluate(given[None])[0]))
+            rows = self._on_stages(given)
+            best = rows[int(self.evaluate(rows).argmin())]
+            return self._refined(best, moves_pieces=False)
         if self.scenario.cluster.shares_bandwidth:
-            return self._on_a_bus()
-        seeds = self._seeds()[:_REFINED]
-        best_s, best, best_strategy = seeds[0]
-        if self.allowance is not None and best_s * (1 - _MOST_GAIN) > self.allowance.to_beat_s:
-            self.method, seeds = "rough", []
-        for ttft_s, seed, strategy in seeds:
-            self.strategy = strategy
-            ends, ends_s = seed, ttft_s
-            for _ in range(_TIMES):
-                before_s = ends_s
-                ends, ends_s = self._refined(ends, ends_s)
-                ends_s = self._with_layers(ends, ends_s)
-                ends, ends_s = self._one_more_or_less(ends, ends_s)
-                if ends_s >= before_s * (1 - _WORTH):
-                    break
-            if ends_s < best_s:
-                best, best_s, best_strategy = ends, ends_s, self.strategy
-        self.strategy = best_strategy
-        return best, best_s
+            return self._descended(*self._polished(*self._refined(self._on_own_links())))
+        seeds, allowance = self._seeds(), self.evaluator.allowance
+        if allowance is not None and seeds[0][1] * (1 - _MOST_GAIN) > allowance.to_beat_s:
+            self.method = "rough"
+            return seeds[0]
+        refined = sorted((self._refined(row) for row, _ in seeds), key=lambda one: one[1])
+        return self._descended(*min((self._polished(*one) for one in refined[:_POLISHED]), key=lambda one: one[1]))
 
-    def _on_a_bus(self) -> tuple[Row, float]:
-        """The best for links of all of the bus and of a flow's least share, which takes little time; then refined."""
-        bandwidth_bytes_per_s = self.scenario.cluster.link.bandwidth_bytes_per_s
-        runs: list[tuple[float, int, Row, Strategy]] = []
+    def _descended(self, row: Row, ttft_s: float) -> tuple[Row, float]:
+        """A piece more or less, as long as TTFT falls; of many pieces one matters little."""
+        for _ in range(_TIMES if len(row) < _MANY else 0):
+            others = [self._refined(one) for one in self._one_more_or_less(row)]
+            best, best_s = min(others, key=lambda one: one[1], default=(row, ttft_s))
+            if best_s < _NEAR * ttft_s:
+                best, best_s = self._polished(best, best_s)
+            if best_s >= ttft_s * (1 - _WORTH):
+                break
+            row, ttft_s = best, best_s
+        return row, ttft_s
+
+    def _on_own_links(self) -> Row:
+        """The best for links of all of a bus or of a flow's least share, which takes little time."""
+        rows = []
         for flows in sorted({1, self.num_stages - 1}):
-            own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
+            own = self.scenario.with_own_links(self.scenario.cluster.link.bandwidth_bytes_per_s / flows)
             run = _Search(own, self.strategy, self.stride, self.least)
-            ends, _ = run.run(None)
-            self.strategy, self.evaluations = run.strategy, self.evaluations + run.evaluations
-            runs.append((float(self._evaluate(ends[None])[0]), len(runs), ends, run.strategy))
-        ttft_s, _, best, self.strategy = min(runs, key=lambda one: one[:2])
-        before_s = math.inf
-        while ttft_s < before_s * (1 - _WORTH):
-            before_s = ttft_s
-            best, ttft_s = self._refined(best, ttft_s)
-            best, ttft_s = self._one_more_or_less(best, self._with_layers(best, ttft_s))
-        return best, ttft_s
+            rows.append(run.run(None)[0])
+            self.evaluator.evaluations += run.evaluator.evaluations
+        return min(rows, key=lambda row: float(self.evaluate(row[None])[0]))
 
-    # -- pieces
-    def _seeds(self) -> list[tuple[float, Row, Strategy]]:
-        """Pieces of equal time, and even ones, of the numbers that their flow finds best; each on its best stages."""
-        scored: list[tuple[float, int, Row]] = []
-        numbers = self._numbers()
-        rows = [row for equal in self._equal_times(numbers) for row in (equal, self._even(len(equal)))]
-        for row in rows:
-            seed = rounded(row, self.stride, self.tokens)
-            lengths = chunks_between(seed, self.tokens).astype(float)
-            if len(seed) and lengths.min() < self.least:
-                continue
-            flow = Flow(self.work, lengths)
-            scored.append((float(flow.seconds(self._equal_stages(flow)).min()), len(scored), seed))
-        simulated = []
-        even = self.strategy
-        for _, number, seed in sorted(scored)[:_TRIED]:
-            self.strategy = even
-            ttft_s = self._with_layers(seed, float(self._evaluate(seed[None])[0]))
-            simulated.append((ttft_s, number, seed, self.strategy))
-        return [(ttft_s, seed, strategy) for ttft_s, _, seed, strategy in sorted(simulated, key=lambda one: one[:2])]
+    def _seeds(self) -> list[tuple[Row, float]]:
+        """Pieces of equal time, and even ones, on even stages and on stages of equal time: the fastest."""
+        numbers, scored = self._numbers(), list[tuple[Row, float]]()
+        for number, equal in zip(numbers, self._equal_times(numbers), strict=True):
+            ends = [rounded(one, self.stride, self.tokens) for one in (equal, np.full(number, self.tokens / number))]
+            rows = np.concatenate([self._on_stages(one // self.stride) for one in ends])
+            times_s = self.evaluate(rows)
+            scored.append((rows[int(times_s.argmin())], float(times_s.min())))
+            if scored[-1][1] > _SLOW * min(ttft_s for _, ttft_s in scored):
+                break  # more pieces take longer still
+        return sorted(scored, key=lambda one: one[1])[:_REFINED]
 
-    def _even(self, number: int) -> Array:
-        return np.full(number, self.tokens / number)
+    def _on_stages(self, ends: Row) -> Boundaries:
+        """Rows with these ends of pieces, on even stages and on stages of equal time."""
+        lengths = chunks_between(self.stride * ends, self.tokens).astype(float)
+        layers_s = self.work.kinds_s(lengths, self.work.starts(lengths)).sum(axis=1)[self.work.kinds]
+        speeds = np.cumsum([1 / self.scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
+        shares = (np.cumsum(layers_s) / layers_s.sum())[:, None]
+        equal = 1 + np.abs(shares - (speeds / speeds[-1])[:-1]).argmin(axis=0)
+        even = np.cumsum(even_layers(self.num_layers, self.num_stages))[:-1]
+        layouts = [even, distinct(equal, 1, self.num_layers)]
+        rows = [np.concatenate([ends, [self.end], self.end + layout]) for layout in layouts]
+        return unique_rows(np.array(rows, dtype=np.int64))
 
     def _numbers(self) -> list[int]:
         """Numbers of pieces: all small ones, then ever fewer of the large ones."""
@@ -332,76 +302,94 @@ class _Search:
             lengths = floor + above * ((self.tokens - number * floor) / np.maximum(of_all(above), 1e-9))
         return np.split(lengths, firsts[1:])
 
-    def _refined(self, seed: Row, ttft_s: float) -> tuple[Row, float]:
-        """Ends of pieces moved, alone and in groups, as long as TTFT falls."""
-        if not len(seed):
-            return seed, ttft_s
-        step = first_step(self.tokens, 8 * (len(seed) + 1), self.stride)
-        return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=_ROUNDS, halve_from=step, thin=_thinned)
+    def _refined(self, row: Row, *, moves_pieces: bool = True) -> tuple[Row, float]:
+        """Ends of pieces and of stages moved, alone and in groups, as long as TTFT falls."""
+        number = len(row) - self.num_stages  # of ends of pieces
+        pieces = np.pad(groups(number if moves_pieces else 0), ((0, 0), (0, len(row) - number * moves_pieces)))
+        ends = [step * np.eye(self.num_stages - 1, dtype=np.int64) for step in (2, 4, 8, 16)]
+        stages = np.pad(np.concatenate([groups(self.num_stages - 1), *ends]), ((0, 0), (number + 1, 0)))
+        return minimise(
+            row,
+            self.end + self.num_layers,
+            1,
+            self.evaluate,
+            rounds=_ROUNDS,
+            halve_from=first_step(self.end, 8 * (number + 1), 1),
+            directions=_thinned(np.concatenate([pieces, -pieces])),
+            also=np.concatenate([stages, -stages]),
+        )
 
-    def _one_more_or_less(self, ends: Row, ttft_s: float) -> tuple[Row, float]:
-        """Two neighbours as one piece, or a piece as two, where that is faster."""
-        edges = np.concatenate([[0], ends, [self.tokens]])
-        middles = (edges[:-1] + edges[1:]) // 2 // self.stride * self.stride
+    def _polished(self, row: Row, ttft_s: float) -> tuple[Row, float]:
+        """A stride moved from any piece to any other, and random exchanges, as long as that helps now and then."""
+        number, idle = len(row) - self.num_stages + 1, 0
+        pairs = np.stack(np.nonzero(~np.eye(number, dtype=bool)), axis=1)
+        most = int(np.clip(_PAIRS * 32 // number, _RANDOM, _PAIRS))
+        while idle < min(_IDLE, 2 + len(pairs) // most) and len(row) > 1:
+            lengths = np.diff(row, prepend=0, append=self.end + self.num_layers)
+            pieces, layers = lengths[:number], lengths[number:]
+            src, dst = pairs[self.rng.permutation(len(pairs))[:most]].T
+            moved = np.repeat(lengths[None], len(src), axis=0)
+            moved[np.arange(len(src)), src] -= 1
+            moved[np.arange(len(src)), dst] += 1
+            rows = np.cumsum(moved[moved.min(axis=1) > 0], axis=1)[:, :-1]
+            best, best_s = best_of(rows, row, ttft_s, self.end + self.num_layers, self.evaluate)
+            exchanged = np.concatenate([self._exchanged(pieces), self._exchanged(layers)], axis=1)
+            rows = np.cumsum(exchanged, axis=1)[:, :-1]
+            seconds = self.evaluate(rows, best_s)
+            if seconds.min() < best_s:
+                best, best_s = rows[int(seconds.argmin())], float(seconds.min())
+            idle = 0 if best_s < ttft_s * (1 - _BETTER) else idle + 1
+            if best_s <= ttft_s:
+                row, ttft_s = best, best_s
+        return row, ttft_s
+
+    def _exchanged(self, lengths: Row) -> Boundaries:
+        """The lengths with some of one moved to another, twice, or less often; shape (_RANDOM, lengths)."""
+        rows, index = np.repeat(lengths[None], _RANDOM, axis=0), np.arange(_RANDOM)
+        for _ in range(2):
+            src, dst = self.rng.integers(len(lengths), size=(2, _RANDOM))
+            moved = np.minimum(rows[index, src] - 1, rows[index, src] ** self.rng.random(_RANDOM)).astype(np.int64)
+            moved[self.rng.random(_RANDOM) < 0.5] = 0
+            rows[index, src] -= moved
+            rows[index, dst] += moved
+        return rows
+
+    def _one_more_or_less(self, row: Row) -> list[Row]:
+        """The best with a piece less, and with one more: joined or divided, or with the others longer or shorter."""
+        ends, others = np.split(row, [-self.num_stages])
+        edges = np.concatenate([[0], ends, [self.end]])
+        pieces, middles = np.diff(edges), (edges[:-1] + edges[1:]) // 2
+        index = range(len(pieces))
+        fewer = [np.delete(ends, at) for at in range(len(ends))]
+        fewer += [self._scaled(np.delete(pieces, at)) for at in index if len(ends)]
         more = [np.sort(np.append(ends, middle)) for middle in middles if middle not in edges]
-        for rows in (np.array([np.delete(ends, index) for index in range(len(ends))]), np.array(more)):
-            if len(rows):
-                rows = _thinned(rows)
-                seconds = self._evaluate(rows)
-                if seconds.min() < ttft_s:
-                    ends, ttft_s = rows[int(seconds.argmin())], float(seconds.min())
-        return ends, ttft_s
+        more += [self._scaled(np.insert(pieces, at, pieces[at])) for at in index if len(pieces) < self.end]
+        best = []
+        for changed in filter(None, (fewer, more)):
+            rows = _thinned(np.array([np.concatenate([one, others]) for one in changed]))
+            seconds = self.evaluate(rows)
+            if math.isfinite(seconds.min()):
+                best.append(rows[int(seconds.argmin())])
+        return best
 
-    def _evaluate(self, boundaries: Boundaries, enough_s: float = math.inf) -> Array:
+    def _scaled(self, lengths: Row) -> Row:
+        """Ends of pieces in these proportions."""
+        return to_grid(np.cumsum(lengths)[:-1] * (self.end / lengths.sum()), 1, self.end)
+
+    def partitions(self, rows: Boundaries) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens of the pieces and layers of the stages, shapes (B, pieces) and (B, stages)."""
+        number = rows.shape[1] - self.num_stages
+        pieces = chunks_between(self.stride * rows[:, :number], self.tokens)
+        return pieces, chunks_between(rows[:, number + 1 :] - self.end, self.num_layers)
+
+    def evaluate(self, rows: Boundaries, enough_s: float = math.inf) -> Array:
         """TTFT of each row; infinite where a piece is shorter than the least."""
-        chunks = chunks_between(boundaries, self.tokens)
-        allowed = (chunks >= min(self.least, self.tokens // chunks.shape[1])).all(axis=1)
-        ttft_s = np.full(len(chunks), np.inf)
+        pieces, layers = self.partitions(rows)
+        allowed = (pieces >= min(self.least, self.tokens // pieces.shape[1])).all(axis=1)
+        ttft_s = np.full(len(rows), np.inf)
         if allowed.any():
-            evaluator = Evaluator(self.scenario, self.strategy, self.on_progress, evaluations=self.evaluations)
-            evaluator.allowance = self.allowance
-            ttft_s[allowed] = evaluator.ttft_s(chunks[allowed].astype(float), enough_s)
-            self.evaluations = evaluator.evaluations
+            ttft_s[allowed] = self.evaluator.ttft_s(pieces[allowed].astype(float), enough_s, layers[allowed].T)
         return ttft_s
-
-    # -- layers
-    def _with_layers(self, pieces: Row, ttft_s: float) -> float:
-        """The layers that suit these pieces best, if they gain enough; TTFT with them."""
-        if self.num_stages == 1:
-            return ttft_s
-        before = self.strategy
-        self.strategy = replace(before, stage_layers=self._layout(pieces))
-        if self.strategy != before and (found_s := float(self._evaluate(pieces[None])[0])) < ttft_s * (1 - _WORTH):
-            return found_s
-        self.strategy = before
-        return ttft_s
-
-    def _equal_stages(self, flow: Flow) -> Boundaries:
-        """First layers of stages 1, 2, ...: those now, and those that make the stages about equally long."""
-        assert self.strategy.stage_layers is not None
-        shares = flow.layers_s / flow.layers_s[-1]
-        equal = [np.abs(shares - stage / self.num_stages).argmin() for stage in range(1, self.num_stages)]
-        rows = np.array([np.cumsum(self.strategy.stage_layers)[:-1], equal], dtype=np.int64)
-        return np.asarray(rows[valid(rows, len(self.work.kinds))])
-
-    def _layout(self, pieces: Row) -> tuple[int, ...]:
-        """Layers of each stage: those now or those of equal time, then ends of stages moved alone and in groups."""
-        num_layers = len(self.work.kinds)
-        flow = Flow(self.work, chunks_between(pieces, self.tokens).astype(float))
-        rows = self._equal_stages(flow)
-        best, best_s = rows[0], float("inf")
-        moves = groups(self.num_stages - 1)
-        moves = np.concatenate([moves, -moves])
-        for _ in range(_LAYOUT_ROUNDS):
-            seconds = flow.seconds(rows)
-            if seconds.min() >= best_s:
-                break
-            best, best_s = rows[int(seconds.argmin())], float(seconds.min())
-            rows = best + moves
-            rows = rows[valid(rows, num_layers)]
-            if not len(rows):
-                break
-        return chunk_lens(tuple(best), num_layers)
 
 
 def _thinned(rows: Boundaries) -> Boundaries:
