@@ -27,7 +27,6 @@ from planner.search.search import SearchResult, search
 KVR, SEARCHED = STRATEGIES["kvr-s"], STRATEGIES["pp-s"]
 _ELSEWHERE = 100_000  # the first number of a setting that is no bus
 _FRESH = 300_000  # and of one by which nothing of the search was chosen
-VERBOSE = False
 _TELL = 0.001  # gains above this are printed
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")
 
@@ -236,8 +235,6 @@ def descended_pipeline(scenario: Scenario, found: SearchResult, rng: np.random.G
         times_s = Evaluator(scenario, strategy).ttft_s(lens.astype(float))
         if times_s.min() < best_s:
             pieces, layers, best_s = rows[times_s.argmin()], other, float(times_s.min())
-            if VERBOSE:
-                print(number, best_s / found.ttft_s - 1, tuple(pieces), tuple(layers))
     return best_s
 
 
