@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import pandas
 
 LEAST_SAMPLES = 3  # of each candidate, below which there is no spread to judge by
-_SIGNIFICANT = 2.0  # standard errors, above which a difference of two medians is significant
 _ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of sums in another order, over the largest logit
 
 
@@ -133,8 +132,8 @@ class Confirmation(Answer):
 
     @property
     def regret_beyond_spread(self) -> bool:
-        """Whether the regret is significant."""
-        return self.regret > _SIGNIFICANT * self.regret_spread
+        """Whether the regret is significant: the choice and the fastest candidate are one of the `significant_pairs`."""
+        return self.best.differs_from(self.choice)
 
     @property
     def significant_pairs(self) -> list[tuple[MeasuredCandidate, MeasuredCandidate]]:

@@ -339,6 +339,13 @@ def own_machine() -> Any:
     return fit_own(rows)
 
 
+def test_noise_of_the_own_machine_widens_the_interval_and_is_noted(own_machine: Any) -> None:
+    """A busy machine still gets a profile."""
+    profile, _ = fit_own([*small.other_rows(), *noisy(small.calls(SDPA, "sdpa")), *small.link_rows()])
+    assert "Attention: the fit is off by" in profile.not_covered
+    assert profile.operations["attention"].log_sd > 1 > own_machine[0].operations["attention"].log_sd
+
+
 def test_element_wise_rates_and_copies_come_back(own_machine: Any) -> None:
     profile: CalibrationProfile = own_machine[0]
     rates = profile.kernels.elementwise
