@@ -416,7 +416,7 @@ class _OperationFits:
         return rows
 
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
-        """The rates of a fit; InputError where it is far from rows that others measured, a note for this machine's own."""
+        """The rates of a fit. Far from its rows: a note if this machine measured them, else InputError."""
         self._check_error(kind, fitted)
         if kind in self.fitted:
             self.more_lines.setdefault(kind, []).extend(self.fitted[kind].lines())

@@ -132,7 +132,7 @@ class Confirmation(Answer):
 
     @property
     def regret_beyond_spread(self) -> bool:
-        """Whether the regret is significant: the choice and the fastest candidate are one of the `significant_pairs`."""
+        """Whether the choice and the fastest candidate are one of the `significant_pairs`."""
         return self.best.differs_from(self.choice)
 
     @property
