@@ -12,8 +12,8 @@ from typing import Literal
 from kvrsim.errors import InputError, KvrsimError
 
 # The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
-FaultKind = Literal["died", "memory", "mismatch", "input", "error", "stopped", "silent", "link"]
-_KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "stopped", "silent", "link")
+FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]
+_KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "silent", "link")
 
 # Messages of gloo, NCCL and torch's stores, and their meaning; the first pattern that matches counts.
 _MEANINGS = (

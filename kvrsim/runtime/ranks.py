@@ -42,8 +42,6 @@ Pipe = Any  # multiprocessing.connection.Connection, whose type differs between 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
 _GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
 _JOIN_S = 2.0  # for a process to end by itself
-_LOOK_S = 1.0  # between two looks at processes
-_STOPPED_LOOKS = 30  # in a row, after which a rank that is stopped (as by a debugger) is given up
 _LATE_S = 10.0  # after its time limit, a command that was not cancelled ends the process
 _ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals after which ranks and folder must go
 
@@ -251,11 +249,9 @@ class RankPool:
         answers: dict[int, Any] = {}
         faults: list[Fault] = []
         waiting = {self._pipes[rank]: rank for rank in ranks}
-        stopped = dict.fromkeys(ranks, 0)  # looks in a row at which the rank was stopped
-        looked_s = time.monotonic()
-        end_s = looked_s + timeout_s
+        end_s = time.monotonic() + timeout_s
         while waiting and (left_s := end_s - time.monotonic()) > 0:
-            ready: list[Pipe] = connection.wait(list(waiting), timeout=min(left_s, _LOOK_S))
+            ready: list[Pipe] = connection.wait(list(waiting), timeout=left_s)
             for pipe in ready:
                 kind, answer = self._received(waiting[pipe], pipe)
                 if kind == "progress":
@@ -267,13 +263,6 @@ class RankPool:
                     answers[rank] = answer
                 else:
                     faults += answer
-            if time.monotonic() - looked_s >= _LOOK_S:
-                looked_s = time.monotonic()
-                for rank in list(waiting.values()):
-                    stopped[rank] = stopped[rank] + 1 if _is_stopped(self._processes[rank]) else 0
-                    if stopped[rank] > _STOPPED_LOOKS:
-                        del waiting[self._pipes[rank]]
-                        faults.append(self._fault(rank, "stopped", f"no answer for {_STOPPED_LOOKS * _LOOK_S:g} s"))
             if faults:
                 end_s = min(end_s, time.monotonic() + _GRACE_S)
         late = "no answer" if faults else f"no answer within {timeout_s:g} s"
@@ -294,8 +283,6 @@ class RankPool:
         return kind, answer
 
     def _fault(self, rank: int, kind: FaultKind, message: str) -> Fault:
-        if kind != "died" and _is_stopped(self._processes[rank]):
-            kind, message = "stopped", f"{message}; it is stopped"
         return Fault(rank=rank, kind=kind, message=message, layer=_layer_of(self._layers, rank))
 
 
@@ -409,13 +396,6 @@ def _death(exitcode: int | None, last_line: str) -> str:
     if exitcode is not None and exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}"
     return f"ended without an answer (exit code {exitcode}){f', after saying: {last_line}' if last_line else ''}"
-
-
-def _is_stopped(process: Any) -> bool:
-    """Whether a process is stopped, as by SIGSTOP or a debugger, where the system tells."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
 
 
 def _last_line(path: Path, most: int = 200) -> str:

@@ -17,7 +17,6 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.cli.main import ENDED
 from kvrsim.errors import InputError
-from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.ranks import Launch, launch
 
@@ -114,15 +113,6 @@ def test_ranks_at_work_end_with_their_parent(
     if number == signal.SIGTERM:
         assert started.returncode == 128 + number
         assert started.returncode in ENDED
-
-
-@linux
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_STOPPED_LOOKS", 2)
-    with pytest.raises(RankError, match="rank 1, layer 1: no answer for 2 s; it is stopped") as caught:
-        launch(workers.troubled, "stops", 1, 1, how=Launch(num_ranks=2, timeout_s=600))
-    assert caught.value.cause.rank == 1
 
 
 @linux

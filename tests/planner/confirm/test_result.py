@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
-from kvrsim.cli.commands.confirm import _order as order_text
 from kvrsim.kernels.profile import Gather, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
@@ -90,14 +89,6 @@ def test_pairs_are_orders_or_ties_and_the_exact_prediction_orders_them_all(sampl
     assert len(reverse.wrong_pairs) == len(exact.significant_pairs) == exact.to_dict()["orders"]["right"]
     few = confirmation(*(candidate(str(i), 1.0, s[:2]) for i, s in enumerate(samples)))
     assert few.significant_pairs == []
-
-
-@pytest.mark.parametrize(
-    ("repeats", "words"), [(1, "1 measurement of each show"), (2, "--repeats 3 or more"), (3, "1 of 1 significant")]
-)
-def test_the_order_never_contradicts_the_table(repeats: int, words: str) -> None:
-    found = confirmation(candidate("a", 1.0, (3.4,) * repeats), candidate("b", 2.0, (5.8,) * repeats))
-    assert words in order_text(found)
 
 
 def test_a_machine_of_another_speed_is_named() -> None:
