@@ -28,6 +28,7 @@ from kvrsim.views.page import (
 from kvrsim.views.table import (
     Cell,
     format_interval,
+    format_partition,
     sentences,
     strategies_table,
 )
@@ -151,7 +152,7 @@ def _strategies(plan: Plan) -> Html:
     listed = strategies_table(plan)
     span = span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
     rows = [
-        [_named(plan, one), ", ".join(map(str, one.partition)), *row[2:]]
+        [_named(plan, one), format_partition(one.partition, room=1000), *row[2:]]
         for one, row in zip(plan.strategies, listed.rows, strict=True)
     ]
     for place, column in enumerate(listed.columns):

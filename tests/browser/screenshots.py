@@ -63,7 +63,7 @@ def zoomed(page: Opened) -> None:
     x, y = page.script(
         "const [from, until] = kvTimelineChart.range(); const lane = kvTimelineChart.panels()[1].lanes[8].lane;"
         "let index = kvSpans.at(lane, (from + until) / 2, 1);"
-        "while (!kvTimelineChart.panels()[1].timeline.kinds[lane.kind[index]].name.startsWith('attention')) index += 1;"
+        "while (!kvTimelineChart.panels()[1].timeline.kinds[lane.kind[index]].name.includes('attention')) index += 1;"
         "return kvTimelineChart.pointOf(1, 8, index)"
     )
     page.hover(canvas, x, y)
@@ -115,9 +115,9 @@ def busiest(page: Opened) -> None:
 
 
 PICTURES = {
-    "plan": Picture(command=PLAN, size=(1200, 1010)),
-    "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1160, 770)),
-    "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
+    "plan": Picture(command=PLAN, size=(1200, 940)),
+    "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1160, 700)),
+    "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 700), dark=True),
     "map": Picture(command=MAP, act=pointed, size=(1120, 700)),
     "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
     "capacity": Picture(command=CAPACITY, act=doubled, size=(1200, 790)),
