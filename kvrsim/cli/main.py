@@ -80,7 +80,13 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands with a summary in one line each."""
+    """Commands with a summary in one line each; of those that have `list`, it is the default."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `kvrsim models` and `kvrsim models --json` as `kvrsim models list ...`."""
+        if "list" in self.commands and (not args or args[0] in ("--json", "--format")):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Commands first: what a reader of this help looks for."""

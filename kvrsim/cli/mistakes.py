@@ -15,6 +15,7 @@ _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
 _QUOTED_NAME = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)`")
 _SAME = {"strategy": "strategies", "strategies": "strategy"}  # a command has one of the two
 _LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
+_SIZE = re.compile(r"--(tp|pp|cp|dp)(?:-size)?")  # as engines name the sizes of a deployment
 _MANY_NAMES = re.compile(r"[\w.+@-]+(?:, [\w.+@-]+){11,}")
 # Click says these in its messages alone.
 _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
@@ -85,6 +86,8 @@ def usage_line(error: Any, command: Any) -> str:
     match type(error).__name__:
         case "NoSuchOption" if context is not None:
             options = [*options_of(context.command), "--help"]
+            if (size := _SIZE.fullmatch(error.option_name)) and "--strategies" in options:
+                return f"{error.option_name}: no such option of {full}, accepted: --strategies {size[1]}8 or tp4+pp2"
             meant = nearest(error.option_name, options)
             accepted = ", ".join(options) if meant is None else f"those of {full} --help"
             return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", meant)
