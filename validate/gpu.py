@@ -288,7 +288,6 @@ class Report:
         seconds = time.monotonic() - start_s
         self.done.append((step, finding, seconds))
         print("\n  ".join([f"{finding.status} ({seconds:.0f} s)", *finding.faults]), file=sys.stderr)
-        self.machine.folder.mkdir(parents=True, exist_ok=True)
         content = f"{json.dumps(self.to_dict(), indent=2)}\n".encode()
         write_atomically(self.machine.folder / "report.json", content, argument="output")
         write_page(self.machine.folder / "report.md", self.lines())
@@ -340,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: got {','.join(unknown)!r}, accepted: some of {', '.join(names)}")
     machine = Machine(folder=Path(options.output), num_gpus=num_gpus(), quick=options.quick)
     report = Report(machine=machine, command=f"python -m validate.gpu {' '.join(arguments or sys.argv[1:])}".strip())
+    machine.folder.mkdir(parents=True, exist_ok=True)
     for step in STEPS:
         if step.name in wanted:
             report.run(step)

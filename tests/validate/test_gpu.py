@@ -45,10 +45,10 @@ def test_a_failed_step_is_reported_and_the_next_one_runs(tmp_path: Path, monkeyp
         return Finding(lines=["fine"])
 
     monkeypatch.setattr(gpu, "STEPS", [Step(run=one, must_show="x", otherwise="mend it") for one in (breaks, works)])
-    assert gpu.main(["--output", str(tmp_path)]) == 1
-    report = json.loads((tmp_path / "report.json").read_text())
+    assert gpu.main(["--output", str(tmp_path / "new")]) == 1
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert (report["ok"], report["failed"]) == (False, ["breaks"])
-    page = (tmp_path / "report.md").read_text()
+    page = (tmp_path / "new" / "report.md").read_text()
     assert "What to do: mend it" in page
     assert "broken \\| &lt;b>" in page
     assert "- fine" in page
