@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -116,13 +118,20 @@ def test_the_critical_path_is_what_the_plan_says_limits_it(
     assert seen.script(total) == pytest.approx(plan.first.ttft_s)
 
 
-def test_a_chart_is_saved_as_a_picture(opened: Callable[..., Opened], page: Page) -> None:
+def test_charts_and_tables_are_saved(opened: Callable[..., Opened], page: Page, plan: Plan, tmp_path: Path) -> None:
     seen = opened(page)
-    code = "kv.png(document.querySelector(arguments[0])).then((file) => arguments[1]([file.type, file.size]))"
-    for host in ("#gantt", "#memory"):
-        kind, size = seen.driver.execute_async_script(code, host)
-        assert kind == "image/png"
-        assert size > 10_000
+    seen.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    count = len(seen.script("return [...document.querySelectorAll('section .save')].map((one) => one.click())"))
+    while len(files := [file for file in sorted(tmp_path.iterdir()) if file.suffix in (".png", ".csv")]) < count:
+        time.sleep(0.05)
+    pictures = [file for file in files if file.suffix == ".png"]
+    assert [file.name.split("-")[0] for file in pictures] == ["memory", "timelines"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in pictures)
+    (table,) = tmp_path.glob("strategies*.csv")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert {row["strategy"]: float(row["TTFT (s)"]) for row in rows} == {
+        one.strategy: one.ttft_s for one in plan.strategies
+    }
 
 
 def test_hover_and_keys_say_what_an_operation_is(opened: Callable[..., Opened], page: Page) -> None:

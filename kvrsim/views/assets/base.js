@@ -183,12 +183,12 @@ const kv = (() => {
   function picture(host, name) {
     host.append(button("PNG", `Save as a picture: ${name}`, async () => save(fileName(name, "png"), await png(host))));
   }
-  /* Numbers with a unit become seconds and bytes; what is not one number stays a text. */
+  /* One number with a unit becomes seconds or bytes; other texts stay, without marks. */
   function csv(table) {
     const isNumber = /^[\d.]+ ?(s|ms|us|ns|B|[KMGT]iB|×|%)?$/;
     const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => {
-      const text = cell.textContent.trim();
-      return text !== "" && cell.dataset.value && isNumber.test(text) ? cell.dataset.value : text;
+      const [text, value] = [cell.textContent.trim(), cell.dataset.value];
+      return value && (Number.isNaN(Number(value)) || isNumber.test(text)) ? value : text;
     }));
     const units = [[/ (s|ms|us|ns)$/, " (s)"], [/ ([KMGT]i)?B$/, " (bytes)"]];
     const heads = [...table.tHead.rows[0].cells].map((head, column) => {
@@ -315,7 +315,7 @@ const kv = (() => {
   }
 
   return {
-    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, plain, view, picture, png, csv, inBox, table: tableOf,
+    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, plain, view, picture, csv, inBox, table: tableOf,
     onTheme: (painter) => painters.push(painter),
   };
 })();

@@ -202,11 +202,15 @@ function kvGanttView(host, label) {
     context.fillStyle = card;
     for (const { y, h } of panel.lanes) context.fillRect(left, y - 0.5, plot(), h + 1);
     context.globalAlpha = 1;
+    const colours = panel.timeline.kinds.map((kind) => kv.colour(kind.colour));
+    let before = [-1, -1]; // lane and right end of the last one that was drawn
     for (const { place, index } of marked.hits.get(panel.timeline)) {
       const { lane, y, h } = panel.lanes[place];
-      if (lane.end[index] < from || lane.start[index] > until) continue;
-      context.fillStyle = kv.colour(panel.timeline.kinds[lane.kind[index]].colour);
-      context.fillRect(x(lane.start[index]), y, Math.max(1, x(lane.end[index]) - x(lane.start[index])), h);
+      const [begin, end] = [x(lane.start[index]), x(lane.end[index])];
+      if (end < left || begin > width || (place === before[0] && end < before[1])) continue;
+      context.fillStyle = colours[lane.kind[index]];
+      context.fillRect(begin, y, Math.max(1, end - begin), h);
+      before = [place, begin + 1];
     }
   }
   /* The critical path along the lower edges of its operations. */
@@ -233,15 +237,14 @@ function kvGanttView(host, label) {
   }
   /* From messages to their receivers, where few are shown. */
   function arrows({ timeline, lanes, row }) {
-    const shown = lanes.flatMap(({ lane, y, h }) => {
-      const found = [];
+    const shown = [];
+    for (const { lane, y, h } of row < 10 ? [] : lanes) {
       for (let index = lane.link ? kvSpans.first(lane, from) : lane.count; index < lane.count && lane.start[index] < until; index += 1) {
         const to = lanes.find((one) => !one.lane.link && one.lane.rank === timeline.kinds[lane.kind[index]].peer);
-        if (to) found.push([x(lane.start[index]), y + h / 2, x(lane.end[index]), to.y < y ? to.y + to.h : to.y]);
+        if (to) shown.push([x(lane.start[index]), y + h / 2, x(lane.end[index]), to.y < y ? to.y + to.h : to.y]);
+        if (shown.length > plot() / 12) return;
       }
-      return found;
-    });
-    if (row < 10 || shown.length > plot() / 12) return;
+    }
     context.strokeStyle = context.fillStyle = ink;
     for (const [begin, y, end, to] of shown) {
       const down = Math.sign(to - y);
