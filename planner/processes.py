@@ -74,8 +74,22 @@ class Pool:
             get_reusable_executor().shutdown(wait=True, kill_workers=True)
         self._open.close()
 
-    def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
-        """Results as they come, in any order."""
+    def ordered(
+        self,
+        call: Callable[..., _Result],
+        arguments: Sequence[tuple[Any, ...]],
+        what: str = "calls",
+        on_progress: OnProgress | None = None,
+    ) -> list[_Result]:
+        """Results in the order of the arguments. what: the name of a call's work in reports of progress."""
+        results = list[_Result]()
+        for result in self._results(call, arguments):
+            results.append(result)
+            if on_progress is not None:
+                on_progress(len(results), len(arguments), what)
+        return results
+
+    def _results(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
         if self.is_here or not arguments:
             yield from (call(*each) for each in arguments)
             return
@@ -89,23 +103,7 @@ class Pool:
                     yield from Parallel(n_jobs=self.jobs, batch_size=1)(calls[first : first + _ROUND * self.jobs])
                 return
             jobs = self.jobs if self.dask_address is None else -1
-            yield from Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all")(calls)
-
-    def ordered(
-        self,
-        call: Callable[..., _Result],
-        arguments: Sequence[tuple[Any, ...]],
-        what: str = "calls",
-        on_progress: OnProgress | None = None,
-    ) -> list[_Result]:
-        """Results in the order of the arguments. what: the name of a call's work in reports of progress."""
-        results: dict[int, _Result] = {}
-        work = [(number, call, each) for number, each in enumerate(arguments)]
-        for number, result in self.run(_numbered, work):
-            results[number] = result
-            if on_progress is not None:
-                on_progress(len(results), len(work), what)
-        return [results[number] for number in range(len(work))]
+            yield from Parallel(n_jobs=jobs, return_as="generator", batch_size=1, pre_dispatch="all")(calls)
 
     def _enter_dask(self) -> None:
         from distributed import Client, LocalCluster
@@ -144,10 +142,6 @@ class Pool:
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _numbered(number: int, call: Callable[..., _Result], arguments: tuple[Any, ...]) -> tuple[int, _Result]:
-    return number, call(*arguments)
 
 
 def _version() -> str:

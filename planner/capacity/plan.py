@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvrsim.arguments import OnProgress
+from kvrsim.builder import notes_on
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.errors import InputError
 from kvrsim.notes import without
@@ -113,9 +114,8 @@ def _plan(
         fleets[0] = replace(fleets[0], interval=interval, growth=growth)
     nearest = None if fleets else search.nearest_miss()
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
-    notes = [  # not on the context length of the scenario: a workload has many
-        *without(warnings, "context-range"),
-        *_notes(scenario, workloads[0], max(sizes)),
+    notes = [
+        *dict.fromkeys((*without(warnings, "context-range"), *workloads[0].notes, *notes_on(largest))),
         *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
     ]
     if left_out := policy.left_out(largest):
@@ -217,23 +217,3 @@ def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Seq
             note = f"{len(lengths)} contexts, from {int(lengths.min())} tokens on, do not fit in the memory of"
             notes.setdefault(note, []).append(size)
     return (f"{note} {groups_of(alike)}" for note, alike in notes.items())
-
-
-def _notes(scenario: Scenario, workload: Workload, largest_group: int) -> Iterator[str]:
-    """Notes on the requests: repairs, contexts too long for the model, values outside the calibrated range."""
-    yield from workload.notes
-    trained, longest = scenario.model.max_position_embeddings, int(workload.context_len.max())
-    if trained is not None and longest > trained:
-        yield (
-            f"{int((workload.context_len > trained).sum())} contexts are longer than the {trained} tokens that"
-            f" {scenario.model.name} supports (the longest {longest}); they are simulated anyway"
-        )
-    if scenario.profile is None:
-        return
-    name = scenario.profile_name
-    low, high = scenario.profile.valid.context_len
-    if longest > high:
-        yield f"extrapolated: contexts up to {longest}; profile {name} has {low} to {high}"
-    most = scenario.profile.valid.num_gpus[1]
-    if largest_group > most:
-        yield f"extrapolated: groups of {largest_group} GPUs; profile {name} has up to {most}"

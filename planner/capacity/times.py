@@ -531,13 +531,10 @@ class PackedTimes(ServiceTimes):
         name, packing = self.packing(group)
         new, prefix = workload.new_tokens, workload.cached_prefix
         ttft_s = self.seconds(group, new, prefix)
-        return Service(
-            ttft_s=ttft_s,
+        return replace(
+            Service.plain(ttft_s, _hold_s(transfer, workload, ttft_s, np.full(len(new), group.gpus))),
             busy_s=_per_prompt(packing.costs.least_s, new, prefix),
-            hold_s=_hold_s(transfer, workload, ttft_s, np.full(len(new), group.gpus)),
-            length_class=np.zeros(len(new), dtype=np.int64),
             strategies=(name,),
-            overlap=Overlap.whole(),
             new_tokens=new,
             cached_prefix=prefix,
             packing=packing,

@@ -108,39 +108,29 @@ class _Build:
             for one in strategies
             for row, column in np.ndindex(shape)
         ]
-        rows = iter(self._results(_row, work, "rows"))
-        return tuple(self._times(one, {place: next(rows) for place in np.ndindex(shape)}, points) for one in strategies)
+        rows = list(self._results(_row, work, "rows"))
+        each = np.prod(shape)
+        return tuple(self._times(one, rows[each * index :][:each], points) for index, one in enumerate(strategies))
 
-    def _times(self, strategy: Strategy, rows: dict[tuple[int, ...], _Row], points: Sequence[int]) -> StrategyTimes:
-        batches, prefixes = self.batches, self.prefixes
+    def _times(self, strategy: Strategy, rows: Sequence[_Row], points: Sequence[int]) -> StrategyTimes:
+        """rows: of each batch and each prefix. Ends of intervals over TTFT lie between those of the corners."""
+        from scipy.interpolate import RegularGridInterpolator
+
+        shape = (len(self.batches), len(self.prefixes), len(points))
+        ttft_s, last = np.array([row.ttft_s for row in rows]).reshape(shape), len(self.prefixes) - 1
+        corners = [[rows[first].ends, rows[first + last].ends] for first in (0, len(rows) - 1 - last)]
         sampled = np.log([points[index] for index in _sampled(len(points))])
-
-        def interval(row: int, column: int) -> Array:
-            """Low and high over TTFT at every point, shape (2, points), between those of the corners."""
-            across = 0.0 if len(batches) == 1 else np.log(batches[row]) / np.log(batches[-1])
-            along = prefixes[column] / prefixes[-1]
-            mixed = np.zeros((len(sampled), 2))
-            for corner in product({0, len(batches) - 1}, {0, len(prefixes) - 1}):
-                weight = (across if corner[0] else 1 - across) * (along if corner[1] else 1 - along)
-                mixed += weight * np.log(rows[corner].ends)
-            return np.exp([np.interp(np.log(points), sampled, side) for side in mixed.T])
-
-        def by_place(values: Callable[[int, int], Any]) -> tuple[tuple[Any, ...], ...]:
-            columns = range(len(prefixes))
-            return tuple(tuple(values(row, column) for column in columns) for row in range(len(batches)))
-
-        def ttft_s(factors: Callable[[int, int], Array | float]) -> tuple[tuple[Any, ...], ...]:
-            def rounded(*place: int) -> tuple[float, ...]:
-                return tuple(float(f"{value:.6g}") for value in np.array(rows[place].ttft_s) * factors(*place))
-
-            return by_place(rounded)
-
+        ends = RegularGridInterpolator(((0, 1), (0, 1), sampled), np.log(corners))
+        across = np.log(self.batches) / (np.log(self.batches[-1]) or 1.0)
+        along = np.array(self.prefixes) / self.prefixes[-1]
+        places = np.stack(np.meshgrid(across, along, np.log(points), indexing="ij"), axis=-1)
+        low, high = np.moveaxis(np.exp(ends(places)), -1, 0)
         return StrategyTimes(
             strategy=strategy.name,
-            most_new_tokens=by_place(lambda *place: rows[place].most_new_tokens),
-            ttft_s=ttft_s(lambda *_: 1.0),
-            ttft_low_s=ttft_s(lambda *place: interval(*place)[0]),
-            ttft_high_s=ttft_s(lambda *place: interval(*place)[1]),
+            most_new_tokens=_nested([row.most_new_tokens for row in rows], shape[:2]),
+            ttft_s=_nested(_rounded(ttft_s), shape),
+            ttft_low_s=_nested(_rounded(ttft_s * low), shape),
+            ttft_high_s=_nested(_rounded(ttft_s * high), shape),
         )
 
     def _results(self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], what: str) -> Iterator[_Result]:
@@ -148,6 +138,18 @@ class _Build:
         if self.on_progress is not None:
             self.on_progress(0, len(work), what)
         yield from self.pool.ordered(call, work, what, self.on_progress)
+
+
+def _rounded(seconds: Array) -> list[float]:
+    return [float(f"{value:.6g}") for value in seconds.ravel()]
+
+
+def _nested(values: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+    """Values in tuples of a shape."""
+    if len(shape) == 1:
+        return tuple(values)
+    each = len(values) // shape[0]
+    return tuple(_nested(values[each * index :][:each], shape[1:]) for index in range(shape[0]))
 
 
 # -- in a worker

@@ -185,13 +185,13 @@ class TableSetting:
 
     def differences(self, scenario: Scenario, strategy: str = KVR_S.name) -> list[str]:
         """What the scenario and the strategy have other than the table, in a few words each; empty where all agree."""
-        here, facts = TableSetting.of(scenario, strategy), self._facts()
-        changes = [f"{name} {facts[name]}, not {fact}" for name, fact in here._facts().items() if fact != facts[name]]
+        here, facts = TableSetting.of(scenario, strategy), self.facts()
+        changes = [f"{name} {facts[name]}, not {fact}" for name, fact in here.facts().items() if fact != facts[name]]
         if not changes and self.fingerprint != TableSetting.of(scenario).fingerprint:
             return ["files of the same names with other figures in them, or another version of kvrsim"]
         return changes
 
-    def _facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """All but the fingerprint, in words."""
         content = {one.name.replace("_", " "): str(getattr(self, one.name)) for one in fields(self)[:-1]}
         for name in ("link bandwidth bytes per s", "link latency s"):
@@ -371,15 +371,14 @@ def look_up(
     num_gpus: int,
     context_len: int,
     *,
-    multiple: int | None = None,
     cached_prefix: int | None = None,
 ) -> TableLookup:
     """The partition for a context; at an entry's context, the entry's own.
 
-    multiple: all chunks but the last are multiples of it, in tokens. cached_prefix: overrides the table's.
+    cached_prefix: overrides the table's.
     Beyond the last entry, shares are extrapolated linearly in 1 / context, as the share of attention in a layer's time;
-    below the first entry, its shares are used. Raises InputError for a number of GPUs that is not in the table, a
-    context with fewer new tokens than GPUs, or a multiple that is too large.
+    below the first entry, its shares are used. Raises InputError for a number of GPUs that is not in the table or a
+    context with fewer new tokens than GPUs.
     """
     entries = table.of(num_gpus)
     cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
@@ -400,8 +399,6 @@ def look_up(
         levels = [share * tokens for share in _between(low.levels, high.levels, weight)]
         token_s = _between(low.token_s, high.token_s, _linear_weight(*lengths, context_len))
         partition = to_steps(fractions, levels, token_s, table.steps, tokens, cached)
-    if multiple is not None:
-        partition = to_multiples(partition, multiple)
     return TableLookup(
         num_gpus=num_gpus,
         context_len=context_len,
@@ -484,20 +481,3 @@ def to_steps(
     for rank in range(len(lengths)):  # several ranks may reach a step at the same shift
         lengths[rank] -= max(0, min(sum(lengths) - num_tokens, lengths[rank] - least[rank]))
     return tuple(lengths)
-
-
-def to_multiples(chunk_lens: Sequence[int], multiple: int) -> tuple[int, ...]:
-    """The nearest chunks that are multiples of a number of tokens, all but the last; none is empty."""
-    others, total = len(chunk_lens) - 1, sum(chunk_lens)
-    most = max(1, (total - 1) // max(1, others))
-    if not 1 <= multiple <= most:
-        raise InputError("multiple", multiple, f"a whole number from 1 to {most}")
-    exact = [chunk / multiple for chunk in chunk_lens[:-1]]
-    units = min(round(sum(exact)), (total - 1) // multiple)
-    numbers = [max(1, math.floor(share)) for share in exact]
-    order = sorted(range(others), key=lambda rank: (numbers[rank] - exact[rank], rank))
-    for rank in order[: max(0, units - sum(numbers))]:
-        numbers[rank] += 1
-    while sum(numbers) > units and max(numbers) > 1:
-        numbers[numbers.index(max(numbers))] -= 1
-    return (*(unit * multiple for unit in numbers), total - multiple * sum(numbers))

@@ -1,12 +1,10 @@
-"""Tables, maps, plans under noise and fleets: byte for byte the same, whoever works and in whatever order."""
+"""Tables, maps, plans under noise and fleets: byte for byte the same, whoever works."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -25,13 +23,6 @@ from planner.table.build import make_table
 from planner.uncertainty.noise import Disturbance
 
 REQUESTS = "synthetic:poisson,rate=8,requests=60,context=lognormal:600:0.5,max=1k,cached=20%"
-
-
-class Backwards(Pool):
-    """Gives its results in the opposite order, as a cluster may."""
-
-    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        yield from [call(*each) for each in arguments][::-1]
 
 
 def answers(pool: Pool | None) -> dict[str, str]:
@@ -55,10 +46,6 @@ def in_this_process() -> dict[str, str]:
     return answers(None)
 
 
-def test_no_order_of_results_changes_a_byte() -> None:
-    assert answers(Backwards(jobs=2)) == in_this_process()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("backend", "package"), [("loky", "joblib"), ("dask", "distributed"), ("ray", "ray")])
@@ -70,7 +57,7 @@ def test_no_backend_changes_a_byte(backend: str, package: str) -> None:
 
 def test_progress_counts_up_to_all() -> None:
     reports: list[tuple[float, float | None, str]] = []
-    results = Backwards().ordered(pow, [(2, 3), (3, 2)], "powers", lambda *report: reports.append(report))
+    results = Pool().ordered(pow, [(2, 3), (3, 2)], "powers", lambda *report: reports.append(report))
     assert (results, reports) == ([8, 9], [(1, 2, "powers"), (2, 2, "powers")])
 
 

@@ -13,16 +13,15 @@ from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, tak
 from kvrsim.cli.output import print_answer, print_json, warn
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Hint, Part, facts, headline, round_up_percent, show
-from kvrsim.units import format_bandwidth, format_seconds, format_tokens
+from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.table import Text, columns, format_partition, narrowing
 
 if TYPE_CHECKING:
-    from planner.table.table import PartitionTable, TableLookup, TableSetting
+    from planner.table.table import PartitionTable, TableLookup
 
 app = typer.Typer()
 FILE = argument("TABLE", "A file that kvrsim table build has written.")
 _STRATEGY = "A strategy over single GPUs whose chunks are searched."
-_MULTIPLE = "All chunks but the last are multiples of N tokens. Default: any length, preferring tile boundaries."
 
 
 @app.command("build")
@@ -70,7 +69,6 @@ def lookup(
     file: Any = FILE,
     gpus: Any = option("N", "Number of GPUs.", "Question", count(2**20), REQUIRED),
     ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED),
-    multiple: Any = option("N", _MULTIPLE, "Question", tokens),
     json: Any = JSON,
 ) -> None:
     """Print the partition for a context.
@@ -82,7 +80,7 @@ def lookup(
     from kvrsim.io.schema import to_json
     from planner.table.table import load_table, look_up
 
-    result = look_up(load_table(file, "TABLE"), gpus, ctx, multiple=multiple)
+    result = look_up(load_table(file, "TABLE"), gpus, ctx)
     if not json:
         show_lookup(result)
         return
@@ -143,7 +141,7 @@ def table_screen(table: PartitionTable) -> list[Part]:
             "gap:", "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
         )
     notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
-    args = Text(" · ".join((table.setting.model, *_setting(table.setting))), style="dim")
+    args = Text(" · ".join(f"{name} {fact}" for name, fact in table.setting.facts().items()), style="dim")
     return [summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes]
 
 
@@ -174,18 +172,3 @@ def summary_of(table: PartitionTable) -> Facts:
 
 def _span(ends: Sequence[str]) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
-
-
-def _setting(setting: TableSetting) -> tuple[str, ...]:
-    bandwidth, latency = format_bandwidth(setting.link_bandwidth_bytes_per_s), format_seconds(setting.link_latency_s)
-    link = f"{setting.cluster}: {setting.gpu}, {setting.topology} ({setting.link}, {bandwidth}, {latency})"
-    parts = [
-        f"strategy {setting.strategy}",
-        link,
-        f"{setting.attention} attention",
-        f"profile {setting.profile}",
-        setting.dtype,
-    ]
-    parts += [f"batch {setting.batch}"] * (setting.batch > 1)
-    parts += [f"{format_tokens(setting.cached_prefix)} tokens cached"] * (setting.cached_prefix > 0)
-    return tuple(parts)

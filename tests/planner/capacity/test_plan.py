@@ -107,7 +107,7 @@ def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixt
     assert found["infeasible"][0]["code"] == "memory"
     assert not any("do not fit in the memory" in note for note in found["warnings"])  # said already
     assert {group["weights"] for group in answer(capsys, *asked)["answer"]["groups"]} <= {"tp2", "pp2"}
-    assert any("longer than the 2048 tokens" in note for note in found["warnings"])
+    assert any("60000 tokens exceed the max_position_embeddings" in note for note in found["warnings"])
 
 
 def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:

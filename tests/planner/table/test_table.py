@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given
-from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.errors import InputError
@@ -26,7 +25,6 @@ from planner.table.table import (
     TableSetting,
     load_table,
     look_up,
-    to_multiples,
 )
 from tests.building import Draws, any_scenario, draws, examples
 from tests.building.models import with_mixers
@@ -107,30 +105,6 @@ def test_looked_up_partitions_are_partitions(rng: Draws) -> None:
     assert min(found.partition) >= 1
     assert math.isclose(math.fsum(found.fractions), 1.0, rel_tol=1e-9)
     assert all(share > 0 for share in found.fractions)
-
-
-@given(rng=draws())
-def test_multiples(rng: Draws) -> None:
-    table = a_table(rng)
-    num_gpus = rng.choice(table.gpu_counts)
-    tokens = rng.randint(num_gpus, 20_000)
-    multiple = rng.randint(1, max(1, (tokens - 1) // max(1, num_gpus - 1)))
-    exact = look_up(table, num_gpus, tokens + table.setting.cached_prefix)
-    found = look_up(table, num_gpus, tokens + table.setting.cached_prefix, multiple=multiple)
-    assert sum(found.partition) == tokens
-    assert min(found.partition) >= 1
-    assert all(chunk % multiple == 0 for chunk in found.partition[:-1])
-    assert found.fractions == exact.fractions
-    if multiple == 1:
-        assert found.partition == exact.partition
-
-
-@given(st.lists(st.integers(1, 4000), min_size=2, max_size=9), st.data())
-def test_a_multiple_moves_no_chunk_by_much_where_there_is_room(chunks: list[int], data: st.DataObject) -> None:
-    multiple = data.draw(st.integers(1, max(1, min(chunks))))
-    found = to_multiples(chunks, multiple)
-    assert all(abs(a - b) < multiple for a, b in zip(found[:-1], chunks[:-1], strict=True))
-    assert abs(found[-1] - chunks[-1]) <= multiple
 
 
 @given(rng=draws())
@@ -242,8 +216,6 @@ def test_what_the_table_has_not_got() -> None:
     several = max(table.gpu_counts)
     with pytest.raises(InputError, match="ctx"):
         look_up(table, several, table.setting.cached_prefix + several - 1)
-    with pytest.raises(InputError, match="multiple"):
-        look_up(table, several, table.setting.cached_prefix + 5000, multiple=5000)
 
 
 def test_ranges() -> None:

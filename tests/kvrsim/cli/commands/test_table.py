@@ -67,8 +67,6 @@ def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert (found["num_gpus"], sum(found["partition"])) == (2, found["context_len"])
         assert sum(found["fractions"]) == pytest.approx(1)
         assert bool(found["warnings"]) == (source == "extrapolated") == ("note" in err)
-    found, _ = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700", "--multiple", "64")
-    assert found["partition"][0] % 64 == 0
 
 
 def test_simulate_and_plan(table: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +103,6 @@ MISTAKES = [
     (("table", "lookup", "other.json", "--gpus", "2", "--ctx", "1k"), "format"),
     (("table", "lookup", "table.json", "--ctx", "1k"), "--gpus"),
     (("table", "lookup", "table.json", "--gpus", "3", "--ctx", "1k"), "--gpus"),
-    (("table", "lookup", "table.json", "--gpus", "2", "--ctx", "1k", "--multiple", "0"), "--multiple"),
     (("table", "show", "cut.json"), "cut.json"),
     (("simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "1k", "--table", "cut.json"), "--table"),
 ]
