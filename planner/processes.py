@@ -83,13 +83,14 @@ class Pool:
     ) -> list[_Result]:
         """Results in the order of the arguments. what: the name of a call's work in reports of progress."""
         results = list[_Result]()
-        for result in self._results(call, arguments):
+        for result in self.run(call, arguments):
             results.append(result)
             if on_progress is not None:
                 on_progress(len(results), len(arguments), what)
         return results
 
-    def _results(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
+    def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
+        """Results as they come, in the order of the arguments."""
         if self.is_here or not arguments:
             yield from (call(*each) for each in arguments)
             return
