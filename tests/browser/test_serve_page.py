@@ -19,6 +19,7 @@ ANSWERED = """return document.querySelectorAll('#top tbody tr').length > 0
 @pytest.fixture
 def served(browser: Any) -> Iterator[Opened]:
     with running_server("secret") as address:
+        browser.get_log("browser")  # of pages before
         browser.get(f"{address}#model=llama-3-8b&cluster=h100-nvlink&gpus=2&ctx=4k&strategies=tsp%2Ctp")
         page = Opened(browser, address)
         page.until(ANSWERED)
