@@ -35,13 +35,10 @@ def print_answer(
     content: Callable[[], Mapping[str, Any]],
     rows: str | Callable[[], Rows],
     screen: Callable[[], Sequence[Part]],
-    *,
-    without: Sequence[str] = (),
 ) -> None:
     """Print an answer: its content as JSON, its rows (or a list in the content) as CSV, or what a screen shows.
 
     As Markdown it is the tables of the screen. Next to a table, notes go to standard error.
-    without: fields of a row that CSV leaves to JSON.
     """
     if args.json:
         print_json(content())
@@ -55,17 +52,17 @@ def print_answer(
     if args.format == "md":
         typer.echo(markdown(screen()))
     else:
-        print_csv(answer[rows] if isinstance(rows, str) else rows(), without=without)
+        print_csv(answer[rows] if isinstance(rows, str) else rows())
 
 
-def print_csv(rows: Rows, *, without: Sequence[str] = ()) -> None:
-    """Print rows as CSV, but for fields of these names."""
+def print_csv(rows: Rows) -> None:
+    """Print rows as CSV, with the columns that any of them has."""
     import csv
 
     from kvrsim.results.frame import scalars
 
     flat = [scalars(row) for row in rows]
-    names = [key for key in dict.fromkeys(key for row in flat for key in row) if not {*key.split(".")} & {*without}]
+    names = list(dict.fromkeys(key for row in flat for key in row))
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(names)

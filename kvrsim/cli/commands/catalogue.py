@@ -41,7 +41,6 @@ class Shelf:
     show: Callable[[Any], None]
     list_screen: Callable[[Sequence[Any]], list[Part]]
     row: Callable[[Any], dict[str, Any]] | None = None  # JSON in the list; None: to_json
-    without: tuple[str, ...] = ()  # fields that a table leaves to JSON
 
 
 def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> typer.Typer:
@@ -53,9 +52,7 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
         one = shelf()
         things = [one.load(name, argument=names) for name in one.names]
         rows = one.row or one.to_json
-        print_answer(
-            answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.list_screen(things), without=one.without
-        )
+        print_answer(answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.list_screen(things))
 
     def show_one(*, name: Any = argument(names, known), json: Any = JSON) -> None:
         one = shelf()
@@ -198,7 +195,6 @@ def _models() -> Shelf:
         to_json=summary,
         show=show_model,
         list_screen=models_screen,
-        without=("layer_kind_index", "lm_head"),
     )
 
 
@@ -406,7 +402,6 @@ def _clusters() -> Shelf:
         to_json=to_json,
         show=lambda cluster: show_tree(cluster.name, to_json(cluster)),
         list_screen=clusters_screen,
-        without=("source", "memory_source"),
     )
 
 
@@ -554,7 +549,6 @@ def _engines() -> Shelf:
         to_json=to_json,
         show=show_engine,
         list_screen=engines_screen,
-        without=("provenance", "spread", "fit"),
     )
 
 

@@ -52,7 +52,7 @@ def simulate(
 
     with Progress() as progress:
         result = simulation_of(args, run, noise, users, timeline=files.is_given, on_progress=progress)
-    print_answer(output, result.to_dict, "per_rank", lambda: simulation_screen(result), without=("memory",))
+    print_answer(output, result.to_dict, "per_rank", lambda: simulation_screen(result))
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
