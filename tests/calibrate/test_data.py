@@ -131,18 +131,12 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_columns_may_be_missing_and_comments_stand_anywhere(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.csv", ATTENTION, before="# by hand\n\n")
+def test_columns_may_be_missing_comments_stand_anywhere_and_numbers_are_as_pandas_writes_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.csv", ATTENTION | {"chunk": "512.0"}, before="\ufeff# by hand\n\n")
     path.write_text(path.read_text() + "# the end\n")
     (row,) = read_measurements(path)
     assert row == Measurement(**ATTENTION)
     assert (row.batch, row.spread_s, row.tokens, row.messages, row.src) == (1, None, None, 1, None)
-
-
-def test_whole_numbers_as_pandas_writes_them_and_a_byte_order_mark(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.csv", ATTENTION | {"chunk": "512.0", "batch": "2.0"}, before="\ufeff")
-    (row,) = read_measurements(path)
-    assert (row.chunk, row.batch) == (512, 2)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

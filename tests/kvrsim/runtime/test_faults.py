@@ -13,6 +13,9 @@ def test_the_likeliest_cause_comes_first() -> None:
     error = RankError([lost, dead])
     assert error.cause == dead
     assert str(error) == "rank 2, layer 2: killed by SIGKILL; rank 0, layer 3: connection closed"
+    wrong = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
+    assert RankError([wrong, lost]).exit_code == 2, "only the ranks can tell, and it is the user's mistake"
+    assert RankError([wrong, dead]).exit_code == error.exit_code == 1
 
 
 def test_of_the_silent_the_one_that_was_waited_for_comes_first() -> None:

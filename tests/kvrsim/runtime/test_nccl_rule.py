@@ -61,11 +61,6 @@ def test_the_rule_finds_what_nccl_would_not_stand(mistake: object) -> None:
         launch(mistake, how=Launch(num_ranks=2, deadline_s=6))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fine", [nccl_rule.receives_first, nccl_rule.shares_a_group])
-def test_gloo_alone_would_not(fine: object) -> None:
-    launch(fine, how=Launch(num_ranks=2))  # type: ignore[arg-type]
-
-
 def test_an_edge_has_few_blocks_a_stream_of_its_own_and_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's groups, as torch is asked for them; this build of torch need not have NCCL."""
     made: list[tuple[list[int], str, timedelta, Any]] = []
