@@ -97,7 +97,7 @@ class Prefill:
         layout = f"{geometry.title}; {geometry.dtype}"
         facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": layout}
         facts |= {"collectives": self.plan.gather, "number of ranks": str(self.transport.size)}
-        return facts | {"model": self.forward.digest(), "attention": geometry.attention}
+        return facts | {"model": self.forward.digest, "attention": geometry.attention}
 
     @contextmanager
     def _named_faults(self) -> Iterator[None]:
@@ -242,7 +242,7 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
         "dtype": str(geometry.dtype).removeprefix("torch."),
         "attention": geometry.attention,
         "messages": geometry.title,
-        "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest()}",
+        "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest}",
     }
 
 

@@ -24,9 +24,6 @@ from kvrsim.runtime.marks import Clock, hooked
 if TYPE_CHECKING:
     from kvrsim.runtime.exchange import Exchange
 
-_BLOCK = 2**16  # weights that share a checksum
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight
-
 
 def load_model(
     config: str | Path | Mapping[str, object],
@@ -103,7 +100,8 @@ class ModelForward:
         self.model, self.geometry = model, geometry or Geometry.of(model)
         self.whole_geometry: Geometry = whole.whole_geometry if whole else self.geometry
         self.vocab_size = int(model.config.vocab_size)
-        self._digest = whole.digest() if whole else ""  # computed on demand: it reads all weights
+        config = self.model.config.to_json_string().encode()
+        self.digest: str = whole.digest if whole else hashlib.sha256(config).hexdigest()[:16]  # of the configuration
 
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: Exchange | None = None) -> Any:
         if own is None:
@@ -134,23 +132,6 @@ class ModelForward:
     def hooked(self, clock: Clock, first_layer: int = 0) -> AbstractContextManager[None]:
         """Make layers mark their parts while the context lasts; first_layer: the model's number of the first one."""
         return hooked(self.model, self.geometry, clock, first_layer=first_layer)
-
-    def digest(self) -> str:
-        """Return a hash of the configuration and of every weight, of the whole model."""
-        if not self._digest:
-            sha = hashlib.sha256(self.model.config.to_json_string().encode())
-            for name, parameter in self.model.named_parameters():
-                sha.update(f"{name} {tuple(parameter.shape)} {_checksums(parameter.detach())}".encode())
-            self._digest = sha.hexdigest()[:16]
-        return self._digest
-
-
-def _checksums(weights: Any) -> list[int]:
-    """Sum the bits of every _BLOCK weights as whole numbers: exact, in any order of summation, on any device."""
-    bits = weights.flatten().view(_BITS[weights.element_size()])
-    whole = bits.numel() // _BLOCK * _BLOCK
-    blocks = bits[:whole].view(-1, _BLOCK).sum(1, dtype=torch.int64)
-    return [*blocks.tolist(), int(bits[whole:].sum(dtype=torch.int64))]
 
 
 def light_copy(model: Any) -> Any:

@@ -27,6 +27,8 @@ EVEN_LEN = 24  # a multiple of every number of ranks
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
 PLAIN = ("kvr", "kvr_direct", "tsp", "zigzag", "ring", "striped", "zigzag_ring", "ulysses")  # a chunk per rank
 
+LLAMA = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
+
 Result = tuple[str, str, str, Difference]  # model, kernel, plan
 
 
@@ -164,8 +166,7 @@ def parts_alone(transport: Any) -> list[tuple[RunPlan, set[int | None]]]:
     """Jobs of which each rank needs its part of the model alone; and the layers of which rank 0 has marks."""
     results = []
     for plan in (run_plan("tp", CONTEXT_LEN), run_plan("pp", 8, 8, 7)):
-        choice = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
-        job = Job(model=choice, plans=(plan,), repeats=1, check_logits=False)
+        job = Job(model=LLAMA, plans=(plan,), repeats=1, check_logits=False)
         (timing,) = run_job(transport, job).timings
         assert timing.timeline is not None
         results.append((plan, {span.layer for span in timing.timeline.of(0, "compute")}))
@@ -219,12 +220,8 @@ def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "
 
 
 def mismatched(transport: Any, changed: dict[str, Any]) -> None:
-    """The last rank has other arguments than the rest: of the job, or another seed of the model."""
-    choice = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
-    job = Job(model=choice, plans=(kvr(11, 12),), repeats=2, warmups=1, check_logits=False)
-    if "weights" in changed:
-        odd = transport.rank == transport.size - 1
-        Prefill(ModelForward(model_of("llama-gqa", seed=2 if odd else 1)), transport, kvr(11, 12))
+    """The last rank has other arguments than the rest."""
+    job = Job(model=LLAMA, plans=(kvr(11, 12),), repeats=2, warmups=1, check_logits=False)
     run_job(transport, replace(job, **changed) if transport.rank == transport.size - 1 else job)
 
 

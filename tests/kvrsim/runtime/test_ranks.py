@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvrsim.cli.main import ENDED
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.ranks import Launch, launch
+from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -176,7 +178,7 @@ def test_a_mistake_in_the_code_is_named_with_its_place() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weights": 2}, "model is "),
+        ({"model": replace(workers.LLAMA, config=CONFIGS["llama-mqa"])}, "model is "),
         ({"repeats": 3}, "repeats is 3, but 2 on rank 0"),
         ({"check_logits": True}, "check_logits is True, but False on rank 0"),
         ({"plans": (workers.kvr(12, 11),)}, "partitions is kvr 12,11, but kvr 11,12 on rank 0"),
