@@ -23,8 +23,8 @@ class SavedStrategy(Prediction):
     engines: Mapping[str, str] = field(default_factory=dict)  # that have it
 
     @classmethod
-    def of(cls, found: JsonObject) -> SavedStrategy:
-        return read(cls, replace(found, fields={one.name: found.fields.get(one.name) for one in fields(cls)}))
+    def of(cls, data: JsonObject) -> SavedStrategy:
+        return read(cls, replace(data, fields={one.name: data.fields.get(one.name) for one in fields(cls)}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,30 +38,30 @@ class SavedAnswer:
     limits: Mapping[str, float]  # shares of the best one's TTFT by kind of operation
 
     @classmethod
-    def read(cls, path: str) -> SavedAnswer:
+    def read(cls, path: str, name: str) -> SavedAnswer:
         """Read a file; raises InputError that names the file and the key that is missing."""
-        return cls.of(Path(path).stem, JsonObject.read(Path(path), "answer"))
+        return cls.of(name, JsonObject.read(Path(path), "answer"))
 
     @classmethod
-    def of(cls, name: str, found: JsonObject) -> SavedAnswer:
+    def of(cls, name: str, data: JsonObject) -> SavedAnswer:
         """From the object that `--json` prints; of a launch (`--emit`) its plan."""
-        found = found.child("plan") if found.has("plan") else found
-        question = found.child("question")
-        if found.has("strategy"):  # a simulation
-            ranks = [rank.number("peak_bytes", allow_zero=True) for rank in found.children("per_rank")]
-            strategies = [SavedStrategy.of(replace(found, fields={**found.fields, "peak_bytes": ranks}))]
+        data = data.child("plan") if data.has("plan") else data
+        question = data.child("question")
+        if data.has("strategy"):  # a simulation
+            ranks = [rank.number("peak_bytes", allow_zero=True) for rank in data.children("per_rank")]
+            strategies = [SavedStrategy.of(replace(data, fields={**data.fields, "peak_bytes": ranks}))]
             best = strategies[0].strategy
         else:
-            if not found.children("strategies"):
-                raise found.error("strategies", "those of kvrsim plan --json or simulate --json")
-            strategies = [SavedStrategy.of(one) for one in found.children("strategies")]
-            best = found.child("best").text("strategy") if found.has("best") else ""
+            if not data.children("strategies"):
+                raise data.error("strategies", "those of kvrsim plan --json or simulate --json")
+            strategies = [SavedStrategy.of(one) for one in data.children("strategies")]
+            best = data.child("best").text("strategy") if data.has("best") else ""
         return cls(
             name=name,
             question=dict(_parts(question.fields)),
             strategies=tuple(strategies),
             best=next((one for one in strategies if one.strategy == best), None),
-            limits={one.text("operation"): one.number("share") for one in found.children("limits")},
+            limits={one.text("operation"): one.number("share") for one in data.children("limits")},
         )
 
 
@@ -86,28 +86,28 @@ def headline(answers: Sequence[SavedAnswer]) -> str:
 
 def differences(answers: Sequence[SavedAnswer]) -> Table:
     """The parts of the question in which the answers differ."""
-    listed = _by_answer("question", answers)
+    rows = _by_answer("question", answers)
     for label in dict.fromkeys(label for one in answers for label in one.question):
         words = [one.question.get(label, "none") for one in answers]
         if len(set(words)) > 1:
-            listed.add_row(label, *words)
-    return listed
+            rows.add_row(label, *words)
+    return rows
 
 
 def bests(answers: Sequence[SavedAnswer], *, drawn: bool = False) -> Table:
     """The best strategy of each answer; drawn: with its colour, and its interval as a bar."""
     ranks = {"answer": 1, "best": 1, "TTFT": 1, " ".join(INTERVAL_TITLES[1].split()): 1, "peak memory": 2, "engines": 3}
     texts = ("answer", "best", "engines")
-    listed = Table(columns=[Column(title=one, number=one not in texts, rank=rank) for one, rank in ranks.items()])
+    rows = Table(columns=[Column(title=one, number=one not in texts, rank=rank) for one, rank in ranks.items()])
     span = span_of([(one.best.ttft_low_s, one.best.ttft_high_s) for one in answers if one.best] or [(0.0, 1.0)])
     for answer in answers:
         one = answer.best
         if one is None:
-            listed.add_row(answer.name, "nothing fits", "", "", "", "")
+            rows.add_row(answer.name, "nothing fits", "", "", "", "")
             continue
         most = max(one.peak_bytes, default=0.0)
         interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
-        listed.add_row(
+        rows.add_row(
             answer.name,
             strategy_name(one.strategy) if drawn else one.strategy,
             seconds_cell(one.ttft_s),
@@ -115,12 +115,12 @@ def bests(answers: Sequence[SavedAnswer], *, drawn: bool = False) -> Table:
             Cell(shown=format_bytes(most) if most else "", value=most),
             ", ".join(one.engines) or "none",
         )
-    return listed
+    return rows
 
 
 def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table:
     """The TTFT of each strategy in each answer, and its ratio to that in the first; most: of each answer's first."""
-    listed = _by_answer("strategy", answers, number=True)
+    rows = _by_answer("strategy", answers, number=True)
     every = [{one.strategy: one for one in answer.strategies} for answer in answers]
     for name in dict.fromkeys(name for named in every for name in [*named][:most]):
         first, cells = every[0].get(name), list[str | Cell]()
@@ -130,16 +130,16 @@ def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table
             cells.append(
                 "" if one is None else Cell(shown=f"{format_seconds(one.ttft_s)}{ratio}{misfit}", value=one.ttft_s)
             )
-        listed.add_row(name, *cells)
-    return listed
+        rows.add_row(name, *cells)
+    return rows
 
 
 def limits(answers: Sequence[SavedAnswer]) -> Table:
     """Where the time of the best strategies goes: seconds on the critical path, and their share."""
-    listed = _by_answer("critical path", answers, number=True)
+    rows = _by_answer("critical path", answers, number=True)
     for label in dict.fromkeys(label for one in answers for label in one.limits):
-        listed.add_row(label, *(_limit(one, label) for one in answers))
-    return listed
+        rows.add_row(label, *(_limit(one, label) for one in answers))
+    return rows
 
 
 def _limit(answer: SavedAnswer, label: str) -> str | Cell:
@@ -156,7 +156,7 @@ def _by_answer(title: str, answers: Sequence[SavedAnswer], *, number: bool = Fal
 
 def page(answers: Sequence[SavedAnswer]) -> Page:
     """The page: all tables, the best ones with their intervals as bars."""
-    listed = {
+    tables = {
         "Best": ("", bests(answers, drawn=True)),
         "Questions": ("" if differences(answers).rows else "The questions are the same.", differences(answers)),
         "Strategies": (f"In brackets: the TTFT over that in {answers[0].name}.", strategies(answers)),
@@ -166,9 +166,9 @@ def page(answers: Sequence[SavedAnswer]) -> Page:
         title=f"{', '.join(one.name for one in answers[:-1])} and {answers[-1].name} compared",
         answer=headline(answers),
         sections=[
-            Section(title=title, lead=lead, body=table(found.columns, found.rows, caption=title))
-            for title, (lead, found) in listed.items()
-            if found.rows or lead
+            Section(title=title, lead=lead, body=table(rows.columns, rows.rows, caption=title))
+            for title, (lead, rows) in tables.items()
+            if rows.rows or lead
         ],
         strategies=[one.best.strategy for one in answers if one.best],
     )

@@ -81,8 +81,10 @@ def test_a_wrong_value_is_one_line_on_the_page(served: Opened) -> None:
 
 
 def test_the_details_are_the_page_of_the_plan(served: Opened) -> None:
+    served.click("#kv-theme")
     with inside(served, "#details-page iframe"):
         assert "tsp" in served.text("#strategies")
+        served.until("return document.documentElement.dataset.theme === 'dark'")
     errors = [
         entry
         for entry in served.driver.get_log("browser")

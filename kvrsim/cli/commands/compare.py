@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from kvrsim.arguments import argument, option
@@ -34,7 +35,9 @@ def compare(
         raise InputError("answer", answers[0], "two files or more")
     if plot is not None and not is_page(plot):
         raise InputError("plot", plot, "a file name that ends in .html")
-    saved = [view.SavedAnswer.read(path) for path in answers]
+    stems = [Path(path).stem for path in answers]
+    names = stems if len(set(stems)) == len(stems) else answers
+    saved = [view.SavedAnswer.read(path, name) for path, name in zip(answers, names, strict=True)]
     tables = (view.bests(saved), view.differences(saved), view.strategies(saved, MOST_ROWS), view.limits(saved))
     show(headline(view.headline(saved)), *(part for one in tables if one.rows for part in ("", one)))
     write_files((plot, lambda path: write_page(view.page(saved), path)))

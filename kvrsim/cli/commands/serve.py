@@ -130,19 +130,19 @@ def application(token: str) -> Starlette:
 
         return view
 
-    def details(asked: Any) -> Page:
+    def details(query: Any) -> Page:
         from kvrsim.views.plan import plan_page
 
-        return plan_page(answers.of(dict(asked), timeline=True))
+        return plan_page(answers.of(dict(query), timeline=True))
 
-    def pinned(asked: Any) -> Page:
+    def comparison(query: Any) -> Page:
         from kvrsim.views.compare import SavedAnswer, page
 
-        plans = [answers.of(dict(parse_qsl(pin))).to_dict() for pin in asked.getlist("pin") or [""]]
-        found = [JsonObject(fields=json.loads(json.dumps(plan)), where="pin") for plan in plans]
-        return page(list(map(SavedAnswer.of, ascii_uppercase, found)))
+        plans = [answers.of(dict(parse_qsl(pin))).to_dict() for pin in query.getlist("pin") or [""]]
+        data = [JsonObject(fields=json.loads(json.dumps(plan)), where="pin") for plan in plans]
+        return page(list(map(SavedAnswer.of, ascii_uppercase, data)))
 
-    pages = {"": lambda _: question_page(), "page": details, "compare": pinned}
+    pages = {"": lambda _: question_page(), "page": details, "compare": comparison}
     routes = [Route(f"/{token}/{name}", as_html(page)) for name, page in pages.items()]
     routes.append(Route(f"/{token}/answer", answer))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no other name resolves here
@@ -189,13 +189,13 @@ def question_page() -> Page:
     )
     state = tag("p", id="state", class_="lead", role="status", aria_live="polite")
     parts = {"answer": ("best", "top"), "pinned": ("compared",), "details": ("details-page",)}
-    held = {name: [tag("div", id=one) for one in inside] for name, inside in parts.items()}
-    held["pinned"].insert(0, tag("ol", id="pins"))
+    bodies = {name: [tag("div", id=one) for one in inside] for name, inside in parts.items()}
+    bodies["pinned"].insert(0, tag("ol", id="pins"))
     return Page(
         title="Plan a prefill",
         sections=[
             Section(title="Question", body=tag("div", form, state)),
-            *(Section(title=name.capitalize(), ident=name, body=join(inside)) for name, inside in held.items()),
+            *(Section(title=name.capitalize(), ident=name, body=join(inside)) for name, inside in bodies.items()),
         ],
         scripts=["serve.js"],
         live=True,

@@ -80,6 +80,7 @@ const kv = (() => {
     }
     for (const painter of painters) painter();
   }
+  window.addEventListener("message", ({ origin, data }) => origin === location.origin && data.theme && paint(theme = data.theme));
   dark.addEventListener("change", () => paint(theme = dark.matches ? "dark" : "light"));
   let printing = false;
   window.addEventListener("beforeprint", () => {

@@ -99,8 +99,12 @@ kv.ready(() => {
   function frame(ident, src) {
     const host = document.getElementById(ident);
     if (host.firstElementChild?.getAttribute("src").split("#")[0] === src.split("#")[0]) return;
-    host.replaceChildren(kv.el("iframe", { src, title: words(src.split(/[?#]/)[1]) }));
+    host.replaceChildren(kv.el("iframe", { src, title: words(src.split(/[?#]/)[1]), on: { load: paint } }));
   }
+  function paint() {
+    for (const { contentWindow } of document.querySelectorAll("iframe")) contentWindow.postMessage({ theme: document.documentElement.dataset.theme }, location.origin);
+  }
+  kv.onTheme(paint);
   window.addEventListener("message", ({ origin, data }) => {
     if (origin !== location.origin || data.page !== document.querySelector("#details-page iframe")?.contentWindow.location.search) return;
     view = data.view;
