@@ -73,28 +73,6 @@ def test_simulate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert math.isclose(rank["compute_s"] + rank["wait_s"], result["ttft_s"], rel_tol=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["single", "tsp", "kvr-e", "kvr-s"])
-@pytest.mark.parametrize("executor", ["batch", "event"])
-def test_simulate_every_strategy(strategy: str, executor: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--strategy", strategy, "--gpus", "2", "--ctx", "512", "--executor", executor)
-    result = answer(capsys, "simulate", *arguments)
-    assert (result["executor"], sum(result["partition"])) == (executor, 512)
-
-
-@pytest.mark.parametrize("method", ["grid", "analytical", "auto"])
-def test_plan_by_every_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = answer(capsys, *PLAN, "--method", method, "--stride", "16")
-    assert all(chunk % 16 == 0 for chunk in plan["best"]["partition"])
-
-
-@pytest.mark.parametrize("arguments", [PLAN, SIMULATE])
-def test_same_inputs_same_json(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = answer(capsys, *arguments), answer(capsys, *arguments)
-    for result in (first, second):
-        result.get("search", {}).pop("seconds", None)
-    assert first == second
-
-
 def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-30b", "--strategies", "tsp,kvr-e"]
     assert cli.main([*arguments, "--json"]) == 1

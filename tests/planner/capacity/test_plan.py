@@ -136,20 +136,6 @@ def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: p
     assert sure["interval"]["safe"]
 
 
-def test_a_page_that_fails_costs_the_page_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("no such fleet")
-
-    monkeypatch.setattr("planner.capacity.result.CapacityPlan.explored", fail)
-    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--strategies", "single", "--html", "r.html", "--json", *FEW)
-    code, out, err = run(capsys, *asked)
-    assert (code, err.count("\n")) == (74, 1)
-    assert "r.html" in err
-    assert json.loads(out)["answer"]
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [

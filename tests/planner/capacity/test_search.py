@@ -132,12 +132,6 @@ def at(plan: CapacityPlan, rate: float) -> dict[str, TriedFleet]:
     return {one.fleet: one for one in plan.front.tried if one.rate == rate}
 
 
-def test_the_front_is_what_a_plan_without_other_rates_has(explored: CapacityPlan) -> None:
-    plain = kvrsim.capacity(requests=SMALL, price_per_gpu_hour=2, **FEW)
-    assert plain.front.pareto == explored.front.pareto
-    assert {one.rate for one in plain.front.tried} == {1.0}
-
-
 def written(path: Path, rows: list[str]) -> Path:
     path.write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
     return path

@@ -82,25 +82,6 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
     assert run_batch(too_late, asked.cluster)[-1, 0] > finish_s[0, -1] * 1.01
 
 
-def test_the_next_prompt_begins_between_rank_0_and_the_first_token() -> None:
-    times = ServiceTimes(scenario("h100-flash"), 4096, 600)
-    service = times.service(GroupType(4), requests([10, 300, 3000, 3000], [0, 0, 0, 600]))
-    overlap = service.overlap
-    finish, slack = np.array(overlap.finish), np.array(overlap.slack)
-    assert finish[:, -1] == pytest.approx(1.0)
-    assert (slack[:, 0] == 0).all()
-    assert (slack <= finish + 1e-9).all()
-    assert finish.min() < 0.99  # something is gained
-    assert service.length_class.max() < len(service.strategies)
-    kind, free = int(service.length_class[2]), [-np.inf] * 4
-    begin_s, first_s = overlap.run(kind, 2.0, 1.0, free)
-    assert begin_s == 1.0
-    assert first_s == pytest.approx((1.0 + 2.0 * finish[kind]).tolist())
-    _, second_s = overlap.run(kind, 2.0, first_s[0], first_s)
-    assert 0 <= second_s[-1] - (first_s[0] + 2.0) <= first_s[-1] - first_s[0]
-    assert second_s[-1] < first_s[-1] + 2.0
-
-
 def requests(new: list[int], cached: list[int], output: int = 5) -> Workload:
     count = len(new)
     return Workload(
