@@ -1,6 +1,7 @@
 """A proven lower bound on the TTFT of every KVR partition over the given GPUs.
 
-Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T.
+Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T. No rank begins a
+layer before the request and the engine's step: times count from there, those of hosts and loads from the beginning.
 1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
    Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
    before its message of the last layer can go it has spent all its work but the first projection and the
@@ -40,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.compile import build_program
+from kvrsim.ends import request, step
 from kvrsim.program import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -162,7 +164,6 @@ _WEAK = 0.5  # of the gap of the weakest interval: intervals with smaller gaps a
 _PLANS = 4  # partitions between walls that are returned
 _OPEN = 0.1  # of the gap, which may be left to the next division
 _CLOSE = 2.5e-3  # of the TTFT reached; a bound within it is not improved
-_HOST_BOUND = 0.95  # of the host's time; a bound below it is not improved either
 
 
 def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
@@ -181,8 +182,24 @@ def lower_bound_and_plans(
 
     With them all ranks need about as long, their waits for each other included.
     """
-    bound = _Bound(scenario, strategy, ttft_s, warm_start)
-    return bound.value_s(), bound.plans
+    begin_s = _begin_s(scenario)
+    bound = _Bound(scenario, strategy, ttft_s - begin_s, warm_start)
+    return max(begin_s + bound.value_s(), issued_or_loaded_s(scenario, strategy)), bound.plans
+
+
+def _begin_s(scenario: Scenario) -> float:
+    """The request and the engine's step, before which no rank begins a layer."""
+    one = np.ones(1)
+    held = (op for op in (*request(scenario, one), *step(scenario, one, one, scenario.cost)) if op.kind == "request")
+    return float(sum(op.device_s.item() for op in held))
+
+
+def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
+    """Launches of the last rank, all layers; or what it loads of the cached prefix, one layer after another."""
+    last = scenario.cluster.num_gpus - 1
+    ops = [op for _, op in build_program(scenario, strategy, [np.ones(1)] * (last + 1)).ops(last)]
+    loaded_s = sum(op.seconds.item() for op in ops if isinstance(op, Load))
+    return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +293,11 @@ class _Bound:
         self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
-        """The bound: that of the weakest interval of x, after dividing the weak ones; at least the host's time."""
-        issued_s, tokens = self._issued_or_loaded_s(), float(self.scenario.request.new_tokens)
+        """The bound of the layers and the head: that of the weakest interval of x, after dividing the weak ones."""
+        tokens = float(self.scenario.request.new_tokens)
         if self.num_ranks == 1:
             only = np.array([tokens])
-            return max(issued_s, float(self.tails(only, only).whole_s[0]))
+            return float(self.tails(only, only).whole_s[0])
         number = max(_FEW_INTERVALS, min(_INTERVALS, _CELLS // self.num_ranks))
         least, most = self._possible(tokens - self.num_ranks + 1.0, number)
         if not len(least):
@@ -296,11 +313,11 @@ class _Bound:
             weak = intervals.low <= max(intervals.above.min(), lowest_s + _WEAK * (self.ttft_s - lowest_s))
             proven_s = min(proven_s, float(intervals.low.min(where=~weak, initial=np.inf)))
             is_close = lowest_s > (1.0 - _CLOSE) * self.ttft_s
-            if division == _CUTS or is_close or intervals.above.min() < _HOST_BOUND * issued_s:
+            if division == _CUTS or is_close:
                 break
             intervals = intervals.divide(np.flatnonzero(weak), max(2, -(-number // int(weak.sum()))))
         self.plans = intervals.plans()
-        return max(issued_s, min(proven_s, float(intervals.low.min())))
+        return min(proven_s, float(intervals.low.min()))
 
     def _possible(self, most: float, number: int) -> tuple[Array, Array]:
         """Intervals of x, closer near the longest that the last rank can compute in time: there they are weak."""
@@ -321,10 +338,3 @@ class _Bound:
         head = sum((op.device_s for op in epilogue if isinstance(op, Compute)), np.zeros(1))
         first_qkv_s = work.first_qkv_s[0] + np.zeros_like(least)
         return _Tails((work.compute_s + received)[0] + head, first_qkv_s, work.last_post_s[0] + head)
-
-    def _issued_or_loaded_s(self) -> float:
-        """Launches of the last rank, all layers; or what it loads of the cached prefix, one layer after another."""
-        last = self.num_ranks - 1
-        ops = [op for _, op in build_program(self.scenario, self.strategy, [np.ones(1)] * (last + 1)).ops(last)]
-        loaded_s = sum(op.seconds.item() for op in ops if isinstance(op, Load))
-        return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)

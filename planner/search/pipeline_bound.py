@@ -22,7 +22,11 @@ its share of the mixing of the whole context. Mixing of a piece from s to e take
 the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
 Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
 stage does its work on all pieces, and the others at least the first or the last piece, a token long.
-The number of pieces is the one for which the bound is least.
+The number of pieces is the one for which the bound is least. Of slow GPUs, the mean is that of the work over the sum of
+their speeds.
+
+Links. Each link carries all pieces one after another, between what the first piece takes on the stages before it and
+the last piece on those behind it, where every layer takes at least what it takes for a token.
 
 Pieces with a least length have a further bound, whatever their number; the largest counts. For each stage s there is a
 path of the first piece through the stages before s, all pieces through s, and the last piece through the stages after
@@ -41,6 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.ends import last, request, step
+from kvrsim.hardware import Path
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.tensor_parallel import all_reduce
 from kvrsim.program import Array, Collective, Compute, Op
@@ -121,11 +126,22 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
-    mean_s = (_work_s(kinds, tokens, fewest) + (num_stages - 1) * least_s) / num_stages
+    speed = sum(1 / scenario.cluster.slowness(stage) for stage in range(num_stages))  # in stages that are not slow
+    mean_s = (_work_s(kinds, tokens, fewest) + (speed - 1) * least_s) / speed
+    sent_s = [_sent_s(path, tokens * nbytes, most) - path.busy_s(nbytes) for path in paths]
+    links_s = least_s + num_stages * step_s + np.max(sent_s, axis=0, initial=0.0)
     steps_s = (num_stages + fewest - 1) * step_s
     if least_piece > 1:
         mean_s = np.maximum(mean_s, layers_s([_with_floor(kind, least_piece) for kind in kinds], num_stages))
-    return float(fixed_s + (steps_s + np.maximum(crossed_s, mean_s)).min())
+    return float(fixed_s + np.maximum(links_s, steps_s + np.maximum(crossed_s, mean_s)).min())
+
+
+def _sent_s(path: Path, nbytes: Array, numbers: Array) -> Array:
+    """The least seconds of at most these numbers of messages that have these bytes together."""
+    if path.short_bytes_per_s is None:
+        return path.busy_s(nbytes)
+    long_s = nbytes / path.bandwidth_bytes_per_s - numbers * path.latency_s
+    return np.asarray(np.maximum(nbytes / path.short_bytes_per_s, long_s))
 
 
 def _with_floor(kind: _Kind, least_piece: int) -> LeastTimes:
