@@ -14,7 +14,7 @@ from kvrsim.choices import PREFIX_PLACEMENTS
 from kvrsim.compile import for_strategy
 from kvrsim.engine import OTHER_GPU, Engine, HostRates
 from kvrsim.errors import InputError
-from kvrsim.hardware import SlowGpu, UnevenCluster
+from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.kernels.profile import SendStyle
 from kvrsim.scenario import Partition, Request, Scenario
@@ -139,7 +139,7 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario
 
 
 def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
-    """Any scenario as the strategy sees it: also with slow GPUs, hosts that issue messages, experts and prefixes apart.
+    """Any scenario as the strategy sees it: also with slow GPUs and links, hosts that issue messages, experts and prefixes apart.
 
     machine: options of any_scenario.
     """
@@ -150,7 +150,9 @@ def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
         num_gpus, profile = scenario.cluster.num_gpus, scenario.profile
         if rng.random() < 0.3:
             slow = [SlowGpu(rank=rank, factor=1 + rng.random()) for rank in range(num_gpus) if rng.random() < 0.5]
-            scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, ()))
+            pairs = [(rank, rank + 1) for rank in range(num_gpus - 1) if rng.random() < 0.3]
+            links = [SlowLink(first=first, second=second, factor=1 + 9 * rng.random()) for first, second in pairs]
+            scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, links))
         if rng.random() < 0.3:
             scenario = as_measured(rng, scenario)
         elif profile is not None and rng.random() < 0.5:
