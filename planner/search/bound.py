@@ -190,8 +190,8 @@ def lower_bound_and_plans(
 def _begin_s(scenario: Scenario) -> float:
     """The request and the engine's step, before which no rank begins a layer."""
     one = np.ones(1)
-    held = (op for op in (*request(scenario, one), *step(scenario, one, one, scenario.cost)) if op.kind == "request")
-    return float(sum(op.device_s.item() for op in held))
+    ops = (*request(scenario, one), *step(scenario, one, one, scenario.cost))
+    return sum(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.kind == "request")
 
 
 def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
@@ -305,9 +305,9 @@ class _Bound:
         chunks = self.warm_start[1:] * ((self.chain.total - most - self.chain.first_start) / self.warm_start.sum())
         intervals, proven_s = _Intervals(self, least, most, chunks, FIRST), self.ttft_s
         for division in range(_CUTS + 1):
-            for step in range(_STEPS):
+            for targets in range(_STEPS):
                 intervals.improve()
-                if step > 1 and intervals.is_done:
+                if targets > 1 and intervals.is_done:
                     break
             lowest_s = float(intervals.low.min())
             weak = intervals.low <= max(intervals.above.min(), lowest_s + _WEAK * (self.ttft_s - lowest_s))

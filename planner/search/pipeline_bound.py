@@ -43,6 +43,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrsim.ends import last, request, step
 from kvrsim.hardware import Path
@@ -136,7 +137,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     return float(fixed_s + np.maximum(links_s, steps_s + np.maximum(crossed_s, mean_s)).min())
 
 
-def _sent_s(path: Path, nbytes: Array, numbers: Array) -> Array:
+def _sent_s(path: Path, nbytes: Array, numbers: npt.NDArray[np.floating]) -> Array:
     """The least seconds of at most these numbers of messages that have these bytes together."""
     if path.short_bytes_per_s is None:
         return path.busy_s(nbytes)

@@ -139,7 +139,7 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario
 
 
 def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
-    """Any scenario as the strategy sees it: also with slow GPUs and links, hosts that issue messages, experts and prefixes apart.
+    """Any scenario as the strategy sees it: also with slow GPUs and links, hosts that issue messages, experts apart.
 
     machine: options of any_scenario.
     """
