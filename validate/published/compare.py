@@ -163,13 +163,6 @@ def summaries(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str
     return {value: summary([row for row in rows if str(row[key]) == value]) for value in values}
 
 
-def write_report(result: Mapping[str, Any], path: str | Path) -> None:
-    """Write the rows and their errors as a page, and its plot as NAME.png in the same folder."""
-    page = Path(path)
-    lines = ["# How far the predictions are from published TTFTs", "", *part(result, page.with_suffix(".png"))]
-    write_atomically(page, "\n".join(lines).encode(), argument="report")
-
-
 def part(result: Mapping[str, Any], picture: Path) -> list[str]:
     """Markdown lines of the part; writes the plot."""
     with styled():

@@ -8,8 +8,7 @@ from typing import Any
 
 import typer
 
-from kvrsim.arguments import option
-from kvrsim.cli.options import OutputArgs, takes, writable
+from kvrsim.cli.options import OutputArgs, takes
 from kvrsim.cli.output import print_answer
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part
@@ -33,14 +32,12 @@ def _validate() -> None:
 
 @app.command("published")
 @takes(OutputArgs)
-def published(
-    answer: OutputArgs, *, report: Any = option("FILE", "Also write the report as Markdown.", check=writable)
-) -> None:
+def published(answer: OutputArgs) -> None:
     """Simulate every published case and print the errors.
 
     The exit code is 1 if the required accuracy is not met.
 
-    Example: kvrsim validate published --report accuracy.md
+    Example: kvrsim validate published --format md
     """
     answer.check()
     try:
@@ -52,8 +49,6 @@ def published(
         raise NotACheckoutError(sentence) from None
     with Progress("simulating the published cases"):
         result: dict[str, Any] = cases.run()
-    if report is not None:
-        cases.write_report(result, report)
     print_answer(answer, lambda: result, "rows", lambda: validation_screen(result))
     if result.get("ok") is False:
         raise typer.Exit(1)

@@ -93,7 +93,6 @@ MISTAKES = [
     ((*SIMULATE, "--executor", "threads"), "--executor"),
     ((*SIMULATE, "--executor", "batch", "--trace", "trace.json"), "--executor"),
     (("profiles", "show"), "NAME|PATH"),
-    (("validate", "published", "--report", "missing/report.md"), "--report"),
 ]
 
 
