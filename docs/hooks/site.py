@@ -49,9 +49,12 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links to files outside docs/ to their pages in the site. A link to a file without a page becomes text.
 
-    In the search, tables of results come after all other pages.
+    In the search, questions and options come first, results, notebooks and the changelog last.
     """
-    page.meta["search"] = {"boost": 0.3 if page.file.src_uri.startswith("results/") else 1}
+    source = page.file.src_uri
+    first = {"how-to/questions.md": 4, "reference/cli.md": 2}
+    last = source.startswith(("results/", "notebooks/", "changelog"))
+    page.meta["search"] = {"boost": 0.3 if last else first.get(source, 1)}
     if page.file.src_uri == "reference/api.md":
         markdown += python_reference()
     origin = _elsewhere().get(page.file.src_uri)
