@@ -22,6 +22,8 @@ from kvrsim.cli.main import GROUPS, app, sections_of
 ROOT = Path(__file__).parents[2]
 # Pages of the site whose source is outside docs/: path in the site -> path in the repository.
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+# First in the Python reference.
+FUNCTIONS = ("plan", "simulate", "capacity", "map_strategies", "calibrate", "confirm", "build_table", "build_predictor")
 REPOSITORY_ONLY = ("examples/", "kvrsim/", "planner/", "calibrate/", "validate/", "tests/", "LICENSE", "notebooks/")
 
 
@@ -108,7 +110,7 @@ def command_line() -> str:
 def python_reference() -> str:
     """Every public name of the facade: functions with the arguments that they declare, classes by mkdocstrings."""
     parts: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
-    for name in kvrsim.__all__:
+    for name in sorted(kvrsim.__all__, key=lambda name: (*FUNCTIONS, name).index(name)):
         value = getattr(kvrsim, name)
         if inspect.isclass(value):
             part = "Errors" if issubclass(value, Exception) else "Classes"
