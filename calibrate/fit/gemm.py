@@ -37,10 +37,12 @@ from calibrate.fit.fit import (
     sources_of,
     thinned,
 )
+from calibrate.importers import read_source
 from kvrsim.errors import InputError
-from kvrsim.hardware import GpuSpec
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, Width, merged
-from kvrsim.kernels.profile import Clock
+from kvrsim.kernels.profile import CalibrationProfile, Clock
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.program import Array
@@ -134,6 +136,22 @@ def fit_gemm_type(
         own=own,
         cross_validated=alone.from_size(data.tokens, PROMISED_ROWS, "rows"),
         seen=seen_of(found, _SEEN),
+    )
+
+
+def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[Mapping[str, GemmRates]]:
+    """From a recipe: types of products, each with a source other than that of the profile's other products."""
+    gpu, fits = load_gpu(profile.gpu), {}
+    for kind in part.fields:
+        rows = usable_gemm(read_source(part.text(kind), "recipes"), (kind,))
+        fits[kind] = fit_gemm_type(at_burst(rows, profile.kernels.clock), gpu, kind, keep_shapes=builtin_shapes())
+    found = list(fits.values())
+    return Fitted(
+        rates={**profile.kernels.gemm_types, **{kind: one.rates for kind, one in fits.items()}},
+        source="; ".join(one.source for one in found),
+        own=Comparison.joined("as shipped", [one.own for one in found]),
+        cross_validated=Comparison.joined("form alone", [one.cross_validated for one in found]),
+        seen=found[0].seen,
     )
 
 

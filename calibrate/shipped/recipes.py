@@ -25,7 +25,7 @@ from calibrate.data import OPERATIONS, Measurement
 from calibrate.fit.attention import HeldOut, fit_latent_section
 from calibrate.fit.experts import fit_experts_section
 from calibrate.fit.fit import Fitted
-from calibrate.fit.gemm import builtin_shapes
+from calibrate.fit.gemm import builtin_shapes, fit_types_section
 from calibrate.fit.profile import DEFAULT_HOST, AssumedElementwise, FitChoices, Label, fit_profile
 from calibrate.fit.recurrence import fit_recurrence_section
 from calibrate.fit.report import FitReport
@@ -164,9 +164,10 @@ def read_public(text: str, vidur: Path) -> list[Measurement]:
 SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 
 # Sections of a profile's kernels that have tables of their own, each fitted by itself from what recipes.json has under
-# "sections". By the name of the field of KernelRates, which is the kind of operation too.
+# "sections". By the name of the field of KernelRates, which is the kind of operation too (of gemm_types, gemm).
 SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
     {
+        "gemm_types": fit_types_section,
         "experts": fit_experts_section,
         "latent": fit_latent_section,
         "sparse": fit_sparse_section,
