@@ -45,7 +45,7 @@ TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
 _PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])  # of the engines' common mean, by term; kernels are those of the tables
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
-_MODEL_SD = 1.0  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
+_MODEL_SD = 1.5  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
 _VERSION_ROWS = 5.0  # that pull the factor of a version towards 1
 _NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
 _DISAGGREGATED = 0.3  # weight of prefills of disaggregated fleets: their TTFT also holds the transfer of K and V
@@ -94,7 +94,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
         replace(empty, host=replace(NO_HOST, launch_s=_PROBE_S)),
         replace(empty, host=replace(NO_HOST, collective_s=_PROBE_S)),
     )
-    seconds: dict[tuple[Any, ...], tuple[Array, str, str]] = {}
+    seconds: dict[tuple[Any, ...], tuple[Array, str, str, str]] = {}
     keys = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows.itertuples():
@@ -108,9 +108,14 @@ def read_settings(path: Path, configs: Path) -> Settings:
                 runs = [make_scenario(**asked, engine=one)[0] for one in engines]
                 strategy = "single" if row.tp == 1 else "tp"
                 times = np.array([run_simulation(one, strategy=strategy).ttft_s for one in runs])
-                seconds[key] = times, runs[0].model.model_type, runs[0].cluster.gpu.name
+                spec = runs[0].model
+                kind = "mixture" if any(layer.num_experts for layer in spec.layers) else "dense"
+                seconds[key] = times, spec.model_type, runs[0].cluster.gpu.name, kind
     times = np.array([seconds[key][0] for key in keys])
-    rows = rows.assign(model_type=[seconds[key][1] for key in keys], gpu=[seconds[key][2] for key in keys])
+    columns = {
+        name: [seconds[key][place] for key in keys] for place, name in enumerate(("model_type", "gpu", "kind"), 1)
+    }
+    rows = rows.assign(**columns)
     launches, collectives = ((times[:, number] - times[:, 0]) / _PROBE_S for number in (1, 2))
     return Settings(rows=rows, kernels_s=times[:, 0], launches=launches, collectives=collectives)
 
@@ -359,7 +364,7 @@ def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
     errors = {name: np.abs(seconds / measured_s - 1) for name, seconds in predictors.items()}
     known = np.all([np.isfinite(one) for one in errors.values()], axis=0)
     groups: list[tuple[str, Array]] = [("all", known)]
-    for column in ("engine", "model", "gpu", "precision", "nominal_isl", "tp"):
+    for column in ("engine", "kind", "model", "gpu", "precision", "nominal_isl", "tp"):
         values = settings.of(column) if column in settings.rows else np.array([])
         groups += [(f"{column} {value}", known & (values == value)) for value in dict.fromkeys(values.tolist())]
     rows = [

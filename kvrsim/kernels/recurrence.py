@@ -26,9 +26,10 @@ from kvrsim.units import format_bandwidth, format_seconds
 # Tokens; by kind of recurrence.
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
-# Around a scan: gates, norms of queries and keys, copies that make them, values and the convolution's input contiguous,
-# state in and out (SGLang's gdn_backend.py, fla/chunk.py).
-_AROUND_KERNELS = {"gated_delta": 10, "kda": 10}
+# Around a scan, as SGLang launches them (gdn_backend.py, fla/chunk.py): split of the projections, gates, whether there
+# is a state, norms of queries, of keys and of the output, a triangle of zeros, 4 copies of the convolution's input, of
+# queries, keys and values, 3 of the state.
+_AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 RECURRENCES = tuple(SCAN_CHUNK)
 # Whose rates stand for one without.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.fit.fit import has_waves
-from calibrate.fit.gemm import at_burst, fit_clock, fit_gemm, head_bytes_per_s
+from calibrate.fit.gemm import at_burst, fit_clock, fit_gemm, fit_types_section, head_bytes_per_s
 from calibrate.fit.profile import systematic_log_sd
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
+from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.gemm import GEMM_TYPES, Product
-from kvrsim.kernels.profile import Clock
+from kvrsim.kernels.profile import Clock, load_profile
 from tests.building import measurements as small
+from tests.building.tables import at, perf_table
 from tests.calibrate.fit.test_profile import FLASH, GEMM, H100, fit, gemm_rows, timed
 
 GPU = load_gpu("h100")
@@ -105,6 +108,24 @@ def test_quantised_products_have_rates_of_their_own() -> None:
     want = double.form_s(tokens, product, width)
     assert rates["fp8"].seconds(tokens, (product,), width) == pytest.approx(want, rel=0.05)
     assert fit(rows)[0].kernels.gemm_types == {}
+
+
+def test_a_type_of_another_source_replaces_that_of_the_profile(tmp_path: Path) -> None:
+    profile = load_profile("h200-flash")
+    width, known = GEMM_TYPES["fp8"], profile.kernels.gemm_types["fp8"]
+    about = {"device": "H200", "kernel_source": "trtllm", "op_name": "gemm", "gemm_dtype": "fp8"}
+    table = []
+    for tokens, k, n in SHAPES[::3]:
+        seconds = 2.0 * float(known.form_s(np.array(float(tokens)), Product(k, n), width))
+        table.append(about | {"m": tokens, "n": n, "k": k, "latency": 1e3 * seconds})
+    root = perf_table(tmp_path, "t1/gemm/trtllm/1.0/gemm", table)
+    part = JsonObject(fields={"fp8": at("aiconfigurator:t1/trtllm/1.0", root)}, where="recipes")
+    rates = dict(fit_types_section(part, profile).rates)
+    product, tokens_of = Product(4096, 8192), np.array([2048.0, 8192.0])
+    assert rates.pop("fp8").form_s(tokens_of, product, width) == pytest.approx(
+        2.0 * known.form_s(tokens_of, product, width), rel=0.1
+    )
+    assert rates == {kind: one for kind, one in profile.kernels.gemm_types.items() if kind != "fp8"}
 
 
 # -- a machine of one's own
