@@ -598,7 +598,7 @@ class PlanArgs(TargetArgs):
         "Model work for the searches of the default comparison, about seconds of an idle core; all has no limit.",
         "Search",
         quantity(parse_seconds, allow_zero=True),
-        "3s",
+        "1.5s",
     )
 
 

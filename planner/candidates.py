@@ -221,7 +221,7 @@ class Search:
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called as soon as a strategy, or a better one, is known
-    budget_s: float = 3.0  # model work that the default comparison refines partitions for
+    budget_s: float = 1.5  # model work that the default comparison refines partitions for
     allowance: Allowance | None = None  # of one search; None: it ends by itself
     engine: ForEngine | None = None  # whose best strategy is searched next to the best; None: that of any engine
 
@@ -467,8 +467,9 @@ def _each_s(one: Candidate) -> float:
     ranks, layers = one.per_rank.cluster.num_gpus, one.per_rank.share.num_hidden_layers
     if one.per_rank.cluster.shares_bandwidth:
         return 3e-7 * layers * ranks * (1 if one.strategy.chains else ranks)
-    if one.strategy.pipeline is not None:
-        return 4e-5
+    if one.strategy.pipeline is not None:  # a step of all stages takes 0.1 ms, for as many partitions as a round has
+        pieces = len(one.partition.chunk_lens)
+        return 1e-4 * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
     return 1e-6 * ranks * (8 if not one.per_rank.chain_is_proven else 1 if one.strategy.chains else 2)
 
 

@@ -28,6 +28,7 @@ from kvrsim.units import format_bytes
 from planner.candidates import (
     Candidate,
     ComparedStrategies,
+    ForEngine,
     Search,
     is_rough,
     prefix_access_notes,
@@ -108,6 +109,7 @@ class Ranking:
     scenario: Scenario
     candidates: tuple[Candidate, ...]
     unsearched: tuple[str, ...]  # that could be the best, but for the budget
+    engine: ForEngine | None  # that the plan is launched on
     noisy: Mapping[str, Distribution]  # TTFT under the plan's noise by strategy; empty: no noise
 
     @classmethod
@@ -127,7 +129,7 @@ class Ranking:
         by_name, unsearched = search_all(scenario, compared, search)
         candidates = tuple(by_name.values())
         noisy = _under_noise(candidates, disturbance)
-        return cls(scenario=scenario, candidates=candidates, unsearched=unsearched, noisy=noisy)
+        return cls(scenario=scenario, candidates=candidates, unsearched=unsearched, engine=search.engine, noisy=noisy)
 
     @cached_property
     def ranked(self) -> tuple[Candidate, ...]:
@@ -141,12 +143,16 @@ class Ranking:
 
     @cached_property
     def best(self) -> Candidate:
-        """The fastest exact candidate that fits; if none fits, the one that needs the least memory.
+        """The fastest exact candidate that fits, on the plan's engine if it has one; else that of the least memory.
 
         Of those that tie with the fastest within 2 % it is one that an engine has, and then the one with the least
         effort (Layout.effort).
         """
-        fastest, *others = self.ranked
+        ranked, engine = self.ranked, self.engine
+        if engine is not None:
+            has = [one for one in ranked if one.fits and engine.has(one.strategy, self.scenario)]
+            ranked = tuple(has) or ranked
+        fastest, *others = ranked
         if not fastest.fits:
             return min(self.candidates, key=lambda one: max(rank.total for rank in one.memory))
         most_s = self._ranking_s(fastest) * NEAR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from kvrsim.results.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
-from planner.candidates import Search, prefix_access_notes
+from planner.candidates import Candidate, Search, prefix_access_notes
 from planner.uncertainty.intervals import interval_of, measured_coverage
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run_simulation(
     if kind == "event":
         run = run_partition(per_rank, chosen, partition, executor=kind, timeline=records, draw=draw)
         finish_s, spans = run.finish_s, run.timeline
-    program, compute_s = candidate.program, candidate.compute_s
+    compute_s = candidate.compute_s
     if draw is not None and spans is not None:
         compute_s = tuple(spans.computed_s(rank) for rank in range(len(finish_s)))
     interval = interval_of(candidate.sensitivities, finish_s[-1])
@@ -81,21 +81,10 @@ def run_simulation(
         ttft_high_s=interval.high_s,
         memory=candidate.memory,
         fits=candidate.fits,
-        per_rank=tuple(
-            RankReport(
-                rank=gpu,
-                chunk_len=tokens_of(chosen, partition.chunk_lens, rank),
-                compute_s=compute_s[rank],
-                wait_s=waited_s(compute_s[rank], finish_s[rank]),
-                sent_bytes=sent_bytes(program, rank),
-                loaded_bytes=loaded_bytes(program, rank),
-                memory=candidate.memory[gpu],
-            )
-            for gpu, rank in ((gpu, gpu // per_rank.gpus_per_rank) for gpu in range(per_rank.num_gpus))
-        ),
+        per_rank=tuple(_reports(candidate, compute_s, finish_s)),
         layers=layers_of(per_rank, chosen),
         prefix_access=candidate.prefix_access,
-        query_blocks=program.most_query_blocks,
+        query_blocks=candidate.program.most_query_blocks,
         interval_coverage=measured_coverage(scenario),
         interval_causes=interval.causes(),
         warnings=(*warnings, *prefix_access_notes([candidate]), *table_notes),
@@ -104,6 +93,21 @@ def run_simulation(
         noise=None if disturbance is None else disturbance.noise,
         noisy=noisy,
     )
+
+
+def _reports(one: Candidate, compute_s: Sequence[float], finish_s: Sequence[float]) -> Iterator[RankReport]:
+    """One report per GPU; compute_s, finish_s: of each rank."""
+    for gpu in range(one.per_rank.num_gpus):
+        rank = gpu // one.per_rank.gpus_per_rank
+        yield RankReport(
+            rank=gpu,
+            chunk_len=tokens_of(one.strategy, one.partition.chunk_lens, rank),
+            compute_s=compute_s[rank],
+            wait_s=waited_s(compute_s[rank], finish_s[rank]),
+            sent_bytes=sent_bytes(one.program, rank),
+            loaded_bytes=loaded_bytes(one.program, rank),
+            memory=one.memory[gpu],
+        )
 
 
 def _options(strategy: str | Strategy, search: Search, disturbance: Disturbance | None) -> dict[str, Any]:

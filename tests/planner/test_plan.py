@@ -37,12 +37,12 @@ def test_a_question_has_the_same_best_however_it_is_asked(engine: str) -> None:
     assert {one.strategy for one in default.strategies} == {one.strategy for one in everything.strategies}
     args = ScenarioArgs.take(dict(question)), PlanArgs.take({}), NoiseArgs.take({}), UsersArgs.take({})
     emit, only = (plan_of(*args, search=Search(engine=ForEngine(engine, only=only)))[1] for only in (False, True))
-    has, most = emit.best_on(engine), everything.best_on(engine)
+    has, most = default.best_on(engine), everything.best_on(engine)
     assert has is not None
     assert most is not None
-    assert emit.best.strategy == default.best.strategy
-    assert (only.best.strategy, only.best.ttft_s) == (has.strategy, has.ttft_s)
-    assert has.ttft_s <= 1.02 * most.ttft_s
+    assert engine in emit.best.engines
+    assert (only.best.strategy, only.best.ttft_s) == (emit.best.strategy, emit.best.ttft_s)
+    assert emit.best.ttft_s <= 1.02 * min(has.ttft_s, most.ttft_s)
 
 
 def test_rows_are_computed_when_they_are_read() -> None:

@@ -78,14 +78,17 @@ def plan(
     from planner.api import plan_of
     from planner.candidates import Search
 
+    if deploy.emit is not None:
+        _check_length(args)
     with pool_of(workers) as pool, Progress() as progress:
         search = Search(on_progress=progress, engine=_engine(deploy))
         timelines: Any = "all" if files.is_page else "best" if files.is_given else None
         scenario, result = plan_of(args, compared, noise, users, timelines=timelines, search=search, pool=pool)
     launch = None
-    if deploy.emit is not None and (best := result.best_on(deploy.emit)) is not None:
+    if deploy.emit is not None and result.feasible and deploy.emit in result.best.engines:
         from planner.deploy import launch_of
 
+        best = result.best
         launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers)
 
     def content() -> dict[str, Any]:
@@ -102,6 +105,15 @@ def plan(
     missed = result.promise is not None and result.promise.meets is False
     if not result.feasible or missed or (deploy.emit is not None and launch is None):
         raise typer.Exit(1)
+
+
+def _check_length(args: ScenarioArgs) -> None:
+    """Raise InputError before the search where an engine would refuse the context."""
+    from kvrsim.builder import build_scenario
+    from planner.deploy import longest_sequence
+
+    scenario, _ = build_scenario(args)
+    longest_sequence(scenario.model, scenario.request.context_len)
 
 
 def _engine(deploy: DeployArgs) -> ForEngine | None:
