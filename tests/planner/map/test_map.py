@@ -115,7 +115,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"model", "points", "winners", "best", "break_even", "warnings"} <= set(answer)
     assert len(answer["winners"]) == 4 * 2 * 2
     assert len(answer["best"]) == 4 * 2
-    assert len(answer["points"]) == 4 * 2 * 2 * 6
+    assert len(answer["points"]) == 4 * 2 * 2 * 7
 
 
 @pytest.mark.parametrize(
