@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -372,8 +372,11 @@ def _read_lines(file: TextIO, name: str, source: str, kind: str | None, names: M
     count = 0
     lines = _bounded(file, source)
     first = next(lines, "")
-    read = _json_records if first.lstrip().startswith("{") else partial(_csv_records, names=names)
-    format_, records = read(itertools.chain((first,), lines), source)
+    read = _json_records if first.lstrip().startswith("{") else _csv_records
+    header, records = read(itertools.chain((first,), lines), source)
+    roles = _roles(header, names, source)
+    known = OWN if names else next((one for one, columns in _KINDS.items() if set(columns) <= set(header)), OWN)
+    to_seconds = _milliseconds if known == MOONCAKE else _seconds_or_date
     seen: set[int | str] = set()
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
@@ -381,19 +384,18 @@ def _read_lines(file: TextIO, name: str, source: str, kind: str | None, names: M
         where = f"{source}: line {line}"
         context, output, cached = (
             _tokens(record[name], f"{where}: {name}") if name in record else 0.0
-            for name in (format_.context, format_.output, format_.cached)
+            for name in (roles["context"], roles["output"], roles["cached"])
         )
         if hashes := record.get("hash_ids"):
             cached = min(BLOCK_TOKENS * _leading_blocks(hashes, seen, f"{where}: hash_ids"), context)
-        arrival_s = format_.to_seconds(record[format_.arrival], f"{where}: {format_.arrival}")
+        arrival_s = to_seconds(record[roles["timestamp"]], f"{where}: {roles['timestamp']}")
         rows.extend((line, arrival_s, context, output, cached))
     if not 1 <= count <= MAX_REQUESTS:
         number = "0 requests" if not count else f"more than {MAX_REQUESTS} requests"
         raise InputError(source, number, f"1 to {MAX_REQUESTS} requests")
-    if kind is not None and format_.kind not in (kind, OWN):
-        one = _FORMATS[kind]
-        raise InputError(source, first, f"the columns of {kind}: {one.arrival}, {one.context}, {one.output}")
-    return _workload(name, kind or format_.kind, np.array(rows).reshape(-1, 5), source)
+    if kind not in (None, known) and known != OWN:
+        raise InputError(source, first, f"the columns of {kind}: {', '.join(_KINDS[str(kind)])}")
+    return _workload(name, kind or known, np.array(rows).reshape(-1, 5), source)
 
 
 def _bounded(file: TextIO, source: str) -> Iterator[str]:
@@ -407,10 +409,8 @@ def _bounded(file: TextIO, source: str) -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _csv_records(
-    lines: Iterator[str], source: str, names: Mapping[str, str]
-) -> tuple[_Format, Iterator[tuple[int, _Record]]]:
-    """The format of the header line, and line number and record of each line after it."""
+def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
+    """The columns of the header line, and line number and record of each line after it."""
     reader = csv.reader(lines)
 
     def rows() -> Iterator[list[str]]:
@@ -421,7 +421,8 @@ def _csv_records(
             raise InputError(where, str(error), "a line of comma-separated values") from None
 
     header = [name.strip() for name in next(rows(), ())]
-    format_ = _format_of(header, names, source)
+    if len(set(header)) < len(header):
+        raise InputError(f"{source}: line 1", ",".join(header), "each column once")
 
     def records() -> Iterator[tuple[int, _Record]]:
         for row in filter(None, rows()):
@@ -430,31 +431,12 @@ def _csv_records(
                 raise InputError(f"{source}: line {reader.line_num}", ",".join(row), accepted)
             yield reader.line_num, {name: value for name, value in zip(header, row, strict=True) if name != "hash_ids"}
 
-    return format_, records()
+    return header, records()
 
 
-def _format_of(header: Sequence[str], names: Mapping[str, str], source: str) -> _Format:
-    """The format of a header, with the columns that the user names."""
-    if missing := [name for name in names.values() if name not in header]:
-        raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
-    known = next((one for one in _FORMATS.values() if {one.arrival, one.context, one.output} <= set(header)), None)
-    if len(set(header)) < len(header):
-        raise InputError(f"{source}: line 1", ",".join(header), "each column once")
-    if known is not None and not names:
-        return known
-    lower = {name.lower(): name for name in reversed(header)}
-    found = {role: next((lower[one] for one in usual if one in lower), "") for role, usual in _ROLES.items()}
-    found |= names
-    if not (found["timestamp"] and found["context"]):
-        raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
-    arrival, context, output, cached = (found[role] for role in _ROLES)
-    return _Format(OWN, arrival, context, output, _seconds_or_date, cached)
-
-
-def _json_records(lines: Iterator[str], source: str) -> tuple[_Format, Iterator[tuple[int, _Record]]]:
+def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
     """The same of JSON lines."""
-    one = _FORMATS[MOONCAKE]
-    columns = (one.arrival, one.context, one.output)
+    columns = _KINDS[MOONCAKE]
 
     def records() -> Iterator[tuple[int, _Record]]:
         for number, line in enumerate(lines, start=1):
@@ -468,7 +450,19 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[_Format, Iterator[
                 raise InputError(f"{source}: line {number}", line, f"a JSON object with {', '.join(columns)}")
             yield number, record
 
-    return one, records()
+    return (*columns, "cached_tokens"), records()
+
+
+def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict[str, str]:
+    """The column of each role, as the user names it or by its usual names; empty: there is none."""
+    if missing := [name for name in names.values() if name not in header]:
+        raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
+    lower = {name.lower(): name for name in reversed(header)}
+    roles = {role: next((lower[one] for one in usual if one in lower), "") for role, usual in _ROLES.items()}
+    roles.update(names)
+    if not (roles["timestamp"] and roles["context"]):
+        raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
+    return roles
 
 
 def _leading_blocks(hashes: Any, seen: set[int | str], where: str) -> int:
@@ -494,32 +488,23 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _seconds(value: Any, where: str) -> float:
+def _milliseconds(value: Any, where: str) -> float:
     number = _number(value)
     if not math.isfinite(number):
         raise InputError(where, value, "a finite number")
-    return number
-
-
-def _milliseconds(value: Any, where: str) -> float:
-    return 1e-3 * _seconds(value, where)
-
-
-def _date(value: Any, where: str) -> float:
-    """Seconds of a date such as "2023-11-16 18:15:46.6805900"; dates without a zone are taken as UTC."""
-    try:
-        moment = datetime.fromisoformat(value.strip())
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        raise InputError(where, value, "a date and time") from None
+    return 1e-3 * number
 
 
 def _seconds_or_date(value: Any, where: str) -> float:
-    """Seconds, seconds or milliseconds since 1970, or a date."""
+    """Seconds, milliseconds since 1970, or a date such as "2023-11-16 18:15:46.6805900", without a zone in UTC."""
     number = _number(value)
-    if math.isnan(number):
-        return _date(value, where)
-    return 1e-3 * number if number > _MAX_ARRIVAL_S else number
+    if not math.isnan(number):
+        return 1e-3 * number if number > _MAX_ARRIVAL_S else number
+    try:
+        moment = datetime.fromisoformat(value.strip())
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (AttributeError, ValueError, OverflowError):
+        raise InputError(where, value, "a date and time, or a number of seconds") from None
 
 
 def _tokens(value: Any, where: str) -> float:
@@ -530,22 +515,10 @@ def _tokens(value: Any, where: str) -> float:
     return number
 
 
-class _Format(NamedTuple):
-    """Columns of a trace; empty: it has none."""
-
-    kind: str
-    arrival: str
-    context: str
-    output: str
-    to_seconds: Callable[[Any, str], float]  # of an arrival, and where it stands
-    cached: str = "cached_tokens"
-
-
 OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
-_FORMATS = {
-    OWN: _Format(OWN, "arrival_s", "context_tokens", "output_tokens", _seconds),
-    AZURE: _Format(AZURE, "TIMESTAMP", "ContextTokens", "GeneratedTokens", _date),
-    MOONCAKE: _Format(MOONCAKE, "timestamp", "input_length", "output_length", _milliseconds),
+_KINDS = {  # of traces that others publish, and their columns
+    AZURE: ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    MOONCAKE: ("timestamp", "input_length", "output_length"),
 }
 _ROLES = {  # of a column, and its usual names, in lower case
     "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
