@@ -45,12 +45,21 @@ class CommandError(Exception):
 
 
 def kvrsim(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> dict[str, Any]:
-    """Run a kvrsim command and return its JSON object. The processes that it started end with it.
+    """Run a kvrsim command and return its JSON object. Raises CommandError as `output_of`, or without JSON."""
+    try:
+        answer: dict[str, Any] = json.loads(output_of(*words, "--json", timeout_s=timeout_s, accepted=accepted))
+    except ValueError:
+        raise CommandError(f"kvrsim {words[0]} printed no JSON") from None
+    return answer
 
-    Raises CommandError, with the last line of standard error, where its exit code is not accepted, it prints no JSON,
-    or it has not ended in time.
+
+def output_of(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> str:
+    """Run a kvrsim command and return its standard output. The processes that it started end with it.
+
+    Raises CommandError, with the last line of standard error, where its exit code is not accepted, or it has not ended
+    in time.
     """
-    command = [sys.executable, "-m", "kvrsim", *map(str, words), "--json"]
+    command = [sys.executable, "-m", "kvrsim", *map(str, words)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -65,11 +74,7 @@ def kvrsim(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> 
     last = [line for line in errors.splitlines() if line.strip()] or ["nothing"]
     if process.returncode not in accepted:
         raise CommandError(f"kvrsim {words[0]} ended with {process.returncode}: {last[-1].strip()}")
-    try:
-        answer: dict[str, Any] = json.loads(output)
-    except ValueError:
-        raise CommandError(f"kvrsim {words[0]} printed no JSON") from None
-    return answer
+    return output
 
 
 def run_command(command: Callable[[], object]) -> int:

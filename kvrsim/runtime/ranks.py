@@ -201,11 +201,6 @@ class RankPool:
             self.close(wait_s=0.0)
             raise
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids by rank."""
-        return tuple(process.pid for process in self._processes.values())
-
     def ask(
         self, ranks: Collection[int], command: Command, timeout_s: float, on_progress: OnProgress | None = None
     ) -> dict[int, Any]:

@@ -24,7 +24,6 @@ from planner.confirm.candidates import strategies_here
 from planner.confirm.hardware import Hardware
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
-from validate.confirmation import page
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")
@@ -60,14 +59,6 @@ def test_every_candidate_is_predicted_and_measured(confirmed: tuple[dict[str, An
     assert found["max_logit_error"] <= 1e-5
     assert found["ok"] is True
     assert found["reasons"] == []
-
-
-def test_candidates_stand_on_the_page(confirmed: tuple[dict[str, Any], str]) -> None:
-    found, _ = confirmed
-    text = "\n".join(page([("a model, loopback", found)], "a command"))
-    assert all(f"\n| {one['strategy']} | " in text for one in found["candidates"])
-    assert "| predicted place | measured place |" in text
-    assert "2 x cpu-1-thread, switch (1 GB/s, 100 us)" in text
 
 
 def test_a_target_that_is_not_met_is_the_exit_code_and_the_reason(folder: Path) -> None:
