@@ -123,7 +123,7 @@ def python_reference() -> str:
 
 def _function(name: str, function: Any) -> str:
     """Signature and numpydoc docstring of a function as Markdown."""
-    signature = str(inspect.signature(function)).replace("'", "")
+    signature = str(inspect.signature(function)).replace("'", "").replace(": Any", "")
     lines = [f"### kvrsim.{name}", "", "```python", *textwrap.wrap(f"kvrsim.{name}{signature}", 100), "```", ""]
     text = re.sub(r"^(.+)\n-{3,}$", r"\n**\1**\n", inspect.getdoc(function) or "", flags=re.M)
     text = re.sub(r"^(\S+) : (.*)\n    ", r"\n`\1` : \2\n:   ", text, flags=re.M)
