@@ -1,10 +1,9 @@
-"""FitReport: errors of a fit as JSON, Markdown and a picture; compare_profiles: operations by two profiles."""
+"""FitReport: errors of a fit as JSON, Markdown and a picture."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +11,18 @@ import numpy as np
 
 from calibrate.data import Measurement
 from calibrate.fit.fit import Comparison, Errors, column
-from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.attention import AttentionRates
-from kvrsim.kernels.cost import CalibratedCost, Part, WeightedCost
+from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
-from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.mixer import LayerSetting
-from kvrsim.kernels.profile import CalibrationProfile, KernelRates, LinkRates
+from kvrsim.kernels.profile import CalibrationProfile, KernelRates
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
 from kvrsim.text import in_markdown, markdown_table
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+from kvrsim.units import format_bandwidth, format_seconds
 from kvrsim.views.figure import save_figure
 from kvrsim.views.style import styled
 
@@ -291,142 +287,3 @@ def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, ke
     chunk, prefix = np.array([float(row.chunk or 0)]), np.array([float(row.prefix or 0)])
     parts = (costs.qkv_s(chunk), costs.mixer.append_s(chunk, prefix), costs.mixer.attention_s(chunk, prefix))
     return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])
-
-
-# -- two profiles
-
-_MESSAGES = (2**16, 2**20, 2**26)  # bytes
-_GATHER_RANKS = 2
-_LEAST_CHUNK = 64
-_ONCE = {
-    "layer_s": "host issuing a layer",
-    "kernel_s": "host issuing a kernel",
-    "message_s": "host issuing a message",
-    "prepare_s": "host before the layers",
-    "step_s": "before the layers, in each step",
-    "request_s": "before the layers, once a request",
-}
-
-Seconds = Mapping[str, float]  # by kind of operation in a profile
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiffRow:
-    """One operation by two profiles."""
-
-    operation: str  # in a few words
-    a_s: float  # seconds by the first profile
-    b_s: float  # by the second
-    log_sd: float  # of the logarithm of their ratio, from the errors of both profiles
-
-    @property
-    def ratio(self) -> float | None:
-        """Of the second to the first; None where the first takes no time."""
-        return self.b_s / self.a_s if self.a_s else None
-
-    @property
-    def differs(self) -> bool:
-        """Whether the ratio lies outside of the 80 % interval that both profiles' own errors leave around 1."""
-        if not self.a_s or not self.b_s:
-            return self.a_s != self.b_s
-        return abs(math.log(self.b_s / self.a_s)) > DEVIATES_OF_80_PERCENT * self.log_sd
-
-
-def compare_profiles(a: CalibrationProfile, b: CalibrationProfile, model: ModelSpec) -> tuple[DiffRow, ...]:
-    """A layer of the model and its parts, logits, messages and what comes once, each by both profiles.
-
-    Chunks are a quarter of the longest context in both valid ranges, at its beginning and at its end; the dtype is the
-    first that both have, or else the first of each profile.
-    """
-    pair, dtypes = (a, b), dtypes_of(a, b)
-    rows = list(_layer_rows(pair, model, dtypes))
-    heads = [_head_s(profile, model, dtype) for profile, dtype in zip(pair, dtypes, strict=True)]
-    rows.append(_row("logits of one token", pair, [{"gemm": seconds} for seconds in heads]))
-    for nbytes in _MESSAGES:
-        sends = [{"send_recv": _message_s(profile.links, nbytes)} for profile in pair]
-        rows.append(_row(f"message of {format_bytes(nbytes)}", pair, sends))
-    gathers = [profile.links.gather for profile in pair if profile.links.gather is not None]
-    for nbytes in _MESSAGES if len(gathers) == 2 else ():
-        size = np.array([float(nbytes)])
-        times = [{"all_gather": _float(one.seconds(size, _GATHER_RANKS))} for one in gathers]
-        rows.append(_row(f"all-gather of {format_bytes(nbytes)}, {_GATHER_RANKS} ranks", pair, times))
-    for key, what in _ONCE.items():
-        values = [float(getattr(profile.host, key) or 0.0) for profile in pair]
-        if any(values):
-            rows.append(_row(what, pair, [{"host": value} for value in values]))
-    return tuple(rows)
-
-
-def dtypes_of(a: CalibrationProfile, b: CalibrationProfile) -> tuple[str, str]:
-    """The dtypes to compare in."""
-    common = [dtype for dtype in a.valid.dtypes if dtype in b.valid.dtypes]
-    return (common[0], common[0]) if common else (a.valid.dtypes[0], b.valid.dtypes[0])
-
-
-def _layer_rows(
-    pair: tuple[CalibrationProfile, CalibrationProfile], model: ModelSpec, dtypes: tuple[str, str]
-) -> Iterator[DiffRow]:
-    a, b = pair
-    longest = min(profile.valid.context_len[1] for profile in pair)
-    chunk = max(_LEAST_CHUNK, longest // 4)
-    both = [(kernel, kernel) for kernel in a.attention_kernels if kernel in b.attention_kernels]
-    for kernels in both or [(a.attention_kernels[0], b.attention_kernels[0])]:
-        for prefix in dict.fromkeys((0, max(0, longest - chunk))):
-            parts = [
-                _parts(profile, model, kernel, dtype, chunk, prefix)
-                for profile, kernel, dtype in zip(pair, kernels, dtypes, strict=True)
-            ]
-            where = f"{format_tokens(chunk)} tokens behind {format_tokens(prefix)}"
-            yield _row(f"layer of {model.name}, {' and '.join(dict.fromkeys(kernels))}, {where}", pair, parts)
-            for kind, what in (("gemm", "products"), ("attention", "attention"), ("elementwise", "the rest")):
-                if kind == "attention" or prefix == 0:
-                    yield _row(f"- of it {what}", pair, [{kind: one[kind]} for one in parts])
-
-
-class _Products(dict[Part, Array]):
-    """Weights that leave matrix products alone."""
-
-    def __missing__(self, part: Part) -> Array:
-        return np.ones(1) if part.kind == "gemm" else np.zeros(1)
-
-
-def _parts(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str, chunk: int, prefix: int) -> Seconds:
-    """Of a layer: its products, attention, and all else."""
-    costs = layer_costs(profile, model, kernel, dtype)
-    weighted = WeightedCost(cost=costs.cost, weights=_Products())
-    products = LayerCosts(replace(costs.setting, cost=weighted), costs.layer)
-    tokens, before = np.array([float(chunk)]), np.array([float(prefix)])
-    gemm_s, around_s = (_float(one.qkv_s(tokens) + one.output_mlp_s(tokens)) for one in (products, costs))
-    rest_s = max(0.0, around_s - gemm_s) + _float(costs.mixer.append_s(tokens, before))
-    return {"gemm": gemm_s, "attention": _float(costs.mixer.attention_s(tokens, before)), "elementwise": rest_s}
-
-
-def _head_s(profile: CalibrationProfile, model: ModelSpec, dtype: str) -> float:
-    head = model.lm_head
-    costs = layer_costs(profile, model, profile.attention_kernels[0], dtype)
-    return _float(costs.cost.head_s(np.ones(1), Product(head.in_features, head.out_features)))
-
-
-def _message_s(links: LinkRates, nbytes: int) -> float:
-    """From send to arrival, as in kvrsim.hardware.Path."""
-    long_s = nbytes / links.bandwidth_bytes_per_s
-    if links.short_bytes_per_s is None:
-        return links.latency_s + long_s
-    return max(links.latency_s + nbytes / links.short_bytes_per_s, long_s)
-
-
-def _row(operation: str, pair: tuple[CalibrationProfile, CalibrationProfile], parts: Sequence[Seconds]) -> DiffRow:
-    (a_s, a_sd), (b_s, b_sd) = (_summed(profile, one) for profile, one in zip(pair, parts, strict=True))
-    return DiffRow(operation=operation, a_s=a_s, b_s=b_s, log_sd=math.hypot(a_sd, b_sd))
-
-
-def _summed(profile: CalibrationProfile, parts: Seconds) -> tuple[float, float]:
-    """Seconds, and the standard deviation of their logarithm if parts err independently."""
-    total = sum(parts.values())
-    fits = profile.operations
-    known = [(seconds, fits[kind].log_sd) for kind, seconds in parts.items() if kind in fits]
-    return total, math.hypot(*(seconds / total * log_sd for seconds, log_sd in known)) if total else 0.0
-
-
-def _float(seconds: Array) -> float:
-    return float(seconds[0])

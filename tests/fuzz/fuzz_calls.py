@@ -74,7 +74,6 @@ _FUNCTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "group_sizes": ("1,2", [1, 2]),
         "replications": (1, 2),
         "profile": ("roofline",),
-        "decode": ("separate",),
         "strategies": (None, "tp", ["single", "tsp"]),
         "tpot": (None, "50ms"),
         "kv_transfer_bandwidth": (None, "10GB/s", 5e10),

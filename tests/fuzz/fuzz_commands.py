@@ -87,7 +87,6 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
     (("clusters", "show", "h100-nvlink"), {}, {}, _FLAG),
     (("profiles", "list"), {}, {}, _FLAG),
     (("profiles", "show", "a100-flash"), {}, {}, _FLAG),
-    (("profiles", "diff", "a100-flash", "h100-flash"), {}, {"--model": ("llama-7b",)}, _FLAG),
 )
 _OTHERS = ("--version", "--help", "--no-such", "--json=1", "plan", "x", "--output", "-o")
 

@@ -30,7 +30,6 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "cluster.json": ("plan --ctx 512 --gpus 2 --cluster {} --json", "clusters show {} --json", "clusters show {}"),
     "profile.json": (
         *("plan --ctx 512 --gpus 2 --profile {} --json", "profiles show {} --json", "profiles show {}"),
-        "profiles diff {} a100-flash --json",
     ),
     "table.json": (
         *("table show {}", "table show {} --json", "table lookup {} --gpus 2 --ctx 700"),

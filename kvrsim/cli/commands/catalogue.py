@@ -494,48 +494,6 @@ def _shapes(rates: GemmRates) -> list[str]:
     ]
 
 
-@profiles.command("diff")
-@takes(OutputArgs)
-def diff(
-    answer: OutputArgs,
-    *,
-    a: Any = argument("A", "A built-in profile or a file."),
-    b: Any = argument("B", "Another profile."),
-    model: Any = option("NAME|PATH", "Model whose layers are compared.", "Question", default="llama-7b"),
-) -> None:
-    """Compare the seconds of typical operations in two profiles.
-
-    Operations that differ significantly are marked.
-
-    Example: kvrsim profiles diff a100-eager a100-flash
-    """
-    answer.check()
-    from calibrate.fit.report import compare_profiles, dtypes_of
-    from kvrsim.kernels.profile import load_profile
-    from kvrsim.model.load import load_model
-
-    first, second, spec = load_profile(a, argument="A"), load_profile(b, argument="B"), load_model(model)
-    rows, dtypes = compare_profiles(first, second, spec), dtypes_of(first, second)
-
-    def content() -> dict[str, Any]:
-        names = ("operation", "a_s", "b_s", "ratio", "differs")
-        operations = [{name: getattr(row, name) for name in names} for row in rows]
-        about = {"a": first.name, "b": second.name, "model": spec.name, "dtypes": list(dtypes)}
-        return about | {"operations": operations}
-
-    def screen() -> list[Part]:
-        table = columns("operation")
-        columns("A", "B", "B / A", numbers=True, into=table)
-        columns("", into=table)
-        for row in rows:
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
-        names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
-        return [names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors"]
-
-    print_answer(answer, content, "operations", screen)
-
-
 # Engines
 
 

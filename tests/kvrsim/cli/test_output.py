@@ -18,7 +18,6 @@ TABLES = {  # a command's list in its JSON
     ("simulate", "--strategy", "kvr-e", "--ctx", "1k", *SETTING): "per_rank",
     ("map", "--ctx", "1k,2k", *SETTING): "points",
     ("table", "show", "table.json"): "entries",
-    ("profiles", "diff", "a100-eager", "a100-flash"): "operations",
     ("strategies", "list"): "strategies",
 }
 
