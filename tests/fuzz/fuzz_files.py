@@ -28,9 +28,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "model.json": ("plan --ctx 512 --gpus 2 --model {} --json", "models show {} --json", "models show {}"),
     "quantised.json": ("plan --ctx 512 --gpus 2 --model {} --json", "models show {} --json"),
     "cluster.json": ("plan --ctx 512 --gpus 2 --cluster {} --json", "clusters show {} --json", "clusters show {}"),
-    "profile.json": (
-        *("plan --ctx 512 --gpus 2 --profile {} --json", "profiles show {} --json", "profiles show {}"),
-    ),
+    "profile.json": (*("plan --ctx 512 --gpus 2 --profile {} --json", "profiles show {} --json", "profiles show {}"),),
     "table.json": (
         *("table show {}", "table show {} --json", "table lookup {} --gpus 2 --ctx 700"),
         *(
