@@ -17,17 +17,20 @@ if TYPE_CHECKING:  # files are looked up without the planner
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
+_FEW_PIPELINES, _EACH_S = 1000, 4e-5  # that a grid point simulates to refine pieces; seconds of each
 _EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 
 
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
-    """The strategy with its own partition; a searched one is balanced or even, unless links are slow."""
+    """The strategy with its own partition, refined a little; a chain's is balanced or even, unless links are slow."""
     from kvrsim.scenario import Partition
     from planner.candidates import Candidate, Search, per_rank_scenario
+    from planner.search.minimise import Allowance
     from planner.search.search import search
 
     if strategy.partition_rule != "search":
-        return Search().candidate(scenario, strategy)
+        few = Allowance(left_s=_FEW_PIPELINES * _EACH_S, each_s=_EACH_S)
+        return Search(allowance=few).candidate(scenario, strategy)
     per_rank = per_rank_scenario(scenario, strategy)
     found = search(per_rank, strategy, method="analytical")
     balanced = Candidate(scenario=scenario, strategy=strategy, partition=found.partition, search=found)
