@@ -87,7 +87,10 @@ def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
     if not str(path).strip():
         raise InputError(argument, path, "a file name")
     try:
-        target = Path(os.path.realpath(path))
+        try:
+            target = Path(os.path.realpath(path))
+        except FileNotFoundError:
+            raise InputError(argument, path, "a file in a folder that exists, which the working one does not") from None
         if not target.parent.is_dir():
             raise InputError(argument, path, "a file in a folder that exists")
         found = target.stat()

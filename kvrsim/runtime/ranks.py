@@ -7,6 +7,7 @@ processes that take commands over pipes. Importing this module does not import t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ Pipe = Any  # multiprocessing.connection.Connection, whose type differs between 
 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
 _GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # for a process to end by itself
 _LATE_S = 10.0  # after its time limit, a command that was not cancelled ends the process
 _ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals after which ranks and folder must go
@@ -284,6 +286,10 @@ class RankPool:
 def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
     """Run a rank's process: obey the commands that come over the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    if sys.platform == "linux":  # the server ends with the pool's process; a stopped rank then goes on, and ends, too
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGCONT)
+        if (alive := getattr(forkserver._forkserver, "_forkserver_alive_fd", None)) is not None:
+            os.close(alive)  # which would keep the server running as long as this rank
     if not os.path.exists(folder):  # the pool was interrupted before this process began
         os._exit(0)
     log = _log_path(folder, rank).open("ab", buffering=0)  # output of libraries is not for the user

@@ -120,3 +120,12 @@ def test_a_failure_leaves_the_old_file_and_no_other(
     with pytest.raises(InputError, match=r"output.*No space left"):
         wrote(tmp_path / "a")
     assert (os.listdir(tmp_path), (tmp_path / "a").read_bytes()) == (["a"], b"old")
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for write in (lambda: check_writable("x.html", "plot"), lambda: write_atomically("x.html", b"", argument="plot")):
+        with pytest.raises(InputError, match=r"plot: got .* a file in a folder that exists"):
+            write()

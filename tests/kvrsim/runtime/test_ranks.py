@@ -102,11 +102,16 @@ def left_in(folder: Path) -> list[str]:
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "stops"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGTERM, False)]
+)
 def test_ranks_at_work_end_with_their_parent(
-    started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+    started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals, stops: bool
 ) -> None:
+    """A rank that was stopped, too."""
     assert wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 300)
+    for path in list(tmp_path.glob("*.pid"))[:stops]:
+        os.kill(int(path.stem), signal.SIGSTOP)
     os.kill(started.pid, number)
     assert wait_for(lambda: started.poll() is not None, 300)
     assert wait_for(lambda: processes_of(tmp_path) == [], 300)
