@@ -33,8 +33,8 @@ class Server:
     layout: Layout
     model: str  # what the engine loads
     max_len: int  # tokens of the longest sequence, its output included
-    step_tokens: int | None = None  # of all sequences of the longest step; None: the engine's own
-    in_pieces: bool = False
+    pieces: tuple[int, ...] = ()  # tokens of a prompt's steps; empty: the engine's own
+    layers: tuple[int, ...] | None = None  # of each stage of a pipeline; None: even
     role: Role | None = None  # where one fleet prefills and another one decodes
     max_sequences: int | None = None  # at once; None: the engine's own
     config: str = "trtllm.yaml"  # name of the file with what trtllm-serve has no options for
@@ -52,9 +52,9 @@ class Server:
     def values(self) -> dict[str, Any]:
         """Values of the flags. Flags of None, 0 or False are left out; those of True have no value."""
         layout, scenario = self.layout, self.scenario
-        dtype, step_tokens = scenario.request.dtype, self.step_tokens
-        if step_tokens is not None:
-            step_tokens = -(-step_tokens // _PAGE) * _PAGE
+        dtype, step_tokens = scenario.request.dtype, None
+        if self.pieces:
+            step_tokens = -(-max(self.pieces) * scenario.request.batch // _PAGE) * _PAGE
         spread, context = layout.is_mixture and layout.expert_parallel > 1, layout.context > 1
         latent = context and self.engine.context_models[layout.scheme or ""][scenario.model.model_type] != "gathered"
         return {
@@ -75,7 +75,7 @@ class Server:
             "expert_ranks": layout.expert_parallel if spread else None,
             "expert_copies": layout.expert_data if layout.is_mixture and layout.expert_data > 1 else None,
             "deepep": latent and layout.scheme == "zigzag",
-            "in_pieces": self.in_pieces,
+            "in_pieces": len(self.pieces) > 1,
             "searched": layout.pieces == "searched",
             "step_tokens": step_tokens,
             "steps_of_groups": step_tokens and step_tokens * (layout.data if layout.is_mixture else 1),
@@ -143,6 +143,13 @@ class Server:
             yield f"the checkpoint says how it is quantised ({quantization.describe()})"
         if self.nodes > 1:
             yield f"{self.nodes} nodes: start one process on each, with its rank and the first node's address"
+        if layout.pieces == "searched" and self.pieces:
+            yield f"kvrsim's pieces: {', '.join(map(str, self.pieces))} tokens"
+            if len(set(self.layers or ())) > 1:
+                layers = ",".join(map(str, self.layers or ()))
+                yield f"stages were planned with uneven layers: set SGLANG_PP_LAYER_PARTITION={layers}"
+        if len(self.pieces) == 1:
+            yield "the prompt is one step, as it was simulated; smaller steps need less memory and take longer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,12 +236,11 @@ def launch_of(
         layout=layout,
         model=model,
         max_len=max_len,
-        step_tokens=max(pieces) * scenario.request.batch,
-        in_pieces=len(pieces) > 1,
+        pieces=pieces,
+        layers=None if layers is None else tuple(layers),
     )
     notes = [
         *server.notes(),
-        *about_pieces(layout, pieces, layers or ()),
         "the longest sequence is the prompt and one token: add your output tokens"
         if max_len > scenario.request.context_len
         else f"{scenario.model.name} has {max_len} positions: the prompt must leave some for the output",
@@ -252,14 +258,3 @@ def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, pa
         most = format_bytes(max(memory.total for memory in planned.memory))
         limit = planned.per_rank.memory_limit.describe()
         raise InputError("emit", engine.name, f"a plan that fits: {strategy.name} needs {most} on a GPU ({limit})")
-
-
-def about_pieces(layout: Layout, pieces: Sequence[int], layers: Sequence[int]) -> Iterator[str]:
-    """Notes on pieces and layers, which no flag sets; layers: of each stage of a pipeline, () where even."""
-    if layout.pieces == "searched":
-        yield f"kvrsim's pieces: {', '.join(map(str, pieces))} tokens"
-        if len(set(layers)) > 1:
-            shown = ",".join(map(str, layers))
-            yield f"stages were planned with uneven layers: set SGLANG_PP_LAYER_PARTITION={shown}"
-    if len(pieces) == 1:
-        yield "the prompt is one step, as it was simulated; smaller steps need less memory and take longer"

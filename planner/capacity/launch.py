@@ -10,7 +10,7 @@ from kvrsim.strategies import get_strategy
 from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.result import CapacityPlan, GroupAnswer
-from planner.deploy import Launch, Server, about_pieces, layout_for, longest_sequence
+from planner.deploy import Launch, Server, layout_for, longest_sequence
 from planner.deploy_engines import DeployEngine, deploy_engine
 
 
@@ -62,7 +62,7 @@ def _servers(
         layout, pieces = layout_for(engine, here, longest.strategy), longest.partition.chunk_lens
         notes = []
         if budget is not None:
-            pieces = (budget,) * (high // budget) + (high % budget,) * (high % budget > 0)
+            pieces = (budget,) * -(-high // budget)
             notes = [f"prompts share steps of up to {budget} new tokens"]
         elif layout.pieces == "none":
             pieces = (high,)
@@ -77,12 +77,12 @@ def _servers(
                 layout=layout,
                 model=model,
                 max_len=max_len,
-                step_tokens=max(pieces) if budget is None else budget,
-                in_pieces=len(pieces) > 1,
+                pieces=pieces,
+                layers=longest.strategy.stage_layers,
                 role=None if decoders is None else "prefill",
             ),
             what=_count(group.replicas, group.gpus_per_group, _strategy(group)) + lengths,
-            notes=(*notes, *about_pieces(layout, pieces, longest.strategy.stage_layers or ())),
+            notes=tuple(notes),
         )
     if decoders is not None:
         here = plan.scenario.on_gpus(decoders.gpus_per_group)
