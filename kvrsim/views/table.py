@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Self
 
 from kvrsim.units import format_bytes, format_seconds
@@ -152,84 +153,63 @@ def baseline_title(strategy: str) -> str:
     return "1 GPU" if strategy == "single" else strategy.upper()
 
 
-def strategies_table(plan: Plan) -> Table:
-    """One row per strategy, best first as the plan has them, the best in bold."""
-    has_interval = any(one.ttft_low_s < one.ttft_high_s for one in plan.strategies)
-    columns = [
-        Column(title="strategy\n"),
-        Column(title="partition\n(tokens)", rank=3, hint="tokens of each rank or piece"),
-        Column(title="TTFT\n", number=True, hint="time to first token"),
-    ]
-    if has_interval:
-        columns.append(Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"))
-    if plan.yardstick is not None:
-        columns.append(
-            Column(
-                title=f"vs {baseline_title(plan.yardstick)}\n", number=True, hint=f"TTFT of {plan.yardstick} over its"
-            )
-        )
-    columns += [
-        Column(title="exposed\ncomm.", number=True, rank=4, hint="TTFT less that over links that cost nothing"),
-        Column(title="longest\nwait", number=True, rank=5, hint="of the rank that waits most"),
-        Column(title="peak\nmemory", number=True, rank=2, hint="of the rank that needs most"),
-        Column(title="fits\n", hint=plan.memory_limit.describe()),
-    ]
-    table = Table(columns=columns)
-    for one in plan.strategies:
-        interval = Cell(shown=format_interval(one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s)
-        table.add_row(
+MOST_ROWS = 5  # of the first screen
+
+
+def strategies_table(plan: Plan, *, short: bool = False) -> Table:
+    """One row per strategy, best first as the plan has them, the best in bold.
+
+    short: the fastest that fit, at most five of them with the best one; all times in one unit.
+    """
+    rows = list(plan.strategies)
+    if short:
+        rows = [one for one in rows if one.fits][:MOST_ROWS]
+        rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
+    unit = format_seconds(max(one.ttft_high_s for one in rows)).split(" ")[1]
+    over = None if plan.yardstick is None else baseline_title(plan.yardstick)
+    columns = {  # and whether each is shown
+        Column(title="strategy\n"): True,
+        Column(title="partition\n(tokens)", rank=4, hint="tokens of each rank or piece"): not short,
+        Column(title="TTFT\n", number=True, hint="time to first token"): True,
+        Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"): any(
+            one.ttft_low_s < one.ttft_high_s for one in rows
+        ),
+        Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.yardstick} over its"): over is not None,
+        Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT less that over fast links"): not short,
+        Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits most"): not short,
+        Column(title="peak\nmemory", number=True, rank=3, hint="of the rank that needs most"): True,
+        Column(title="fits\n", hint=plan.memory_limit.describe()): not short,
+        Column(title="engines\n", rank=4): short,
+    }
+    shown = [replace(one, title=one.label) if short else one for one, is_shown in columns.items() if is_shown]
+    table = Table(columns=shown)
+    for one in rows:
+        cells = (
             f"{one.strategy} {TIED}" if plan.feasible and one.is_tied else one.strategy,
             format_partition(one.partition),
-            seconds_cell(one.ttft_s),
-            *([interval] if has_interval else []),
-            *([] if one.speedup is None else [Cell(shown=f"{one.speedup:.2f}×", value=one.speedup)]),
+            Cell(shown=_in_unit(unit, one.ttft_s), value=one.ttft_s) if short else seconds_cell(one.ttft_s),
+            Cell(
+                shown=_in_unit(unit, one.ttft_low_s, one.ttft_high_s)
+                if short
+                else format_interval(one.ttft_low_s, one.ttft_high_s),
+                value=one.ttft_high_s,
+            ),
+            "" if one.speedup is None else Cell(shown=f"{one.speedup:.2f}×", value=one.speedup),
             seconds_cell(one.exposed_comm_s),
             seconds_cell(max(one.wait_s)),
             bytes_cell(max(rank.total for rank in one.memory)),
             fits_text(one.fits),
-            style="bold" if one is plan.first else None,
-        )
-    return table
-
-
-MOST_ROWS = 5  # of the first screen
-
-
-def short_table(plan: Plan) -> Table:
-    """The fastest strategies that fit, at most five of them with the best one; all times in one unit."""
-    rows = [one for one in plan.strategies if one.fits][:MOST_ROWS]
-    rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
-    unit = unit_of(max(one.ttft_high_s for one in rows))
-    over = "" if plan.yardstick is None else f"vs {baseline_title(plan.yardstick)}"
-    interval = " ".join(interval_title(plan.interval_coverage).split())
-    ranks = {"strategy": 1, "TTFT": 1, interval: 2, over: 1, "peak memory": 3, "engines": 4}
-    columns = [
-        Column(title=title, number=title not in ("strategy", "engines"), rank=rank) for title, rank in ranks.items()
-    ]
-    table = Table(columns=columns)
-    for one in rows:
-        low, middle, high = (format_in(unit, seconds) for seconds in (one.ttft_low_s, one.ttft_s, one.ttft_high_s))
-        table.add_row(
-            f"{one.strategy} {TIED}" if one.is_tied else one.strategy,
-            Cell(shown=f"{middle} {unit}", value=one.ttft_s),
-            Cell(shown=f"{low}–{high} {unit}", value=one.ttft_high_s),
-            "" if one.speedup is None else Cell(shown=f"{one.speedup:.2f}×", value=one.speedup),
-            bytes_cell(max(rank.total for rank in one.memory)),
             ", ".join(one.engines) or "none",
-            style="bold" if one is plan.first else None,
         )
+        table.add_row(*compress(cells, columns.values()), style="bold" if one is plan.first else None)
     return table
 
 
-def unit_of(seconds: float) -> str:
-    """The unit in which a column of times up to this one is written."""
-    return format_seconds(seconds).split(" ")[1]
-
-
-def format_in(unit: str, seconds: float) -> str:
-    """Three significant digits in a unit, without the unit."""
-    value = seconds / {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+def _in_unit(unit: str, *ends_s: float) -> str:
+    """Seconds, or both ends of an interval, with three significant digits in a unit."""
+    values = [seconds / {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit] for seconds in ends_s]
+    digits = [f"{one:.{max(0, 2 - math.floor(math.log10(one)))}f}" if one > 0 else "0" for one in values]
+    return f"{'–'.join(digits)} {unit}"
 
 
 def pieces_text(tokens: Sequence[int], is_pipeline: bool) -> str:

@@ -38,7 +38,6 @@ from kvrsim.views.table import (
     Text,
     format_partition,
     sentences,
-    short_table,
     strategies_table,
 )
 
@@ -143,7 +142,7 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
     add_notes(below, without(plan.warnings, *_DETAILS))
     tail: list[Part] = [*_left_out(plan), *([below] if below.rows else [])]
     if plan.feasible:
-        head += [short_table(plan), ""]
+        head += [strategies_table(plan, short=True), ""]
     return [*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim")]
 
 

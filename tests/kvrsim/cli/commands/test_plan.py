@@ -19,7 +19,7 @@ from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_seconds
-from kvrsim.views.table import TIED, short_table
+from kvrsim.views.table import TIED, strategies_table
 from planner import candidates
 
 CLUSTERS = ("switch", "bus", "chain")
@@ -290,7 +290,7 @@ def test_long_lists_of_pieces_are_short_on_the_screen_and_whole_in_json(capsys: 
 
 
 def test_times_of_a_column_have_one_unit() -> None:
-    table = short_table(kvrsim.plan(ctx="16k", gpus=8))
+    table = strategies_table(kvrsim.plan(ctx="16k", gpus=8), short=True)
     cells = [cell for row in table.texts() for cell in row[1:3]]
     assert len({cell.split(" ")[-1] for cell in cells}) == 1
     assert len(table.rows) == 5
