@@ -151,3 +151,10 @@ def test_one_gpu_wins_where_the_gain_cannot_be_told() -> None:
     for tsp, pays in ((0.985, False), (0.97, True)):
         (winner,) = map_of({"single": [1.0], "tsp": [tsp]}).winners()
         assert winner.pays is pays
+
+
+def test_a_map_has_an_answer_where_only_pipelines_fit() -> None:
+    found = kvrsim.map_strategies(model="llama-3.1-70b", cluster="2x8xh100", ctx="1M", gpus=16)
+    (best,) = found.best()
+    assert best.strategy == "pp"
+    assert {point.strategy for point in found.points if point.fits} == {"pp"}

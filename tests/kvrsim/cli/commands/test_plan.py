@@ -321,3 +321,11 @@ def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: 
     assert "kvr-s would take" in " ".join(out.split())
     nothing = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s", "--emit", "vllm")
     assert "nothing that it has fits" in screen(capsys, *nothing, code=1)
+
+
+def test_emit_refuses_a_context_without_positions_before_the_search(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.plan.search_all", None)
+    assert cli.main(["plan", "llama-3.1-70b", "8xh100", "--ctx", "1M", "--emit", "sglang"]) == 2
+    assert "--ctx: got '1048576', accepted: at most 131072 tokens" in capsys.readouterr().err
