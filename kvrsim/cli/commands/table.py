@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -153,22 +152,12 @@ def show_built(table: PartitionTable, output: str) -> None:
 
 
 def summary_of(table: PartitionTable) -> Facts:
-    """What the table has and gains, in three lines."""
+    """What the table has, and what fits."""
     entries, summary = table.entries, facts()
-    lengths, counts = [one.context_len for one in entries], sorted({one.num_gpus for one in entries})
-    contexts = _span([format_tokens(min(lengths)), format_tokens(max(lengths))])
-    count, gpus = f"{len(entries)} partition{'s' * (len(entries) != 1)}", ", ".join(map(str, counts))
+    ends = min(one.context_len for one in entries), max(one.context_len for one in entries)
+    contexts = " to ".join(dict.fromkeys(map(format_tokens, ends)))
+    count, gpus = f"{len(entries)} partition{'s' * (len(entries) != 1)}", ", ".join(map(str, table.gpu_counts))
     summary.add_row("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs"))
-    over = {
-        "TSP": sorted(one.speedup_over_tsp for one in entries),
-        "even chunks": sorted(one.speedup_over_even for one in entries),
-    }
-    speed = (f"{_span([f'{all_of[0]:.2f}', f'{all_of[-1]:.2f}'])}× as fast as {name}" for name, all_of in over.items())
-    summary.add_row("speed-up:", ", ".join(speed))
     unfit = sum(not one.fits for one in entries)
     summary.add_row("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit")
     return summary
-
-
-def _span(ends: Sequence[str]) -> str:
-    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
