@@ -31,8 +31,9 @@ def sections(profile: Path, quick: bool) -> Iterator[str]:
         for name, options in LINKS.items():
             if name == "loopback" or not quick:
                 words = ("--ctx", ctx, "--dtype", "fp32", "--attention", "sdpa", "--top", 1, "--no-virtual", *options)
-                command = ("confirm", "--model", MODEL, "--profile", profile, "--gpus", 2, *words, "--format", "md")
-                yield f"## {name}, {ctx} tokens\n\n{output_of(*command, timeout_s=_LIMIT_S, accepted=(0, 1))}"
+                command = ("confirm", "--model", MODEL, "--profile", profile, "--gpus", 2, *words)
+                output = output_of(*command, timeout_s=_LIMIT_S, accepted=(0, 1))
+                yield f"## {name}, {ctx} tokens\n\n```text\n{output.strip()}\n```\n"
 
 
 def main(quick: bool) -> None:
