@@ -20,7 +20,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model.quantization import read_quantization
-from kvrsim.model.remote import adapted, pruned_llama, translated
+from kvrsim.model.remote import adapted, pruned_llama, remote_type, translated
 from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import MAX_LAYERS, fill, freeze, thaw
 
@@ -30,14 +30,14 @@ _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 _FROZEN = "model.json"  # of a model that the user has added: its description
 _DATA = Path(__file__).parents[1] / "data"
 _FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-_TEXT = ("text_config", "llm_config", "language_config")
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _TOWERS = {"vision": ("vision_config", "visual_config"), "audio": ("audio_config",)}
 # What the outer file says for the text model: transformers ties the embeddings and quantises by the outer file.
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
 _REQUIRED = (
-    ("hidden_size", "n_embd", "n_embed", "d_model", "text_config"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "hybrid_override_pattern", "layers_block_type"),
-    ("num_attention_heads", "n_head", "num_heads", "mamba_num_heads"),
+    ("num_attention_heads", "n_head", "num_heads", "n_heads", "mamba_num_heads", "state_size", "attention_hidden_size"),
     ("vocab_size", "padded_vocab_size"),
 )
 
@@ -178,7 +178,7 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         for names in _REQUIRED:
             if not any(text.has(key) for key in names):
                 raise text.error(names[0], "a whole number")
-    model = pruned_llama(text, name, read_type) if model_type == "nemotron-nas" else read_type(text, name)
+    model = pruned_llama(text, name, read_type) if model_type in ("nemotron-nas", "deci") else read_type(text, name)
     if all(layer.mixer is None for layer in model.layers):
         raise InputError(text.where, "no layer with attention or a state", "a model whose tokens see each other")
     positions = text.first_of("max_position_embeddings", "n_positions", "seq_length")
@@ -218,7 +218,7 @@ def read_type(config: JsonObject, name: str) -> ModelSpec:
         usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
         if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # not a group: each head has its own
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
-    model = None if data is None else fill(data, plain, name)
+    model = None if data is None else fill(data, plain, name, own="as" not in remote_type(config))
     return adapted(config, _from_class(plain, name) if model is None else model)
 
 
@@ -268,5 +268,6 @@ def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
         inherited["model_type"] = f"{outer_type}_text"
     towers = [tower for tower, keys in _TOWERS.items() if any(config.has(key) for key in keys)]
     left_out = tuple(f"the {tower} tower is left out" for tower in towers)
-    text = replace(text, fields={**text.fields, **inherited})
+    text, further = read_text_part(replace(text, fields={**text.fields, **inherited}))
+    left_out = tuple(dict.fromkeys((*left_out, *further)))
     return text, left_out or ("what is beside the text model, such as a vision tower, is left out",)

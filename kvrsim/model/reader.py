@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -47,6 +48,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 
 TOKENS = 16  # of the prefill that is run
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
+REPEATED = "products of less than 0.1 % of the FLOPs that a layer runs several times are counted once"
 SHARED_INDEXERS = "layers with a shared indexer take the choice of the layer before them at no cost"
 _ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.randn, torch.rand)
@@ -60,7 +62,7 @@ _QUERIES = re.compile(r"^(?:project_|W)?(?:q|query)(?:_proj|_lin)?$")
 _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
 _MIXERS = re.compile(r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet")
-_STREAMS = re.compile("HyperConnection|HyperHead")  # weights of residual streams
+_STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # weights of residual streams
 
 
 class RefusedError(Exception):
@@ -196,6 +198,8 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
         if fields[key] not in ACT2FN:  # a name that transformers lacks: an element-wise function costs the same
             fields[key] = "silu"
     model_type = fields.pop("model_type")
+    switches = {one.name for one in dataclass_fields(CONFIG_MAPPING[model_type]) if type(one.default) is bool}
+    fields |= {key: bool(value) for key, value in fields.items() if key in switches and isinstance(value, int)}
     config = CONFIG_MAPPING[model_type].from_dict(fields)
     text = config.get_text_config(decoder=True)
     if text is not config:  # a type of several models: the keys are those of its text model
@@ -304,7 +308,8 @@ class _Reader:
         outside = self._outside(place, tokens, head)
         mlps = [layer.mlp for layer in sorted(layers, key=lambda layer: layer.num_experts > 0) if layer.mlp]
         inner = _attribute(config, "intermediate_size")
-        lm_head = Gemm(name="lm_head", in_features=hidden, out_features=vocab, bias=_bias(head) is not None)
+        rows = vocab if head is None else _symbol(int(head.weight.shape[0]), vocab, getattr(config, "vocab_size", None))
+        lm_head = Gemm(name="lm_head", in_features=hidden, out_features=rows, bias=_bias(head) is not None)
         if head is not None:
             self._describe(head.weight)
         spec = ModelSpec(
@@ -323,16 +328,18 @@ class _Reader:
             embedding_norm_parameters=outside["before"],
             lm_head=lm_head,
             layers=tuple(layers),
-            approximations=tuple(dict.fromkeys(self.notes)),
         )
         parameters = spec.num_parameters - (lm_head.num_parameters if head is None and not tied else 0)
         _equal("parameters", parameters, sum(one.numel() for one in model.parameters()))
         for key, flops in self.trace.products.items():
-            _equal(f"FLOPs of {self.trace.weights[key]}", self._described[key], flops)
+            if 1000 * abs(flops - self._described[key]) > sum(self.trace.products.values()):
+                _equal(f"FLOPs of {self.trace.weights[key]}", self._described[key], flops)
+            elif flops != self._described[key]:
+                self.notes.append(REPEATED)
         for where in self.trace.others:
             if not any(f"{where}.".startswith(f"{one}.") for one in self._explained):
                 raise RefusedError(f"{where} ({type(model.get_submodule(where)).__name__}): a product of activations")
-        return spec
+        return replace(spec, approximations=tuple(dict.fromkeys(self.notes)))
 
     def _describe(self, weight: torch.Tensor) -> None:
         if self.trace.products[_storage(weight)]:
@@ -374,7 +381,7 @@ class _Reader:
             for one in own:  # some run for one token alone
                 self._described[_storage(one)] = self.trace.products[_storage(one)]
             if any(_storage(one) in self.trace.products for one in own) and not _STREAMS.search(type(module).__name__):
-                self.notes.append(f"{name} is counted by its parameters alone")
+                self.notes.append(f"{re.sub(r'[.][0-9]+', '', name)} is counted by its parameters alone")
         return counts
 
     def _parallel(self, place: str, stack: nn.ModuleList) -> bool:
@@ -434,6 +441,13 @@ class _Reader:
     def _layer(self, place: str, layer: nn.Module) -> list[LayerSpec]:
         """Describe a layer. A layer with several mixers becomes one layer per mixer, in their order."""
         order, self._place = self.trace.order, place
+        if place not in order:
+            self.notes.append("layers that a prefill of text does not run are counted by their parameters alone")
+            return [
+                LayerSpec(
+                    mixer=None, mlp=(), norms_before_mixer=0, norms_after_mixer=0, other_parameters=self._count(layer)
+                )
+            ]
         named = dict(layer.named_modules())
         mixers = [name for name, module in named.items() if name and _is_mixer(module) and f"{place}.{name}" in order]
         mixers = [name for name in mixers if not any(name.startswith(f"{other}.") for other in mixers)]
@@ -449,7 +463,7 @@ class _Reader:
             return sum(order.get(f"{place}.{name}", 0) >= bound for bound in bounds)
 
         norms = [name for name, one in parts.items() if self._is_norm(one) and _size(one) in (0, self._hidden)]
-        inner = [name for name, one in parts.items() if re.search("HyperConnection|Router", type(one).__name__)]
+        inner = [name for name, one in parts.items() if re.search("HyperConnection|AltUp|Router", type(one).__name__)]
         norms = [name for name in norms if f"{place}.{name}" in order and name.rpartition(".")[0] not in inner]
         passes = self._hyper(place, parts)
         specs = []
@@ -479,14 +493,14 @@ class _Reader:
         A block reads hc_mult streams for their weights and again to write one, then reads all and its output and
         writes all: 4 hc_mult + 2 passes, less the 3 of a residual addition; a norm is two passes.
         """
-        found = [module for module in parts.values() if "HyperConnection" in type(module).__name__]
+        found = [module for module in parts.values() if _STREAMS.search(type(module).__name__)]
         if not found:
             return 0
         self.notes.append(HYPER)
         self.trace.others.pop(place, None)  # the mixing of streams
         for weight in (one for module in found for one in module.parameters()):
             self._describe(weight)
-        passes: int = (4 * self.config.hc_mult - 1) // 2
+        passes: int = (4 * (_attribute(self.config, "hc_mult", "altup_num_inputs") or 1) - 1) // 2
         return passes
 
     # MLPs and experts

@@ -168,16 +168,29 @@ _HARMLESS = re.compile(
     r"|version$|logits?_|^cross_attention_hidden|^prefix$|bias_update|slow_but|^finetuning|^prune|^tf_|beam|penalty"
     r"|vision|audio|image|video|mrope|swiglu_limit|_clip"
 )
+# Keys that say how many of something a model has: of a type that is read as another, all must be known.
+_COUNTS = re.compile(r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window")
 
 
-def fill(kind: Mapping[str, Any], config: JsonObject, name: str) -> ModelSpec | None:
-    """The model of a config.json by the data of its type; None: the data do not cover its structure."""
+def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = True) -> ModelSpec | None:
+    """The model of a config.json by the data of its type; None: the data do not cover its structure.
+
+    own: the file's type is that of the data. Other files have keys of their own; InputError for one that counts parts.
+    """
     given = {kind["aliases"].get(key, key): value for key, value in config.fields.items() if value is not None}
     nulls = {kind["aliases"].get(key, key) for key, value in config.fields.items() if value is None} - set(given)
     for variant in kind["variants"]:
+        others = [key for key, value in given.items() if key not in (*kind["known"], *variant["fixed"]) and value]
+        if any(not _HARMLESS.search(key) and (own or _COUNTS.search(key)) for key in others):
+            continue
         model = _fill(kind, variant, given, nulls, replace(config, fields=given), name)
         if model is not None:
             return model
+    known = {*kind["known"], *(key for variant in kind["variants"] for key in variant["fixed"])}
+    others = [key for key in given if key not in known and _COUNTS.search(key) and not _HARMLESS.search(key)]
+    if not own and any(given[key] for key in others):
+        key = next(key for key in others if given[key])
+        raise config.error(key, f"nothing: the layers are read as those of {kind['model_type']}, which lacks it")
     return None
 
 
@@ -197,13 +210,6 @@ def _fill(
         if isinstance(defaults.get(key, False), bool) and given.get(key) is not None:
             config.flag(key, False)
     if any(values.get(key) != value for key, value in fixed.items()):
-        return None
-    extras = (
-        key
-        for key, value in given.items()
-        if value not in ([], {}, "") and key not in kind["known"] and key not in fixed and not _HARMLESS.search(key)
-    )
-    if any(extras):
         return None
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
