@@ -6,12 +6,14 @@ where they give what the class gives for other numbers, too. A number that a tem
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,11 +47,15 @@ class Kind:
             for one in fields(self.cls)
             if one.init and not isinstance(one.default, (list, dict))
         }
+        names: dict[str, str] = getattr(self.cls, "attribute_map", {})
         known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
         self.data: dict[str, Any] = {
             "model_type": model_type,
             "transformers": transformers.__version__,
-            "aliases": dict(getattr(self.cls, "attribute_map", {})),
+            # other names of keys; some classes have the name that their map replaces as a field
+            "aliases": {key: name for key, name in names.items() if name in self.defaults}
+            | {name: key for key, name in names.items() if name not in self.defaults and key in self.defaults},
+            "legacy": _legacy(self.cls),
             "known": [*known, *(one.name for one in fields(self.cls) if one.name not in self.defaults)],
             "defaults": {},
             "variants": [],
@@ -158,17 +164,18 @@ class Kind:
 
     def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
         """Compare the variant with the class for other numbers; fix the numbers that it does not follow."""
-        structure = {key for key in numbers if _STRUCTURE.search(key) and key not in variant["numbers"]}
-        layers = {key for key in numbers if key in _LAYERS}
-        leading = {key for key in variant["order"]["first"] if isinstance(key, str)}
-        lists = set[str]() if variant["order"]["cycle"] else layers
-        structure |= lists
-        for fixed in (lists, structure, structure | layers, structure | layers | leading):
+        apart = [key for key in numbers if _STRUCTURE.search(key) or key in _LAYERS]
+        free = self._follows(config, variant, numbers)
+        if free is None:  # which of the numbers that order the layers may change?
+            alone = [key for key in apart if self._follows(config, variant, [key]) is not None]
+            fixed = [key for key in apart if key not in alone]
             free = self._follows(config, variant, [key for key in numbers if key not in fixed])
-            if free is not None:
-                return self._fix(config, variant, numbers, free)
-        single = [key for key in numbers if key not in fixed and self._follows(config, variant, [key]) is not None]
-        return self._fix(config, variant, numbers, self._follows(config, variant, single) or set())
+        if free is None:
+            free = self._follows(config, variant, [key for key in numbers if key not in apart])
+        if free is None:
+            alone = [key for key in numbers if self._follows(config, variant, [key]) is not None]
+            free = self._follows(config, variant, alone) or set()
+        return self._fix(config, variant, numbers, free)
 
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # which no width follows from
@@ -184,7 +191,7 @@ class Kind:
         usual, changed, passed = self.numbers(config), set[str](), 0
         variant["fixed"] |= (fixed := {key: usual[key] for key in usual if key not in keys and key in self.defaults})
         self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}
-        for attempt in range(12):
+        for attempt in range(24):
             choices = ((1, 2), (1, 2), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 4]
             other = {key: usual[key] * draw.choice(choices) for key in keys}
             other |= {key: draw.randint(8, 13) for key in keys if key in _LAYERS}
@@ -198,11 +205,19 @@ class Kind:
                 break
             passed += 1
             changed |= {key for key in keys if other[key] != usual[key]}
-            if (passed > 1 and len(changed) == len(keys)) or passed > 5:
+            if passed > 1 and len(changed) == len(keys):
                 break
         for key in fixed:
             del variant["fixed"][key]
         return changed or None
+
+
+def _legacy(cls: Any) -> list[str]:
+    """Keys that a class reads besides its fields, such as those of older files."""
+    modeling = import_module(cls.__module__.replace("configuration_", "modeling_"))
+    keys = re.findall(r"kwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(cls))
+    keys += re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(modeling))
+    return sorted({*keys} - {one.name for one in fields(cls)})
 
 
 def _recorder(original: Any, reads: set[str]) -> Any:
@@ -237,13 +252,18 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
     {"use_sliding_window": True},
     {"use_qk_norm": True},
     {"q_lora_rank": None},
+    {"sliding_window": 2047},
+    {"interleave_moe_layer_step": 2, "use_qk_norm": False},
 )
 # Text models that transformers has inside of larger models alone.
 _TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 # What classes need and their configurations' defaults leave out, as in a published model of the type.
 NEEDED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 64},
+    "deepseek_v2": {
+        **{"num_experts_per_tok": 6, "n_routed_experts": 64, "moe_intermediate_size": 1408},
+        **{"first_k_dense_replace": 1, "num_key_value_heads": 32},
+    },
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "granitemoehybrid": {"layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(32)]},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -251,6 +271,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention" if number % 4 == 2 else "conv" for number in range(32)]},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 13},
 }
 
 

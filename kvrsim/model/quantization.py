@@ -10,57 +10,26 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject
+from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model.gemm import FP8, FP8_ON_REQUEST, Gemm, Quantization, WeightFormat
 from kvrsim.model.mixers import with_matrices
 from kvrsim.model.spec import ModelSpec
 
-# Where a Hugging Face checkpoint has its layers, if not in model.layers, and what it calls modules in place of
-# transformers' names.
-_LAYERS = {
-    **dict.fromkeys(("bloom", "falcon", "RefinedWeb", "RefinedWebModel", "gptj", "gpt2"), "transformer.h"),
-    "gpt_neox": "gpt_neox.layers",
-    "opt": "model.decoder.layers",
-}
-_BLOCK_SPARSE = {"mlp.": "block_sparse_moe."}
-_MINIMAX_M3 = {
-    "mlp.experts.0.gate_proj": "block_sparse_moe.experts.0.w1",
-    "mlp.experts.0.up_proj": "block_sparse_moe.experts.0.w3",
-    "mlp.experts.0.down_proj": "block_sparse_moe.experts.0.w2",
-    "mlp.shared": "block_sparse_moe.shared",
-    "indexer.q_proj": "index_q_proj",
-    "indexer.k_proj": "index_k_proj",
-}
-_DEEPSEEK_V4 = {
-    "compressor.indexer": "indexer",
-    "compressor.gate_proj": "compressor.wgate",
-    "indexer.gate_proj": "indexer.compressor.wgate",
-    "indexer.kv_proj": "indexer.compressor.wkv",
-    "indexer.scorer": "indexer",
-    "self_attn.": "attn.",
-    "q_a_proj": "wq_a",
-    "q_b_proj": "wq_b",
-    "kv_proj": "wkv",
-    "o_a_proj": "wo_a",
-    "o_b_proj": "wo_b",
-    "mlp.": "ffn.",
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
-}
-_NAMES = {
-    "mixtral": _BLOCK_SPARSE,
-    "minimax_m2": _BLOCK_SPARSE,
-    "minimax_m3": _MINIMAX_M3,
-    "minimax_m3_vl_text": _MINIMAX_M3,
-    "deepseek_v4": _DEEPSEEK_V4,
-    "deepseek_ref": _DEEPSEEK_V4,
-    "internlm2": {"self_attn.": "attention.", "mlp.": "feed_forward."},
-}
+
+@cache
+def _table() -> dict[str, Any]:
+    """kvrsim/data/quantization.json: methods; where checkpoints have their layers, and their names of modules."""
+    table: dict[str, Any] = parse_json((Path(__file__).parents[1] / "data" / "quantization.json").read_bytes())
+    return table
+
+
 _HEAD = "lm_head"
 _BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
 # What makes a search take exponentially long, or long by the number of repetitions; names of modules need neither.
@@ -126,7 +95,8 @@ def quantized(
     all of a layer. None: it stays as it is. Routers, gates of one feature, a head that is the embedding and _KEPT
     always do.
     """
-    prefix, names = _LAYERS.get(model.model_type, "model.layers"), _NAMES.get(model.model_type, {})
+    prefix = _table()["layers"].get(model.model_type, "model.layers")
+    names: dict[str, str] = _table()["names"].get(model.model_type, {})
     places: dict[str, str] = {}  # by transformers' names
 
     def stored(gemm: Gemm, number: int) -> Gemm:
@@ -189,13 +159,14 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     outer = config.child(key)
     data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
     method = _method(outer, data)
-    reader = _READERS.get(method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin"))
-    if reader is None:
-        raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(_READERS))
-    rules = (*_narrow_experts(config), *reader(data))
+    short = method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin")
+    known = sorted({"fp8", "compressed_tensors", *_table()["methods"]} - {"integers"})
+    if short not in known:
+        raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(known))
+    rules = (*_narrow_experts(config), *_rules(short, data))
     named, own_formats = _named_layers(data), _exceptions(data)
     # A model in FP8 whose experts are quantised further leaves all but these out of that second step.
-    lists = _SKIPPED[1:] if named and reader is _fp8 else _SKIPPED
+    lists = _SKIPPED[1:] if named and short == "fp8" else _SKIPPED
     skipped = [_modules(data, name) for name in lists]
 
     def format_of(path: str) -> WeightFormat | None:
@@ -231,7 +202,7 @@ def _exceptions(data: JsonObject) -> list[tuple[Modules, WeightFormat | None]]:
             lists = JsonObject(fields={name: [pattern]}, where=entries.where, key_path=entries.key_path)
             modules = _modules(lists, name)
             whole = name.startswith("-:") or fields.get("bits") == 16
-            found.append((modules, None if whole else _integers(own)[0].weights))
+            found.append((modules, None if whole else _rules("gptq", own)[0].weights))
     return found
 
 
@@ -264,26 +235,115 @@ def _kv_cache_bits(data: JsonObject) -> int | None:
     return {"FP8": 8, "INT8": 8, "NVFP4": 4}.get(algorithm)
 
 
-def _bits(data: JsonObject, default: int | None, *keys: str) -> int:
-    return data.integer(data.first_of(*keys), default, minimum=2, maximum=8)
+def _rules(method: str, data: JsonObject) -> list[_Rule]:
+    """The formats of a method, each with the modules that have it."""
+    entry = _table()["methods"].get(method, {})
+    if isinstance(entry, str):
+        return _rules(entry, data)
+    if method == "compressed_tensors" or (method == "modelopt" and _grouped(data)):
+        return _compressed_tensors(data)
+    if method == "fp8":  # one scale a matrix, or one for each block
+        block = data.sequence("weight_block_size")
+        whole = WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None)
+        return [_Rule(weights=_blocked(data, "weight_block_size") if block else whole)]
+    if method == "torchao":
+        return [_Rule(weights=_torchao(data))]
+    if method == "quark":
+        return _quark(data)
+    weights = _format(entry, data, optional=method == "modelopt")
+    only = Modules.named(entry["only"]) if "only" in entry else None
+    head = "head" in entry and data.flag(entry["head"], False)
+    return [] if weights is None else [_Rule(weights=weights, only=only, head=head)]
 
 
-def _group(data: JsonObject, default: int, *keys: str) -> int | None:
-    """Input features that share a scale; -1 in a file: all of an output feature."""
-    size = data.integer(data.first_of(*keys), default, minimum=-1)
-    return size if size > 0 else None
+def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = False) -> WeightFormat | None:
+    """The format that an entry of the table says for the keys of a file.
+
+    InputError for a value that is not in the table; None for one where the entry is optional.
+    """
+    for key in entry.get("at", ()):
+        data = data.child(key) if data.has(key) else data
+    for key, value in entry.get("exact", {}).items():
+        if data.integer(key, value) != value:
+            raise data.error(key, str(value))
+    if "by" in entry:
+        *keys, default = entry["by"] if len(entry["by"]) > 1 else (*entry["by"], None)
+        *outer, key = next((key for key in keys if data.has(key.partition(".")[0])), keys[0]).split(".")
+        for one in outer:
+            data = data.child(one) if data.has(one) or default is None else replace(data, fields={})
+        flags = {"true", "false"} & entry["formats"].keys()
+        value = str(data.flag(key, default == "true")) if flags else data.text(key, default)
+        chosen = entry["formats"].get(value.lower(), entry["formats"].get("*"))
+        if chosen is None and not optional:
+            raise data.error(key, ", ".join(entry["formats"]))
+        return None if chosen is None else _format(chosen, data)
+    bits = _number(entry["bits"], data, minimum=2, maximum=8)
+    group = _number(entry.get("group_inputs"), data, minimum=-1)
+    compute, scale = entry["compute"], entry["scale_bits"]
+    return WeightFormat(
+        compute=_weight_only(bits) if compute == "weight_only" else compute,
+        bits=bits,
+        scale_bits=int(scale) + bits if isinstance(scale, str) else scale,
+        group_outputs=entry.get("group_outputs", 1),
+        group_inputs=group if group and group > 0 else None,
+    )
+
+
+def _number(entry: Any, data: JsonObject, **limits: int) -> Any:
+    """A number of the table, or of the file by the first of the keys that it has; -1: of all."""
+    if not isinstance(entry, list):
+        return entry
+    *keys, default = entry
+    return data.integer(data.first_of(*keys), default, **limits)
 
 
 def _weight_only(bits: int) -> str:
     return "int4_wo" if bits <= 4 else "int8_wo"
 
 
-def _fp8(data: JsonObject) -> list[_Rule]:
-    """Hugging Face's and DeepSeek's: one scale a matrix, or one for each block."""
-    block = data.sequence("weight_block_size")
-    if not block:
-        return [_Rule(weights=WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None))]
-    return [_Rule(weights=_blocked(data, "weight_block_size"))]
+def _torchao(data: JsonObject) -> WeightFormat:
+    """By the class of its configuration, or by the name that it had before."""
+    kind = data.fields.get("quant_type")
+    if isinstance(kind, str):
+        options = data.child("quant_type_kwargs") if data.has("quant_type_kwargs") else replace(data, fields={})
+        name = _table()["torchao_names"].get(kind, kind)
+        own = replace(options, fields={"_type": name, "_data": dict(options.fields)})
+    else:
+        own = data.child("quant_type")
+        own = own.child("default") if own.has("default") else own
+    return _known(_format(_table()["methods"]["torchao"], own))
+
+
+def _known(weights: WeightFormat | None) -> WeightFormat:
+    assert weights is not None
+    return weights
+
+
+def _quark(data: JsonObject) -> list[_Rule]:
+    """AMD's: formats by the names of layers, then one for all others; InputError for one by the type of layers."""
+    if data.fields.get("layer_type_quant_config"):
+        raise data.error("layer_type_quant_config", "nothing: formats by names of layers")
+    layers = data.child("layer_quant_config") if data.has("layer_quant_config") else replace(data, fields={})
+    entry = _table()["methods"]["quark"]
+    rules = [
+        _Rule(
+            weights=_known(_format(entry, layers.child(name))),
+            only=_modules(replace(layers, fields={name: [name]}), name),
+        )
+        for name in layers.fields
+    ]
+    return [*rules, _Rule(weights=_known(_format(entry, data.child("global_quant_config"))))]
+
+
+def _grouped(data: JsonObject) -> bool:
+    algorithm = data.text("quant_algo", "none")
+    known = algorithm.lower() in _table()["methods"]["modelopt"]["formats"]
+    return data.has("config_groups") and not known and algorithm.upper() != _MIXED
+
+
+def _algorithm(data: JsonObject) -> WeightFormat | None:
+    """The format of one of NVIDIA's algorithms; None: not known."""
+    return _format(_table()["methods"]["modelopt"], data, optional=True)
 
 
 def _narrow_experts(config: JsonObject) -> list[_Rule]:
@@ -301,102 +361,6 @@ def _blocked(data: JsonObject, key: str) -> WeightFormat:
     return WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=outputs, group_inputs=inputs)
 
 
-def _fp8_rows(data: JsonObject) -> list[_Rule]:
-    """One scale for each output feature."""
-    return [_Rule(weights=FP8)]
-
-
-def _integers(data: JsonObject) -> list[_Rule]:
-    """AWQ, GPTQ and relatives: a scale and a zero point for each group, computed in half precision."""
-    bits = _bits(data, 4, "bits", "w_bit")
-    group = _group(data, 128, "group_size", "q_group_size")
-    weights = WeightFormat(compute=_weight_only(bits), bits=bits, scale_bits=16 + bits, group_inputs=group)
-    return [_Rule(weights=weights, head=data.flag("lm_head", False))]
-
-
-def _eetq(data: JsonObject) -> list[_Rule]:
-    return [_Rule(weights=WeightFormat(compute="int8_wo", bits=8, scale_bits=16))]
-
-
-def _hqq(data: JsonObject) -> list[_Rule]:
-    """A scale and a zero point of 16 bits for each group."""
-    own = data.child("quant_config") if data.has("quant_config") else data
-    own = own.child("weight_quant_params") if own.has("weight_quant_params") else own
-    bits, group = _bits(own, 4, "nbits"), _group(own, 64, "group_size")
-    return [_Rule(weights=WeightFormat(compute=_weight_only(bits), bits=bits, scale_bits=32, group_inputs=group))]
-
-
-def _bitnet(data: JsonObject) -> list[_Rule]:
-    """Ternary weights, four in a byte, and one scale for each matrix; computed in INT8."""
-    return [_Rule(weights=WeightFormat(compute="int8", bits=2, scale_bits=32, group_outputs=None))]
-
-
-def _quark(data: JsonObject) -> list[_Rule]:
-    """AMD's: one configuration for all linear layers; InputError for another one by layers or of another type."""
-    for key in ("layer_quant_config", "layer_type_quant_config"):
-        if data.fields.get(key):
-            raise data.error(key, "nothing: one format for all layers")
-    own = data.child("global_quant_config")
-    weight = own.child("weight")
-    kind, group = weight.text("dtype"), _group(weight, -1, "group_size")
-    scheme = weight.text("qscheme", "per_tensor")
-    rows = None if scheme == "per_tensor" else 1
-    int4 = WeightFormat(compute="int4_wo", bits=4, scale_bits=16, group_inputs=group)
-    int8 = "int8" if own.has("input_tensors") else "int8_wo"
-    known = {
-        "fp8_e4m3": WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=rows),
-        "fp4": WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=group or 32),
-        "int4": int4,
-        "uint4": int4,
-        "int8": WeightFormat(compute=int8, bits=8, scale_bits=16),
-    }
-    if kind not in known:
-        raise weight.error("dtype", ", ".join(known))
-    return [_Rule(weights=known[kind])]
-
-
-def _mxfp4(data: JsonObject) -> list[_Rule]:
-    """Experts alone, as gpt-oss has it; an 8-bit exponent for 32 weights."""
-    return [_Rule(weights=WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
-
-
-def _bitsandbytes(data: JsonObject) -> list[_Rule]:
-    """4 bits: a scale for 64 weights, of 32 bits, or 8 where scales are quantised, too; 8 bits: LLM.int8()."""
-    if data.flag(data.first_of("load_in_4bit", "_load_in_4bit"), False):
-        scale = 8 if data.flag("bnb_4bit_use_double_quant", False) else 32
-        return [_Rule(weights=WeightFormat(compute="int4_wo", bits=4, scale_bits=scale, group_inputs=64))]
-    return [_Rule(weights=WeightFormat(compute="int8", bits=8, scale_bits=32))]
-
-
-def _modelopt(data: JsonObject) -> list[_Rule]:
-    """NVIDIA's: an algorithm by name, or groups as compressed-tensors has them; or each layer's (_named_layers)."""
-    algorithm = data.text("quant_algo", "none").upper()
-    weights = _algorithm(data, algorithm)
-    if weights is not None:
-        return [_Rule(weights=weights)]
-    return _compressed_tensors(data) if data.has("config_groups") and algorithm != _MIXED else []
-
-
-def _algorithm(data: JsonObject, name: str) -> WeightFormat | None:
-    """The format of one of NVIDIA's algorithms; None: not known."""
-    group = _group(data, 16, "group_size")
-    wide = _group(data, 128, "group_size")
-    known = {
-        "FP8": WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None),
-        "FP8_PER_CHANNEL_PER_TOKEN": FP8,
-        "FP8_PB_WO": WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=128, group_inputs=128),
-        "MXFP8": WeightFormat(compute="fp8_block", bits=8, scale_bits=8, group_inputs=32),
-        "NVFP4": WeightFormat(compute="nvfp4", bits=4, scale_bits=8, group_inputs=group),
-        "W4A16_NVFP4": WeightFormat(compute="int4_wo", bits=4, scale_bits=8, group_inputs=group),
-        "W4A16_AWQ": WeightFormat(compute="int4_wo", bits=4, scale_bits=16, group_inputs=wide),
-        "W4A8_AWQ": WeightFormat(compute="fp8", bits=4, scale_bits=16, group_inputs=wide),
-        "W8A16": WeightFormat(compute="int8_wo", bits=8, scale_bits=16),
-        "W8A8_SQ_PER_CHANNEL": WeightFormat(compute="int8", bits=8, scale_bits=32),
-        "INT8_SQ": WeightFormat(compute="int8", bits=8, scale_bits=32),
-    }
-    return known.get(name)
-
-
 def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
     """Of mixed precision the format of each module that quantized_layers names; of experts that of their folder."""
     if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
@@ -407,7 +371,7 @@ def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
         entry = repr(value)
         if entry not in formats:
             one = layers.child(name)
-            formats[entry] = _algorithm(one, one.text("quant_algo", "none").upper())
+            formats[entry] = _algorithm(one)
         weights = formats[entry]
         if weights is not None:
             named[_EXPERT.sub("", in_text_model(name))] = weights
@@ -441,11 +405,16 @@ def _compressed_tensors(data: JsonObject) -> list[_Rule]:
 
 def _of_group(group: JsonObject) -> WeightFormat:
     data = group.child("weights")
-    bits, floats, strategy = _bits(data, 8, "num_bits"), data.text("type", "int") == "float", data.text("strategy", "")
+    bits, floats, strategy = (
+        data.integer("num_bits", 8, minimum=2, maximum=8),
+        data.text("type", "int") == "float",
+        data.text("strategy", ""),
+    )
     inputs = _input_type(group)
     if strategy == "block" and floats and bits == 8:
         return _blocked(data, "block_structure")
-    size = _group(data, -1, "group_size")
+    size = _number(["group_size", -1], data, minimum=-1)
+    size = size if size > 0 else None
     if floats and bits == 4 and size == 32:  # MXFP4: an 8-bit exponent for 32 weights
         return WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32)
     if floats and bits == 4:
@@ -465,22 +434,3 @@ def _input_type(group: JsonObject) -> tuple[int, bool]:
         return 16, True
     data = group.child("input_activations")
     return data.integer("num_bits", 8, minimum=2, maximum=16), data.text("type", "int") == "float"
-
-
-_READERS: dict[str, Callable[[JsonObject], list[_Rule]]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fp8_rows,
-    "ptpc_fp8": _fp8_rows,
-    "awq": _integers,
-    "gptq": _integers,
-    "auto_round": _integers,
-    "bitnet": _bitnet,
-    "eetq": _eetq,
-    "hqq": _hqq,
-    "quark": _quark,
-    "mxfp4": _mxfp4,
-    "bitsandbytes": _bitsandbytes,
-    "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt,
-    "compressed_tensors": _compressed_tensors,
-}

@@ -111,7 +111,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__(display=False)
         self.weights = {_storage(one): name for name, one in model.named_parameters()}
-        self._shapes = {_storage(one): one.shape[-2:] for one in model.parameters()}
+        self._layouts = {_storage(one): (one.shape[-2:], one.stride()[-2:]) for one in model.parameters()}
         self.order: dict[str, int] = {}  # of the first calls of modules and products of weights, by name
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by its storage
         self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used
@@ -177,7 +177,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
             else:
                 self.products[key] += flops
                 self.uses.setdefault(key, set()).update(self._running)
-                if _storage(last[-1]) == key and last[-1].shape[-2:] == self._shapes[key]:
+                if _storage(last[-1]) == key and (last[-1].shape[-2:], last[-1].stride()[-2:]) == self._layouts[key]:
                     self.turned.add(key)
                 self.order.setdefault(self.weights[key], len(self.order))
         return super()._count_flops(func_packet, out, args, kwargs)

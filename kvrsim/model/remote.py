@@ -47,7 +47,9 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
 
 def translated(config: JsonObject) -> JsonObject:
     """The configuration in the words of the type with the same layers, without what changes no shape."""
-    remote, fields = remote_type(config), dict(config.fields)
+    remote = remote_type(config)
+    config = replace(config, fields={**remote.get("implies", {}), **config.fields})
+    fields = dict(config.fields)
     for key, value in remote.get("only", {}).items():
         if _value(fields, key) not in (None, value):
             raise config.error(key, json.dumps(value), _value(fields, key))
@@ -65,9 +67,20 @@ def translated(config: JsonObject) -> JsonObject:
         if config.has(old):
             leading, count = config.integer(old, minimum=0), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
             fields.setdefault(new, [on if number < leading else off for number in range(count)])
+    for old, (new, kinds) in remote.get("letters", {}).items():  # a letter per layer
+        if config.has(old):
+            letters = [kinds.get(letter) for letter in config.text(old)]
+            if None in letters:
+                raise config.error(old, f"a text of {', '.join(kinds)}")
+            fields.setdefault(new, letters)
+            fields.setdefault("num_hidden_layers", len(letters))
     names = remote.get("names", {})
     values = {new: _value(config.fields, old) for old, new in names.items() if new is not None}
-    gone = {key.partition(".")[0] for part in ("names", "flags", "listed", "leading") for key in remote.get(part, {})}
+    gone = {
+        key.partition(".")[0]
+        for part in ("names", "flags", "listed", "leading", "letters")
+        for key in remote.get(part, {})
+    }
     fields = {
         key: value for key, value in fields.items() if key not in {*gone, *remote.get("without", ()), *_NOT_SHAPES}
     }
@@ -77,7 +90,7 @@ def translated(config: JsonObject) -> JsonObject:
     if "as" in remote:
         fields["model_type"] = remote["as"]
         fields.pop("rope_scaling", None)
-    return replace(config, fields={**remote.get("implies", {}), **fields})
+    return replace(config, fields=fields)
 
 
 def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:

@@ -178,20 +178,32 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     own: the file's type is that of the data. Other files have keys of their own; InputError for one that counts parts.
     """
     given = {kind["aliases"].get(key, key): value for key, value in config.fields.items() if value is not None}
+    numbers = {key for variant in kind["variants"] for key in variant["numbers"]}
+    given = {key: value for key, value in given.items() if value not in ([], {}) or key in numbers}
+    if "head_dim" not in kind["known"] and _is_usual(given):
+        del given["head_dim"]
     nulls = {kind["aliases"].get(key, key) for key, value in config.fields.items() if value is None} - set(given)
     for variant in kind["variants"]:
-        others = [key for key, value in given.items() if key not in (*kind["known"], *variant["fixed"]) and value]
-        if any(not _HARMLESS.search(key) and (own or _COUNTS.search(key)) for key in others):
+        others = [key for key, value in given.items() if value and key not in (*kind["known"], *variant["fixed"])]
+        others = [key for key in others if not _HARMLESS.search(key)]
+        if any(key in kind.get("legacy", ()) or _COUNTS.search(key) for key in others):
             continue
         model = _fill(kind, variant, given, nulls, replace(config, fields=given), name)
         if model is not None:
             return model
     known = {*kind["known"], *(key for variant in kind["variants"] for key in variant["fixed"])}
+    known |= set(kind.get("legacy", ()))
     others = [key for key in given if key not in known and _COUNTS.search(key) and not _HARMLESS.search(key)]
     if not own and any(given[key] for key in others):
         key = next(key for key in others if given[key])
         raise config.error(key, f"nothing: the layers are read as those of {kind['model_type']}, which lacks it")
     return None
+
+
+def _is_usual(given: Mapping[str, Any]) -> bool:
+    """Whether a file has the width of a head that follows from its other numbers."""
+    numbers = [given.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size")]
+    return all(isinstance(one, int) for one in numbers) and numbers[0] * numbers[1] == numbers[2]  # type: ignore[operator]
 
 
 def _fill(

@@ -13,15 +13,13 @@ import typer
 from kvrsim.arguments import argument, option
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
-from kvrsim.cli.text import Part, facts, show, show_tree
+from kvrsim.cli.text import Facts, Part, show, show_tree
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
-from kvrsim.views.table import Text, columns
+from kvrsim.views.table import Column, Table, Text, columns
 
 if TYPE_CHECKING:
     from kvrsim.engine import Engine
-    from kvrsim.hardware import Cluster
-    from kvrsim.kernels.gemm import GemmRates
     from kvrsim.kernels.profile import CalibrationProfile
     from kvrsim.model.gemm import Gemm
     from kvrsim.model.mixers import Mixer
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from kvrsim.strategies import Strategy
 
 _WORDS = Path(__file__).parents[2] / "data" / "strategies.json"
+_NUMBERS = ("parameters", "active", "context", "before", "layer")  # columns that are aligned to the right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,21 @@ class Shelf:
     names: Iterable[str]
     load: Callable[..., Any]  # of a name or path; `argument` is what errors name
     to_json: Callable[[Any], dict[str, Any]]
+    cells: Callable[[Any], dict[str, str]]  # a row of the list by the titles of its columns; prose comes last
     show: Callable[[Any], None]
-    list_screen: Callable[[Sequence[Any]], list[Part]]
     row: Callable[[Any], dict[str, Any]] | None = None  # JSON in the list; None: to_json
+    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda things: ()  # below the list
+
+    def list_screen(self, things: Sequence[Any]) -> list[Part]:
+        """One row per thing, and the notes."""
+        rows = [self.cells(thing) for thing in things]
+        *titles, last = rows[0]
+        table = Table(columns=[Column(title=title, number=title in _NUMBERS) for title in titles])
+        table.add_column(last)
+        for row in rows:
+            table.add_row(*row.values())
+        notes = self.notes(things)
+        return [table, *([""] if notes else []), *notes]
 
 
 def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> typer.Typer:
@@ -68,6 +79,11 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
     return program
 
 
+def _facts(rows: Mapping[str, str | None]) -> Facts:
+    """Labels and their texts; a label without a text is left out."""
+    return Facts(rows=[(label, text) for label, text in rows.items() if text])
+
+
 # Strategies
 
 
@@ -78,8 +94,17 @@ def _strategies() -> Shelf:
         names=strategy_names(),
         load=lambda name, argument: about(name),
         to_json=dict,
+        cells=lambda one: {
+            "strategy": one["name"],
+            "runs here": "yes" if one["runs_here"] else "",
+            "engines": ", ".join(one["engines"]),
+            "what it is": one["title"],
+        },
+        notes=lambda _: (
+            "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",
+            "hybrids: tpN+NAME, and sizes such as tp4+pp2+cp2; kvrsim strategies show NAME says more",
+        ),
         show=show_strategy,
-        list_screen=strategies_screen,
     )
 
 
@@ -97,7 +122,6 @@ strategies = _commands(
     """,
 )
 
-
 _RULES = {
     "whole": "one rank computes the whole context",
     "even": "even shares of the context",
@@ -106,20 +130,6 @@ _RULES = {
     "pieces": "even pieces of the context, one after another",
     "searched-pieces": "searched pieces of the context, one after another",
 }
-
-
-def strategies_screen(found: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """One row per strategy."""
-    table = columns("strategy", "runs here", "engines")
-    table.add_column("what it is")
-    for one in found:
-        table.add_row(one["name"], "yes" if one["runs_here"] else "", ", ".join(one["engines"]), one["title"])
-    return [
-        table,
-        "",
-        "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",
-        "hybrids: tpN+NAME, and sizes such as tp4+pp2+cp2; kvrsim strategies show NAME says more",
-    ]
 
 
 def show_strategy(one: Mapping[str, Any]) -> None:
@@ -136,11 +146,7 @@ def show_strategy(one: Mapping[str, Any]) -> None:
         "source": one["source"],
         "more": one["docs"],
     }
-    table = facts()
-    for label, text in rows.items():
-        if text:
-            table.add_row(label, text)
-    show(f"{one['name']}: {one['title']}", "", table)
+    show(f"{one['name']}: {one['title']}", "", _facts(rows))
 
 
 def about(name: str) -> dict[str, Any]:
@@ -188,13 +194,31 @@ def _words(strategy: Strategy) -> Mapping[str, Any]:
 
 def _models() -> Shelf:
     from kvrsim.model.load import builtin_models, load_model, own_models
+    from kvrsim.model.spec import describe_mixers, describe_parameters
+
+    def notes(models: Sequence[ModelSpec]) -> list[str]:
+        sentences = dict.fromkeys(sentence for model in models for sentence in model.approximations)
+        return [
+            f"{sentence}: {', '.join(model.name for model in models if sentence in model.approximations)}"
+            for sentence in sentences
+        ]
 
     return Shelf(
         names=(*builtin_models(), *own_models()),
         load=load_model,
         to_json=summary,
+        cells=lambda model: {
+            "model": model.name,
+            "family": model.model_type.removesuffix("_text"),
+            "parameters": describe_parameters(model.num_parameters),
+            "active": ""
+            if model.active_parameters == model.num_parameters
+            else describe_parameters(model.active_parameters),
+            "context": _context(model),
+            "layers": describe_mixers(model),
+        },
+        notes=notes,
         show=show_model,
-        list_screen=models_screen,
     )
 
 
@@ -237,37 +261,14 @@ def models_add(
     show("", f"added as {model.name} in {folder}")
 
 
-def models_screen(models: Sequence[ModelSpec]) -> list[Part]:
-    """One row per model; below, what of some is approximated."""
-    from kvrsim.model.spec import describe_mixers, describe_parameters
-
-    table = columns("model", "family")
-    columns("parameters", "active", "context", numbers=True, into=table)
-    table.add_column("layers")
-    approximated: dict[str, list[str]] = {}
-    for model in models:
-        active = model.active_parameters
-        table.add_row(
-            model.name,
-            model.model_type.removesuffix("_text"),
-            describe_parameters(model.num_parameters),
-            describe_parameters(active) if active < model.num_parameters else "",
-            _context(model),
-            describe_mixers(model),
-        )
-        for sentence in model.approximations:
-            approximated.setdefault(sentence, []).append(model.name)
-    notes = [f"{sentence}: {', '.join(names)}" for sentence, names in approximated.items()]
-    return [table, *(["", *notes] if notes else [])]
-
-
 def show_model(model: ModelSpec) -> None:
     """Its numbers in words, then each kind of layer with its matrices."""
     from kvrsim.model.spec import describe_mixers, describe_parameters, mixer_title
 
-    table, active = facts(), model.active_parameters
+    active, state = model.active_parameters, model.cache_bytes(0, 2)
     some = "" if active == model.num_parameters else f", of which a token passes through {describe_parameters(active)}"
     quantised = "" if model.quantization is None else f" ({model.quantization.describe()})"
+    kept = f", and {format_bytes(state)} whatever the tokens" if state else ""
     rows = {
         "family": model.model_type,
         "parameters": f"{describe_parameters(model.num_parameters)} ({model.num_parameters:,}){some}",
@@ -276,28 +277,19 @@ def show_model(model: ModelSpec) -> None:
         "hidden size": f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}{', head tied to the embedding' if model.tie_word_embeddings else ''}",
         "weights": f"{format_bytes(model.weight_bytes(2))}{quantised}",
-        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{_state(model)}",
+        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{kept}",
         "approximated": "\n".join(model.approximations) or "nothing",
     }
-    for label, text in rows.items():
-        table.add_row(label, text)
+    table = _facts(rows)
     for kind in model.layer_kinds:
-        table.add_row("", "")
-        table.add_row(f"{model.layers.count(kind)} layers", mixer_title(kind))
-        for label, text in _layer_rows(kind):
-            table.add_row(f"  {label}", text)
+        table.rows += [("", ""), (f"{model.layers.count(kind)} layers", mixer_title(kind))]
+        table.rows += [(f"  {label}", text) for label, text in _layer_rows(kind)]
     show(Text(model.name, style="bold"), table)
 
 
 def _context(model: ModelSpec) -> str:
     made_for = model.max_position_embeddings
     return "" if made_for is None else format_tokens(made_for)
-
-
-def _state(model: ModelSpec) -> str:
-    """Of recurrences, which keep the same whatever the tokens."""
-    state = model.cache_bytes(0, 2)
-    return f", and {format_bytes(state)} whatever the tokens" if state else ""
 
 
 def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
@@ -307,9 +299,8 @@ def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
         yield "matrices", _matrices(kind.mixer.matrices)
     if kind.num_experts:
         yield "experts", f"{kind.num_experts}, of which a token passes through {kind.num_experts_per_tok}"
-        yield "an expert", _matrices(kind.mlp)
-    elif kind.mlp:
-        yield "MLP", _matrices(kind.mlp)
+    if kind.mlp:
+        yield "an expert" if kind.num_experts else "MLP", _matrices(kind.mlp)
     if kind.shared_mlp:
         yield "all tokens", _matrices(kind.shared_mlp)
     yield "parameters", f"{kind.num_parameters:,}"
@@ -341,6 +332,12 @@ def _matrices(gemms: Sequence[Gemm]) -> str:
     )
 
 
+_OF_MODELS = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_parameters", "active_parameters"),
+    "layer_kind_index",
+)
+
+
 def summary(model: ModelSpec) -> dict[str, Any]:
     """A model's numbers, its layers by kind."""
     from kvrsim.model.mixers import Attention
@@ -348,27 +345,21 @@ def summary(model: ModelSpec) -> dict[str, Any]:
 
     skipped = ("layers", "layer_kinds", "layer_kind_index")
     own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
-    mixer = model.main_mixer
-    first = model.layers[0]
+    mixer, first = model.main_mixer, model.layers[0]
     return {
         **own,
+        **{name: getattr(model, name) for name in _OF_MODELS},
         "lm_head": asdict(model.lm_head),
         "quantization": None if model.quantization is None else asdict(model.quantization),
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_dim,
         "gated_mlp": any(layer.gated_mlp for layer in model.layers),
         "qk_norm": isinstance(mixer, Attention) and mixer.qk_norm,
         "norms_before_attention": first.norms_before_mixer,
         "norms_after_attention": first.norms_after_mixer,
-        "num_parameters": model.num_parameters,
-        "active_parameters": model.active_parameters,
         "weight_bytes": model.weight_bytes(2),
         "kv_bytes_per_token": model.kv_bytes_per_token(2),
         "state_bytes": model.cache_bytes(0, 2),
         "mixers": [{"mixer": title, "num_layers": count} for title, count in mixers_of(model).items()],
         "layer_kinds": [{"num_layers": model.layers.count(kind)} | layer_kind(kind) for kind in model.layer_kinds],
-        "layer_kind_index": model.layer_kind_index,
     }
 
 
@@ -377,10 +368,9 @@ def layer_kind(kind: LayerSpec) -> dict[str, Any]:
     from kvrsim.model.mixers import Attention
 
     content, mixer = asdict(kind), kind.mixer
+    if mixer is not None:
+        content["mixer"] = {"kind": type(mixer).__name__, "title": mixer.title, **content["mixer"]}
     attention = mixer if isinstance(mixer, Attention) else None
-    content["mixer"] = (
-        None if mixer is None else {"kind": type(mixer).__name__, "title": mixer.title, **content["mixer"]}
-    )
     return content | {
         "qkv": [] if attention is None else [asdict(gemm) for gemm in attention.projections],
         "output": None if attention is None else asdict(attention.output[0]),
@@ -400,8 +390,16 @@ def _clusters() -> Shelf:
         names=builtin_clusters(),
         load=load_cluster,
         to_json=to_json,
+        cells=lambda cluster: {
+            "cluster": cluster.name,
+            "GPUs": f"{cluster.num_gpus} × {cluster.gpu.name}",
+            "memory": format_bytes(cluster.gpu.memory_bytes),
+            "topology": cluster.topology,
+            "link": cluster.link.name,
+            "bandwidth": format_bandwidth(cluster.link.bandwidth_bytes_per_s),  # per direction
+            "latency": format_seconds(cluster.link.latency_s),
+        },
         show=lambda cluster: show_tree(cluster.name, to_json(cluster)),
-        list_screen=clusters_screen,
     )
 
 
@@ -413,17 +411,6 @@ clusters = _commands(
     "List the built-in clusters.",
     "Print one cluster: GPU, links and topology.\n\nExample: kvrsim clusters show h100-nvlink",
 )
-
-
-def clusters_screen(clusters: Sequence[Cluster]) -> list[Part]:
-    """One row per cluster; bandwidth per direction."""
-    table = columns("cluster", "GPUs", "memory", "topology", "link", "bandwidth", "latency")
-    for cluster in clusters:
-        gpu, link = cluster.gpu, cluster.link
-        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
-        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
-        table.add_row(cluster.name, gpus, memory, cluster.topology, link.name, speed, latency)
-    return [table]
 
 
 # Profiles
@@ -443,8 +430,14 @@ def _profiles() -> Shelf:
             "mape": profile.residual.mape if profile.residual else None,
             "description": profile.description,
         },
+        cells=lambda profile: {
+            "profile": profile.name,
+            "GPU": profile.gpu,
+            "attention": ", ".join(profile.attention_kernels),
+            "held-out error": _left_out_error(profile),
+            "description": profile.description,
+        },
         show=show_profile,
-        list_screen=profiles_screen,
     )
 
 
@@ -461,21 +454,14 @@ profiles = _commands(
 def show_profile(profile: CalibrationProfile) -> None:
     """All its values, with measured shapes in place of their tables."""
     content = profile.to_dict()
-    kernels = content["kernels"]
-    kernels["gemm"]["measured"] = _shapes(profile.kernels.gemm)
-    for kind, rates in profile.kernels.gemm_types.items():
-        kernels["gemm_types"][kind]["measured"] = _shapes(rates)
+    products = content["kernels"]["gemm"], *content["kernels"]["gemm_types"].values()
+    rates = profile.kernels.gemm, *profile.kernels.gemm_types.values()
+    for product, rate in zip(products, rates, strict=True):
+        product["measured"] = [
+            f"{one.in_features}→{one.out_features}: {len(one.rows)} row counts, {one.rows[0]} to {one.rows[-1]}"
+            for one in rate.measured
+        ]
     show_tree(profile.name, content)
-
-
-def profiles_screen(profiles: Sequence[CalibrationProfile]) -> list[Part]:
-    """One row per profile."""
-    table = columns("profile", "GPU", "attention", "held-out error")
-    table.add_column("description")
-    for profile in profiles:
-        kernels = ", ".join(profile.attention_kernels)
-        table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
-    return [table]
 
 
 def _left_out_error(profile: CalibrationProfile) -> str:
@@ -484,14 +470,6 @@ def _left_out_error(profile: CalibrationProfile) -> str:
         return f"TTFT {profile.residual.cross_validated_mape:.1%}"
     kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
     return "\n".join(f"{kind} {fit.cross_validated_mape:.1%}" for kind, fit in kinds) or "unknown"
-
-
-def _shapes(rates: GemmRates) -> list[str]:
-    """The measured shapes of products, a line each instead of their tables."""
-    return [
-        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
-        for shape in rates.measured
-    ]
 
 
 # Engines
@@ -505,8 +483,19 @@ def _engines() -> Shelf:
         names=builtin_engines(),
         load=load_engine,
         to_json=to_json,
+        cells=lambda engine: {
+            "engine": engine.name,
+            "before": format_seconds(engine.host.request_s + engine.host.step_s),
+            "layer": format_seconds(engine.host.layer_s),
+            "kernels": "\n".join(f"{gpu} {scale:.2f}" for gpu, scale in engine.kernel_scale.items()) or "1.00",
+            "held-out": (engine.fit and f"{engine.fit.left_out_median_ape:.1%}, {engine.fit.left_out}s") or "",
+            "what it is": engine.title,
+        },
+        notes=lambda _: (
+            "before: seconds before the first layer; layer: host seconds of one layer; kernels: times the profile's;"
+            " held-out: median error on prefills, rows or engines left out of the fit",
+        ),
         show=show_engine,
-        list_screen=engines_screen,
     )
 
 
@@ -540,24 +529,6 @@ _UNKNOWN = {  # what the ranges of whole TTFTs are for, as in EngineFit.widths
     "version": "the same for a version that was not measured",
     "short": f"the same below {SHORT_TOKENS} tokens",
 }
-
-
-def engines_screen(engines: Sequence[Engine]) -> list[Part]:
-    """One row per engine."""
-    table = columns("engine")
-    columns("before", "layer", numbers=True, into=table)
-    columns("kernels", "held-out", into=table)
-    table.add_column("what it is")
-    for engine in engines:
-        host = engine.host
-        seconds = [format_seconds(value) for value in (host.request_s + host.step_s, host.layer_s)]
-        table.add_row(engine.name, *seconds, _scales(engine), _left_out_error_engines(engine), engine.title)
-    return [
-        table,
-        "",
-        "before: seconds before the first layer; layer: host seconds of one layer; kernels: times the profile's;"
-        " held-out: median error on prefills, rows or engines left out of the fit",
-    ]
 
 
 def show_engine(engine: Engine) -> None:
@@ -597,15 +568,6 @@ def _range(term: str, value: float, spread: float | None) -> str:
         return ""
     factor = math.exp(DEVIATES_OF_80_PERCENT * spread)
     return f"{_shown(term, value / factor)} to {_shown(term, value * factor)}"
-
-
-def _scales(engine: Engine) -> str:
-    return "\n".join(f"{gpu} {scale:.2f}" for gpu, scale in engine.kernel_scale.items()) or "1.00"
-
-
-def _left_out_error_engines(engine: Engine) -> str:
-    fit = engine.fit
-    return "" if fit is None else f"{fit.left_out_median_ape:.1%}, {fit.left_out}s"
 
 
 def _engine_errors(engine: Engine) -> str:

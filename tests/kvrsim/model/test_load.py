@@ -154,6 +154,43 @@ def test_a_mistake_is_told_by_its_place(tmp_path: Path) -> None:
         load(tmp_path, {"model_type": "some", "is_encoder_decoder": True, "text_config": LLAMA})
 
 
+# Configurations as published, most of types whose code is not in transformers, with their published parameters
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text("utf-8"))
+
+
+def test_published_models_are_read_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrsim.model.load.find_spec", lambda name: None)
+    for name, row in PUBLISHED.items():
+        model = load(tmp_path, row["config"])
+        assert model.num_parameters == pytest.approx(row["billions"] * 1e9, rel=0.03), name
+        if row["active"] is not None:  # reports round, and some leave out embeddings
+            assert model.active_parameters == pytest.approx(row["active"] * 1e9, rel=0.12), name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("baichuan2-7b", {"num_experts": 8}, "num_experts: got '8', accepted: nothing: the layers are read as"),
+        ("ling-lite", {"use_bias": True}, "use_bias: got 'true', accepted: false"),
+        ("longcat-flash", {"zero_expert_type": "copy"}, "model_type: got 'longcat_flash"),
+        ("kimi-linear-48b", {"moe_layer_freq": 2}, "moe_layer_freq: got '2', accepted: 1"),
+        ("decilm-7b", {"num_key_value_heads_per_layer": [4]}, "block_configs"),
+    ],
+)
+def test_a_type_read_as_another_must_be_known_whole(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(tmp_path, {**PUBLISHED[name]["config"], **changes})
+
+
+def test_alibi_of_baichuan_13b_and_blocks_of_minicpm(tmp_path: Path) -> None:
+    models = {name: load(tmp_path, PUBLISHED[name]["config"]) for name in ("baichuan2-7b", "baichuan2-13b")}
+    assert [model.alibi for model in models.values()] == [False, True]
+    notes = load(tmp_path, PUBLISHED["minicpm4-8b"]["config"]).approximations
+    assert notes == ("attention to chosen blocks of keys is counted as attention to all keys",)
+
+
 # A configuration with a value that makes no sense is read or refused; nothing else happens.
 
 CONFIGS = {name: json.loads(Path(config_path(name, "model")).read_text("utf-8")) for name in builtin_models()}

@@ -216,10 +216,10 @@ def test_a_quantised_cache(keys: dict[str, Any], bits: int | None, tmp_path: Pat
     assert model.kv_bytes_per_token(2) == 32 * elements * (bits or 16) // 8
 
 
-@pytest.mark.parametrize("method", ["torchao", "aqlm", None, "\x1b[31mred"])
+@pytest.mark.parametrize("method", ["exl2", "integers", None, "\x1b[31mred"])
 def test_an_unknown_method_is_refused(method: str | None, tmp_path: Path) -> None:
     path = quantized(tmp_path, quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(InputError, match=r"quantization_config\.quant_method: got .*accepted: fp8") as caught:
+    with pytest.raises(InputError, match=r"quantization_config\.quant_method: got .*accepted: aqlm, .*fp8") as caught:
         kvrsim.load_model(path)
     assert str(caught.value).isprintable()
 
@@ -263,11 +263,38 @@ def test_modules_with_a_format_of_their_own(tmp_path: Path) -> None:
             4,
             "mxfp4_wo",
         ),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only", "quant_type_kwargs": {}}, 4, "int4_wo"),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": {}}},
+            },
+            8,
+            "fp8",
+        ),
+        ({"quant_method": "aqlm", "nbits_per_codebook": 16, "num_codebooks": 1, "in_group_size": 8}, 2, "int4_wo"),
+        ({"quant_method": "higgs", "bits": 4, "group_size": 256}, 4, "int4_wo"),
+        ({"quant_method": "quanto", "weights": "int8"}, 8, "int8_wo"),
+        ({"quant_method": "mxfp8"}, 8, "fp8_block"),
+        ({"quant_method": "sinq", "nbits": 4, "group_size": 64}, 4, "int4_wo"),
+        ({"quant_method": "fp_quant", "forward_dtype": "nvfp4"}, 4, "nvfp4"),
+        ({"quant_method": "marlin", "bits": 4, "group_size": 128}, 4, "int4_wo"),
     ],
 )
 def test_other_methods(config: dict[str, Any], bits: int, compute: str, tmp_path: Path) -> None:
     (layer,) = loaded(tmp_path, **config).layer_kinds
     assert {(gemm.weights.bits, gemm.compute) for gemm in layer.mlp if gemm.weights} == {(bits, compute)}
+
+
+def test_quark_by_names_of_layers(tmp_path: Path) -> None:
+    whole, attention = {"weight": {"dtype": "fp4", "group_size": 32}}, {"weight": {"dtype": "fp8_e4m3"}}
+    config = {"global_quant_config": whole, "layer_quant_config": {"*self_attn*": attention}}
+    bits = weights_of(loaded(tmp_path, quant_method="quark", exclude=["lm_head"], **config))
+    assert (bits["0.mlp.up_proj"], bits["0.self_attn.q_proj"]) == (4, 8)
+    with pytest.raises(InputError, match="layer_type_quant_config"):
+        loaded(tmp_path, quant_method="quark", **config, layer_type_quant_config={"Linear": whole})
+    with pytest.raises(InputError, match=r"weight\.dtype"):
+        loaded(tmp_path, quant_method="quark", global_quant_config={"weight": {"dtype": "int3"}})
 
 
 def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path) -> None:
@@ -287,6 +314,8 @@ def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "ignore": ["re:([a-z.]+)+$"]}, "ignore"),
         ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 99}}, "kv_cache_scheme.num_bits"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 7}}, "config_groups.a"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "New"}}}, "quant_type.default._type"),
+        ({"quant_method": "aqlm", "num_codebooks": 2}, "num_codebooks"),
         ({**TENSORS, **group(INT8, targets=["re:["])}, "config_groups.group_0.targets"),
     ],
 )
