@@ -29,12 +29,93 @@ from kvrsim.model.load import read_text_part
 from kvrsim.model.reader import RefusedError, read_class
 from kvrsim.model.remote import translated
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import _HARMLESS, Symbol, fill, freeze
+from kvrsim.model.template import _HARMLESS, fill, freeze
 
 FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 # Numbers that say which layer is of which kind, not how wide it is.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+class Symbol(int):
+    """A whole number that is a polynomial in the keys of a configuration."""
+
+    terms: dict[tuple[str, ...], int]  # coefficients of products of keys
+
+    def __new__(cls, value: int, terms: str | dict[tuple[str, ...], int]) -> Symbol:
+        symbol = super().__new__(cls, value)
+        symbol.terms = {(terms,): 1} if isinstance(terms, str) else terms
+        return symbol
+
+    def __copy__(self) -> Symbol:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Symbol:
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    @property
+    def expression(self) -> str:
+        """The polynomial as Python writes it."""
+        products = (
+            " * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items()
+        )
+        return " + ".join(products) or "0"
+
+    def __add__(self, other: int) -> Any:
+        terms = dict(self.terms)
+        for keys, count in _terms(other).items():
+            terms[keys] = terms.get(keys, 0) + count
+        return _polynomial(int(self) + int(other), terms)
+
+    def __mul__(self, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        terms: dict[tuple[str, ...], int] = {}
+        for keys, count in self.terms.items():
+            for others, times in _terms(other).items():
+                both = tuple(sorted((*keys, *others)))
+                terms[both] = terms.get(both, 0) + count * times
+        return _polynomial(int(self) * int(other), terms)
+
+    def __floordiv__(self, other: int) -> Any:
+        return _quotient(self, other)
+
+    def __rfloordiv__(self, other: int) -> Any:
+        return _quotient(other, self)
+
+    def __sub__(self, other: int) -> Any:
+        return self + -1 * other
+
+    def __rsub__(self, other: int) -> Any:
+        return -1 * self + other
+
+    def __neg__(self) -> Any:
+        return -1 * self
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def _terms(number: int) -> dict[tuple[str, ...], int]:
+    return number.terms if isinstance(number, Symbol) else {(): int(number)}
+
+
+def _polynomial(value: int, terms: dict[tuple[str, ...], int]) -> int:
+    terms = {keys: count for keys, count in sorted(terms.items()) if count}
+    return Symbol(value, terms) if any(terms) else value
+
+
+def _quotient(number: int, by: int) -> int:
+    terms, value = _terms(number), int(number) // int(by)
+    if not isinstance(by, Symbol) and all(count % by == 0 for count in terms.values()):
+        return _polynomial(value, {keys: count // by for keys, count in terms.items()})
+    if terms == _terms(by):
+        return 1
+    sides = (one.expression if isinstance(one, Symbol) else str(one) for one in (number, by))
+    return Symbol(value, "(({}) // ({}))".format(*sides))
 
 
 class Kind:

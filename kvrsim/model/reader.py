@@ -61,7 +61,9 @@ _KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _QUERIES = re.compile(r"^(?:project_|W)?(?:q|query)(?:_proj|_lin)?$")
 _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
-_MIXERS = re.compile(r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet")
+_MIXERS = re.compile(
+    r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv"
+)
 _STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # weights of residual streams
 
 
@@ -623,7 +625,7 @@ class _Reader:
         if "Attention" in type(module).__name__ and not decays:  # a layer of two mixers keeps both in one cache
             states = []
         states = states or self._states(parts)
-        if states or decays:
+        if states or decays or "ShortConv" in type(module).__name__:
             return self._recurrence(parts, states)
         indexer = self._indexer(parts)
         if hasattr(module, "compressor") or "o_a_proj" in {path.rpartition(".")[2] for path in linears}:
@@ -810,17 +812,20 @@ class _Reader:
             kind, named = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
         elif leaves == {"in_proj"} and hasattr(module, "n_groups"):
             kind, named = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
-        elif not states:
+        elif not states and "ShortConv" not in type(module).__name__:
             raise RefusedError(f"{parts.name} ({type(module).__name__})")
         else:
             diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
             kind = "linear" if self.trace.within(parts.place) and not diagonal else "scan"
         width = output.in_features
         heads = _attribute(module, *_HEADS) if kind == "linear" else None
-        state = sum(one.numel() for one in states) // int(width)
+        elements = sum(one.numel() for one in states)
+        state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
         known = [value for value in vars(module).values() if isinstance(value, int)] if not named else []
         usual = (heads or 1, heads or width, _symbol(state, *known), width // (heads or width))
         key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in named) if named else usual
+        if states and 100 * abs(value_heads * key_dim * value_dim - elements) > elements:
+            _equal(f"elements of the state of {parts.name}", value_heads * key_dim * value_dim, elements)
         convolution = next((one for one in module.modules() if isinstance(one, nn.Conv1d)), None)
         channels, kernel = (0, 0) if convolution is None else (convolution.out_channels, convolution.kernel_size[0])
         return Recurrence(

@@ -1,7 +1,7 @@
 """Template: the layers of a model type as data, with expressions in the keys of a configuration for numbers.
 
-`Symbol` numbers go through transformers' class and come out as expressions, such as num_attention_heads * head_dim.
-`fill` puts the numbers of a config.json in their place, without torch.
+The catalogue (calibrate/catalogue.py) writes them: numbers come out of transformers' class as expressions, such as
+num_attention_heads * head_dim. `fill` puts the numbers of a config.json in their place, without torch.
 """
 
 from __future__ import annotations
@@ -27,99 +27,9 @@ _VALUES = (
 )
 _CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
 _ARITHMETIC = (
-    ast.Expression,
-    ast.BinOp,
-    ast.Name,
-    ast.Load,
-    ast.Constant,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.FloorDiv,
-    ast.USub,
-    ast.UnaryOp,
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, ast.Constant),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.USub),
 )
-
-
-class Symbol(int):
-    """A whole number that is a polynomial in the keys of a configuration."""
-
-    terms: dict[tuple[str, ...], int]  # coefficients of products of keys
-
-    def __new__(cls, value: int, terms: str | dict[tuple[str, ...], int]) -> Symbol:
-        symbol = super().__new__(cls, value)
-        symbol.terms = {(terms,): 1} if isinstance(terms, str) else terms
-        return symbol
-
-    def __copy__(self) -> Symbol:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Symbol:
-        return self
-
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
-
-    @property
-    def expression(self) -> str:
-        """The polynomial as Python writes it."""
-        products = (
-            " * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items()
-        )
-        return " + ".join(products) or "0"
-
-    def __add__(self, other: int) -> Any:
-        terms = dict(self.terms)
-        for keys, count in _terms(other).items():
-            terms[keys] = terms.get(keys, 0) + count
-        return _symbol(int(self) + int(other), terms)
-
-    def __mul__(self, other: Any) -> Any:
-        if not isinstance(other, int):
-            return NotImplemented
-        terms: dict[tuple[str, ...], int] = {}
-        for keys, count in self.terms.items():
-            for others, times in _terms(other).items():
-                both = tuple(sorted((*keys, *others)))
-                terms[both] = terms.get(both, 0) + count * times
-        return _symbol(int(self) * int(other), terms)
-
-    def __floordiv__(self, other: int) -> Any:
-        return _quotient(self, other)
-
-    def __rfloordiv__(self, other: int) -> Any:
-        return _quotient(other, self)
-
-    def __sub__(self, other: int) -> Any:
-        return self + -1 * other
-
-    def __rsub__(self, other: int) -> Any:
-        return -1 * self + other
-
-    def __neg__(self) -> Any:
-        return -1 * self
-
-    __radd__ = __add__
-    __rmul__ = __mul__
-
-
-def _terms(number: int) -> dict[tuple[str, ...], int]:
-    return number.terms if isinstance(number, Symbol) else {(): int(number)}
-
-
-def _symbol(value: int, terms: dict[tuple[str, ...], int]) -> int:
-    terms = {keys: count for keys, count in sorted(terms.items()) if count}
-    return Symbol(value, terms) if any(terms) else value
-
-
-def _quotient(number: int, by: int) -> int:
-    terms, value = _terms(number), int(number) // int(by)
-    if not isinstance(by, Symbol) and all(count % by == 0 for count in terms.values()):
-        return _symbol(value, {keys: count // by for keys, count in terms.items()})
-    if terms == _terms(by):
-        return 1
-    sides = (one.expression if isinstance(one, Symbol) else str(one) for one in (number, by))
-    return Symbol(value, "(({}) // ({}))".format(*sides))
 
 
 def freeze(value: Any) -> Any:
@@ -134,7 +44,7 @@ def freeze(value: Any) -> Any:
         }
     if isinstance(value, (tuple, list)):
         return [freeze(one) for one in value]
-    return f"={value.expression}" if isinstance(value, Symbol) else value
+    return f"={value.expression}" if hasattr(value, "expression") else value  # a Symbol of calibrate/catalogue.py
 
 
 def thaw(data: Any, numbers: Mapping[str, int]) -> Any:

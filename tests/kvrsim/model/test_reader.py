@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_text_part
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
-from kvrsim.model.reader import HYPER, SHARED_INDEXERS, read_class
+from kvrsim.model.reader import HYPER, SHARED_INDEXERS, RefusedError, read_class
 from kvrsim.model.remote import translated
 from kvrsim.model.spec import LayerSpec
 from tests.kvrsim.model.model_configs import (
@@ -98,6 +100,48 @@ def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:
     assert latent.gate
     assert not latent.rotary
     assert [gemm.in_features for gemm in after.layers[-1].mlp] == [32, 32, 24]
+
+
+OF_STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 101}
+SCAN = {**OF_STATES, "state_size": 8, "conv_kernel": 4, "intermediate_size": 64, "expand": 2, "time_step_rank": 4}
+HEADS = {**OF_STATES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+MIXED = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "state", "token"),  # bytes of the first layer's state, and of a token in the K and V of all layers
+    [
+        ({**SCAN, "model_type": "mamba"}, 64 * 8 * 4 + 3 * 64 * 2, 0),
+        ({**SCAN, "model_type": "falcon_mamba"}, 64 * 8 * 4 + 3 * 64 * 2, 0),
+        (
+            {**SCAN, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "n_groups": 2},
+            4 * 16 * 8 * 4 + 3 * (64 + 2 * 2 * 8) * 2,
+            0,
+        ),
+        ({**OF_STATES, "model_type": "rwkv", "attention_hidden_size": 32, "intermediate_size": 64}, 5 * 32 * 4, 0),
+        ({**HEADS, "model_type": "minimax", **MIXED}, 4 * 8 * 8 * 4, 2 * 2 * 8 * 2),
+        (
+            {**HEADS, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            32 * 4 + 2 * 32 * 2,
+            2 * 2 * 8 * 2,
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_bytes_of_states(config: dict[str, Any], state: int, token: int) -> None:
+    """A state in fp32 and the last inputs of a convolution; a short convolution is a scan of one element."""
+    model = read_class(config, "small")
+    first = model.layers[0].mixer
+    assert first is not None
+    assert (first.state_bytes(2), first.token_bytes(2), model.kv_bytes_per_token(2)) == (state, 0, token)
+
+
+def test_a_state_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate on what the class's cache keeps."""
+    kept = SimpleNamespace(recurrent_states=[torch.empty((1, 4, 16, 9), device="meta")])
+    monkeypatch.setattr("kvrsim.model.reader._Reader._cached", lambda *_: kept)
+    with pytest.raises(RefusedError, match="512 elements of the state of mixer, of 576 of the class"):
+        read_class({**SCAN, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "n_groups": 2}, "small")
 
 
 def test_shared_indexers(tmp_path: Path) -> None:
