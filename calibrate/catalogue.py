@@ -352,7 +352,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention" if number % 4 == 2 else "conv" for number in range(32)]},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 13},
 }
 
 

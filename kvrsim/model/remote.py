@@ -67,20 +67,9 @@ def translated(config: JsonObject) -> JsonObject:
         if config.has(old):
             leading, count = config.integer(old, minimum=0), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
             fields.setdefault(new, [on if number < leading else off for number in range(count)])
-    for old, (new, kinds) in remote.get("letters", {}).items():  # a letter per layer
-        if config.has(old):
-            letters = [kinds.get(letter) for letter in config.text(old)]
-            if None in letters:
-                raise config.error(old, f"a text of {', '.join(kinds)}")
-            fields.setdefault(new, letters)
-            fields.setdefault("num_hidden_layers", len(letters))
     names = remote.get("names", {})
     values = {new: _value(config.fields, old) for old, new in names.items() if new is not None}
-    gone = {
-        key.partition(".")[0]
-        for part in ("names", "flags", "listed", "leading", "letters")
-        for key in remote.get(part, {})
-    }
+    gone = {key.partition(".")[0] for part in ("names", "flags", "listed", "leading") for key in remote.get(part, {})}
     fields = {
         key: value for key, value in fields.items() if key not in {*gone, *remote.get("without", ()), *_NOT_SHAPES}
     }

@@ -161,6 +161,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_te
 
 def test_published_models_are_read_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrsim.model.load.find_spec", lambda name: None)
+    assert [load_model(name).name for name in builtin_models()] == list(builtin_models())
     for name, row in PUBLISHED.items():
         model = load(tmp_path, row["config"])
         assert model.num_parameters == pytest.approx(row["billions"] * 1e9, rel=0.03), name
