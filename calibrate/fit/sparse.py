@@ -40,6 +40,7 @@ from kvrsim.program import Array
 
 LEAST_CHUNK = 128  # fewer queries take next to nothing compared with the rest of a layer
 _BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
+_MOST_START_S = 2e-4  # more is a host that launches slowly (Grace), which engines' launch_s has
 _NOISE = 0.1  # each share of the heads has an autotuned kernel of its own
 _MOST_ROWS = 2000
 _STARTS = 4
@@ -128,7 +129,7 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[S
 def _parameters(gpu: GpuSpec) -> tuple[Parameter, ...]:
     peak, fp8 = peak_flops(gpu), max(flops for _, flops in gpu.peak_flops)
     return (
-        Parameter(name="start_s", start=1e-4, low=1e-6, high=2e-3),
+        Parameter(name="start_s", start=5e-5, low=1e-6, high=_MOST_START_S),
         Parameter(name="score", start=0.15 * fp8, low=1e-3 * fp8, high=fp8),
         Parameter(name="full_heads", start=100.0 * gpu.num_sms, low=1.0, high=1000.0 * gpu.num_sms),
         Parameter(name="attend", start=0.2 * peak, low=1e-3 * peak, high=fp8),
