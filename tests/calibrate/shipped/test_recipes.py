@@ -61,6 +61,13 @@ def test_each_recipe_has_shipped(name: str) -> None:
     assert profile.kernels.gemm.bytes_per_s <= gpu.hbm_bytes_per_s
 
 
+def test_tables_of_an_unpacked_wheel_are_those_of_the_recipe(tmp_path: Path) -> None:
+    sparse = Recipe.read("b200-flash", Path(), tmp_path).data.child("sections").child("sparse")
+    assert sparse.text("keys") == f"aisimulate:{tmp_path}:b200_sxm/sglang/0.5.14"
+    installed = Recipe.read("b200-flash", Path()).data.child("sections").child("sparse")
+    assert installed.text("keys") == "aisimulate:b200_sxm/sglang/0.5.14"
+
+
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(InputError, match="NAME: got 'z100', accepted: a100-flash"):
         Recipe.read("z100", Path())
