@@ -1,6 +1,6 @@
 """How good the found partitions are: against exhaustive search, the paper's full grid, random ones and the bound.
 
-Arguments: how many settings on a bus and elsewhere a random descent is tried in.
+Arguments: how many settings on a bus, elsewhere, and of pipelines a random descent is tried in.
 """
 
 from __future__ import annotations
@@ -130,13 +130,11 @@ def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenar
 def _uneven(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """With some GPUs up to twice, and some links between neighbours up to 32 times slower."""
     ranks = range(scenario.cluster.num_gpus)
-    scenario = scenario.on_gpus(min(len(ranks), len(scenario.model.layers)))
-    ranks = range(scenario.cluster.num_gpus)
     gpus = [SlowGpu(rank=rank, factor=float(2 ** rng.uniform(0, 1))) for rank in ranks if rng.random() < 0.3]
     links = [
         SlowLink(first=rank, second=rank + 1, factor=float(2 ** rng.uniform(0, 5)))
         for rank in ranks[:-1]
-        if rng.random() < 0.3
+        if rng.random() < 0.3 and not scenario.cluster.shares_bandwidth
     ]
     return replace(scenario, cluster=UnevenCluster.of(scenario.cluster, gpus, links))
 
@@ -197,6 +195,8 @@ def against_descent(name: str, topologies: tuple[str, ...], first: int, count: i
     for number in range(first, first + count):
         rng = np.random.default_rng((3, number))
         scenario = any_setting(rng, topologies)
+        if "uneven" in name:
+            scenario = _uneven(scenario, rng)
         found = search(scenario, KVR)
         gains.append(found.ttft_s / descended(scenario, found.partition.chunk_lens, rng) - 1)
         if gains[-1] > _TELL:
@@ -266,7 +266,9 @@ def pipelines_against_descent(first: int, count: int) -> list[str]:
     gains, gaps = [], []
     for number in range(first, first + count):
         rng = np.random.default_rng((4, number))
-        scenario = for_strategy(_uneven(any_setting(rng, ("switch", "chain", "nodes")), rng), SEARCHED)
+        scenario = any_setting(rng, ("switch", "chain", "nodes"))
+        scenario = scenario.on_gpus(min(scenario.cluster.num_gpus, len(scenario.model.layers)))
+        scenario = for_strategy(_uneven(scenario, rng), SEARCHED)
         found = search_pipeline(scenario, SEARCHED)
         gains.append(found.ttft_s / descended_pipeline(scenario, found, rng, PAGE) - 1)
         gaps.append(found.ttft_s / pipeline_bound_s(scenario) - 1)
@@ -304,13 +306,15 @@ def against_the_papers_grid() -> list[str]:
 
 def main() -> None:
     """Measure, and write benchmarks/results/search_quality.md."""
-    on_a_bus, elsewhere = map(int, sys.argv[1:3] or (200, 200))
+    on_a_bus, elsewhere, pipelines = map(int, sys.argv[1:4] or (100, 400, 300))
+    others = ("switch", "chain", "nodes")
     lines = ["| found partition against | its TTFT more or less |", "|---|---|"]
     lines += [*against_exhaustive(), *against_the_papers_grid(), *against_random()]
-    lines += against_descent("on a bus", ("bus",), 0, on_a_bus)
-    lines += against_descent("elsewhere", ("switch", "chain", "nodes"), _ELSEWHERE, elsewhere)
-    lines += against_descent("elsewhere, fresh,", ("switch", "chain", "nodes"), _FRESH, elsewhere // 3)
-    write("search_quality", f"python benchmarks/search_quality.py {on_a_bus} {elsewhere}", lines)
+    lines += against_descent("on a bus, some GPUs uneven,", ("bus",), 0, on_a_bus)
+    lines += against_descent("elsewhere", others, _ELSEWHERE, elsewhere)
+    lines += against_descent("elsewhere, fresh, uneven GPUs and links,", others, _FRESH, elsewhere // 2)
+    lines += pipelines_against_descent(_FRESH, pipelines)
+    write("search_quality", f"python benchmarks/search_quality.py {on_a_bus} {elsewhere} {pipelines}", lines)
 
 
 if __name__ == "__main__":

@@ -93,12 +93,12 @@ def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
 PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
 MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
 _EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
-_REFINED, _POLISHED, _MANY = 6, 3, 72  # seeds that are refined; and polished; and ends that are many
+_REFINED, _POLISHED = 6, 3  # seeds that are refined; and polished
 _SLOW = 1.3  # how much slower than the best of all the best of a number of pieces is where seeds end
-_TIMES, _ROUNDS = 4, 48  # of refinement with other layers or one piece more or less; and rounds of each
-_MOST_MOVES, _LEAST_MOVES, _MOST_CELLS = 192, 48, 4096  # of a round; and moves times pieces
+_TIMES, _ROUNDS = 96, 48  # descents with a piece more or less, over the ends, at most 4; and rounds of each
+_MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates of a round; times pieces and stages
 _BALANCING = 24
-_PAIRS, _RANDOM, _IDLE = 256, 64, 8  # candidates of a round of each kind; and rounds without a gain, at most
+_RANDOM, _IDLE = 0.25, 8  # of a round's candidates; and rounds without a gain, at most
 _BETTER, _NEAR = 1e-5, 1.01  # of TTFT, that they must gain; of the best, within which another number is improved
 _MOST_GAIN = 0.05  # of TTFT, that moves are taken to gain over the best seed
 _WORTH = 1e-4  # of TTFT, that another descent must gain
@@ -224,12 +224,14 @@ class _Search:
         if allowance is not None and seeds[0][1] * (1 - _MOST_GAIN) > allowance.to_beat_s:
             self.method = "rough"
             return seeds[0]
-        refined = sorted((self._refined(row) for row, _ in seeds), key=lambda one: one[1])
-        return self._descended(*min((self._polished(*one) for one in refined[:_POLISHED]), key=lambda one: one[1]))
+        few = self._most(len(seeds[0][0])) < _MOST_MOVES // 2  # where a candidate takes long
+        refined = sorted((self._refined(row) for row, _ in seeds[: _REFINED // (1 + few)]), key=lambda one: one[1])
+        polished = (self._polished(*one) for one in refined[: 1 if few else _POLISHED])
+        return self._descended(*min(polished, key=lambda one: one[1]))
 
     def _descended(self, row: Row, ttft_s: float) -> tuple[Row, float]:
         """A piece more or less, as long as TTFT falls; of many pieces one matters little."""
-        for _ in range(_TIMES if len(row) < _MANY else 0):
+        for _ in range(min(4, _TIMES // len(row)) if len(row) else 0):
             others = [self._refined(one) for one in self._one_more_or_less(row)]
             best, best_s = min(others, key=lambda one: one[1], default=(row, ttft_s))
             if best_s < _NEAR * ttft_s:
@@ -274,12 +276,12 @@ class _Search:
         return unique_rows(np.array(rows, dtype=np.int64))
 
     def _numbers(self) -> list[int]:
-        """Numbers of pieces: all small ones, then ever fewer of the large ones."""
+        """Numbers of pieces: all small ones, then ever fewer of the large ones, and powers of two, which fill tiles."""
         most = max(1, min(self.tokens // self.least, MOST_A_STAGE * self.num_stages))
         numbers = list(range(1, min(_EVERY, most) + 1))
         while numbers[-1] < most:
             numbers.append(min(most, math.ceil(numbers[-1] * _RATIO)))
-        return numbers
+        return sorted({*numbers, *(1 << power for power in range(most.bit_length()))})
 
     def _equal_times(self, numbers: list[int]) -> list[Array]:
         """So many lengths each, real-valued, that take all layers equally long, but for those at the least length."""
@@ -315,15 +317,15 @@ class _Search:
             self.evaluate,
             rounds=_ROUNDS,
             halve_from=first_step(self.end, 8 * (number + 1), 1),
-            directions=_thinned(np.concatenate([pieces, -pieces])),
-            also=np.concatenate([stages, -stages]),
+            directions=self._thinned(np.concatenate([pieces, -pieces])),
+            also=self._thinned(np.concatenate([stages, -stages])),
         )
 
     def _polished(self, row: Row, ttft_s: float) -> tuple[Row, float]:
         """A stride moved from any piece to any other, and random exchanges, as long as that helps now and then."""
         number, idle = len(row) - self.num_stages + 1, 0
         pairs = np.stack(np.nonzero(~np.eye(number, dtype=bool)), axis=1)
-        most = int(np.clip(_PAIRS * 32 // number, _RANDOM, _PAIRS))
+        most = self._most(len(row))
         while idle < min(_IDLE, 2 + len(pairs) // most) and len(row) > 1:
             lengths = np.diff(row, prepend=0, append=self.end + self.num_layers)
             pieces, layers = lengths[:number], lengths[number:]
@@ -333,7 +335,7 @@ class _Search:
             moved[np.arange(len(src)), dst] += 1
             rows = np.cumsum(moved[moved.min(axis=1) > 0], axis=1)[:, :-1]
             best, best_s = best_of(rows, row, ttft_s, self.end + self.num_layers, self.evaluate)
-            exchanged = np.concatenate([self._exchanged(pieces), self._exchanged(layers)], axis=1)
+            exchanged = np.concatenate([self._exchanged(one, int(_RANDOM * most)) for one in (pieces, layers)], axis=1)
             rows = np.cumsum(exchanged, axis=1)[:, :-1]
             seconds = self.evaluate(rows, best_s)
             if seconds.min() < best_s:
@@ -343,13 +345,13 @@ class _Search:
                 row, ttft_s = best, best_s
         return row, ttft_s
 
-    def _exchanged(self, lengths: Row) -> Boundaries:
-        """The lengths with some of one moved to another, twice, or less often; shape (_RANDOM, lengths)."""
-        rows, index = np.repeat(lengths[None], _RANDOM, axis=0), np.arange(_RANDOM)
+    def _exchanged(self, lengths: Row, count: int) -> Boundaries:
+        """The lengths with some of one moved to another, twice, or less often; shape (count, lengths)."""
+        rows, index = np.repeat(lengths[None], count, axis=0), np.arange(count)
         for _ in range(2):
-            src, dst = self.rng.integers(len(lengths), size=(2, _RANDOM))
-            moved = np.minimum(rows[index, src] - 1, rows[index, src] ** self.rng.random(_RANDOM)).astype(np.int64)
-            moved[self.rng.random(_RANDOM) < 0.5] = 0
+            src, dst = self.rng.integers(len(lengths), size=(2, count))
+            moved = np.minimum(rows[index, src] - 1, rows[index, src] ** self.rng.random(count)).astype(np.int64)
+            moved[self.rng.random(count) < 0.5] = 0
             rows[index, src] -= moved
             rows[index, dst] += moved
         return rows
@@ -366,7 +368,7 @@ class _Search:
         more += [self._scaled(np.insert(pieces, at, pieces[at])) for at in index if len(pieces) < self.end]
         best = []
         for changed in filter(None, (fewer, more)):
-            rows = _thinned(np.array([np.concatenate([one, others]) for one in changed]))
+            rows = self._thinned(np.array([np.concatenate([one, others]) for one in changed]))
             seconds = self.evaluate(rows)
             if math.isfinite(seconds.min()):
                 best.append(rows[int(seconds.argmin())])
@@ -391,8 +393,11 @@ class _Search:
             ttft_s[allowed] = self.evaluator.ttft_s(pieces[allowed].astype(float), enough_s, layers[allowed].T)
         return ttft_s
 
+    def _thinned(self, rows: Boundaries) -> Boundaries:
+        """So many candidates that a round takes about as long as with few pieces and stages."""
+        most = self._most(rows.shape[1])
+        return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]
 
-def _thinned(rows: Boundaries) -> Boundaries:
-    """So many moves that a round takes about as long as with few pieces."""
-    most = int(np.clip(_MOST_CELLS // max(1, rows.shape[1]), _LEAST_MOVES, _MOST_MOVES))
-    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]
+    def _most(self, length: int) -> int:
+        """Candidates of a round; length: of a row."""
+        return int(np.clip(_CELLS // (length * self.num_stages), _LEAST_MOVES, _MOST_MOVES))

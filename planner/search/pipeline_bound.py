@@ -140,7 +140,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
 def _sent_s(path: Path, nbytes: Array, numbers: npt.NDArray[np.floating]) -> Array:
     """The least seconds of at most these numbers of messages that have these bytes together."""
     if path.short_bytes_per_s is None:
-        return path.busy_s(nbytes)
+        return path.busy_s(nbytes) + np.zeros_like(numbers)
     long_s = nbytes / path.bandwidth_bytes_per_s - numbers * path.latency_s
     return np.asarray(np.maximum(nbytes / path.short_bytes_per_s, long_s))
 

@@ -100,3 +100,14 @@ def test_a_floor_of_the_pieces_raises_the_bound() -> None:
     even_s = Evaluator(scenario, get_strategy("pp")).one((4096,) * 16)
     assert 1.0 <= even_s / bounds_s[2] <= 1.15
     assert even_s / bounds_s[0] > 1.2
+
+
+def test_links_of_several_kinds_bound_a_pipeline() -> None:
+    """Over a network that is slower than all else, no pipeline is much faster than its bytes."""
+    scenario, _ = kvrsim.make_scenario(ctx="8k", model="llama-3-8b", cluster="h100-2x8-ndr400", gpus=16, engine="none")
+    placed = for_strategy(scenario, SEARCHED)
+    assert placed.cluster.network is not None
+    slow = replace(placed.cluster, network=replace(placed.cluster.network, bandwidth_bytes_per_s=1e7))
+    placed = replace(placed, cluster=slow)
+    bound_s, sent_s = pipeline_bound_s(placed), 8192 * 4096 * 2 / 1e7
+    assert sent_s < bound_s <= search_pipeline(placed, SEARCHED, stride=512).ttft_s <= 1.05 * bound_s
