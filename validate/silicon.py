@@ -358,6 +358,16 @@ def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
 # -- the page
 
 
+def read_predictions(path: Path, count: int) -> Array:
+    """Another predictor's seconds, one per setting, empty where it has none. Raises InputError naming what is wrong."""
+    import pandas
+
+    rows = pandas.read_csv(path)
+    if "prefill_s" not in rows or len(rows) != count:
+        raise InputError("--predictions", f"{len(rows)} rows of {', '.join(rows)}", f"{count} rows with prefill_s")
+    return np.asarray(rows["prefill_s"], dtype=float)
+
+
 def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
     """Median errors of predictors by engine, model, GPU, precision, length and TP; rows with a prediction of each."""
     measured_s = settings.of("prefill_s")
@@ -532,9 +542,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "aisimulate_static_s" in settings.rows:
         predictors["AISimulate 0.13, static"] = settings.of("aisimulate_static_s").astype(float)
     if options.predictions:
-        import pandas
-
-        predictors[options.predictions.stem] = pandas.read_csv(options.predictions)["prefill_s"].to_numpy(float)
+        predictors[options.predictions.stem] = read_predictions(options.predictions, len(settings))
     write_page(PAGE, page(settings, predictors, others))
     print(f"{PAGE}: {len(settings)} settings")
 
