@@ -387,11 +387,6 @@ class ServiceTimes:
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
 
-    @property
-    def num_types(self) -> int:
-        """Types of groups whose times have been computed."""
-        return len(self._grids)
-
     def types(self, num_gpus: int) -> tuple[GroupType, ...]:
         """Groups of that size in whose memory some prompt fits or, where none does in any, the last type.
 
