@@ -340,6 +340,11 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 _TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 # What classes need and their configurations' defaults leave out, as in a published model of the type.
 NEEDED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek_v2": {
         **{"num_experts_per_tok": 6, "n_routed_experts": 64, "moe_intermediate_size": 1408},

@@ -45,8 +45,9 @@ def support(model_type: str) -> Support:
     try:
         return Support(model_type=model_type, model=read_class(fields, model_type))
     except RefusedError as error:
-        reason = " ".join(str(error).split()).replace("|", "/")
-        return Support(model_type=model_type, model=None, reason=reason[:160])
+        reason = " ".join(str(error).split()).replace("|", "/")[:160]
+        by_hand = "; the catalogue describes it by hand" if model_type_data(model_type) is not None else ""
+        return Support(model_type=model_type, model=None, reason=f"{reason}{by_hand}")
 
 
 def page(rows: list[Support]) -> list[str]:
