@@ -1,0 +1,44 @@
+"""Pipelines: many layouts of the stages at once are those of their programs, on slow GPUs, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvrsim.builder import make_scenario
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.executors.pipeline import run_pipeline
+from kvrsim.executors.run import Runner, run_program
+from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.strategies import get_strategy
+
+SEARCHED = get_strategy("pp-s")
+LAYOUTS = np.array([[10, 10, 12], [1, 1, 30], [30, 1, 1], [10, 10, 12]])
+
+
+@pytest.mark.parametrize("topology", ["switch", "bus"])
+@pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
+def test_a_batch_of_layouts_equals_each_program(profile: str, topology: str) -> None:
+    """With messages that hold the streams, and with those that overlap; hosts that issue, one GPU and one link slow."""
+    scenario, _ = make_scenario(ctx=1000, gpus=3, profile=profile, topology=topology, link_bandwidth=1e9)
+    scenario = for_strategy(scenario, SEARCHED)
+    links = [SlowLink(first=0, second=1, factor=16)] if topology == "switch" else []
+    scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, [SlowGpu(rank=1, factor=1.6)], links))
+    rows = [(400, 300, 300), (500, 499, 1), (1, 1, 998), (250, 500, 250)]
+    chunks = np.stack(columns(rows))
+    finish_s = Runner(scenario, SEARCHED).finish_s(chunks, stage_layers=LAYOUTS.T)
+    at_once = run_pipeline(scenario, SEARCHED, list(chunks), scenario.cluster, scenario.cost, LAYOUTS.T)
+    assert (at_once is None) == (topology == "bus")
+    for index, (row, layout) in enumerate(zip(rows, LAYOUTS.tolist(), strict=True)):
+        strategy = replace(SEARCHED, stage_layers=tuple(layout))
+        alone = run_program(build_program(scenario, strategy, columns(row)), scenario.cluster)
+        assert finish_s[:, index] == pytest.approx(alone[:, 0], rel=1e-9)
+
+
+def test_slow_gpus_slow_a_pipeline() -> None:
+    scenario = for_strategy(make_scenario(ctx=1000, gpus=3)[0], SEARCHED)
+    slow = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, [SlowGpu(rank=2, factor=2.0)], []))
+    chunks = np.array([[500.0], [500.0]])
+    assert Runner(slow, SEARCHED).finish_s(chunks)[-1] > 1.2 * Runner(scenario, SEARCHED).finish_s(chunks)[-1]
