@@ -44,10 +44,7 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
     wide = np.stack([np.repeat(chunk, len(kinds) + 1) for chunk in chunks])
 
     def ttft_s(changed: Scenario, partitions: np.ndarray, weighted: WeightedCost | None = None) -> np.ndarray:
-        cluster = changed.cluster
-        if cluster.shares_bandwidth:
-            cluster = changed.with_own_links(cluster.link.bandwidth_bytes_per_s / (cluster.num_gpus - 1)).cluster
-        return np.asarray(Runner(changed, strategy, cost=weighted, cluster=cluster).finish_s(partitions)[-1])
+        return np.asarray(Runner(changed, strategy, cost=weighted).finish_s(partitions)[-1])
 
     *slowed_s, base_s = ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights))
     others = {
@@ -57,7 +54,8 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
     times = dict(zip(kinds, slowed_s, strict=True))
     times |= {kind: ttft_s(changed, wide[:, -1:])[0] for kind, changed in others.items()}
     shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
-    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    whole = max(1.0, sum(shares.values()))  # above 1 where several paths are critical at once
+    ranked = sorted(((kind, share / whole) for kind, share in shares.items()), key=lambda item: -item[1])
     return tuple(
         Limit(operation=_WORDS[kind][0], share=share, remedy=_WORDS[kind][1])
         for kind, share in ranked
