@@ -180,7 +180,7 @@ LLAMA4 = {
 GEMMA4 = {
     **GQA,
     "model_type": "gemma4_text",
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 6,
     "head_dim": 16,
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,

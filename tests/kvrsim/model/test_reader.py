@@ -66,7 +66,6 @@ CASES: list[dict[str, Any]] = [
     {**GLM, "indexer_types": ["full", "shared", "shared", "shared", "full", "shared"], "index_topk_freq": 1},
     V4,
     {**V4, "num_hash_layers": 1, "hc_mult": 1, "tie_word_embeddings": True},
-    {key: value for key, value in V4.items() if key not in ("compress_ratios", "moe_intermediate_size", "hc_mult")},
     M3,
     {**M3, "tie_word_embeddings": True, "moe_layer_freq": [1, 0, 1]},
     *FAMILIES.values(),
