@@ -361,7 +361,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Of each model type the files of a folder, in the words of transformers."""
+    """Files of a folder by model type, as transformers names the types."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         text, _ = read_text_part(JsonObject.read(path, "model"))

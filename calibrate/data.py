@@ -248,7 +248,7 @@ OPERATIONS = tuple(NEEDED)
 
 _TEXTS = ("kernel", "device", "source")
 _ALWAYS = ("operation", "kernel", "device", "median_s", "source")
-# The whole numbers, each with its least and its largest value.
+# Integer fields, each with its minimum and maximum.
 _WHOLE = {
     **dict.fromkeys(("chunk", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, MAX_WHOLE)),
     **dict.fromkeys(("batch", "tokens", "in_features", "out_features", "bytes", "ranks"), (1, MAX_WHOLE)),
@@ -471,7 +471,7 @@ class Provenance:
 
     @classmethod
     def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Provenance:
-        """From the results of read_origin; may be empty."""
+        """Merge results of read_origin; the result may be empty."""
         merged: dict[str, Any] = {}
         for origin in reversed(origins):
             merged |= origin
@@ -501,7 +501,7 @@ class Provenance:
         return read_config(JsonObject(fields=self.data.child("model").fields, where=f"{self.data.where}: model"), name)
 
     def cluster(self, name: str, gpu: GpuSpec, link: LinkSpec, ranks: int) -> Cluster | None:
-        """The measured machine, with at least so many ranks; None where the files do not describe it."""
+        """Return the measured machine, with at least that number of ranks; None where the files do not describe it."""
         if self.gpu is None or self.gpu.name != gpu.name:
             return None
         topology = self.data.get("topology", Topology, "switch")

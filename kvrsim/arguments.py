@@ -298,7 +298,7 @@ def argument(metavar: str, help: str, check: Check = text, default: Any = REQUIR
 
 
 def checked(given: Any, parameter: str, declared: Field[Any]) -> Any:
-    """The value that a field's check makes; None is left as it is where it is the default."""
+    """Check a field's value and return it; None is returned unchanged where None is the default."""
     return given if given is None and declared.default is None else declared.metadata["option"].check(given, parameter)
 
 
@@ -477,7 +477,7 @@ class ScenarioArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentArgs(ScenarioArgs):
-    """The same for an answer that others pay for: nothing of it is a default of the paper."""
+    """Arguments of a scenario that is served to users; no default comes from the paper."""
 
     model: Any = replaced(ScenarioArgs, "model", default=REQUIRED)
     cluster: Any = replaced(ScenarioArgs, "cluster", default=REQUIRED)
@@ -485,7 +485,7 @@ class DeploymentArgs(ScenarioArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScenariosArgs(ScenarioArgs):
-    """The same with several contexts and numbers of GPUs."""
+    """Arguments of scenarios with several contexts and numbers of GPUs."""
 
     ctx: Any = option(
         "LEN:LEN:STEP|LEN,...",

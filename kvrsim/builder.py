@@ -163,7 +163,7 @@ def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
 
 
 def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile | None, tuple[Note, ...]]:
-    """The profile of the GPU, and what to say of it; None: the datasheet's roofline.
+    """The profile of the GPU, and a note about it; None where the datasheet's roofline is used.
 
     The paper's models on its GPU have the kernels of 2023 that the paper measured.
     """
@@ -207,7 +207,7 @@ def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | 
 def _linked(
     machine: Cluster, profile: CalibrationProfile | None, bandwidth_bytes_per_s: float | None, latency_s: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster with the profile's measured links, unless the user gave others; and what to say of them."""
+    """The cluster with the profile's measured links, unless the user gave others, and a note about them."""
     link = machine.link
     datasheet = link.name
     measured = profile.links if profile is not None and _has_measured(profile, link.like or datasheet) else None
@@ -272,7 +272,7 @@ def _model_notes(scenario: Scenario) -> list[str]:
 
 
 def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
-    """Where the scenario leaves what the profile was measured on."""
+    """Notes on where the scenario lies outside the range that the profile was measured in."""
     valid, model = profile.valid, scenario.model
     ranges = {
         "context": (scenario.request.context_len, valid.context_len),

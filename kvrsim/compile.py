@@ -21,7 +21,7 @@ from kvrsim.strategies.load import where
 
 
 def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
-    """As the strategy sees it: on one GPU, or with groups of GPUs as ranks.
+    """The scenario that the strategy's program is built from: one GPU, or groups of GPUs as ranks.
 
     Raises InputError where the GPUs or the model's heads do not divide into its groups.
     """

@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 
 
 def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
-    """One row read and written per token; in a group, each GPU has some rows."""
+    """Cost of reading and writing one row per token; in a group, each GPU has a share of the rows."""
     nbytes = 4.0 * scenario.model.hidden_size  # of two-byte elements
     read = Compute(
         name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)), kind="embedding"
@@ -49,7 +49,7 @@ def step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tupl
 
 
 def _held(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
-    """The device waits these seconds for the software; host_s: of the software itself, None: as long."""
+    """The device waits `seconds` for the software; `host_s` is the host's part, None if all."""
     host_s = seconds if host_s is None else host_s
     return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
 

@@ -85,7 +85,7 @@ class Engine:
     provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
 
     def scale_on(self, gpu: str) -> float:
-        """Of the kernels that a profile of that GPU has; without a measurement there, as on the GPUs that have one."""
+        """Scale of the kernels on a GPU; where the GPU was not measured, the scale of the GPUs that were."""
         known = self.kernel_scale
         if gpu in known or OTHER_GPU in known or not known:
             return known.get(gpu, known.get(OTHER_GPU, 1.0))

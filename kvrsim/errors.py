@@ -39,7 +39,7 @@ class InputError(KvrsimError):
 
 
 def _shown(value: object, most: int) -> str:
-    """At most `most` characters on one line; control characters are escaped."""
+    """The value on one line, in at most `most` characters, with control characters escaped."""
     text = " ".join(str(value).split())
     text = text if len(text) <= most else text[: most - 3] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -57,7 +57,7 @@ class GatherRates:
         return np.asarray(self.hop_s + np.minimum(nbytes / self.small_bytes_per_s, large_s) / steps)
 
     def seconds(self, total_bytes: Array, num_ranks: int) -> Array:
-        """Of an all-gather of equal pieces, `total_bytes` together."""
+        """Seconds of an all-gather of equal pieces; `total_bytes` is their sum."""
         return self.launch_s + (num_ranks - 1) * self.step_s(total_bytes / num_ranks, num_ranks)
 
 
@@ -82,7 +82,7 @@ class MeasuredAllReduce:
             raise InputError("nbytes", sizes, "rising whole numbers from 1, as many as bytes_per_s")
 
     def seconds(self, nbytes: Array) -> Array:
-        """Of tensors of that size, any shape."""
+        """Seconds of messages of `nbytes` bytes, an array of any shape."""
         return self.latency_s + nbytes / log_interp(np.maximum(nbytes, 1.0), self.nbytes, self.bytes_per_s)
 
 
@@ -102,7 +102,7 @@ class AllReduceRates:
         return self.measured[0].num_gpus <= num_gpus <= self.measured[-1].num_gpus
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:
-        """Of a tensor of `nbytes`, any shape; between two measured numbers of GPUs, between their times."""
+        """Seconds of a tensor of `nbytes`, any shape; interpolated between measured numbers of GPUs."""
         low, share = cell(num_gpus, [table.num_gpus for table in self.measured])
         below_s = self.measured[int(low)].seconds(nbytes)
         return below_s if not share else (1 - share) * below_s + share * self.measured[int(low) + 1].seconds(nbytes)
@@ -134,7 +134,7 @@ class GpuSpec:
 
     @classmethod
     def read(cls, data: JsonObject) -> GpuSpec:
-        """As gpus.json has one; one without a source has its file as its source."""
+        """Read an entry of gpus.json; its source defaults to the file."""
         return read(cls, data.without(*_UNUSED), source=data.text("source", data.where))
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class MemoryLimit:
     """
 
     gpu_memory_bytes: int  # of one GPU in all
-    memory_fraction: float  # of it that may be used, above 0 and at most 1
+    memory_fraction: float  # share of the memory that may be used, above 0 and at most 1
 
     def __post_init__(self) -> None:
         fraction = self.memory_fraction
@@ -165,7 +165,7 @@ class MemoryLimit:
         return int(self.gpu_memory_bytes * self.memory_fraction)
 
     def describe(self) -> str:
-        """For people: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
+        """Describe the limit: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
         total = format_bytes(self.gpu_memory_bytes)
         return f"limit {format_bytes(self.nbytes)} a GPU, {self.memory_fraction:g} of its {total}"
 
@@ -196,7 +196,7 @@ class LinkSpec:
 
     @classmethod
     def read(cls, data: JsonObject) -> LinkSpec:
-        """As links.json has one; one without a source has its file as its source."""
+        """Read an entry of links.json; its source defaults to the file."""
         return read(cls, data, source=data.text("source", data.where))
 
 
@@ -228,7 +228,7 @@ class Path:
 
     @property
     def gather_latency_s(self) -> float:
-        """From a step's end on this path until the piece has come; measured steps hold it already."""
+        """Seconds from the end of a step until the piece has arrived; 0 where measured steps include the latency."""
         return self.latency_s if self.gather is None else 0.0
 
     @property
@@ -260,7 +260,7 @@ class Cluster:
     link: LinkSpec  # between GPUs; under nodes, inside a node
     topology: Topology  # see above
     gpus_per_node: GpuCount | None = None  # GPUs that `link` joins, under nodes; else None
-    network: LinkSpec | None = None  # between nodes, one GPU's share of it; else None
+    network: LinkSpec | None = None  # one GPU's share of the network between nodes; None on one node
 
     def __repr__(self) -> str:
         return f"<Cluster: {self.describe()}>"
@@ -278,7 +278,7 @@ class Cluster:
 
     @classmethod
     def read(cls, data: JsonObject) -> Cluster:
-        """As a cluster file has it; a GPU or a link may be the name of a built-in one."""
+        """Read a cluster file; a GPU or a link may be given by the name of a built-in one."""
         for key in ("gpus_per_node", "network"):
             if data.fields.get("topology") == "nodes" and not data.has(key):
                 raise data.error(key, "a value, which nodes need")
@@ -291,7 +291,7 @@ class Cluster:
         return self.topology == "bus" and self.num_gpus > 1
 
     def slowness(self, rank: int) -> float:
-        """Compute time of a rank over that of the others; see UnevenCluster."""
+        """Compute time of a rank over that of the others, see UnevenCluster."""
         assert 0 <= rank < self.num_gpus, rank
         return 1.0
 
@@ -318,7 +318,7 @@ class Cluster:
     def with_link(
         self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None, name: str = "user"
     ) -> Cluster:
-        """The same cluster with another link (under nodes, the one inside a node); None keeps what is.
+        """The cluster with another link (with several nodes, inside a node); None keeps a value.
 
         What was measured of short messages and collectives does not hold for it.
         """
@@ -331,7 +331,7 @@ class Cluster:
         return replace(self, link=link)
 
     def with_measured(self, link: LinkSpec) -> Cluster:
-        """The same cluster with a link as it was measured (under nodes, the one inside a node)."""
+        """The cluster with a measured link (with several nodes, inside a node)."""
         return replace(self, link=link)
 
     def with_num_gpus(self, num_gpus: int) -> Cluster:
@@ -453,7 +453,7 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenCluster(Cluster):
-    """The same GPUs and links but for these."""
+    """A cluster whose GPUs or links differ in speed."""
 
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
@@ -473,7 +473,7 @@ class UnevenCluster(Cluster):
         return next((gpu.factor for gpu in self.slow_gpus if gpu.rank == rank), 1.0)
 
     def path(self, src: int, dst: int) -> Path:
-        """The way from rank `src` to `dst`; in a chain, as slow as the slowest link on it."""
+        """The path from rank `src` to `dst`; in a chain, as slow as its slowest link."""
         path = Cluster.path(self, src, dst)
         factor = max((link.factor for link in self.slow_links if self._passes(link, src, dst)), default=1.0)
         return path if factor == 1.0 else scale(path, factor, only_rates=True)

@@ -49,7 +49,7 @@ class Degrees:
 
     @property
     def name(self) -> str:
-        """As it is written, sizes of 1 left out."""
+        """The name that a user writes, without sizes of 1."""
         parts = [_sized(part, getattr(self, name)) for part, name in (("dp", "data"), ("tp", "tensor"))]
         if self.pieces != "none":
             parts.append(f"pp{self.pipeline or ''}" + "-s" * (self.pieces == "searched"))
@@ -66,7 +66,7 @@ class Degrees:
         return self.scheme is None or self.scheme in ENGINE_SCHEMES
 
     def on(self, num_gpus: int) -> Degrees:
-        """The same with all sizes; InputError where their product is not the number of GPUs."""
+        """The degrees with all sizes. Raises InputError where their product is not the number of GPUs."""
         named = {name: getattr(self, name) for name in _FIELDS.values()}
         product = math.prod(size or 1 for size in named.values())
         free = [name for name, size in named.items() if size is None]
@@ -208,11 +208,11 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """With all sizes, such as tp4+pp2+cp2 or dp8+ep8."""
+        """Name with all sizes, such as tp4+pp2+cp2 or dp8+ep8."""
         return self.degrees.name
 
     def describe_experts(self) -> str | None:
-        """Where the routed experts lie, in words; None: the model has none."""
+        """Describe the place of the routed experts; None if the model has none."""
         if not self.is_mixture:
             return None
         ways = []

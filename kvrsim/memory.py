@@ -217,7 +217,7 @@ def _mlp_widths(layer: LayerSpec) -> int:
 
 
 def _mixer_elements(layer: LayerSpec) -> int:
-    """Q, K, V and the output; of latents, keys and values of all heads."""
+    """Elements of Q, K, V and the output; with latents, of the keys and values of all heads."""
     mixer = layer.mixer
     if mixer is None:
         return 0

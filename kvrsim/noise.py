@@ -127,7 +127,7 @@ class NoiseDraw:
     """
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
-        """`samples`: numbers of the runs; others of the same seed are independent of them."""
+        """`samples` numbers the runs; runs of one seed with different numbers are independent."""
         self.noise, self.seed, self.samples = noise, seed, tuple(samples)
         self.num_samples, self.num_ranks = len(samples), num_ranks
         roots = [(seed, sample) for sample in samples]
@@ -174,7 +174,7 @@ class _Jitter:
     generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
 
     def factor(self, place: tuple[int, ...], index: int) -> Array:
-        """Of the index-th operation there, shape (samples,)."""
+        """Factor of the index-th operation there, shape (samples,)."""
         blocks = self.drawn.setdefault(place, [])
         while len(blocks) <= index // _BLOCK:
             if place not in self.generators:
@@ -196,7 +196,7 @@ class _Slots:
         self.links: dict[int, Warp | None] = {}
 
     def of_rank(self, rank: int) -> Warp | None:
-        """The rank's speed of computing; None where it never changes."""
+        """The computing speed of a rank over time; None if constant."""
         if rank not in self.ranks:
             pairs = [pair for pair in (rank - 1, rank) if 0 <= pair < self.num_pairs]
             slowdown = self.traffic.slowdown
@@ -204,7 +204,7 @@ class _Slots:
         return self.ranks[rank]
 
     def of_link(self, src: int, dst: int) -> Warp | None:
-        """The speed of the link between two ranks, the same both ways; None where it never changes."""
+        """The speed of the link between two ranks over time, equal in both directions; None if constant."""
         if abs(src - dst) != 1 or not self.traffic.share:
             return None
         pair = min(src, dst)

@@ -63,7 +63,7 @@ NOTES = {
 
 
 class Note(str):
-    """A line of text next to an answer, with a code by which programs know it; in JSON it is the text."""
+    """A line of text next to an answer, with a code for programs; JSON contains the text."""
 
     __slots__ = ("code",)
     code: str

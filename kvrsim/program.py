@@ -197,7 +197,7 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
 
 
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
-    """The same on GPUs that compute `factor` times as long; hosts and links as they are."""
+    """The operations on GPUs that take `factor` times as long to compute; hosts and links are unchanged."""
     return tuple(
         replace(op, device_s=factor * op.device_s)
         if isinstance(op, Compute | RingPass) and op.kind != "request"
@@ -248,7 +248,7 @@ class Program:
 
     @property
     def query_blocks(self) -> tuple[tuple[int, ...], ...] | None:
-        """By rank, by layer: calls that attention is issued in; of one partition. None: nothing is in blocks."""
+        """Attention calls per rank and layer, for one partition; None where no attention is issued in blocks."""
         calls = [[_query_blocks(ops) for ops in kind] for kind in self.layers]
         if not any(any(kind) for kind in calls):
             return None
@@ -257,7 +257,7 @@ class Program:
 
     @property
     def most_query_blocks(self) -> tuple[int, ...] | None:
-        """By rank, of the layer that has the most."""
+        """Attention calls per rank, of the layer with the most."""
         return None if self.query_blocks is None else tuple(map(max, self.query_blocks))
 
     @property
@@ -272,13 +272,13 @@ class Program:
         return self if self.num_rows == 1 else self._changed(lambda _, ops: tuple(_row(op, index) for op in ops))
 
     def slowed(self, factors: Sequence[float]) -> Program:
-        """The same on GPUs that compute that many times as long, one factor per rank; hosts and links as they are."""
+        """The program on GPUs that take that many times as long, one factor per rank; hosts and links are unchanged."""
         if all(factor == 1.0 for factor in factors):
             return self
         return self._changed(lambda rank, ops: slower(ops, factors[rank]))
 
     def _changed(self, change: Callable[[int, tuple[Op, ...]], tuple[Op, ...]]) -> Program:
-        """With the operations of each rank in each block changed."""
+        """Return the program with the operations of each rank in each block changed."""
 
         def changed(block: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
             return tuple(change(rank, ops) for rank, ops in enumerate(block))
@@ -292,7 +292,7 @@ class Program:
 
 
 def sent_bytes(program: Program, rank: int) -> float:
-    """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
+    """Bytes that a rank puts on its links; in a ring, its own piece and the pieces that it forwards."""
     once = (*program.prologue[rank], *program.epilogue[rank])
     sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
     for count, kind in zip(program.layer_counts, program.layers, strict=True):
@@ -385,7 +385,7 @@ def compute_s(program: Program, rank: int) -> float:
 
 
 def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[float]:
-    """Device time of each rank's own operations; of these ranks, or of all."""
+    """Device time of each rank's own operations, for `ranks` or for all ranks."""
     known: dict[int, float] = {}  # by block: ranks may share them
 
     def block_s(ops: tuple[Op, ...]) -> float:

@@ -205,7 +205,7 @@ class Scenario:
         return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
 
     def in_layout(self, layout: Layout) -> Scenario:
-        """As a rank of one prompt sees it: GPUs that split all matrices act as one, other data groups are away.
+        """The scenario of one prompt's ranks: GPUs that split all matrices are one rank, other data groups are gone.
 
         Of a batch, the rank sees the sequences of the busiest data group.
         """
@@ -389,7 +389,7 @@ class Scenario:
 
     @property
     def message_share(self) -> float:
-        """Of a GPU's compute rate, what a ring's messages take while they are in flight: their multiprocessors' share.
+        """Share of a GPU's compute rate that a ring's messages take in flight: that of their multiprocessors.
 
         Where these were not counted, what a receive takes that waits.
         """

@@ -1,4 +1,4 @@
-"""Candidate: a strategy with a partition for a scenario, and everything that is predicted of it.
+"""Candidate: a strategy with a partition for a scenario, and everything predicted for it.
 
 A plan compares candidates; a simulation is about one. What a candidate predicts is computed on first use, once.
 """
@@ -217,7 +217,7 @@ class Search:
 
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
     method: str = "auto"  # of searches over single GPUs, one of METHODS
-    stride: int | None = None  # tokens; searched boundaries are multiples of it; None: chosen for the context
+    stride: int | None = None  # tokens; searched boundaries are multiples; None: chosen for the context
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called as soon as a strategy, or a better one, is known

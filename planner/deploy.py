@@ -20,7 +20,7 @@ from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, la
 
 Role = Literal["prefill", "decode"]
 _VALUE = re.compile(r"{(\w+)}")  # in a template of flags
-_PAGE = 128  # tokens; pieces are multiples of it, and so of all pages that engines choose (1 to 128)
+_PAGE = 128  # tokens; pieces are multiples, and so fit all page sizes that engines choose (1 to 128)
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # vLLM's, for prefill and decode alike
 
 
@@ -90,7 +90,7 @@ class Server:
 
     @property
     def command(self) -> str:
-        """For a shell."""
+        """The command, quoted for a shell."""
         return shlex.join([*self.engine.launcher, *self.args])
 
     @property

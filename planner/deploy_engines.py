@@ -41,7 +41,7 @@ class DeployEngine:
 
     @property
     def title(self) -> str:
-        """With its version: "sglang (0.5.23)"."""
+        """Name and version: "sglang (0.5.23)"."""
         return f"{self.name} ({self.version})"
 
     def has(self, strategy: Strategy, scenario: Scenario) -> bool:

@@ -160,7 +160,7 @@ class Ranking:
         return min((fastest, *near), key=self._effort)
 
     def _effort(self, one: Candidate) -> tuple[bool, tuple[int, int, bool]]:
-        """What deploying it takes: whether no engine has it, and its layout's effort."""
+        """Sort key, the work that deploying takes: whether no engine has the strategy, then its layout's effort."""
         return not engines_with(one.strategy, self.scenario), layout_on_gpus(one.strategy, self.scenario).effort
 
     def _ranking_s(self, one: Candidate) -> float:

@@ -91,7 +91,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """As in --steps."""
+        """The name that --steps takes."""
         return self.run.__name__.replace("_", "-")
 
 

@@ -19,7 +19,7 @@ _TEMPLATES = Path(__file__).parent / "pages"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, rule: str = "---") -> list[str]:
-    """Lines of a Markdown table and an empty line; `rule`: of all columns but the first, "---:" aligns them right."""
+    """Lines of a Markdown table and an empty line; `rule` aligns all columns but the first ("---:" to the right)."""
     rules = ["---", *[rule] * (len(heads) - 1)]
     return [*(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows)), ""]
 

@@ -86,7 +86,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def resolve_vllm(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]:
-    """By EngineArgs.create_engine_config on a CUDA platform of these facts."""
+    """Resolve with EngineArgs.create_engine_config on a simulated CUDA platform."""
     sys.modules["vllm.vllm_flash_attn"] = StandIn("vllm.vllm_flash_attn")
     stand_in_for_operators()
     import vllm.model_executor.models.registry as registry  # type: ignore[import-not-found]
@@ -168,7 +168,7 @@ def pretend_cuda(launch: dict[str, Any]) -> None:
 
 
 def resolve_sglang(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]:
-    """By ServerArgs.resolve_once on a CUDA platform of these facts."""
+    """Resolve with ServerArgs.resolve_once on a simulated CUDA platform."""
     pretend_cuda(launch)
     from sglang.srt import runtime_context  # type: ignore[import-not-found]
     from sglang.srt.arg_groups.overrides import resolved_view  # type: ignore[import-not-found]

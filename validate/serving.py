@@ -60,7 +60,7 @@ class ServingRow:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts together."""
+        """Tokens of all prompts together."""
         return self.context_len * self.batch
 
     @property
@@ -77,7 +77,7 @@ class ServingRow:
 
     @property
     def profile(self) -> CalibrationProfile:
-        """Of the row's GPU."""
+        """Profile of the row's GPU."""
         return _profile(_PROFILES[self.cluster.partition("-")[0]])
 
 
@@ -227,7 +227,7 @@ def fit_engine(name: str, rows: Sequence[ServingRow]) -> FittedEngine:
 
 
 def left_out_together(rows: Sequence[ServingRow]) -> list[str]:
-    """Of each row its setting: rows of one are left out together; where there is only one setting, each row alone."""
+    """Fold of each row: rows of one setting are left out together; with one setting only, each row alone."""
     settings = [row.setting for row in rows]
     return settings if len(set(settings)) > 1 else [row.case for row in rows]
 
@@ -239,7 +239,7 @@ def _with_terms(base: Engine, priors: Sequence[Prior], values: Array) -> Engine:
 
 
 def _spread(priors: Sequence[Prior], solution: Solution) -> dict[str, float]:
-    """Of each term after the rows; of the scales the widest; of the rows around the fit."""
+    """Spread of each term after the rows, the widest of the scales, and that of the rows around the fit."""
     spread: dict[str, float] = {}
     for prior, log_sd in zip(priors, solution.log_sd, strict=True):
         term = prior.name if prior.name in _PRIORS else "kernel_scale"
@@ -358,7 +358,7 @@ class Comparison:
 
 
 def compare() -> Comparison:
-    """With the records that ship."""
+    """Compare with the records that ship."""
     engines = {name: load_engine(name) for name in ENGINES}
     errors = {
         name: errors_of([row for row in read_rows(compared=False) if row.engine == name], engine)

@@ -162,7 +162,7 @@ class EngineConstants:
 
 
 def _predicted(terms: Array, settings: Settings, rows: Flags) -> tuple[Array, Array]:
-    """Seconds of settings, and the part of launches; terms: of each setting, shape (settings, 4)."""
+    """Seconds of settings, and the part of launches; `terms` has shape (settings, 4)."""
     request_s, token_s, launch_s, scale = terms.T
     launches_s = launch_s * settings.launches[rows]
     whole = request_s + token_s * settings.of("context_tokens")[rows] + scale * settings.kernels_s[rows]
@@ -170,7 +170,7 @@ def _predicted(terms: Array, settings: Settings, rows: Flags) -> tuple[Array, Ar
 
 
 def fit(settings: Settings, rows: Flags) -> EngineConstants:
-    """Constants fitted to some of the settings; rows: of booleans."""
+    """Constants fitted to some of the settings; `rows` is a mask."""
     from scipy.optimize import least_squares
 
     log_s, weights = np.log(settings.of("prefill_s")[rows]), _weights(settings)[rows]

@@ -175,12 +175,12 @@ class AttentionRows(Columns):
 
     @property
     def keys(self) -> Array:
-        """Of the last query."""
+        """Number of keys of the last query."""
         return self.prefix + self.chunk
 
     @property
     def call(self) -> AttentionCall:
-        """As the rates' formulas take it, which take arrays of shapes as well."""
+        """Attention call with arrays, which the rates' formulas accept."""
         return AttentionCall(
             chunk=self.chunk,
             prefix=self.prefix,
@@ -192,7 +192,7 @@ class AttentionRows(Columns):
         )
 
     def predicted_s(self, rates: AttentionRates) -> Array:
-        """As the simulator takes them."""
+        """Seconds as the simulator computes them."""
         return rates.seconds(self.call, cast(Any, self.batch), self.element_bytes)
 
     def compare(self, label: str, rates: AttentionRates) -> Comparison:
@@ -467,7 +467,7 @@ def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
 
 
 def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRates:
-    """With the rate of attention to blocks that are not masked, in the geometric mean of the rows; none without rows.
+    """Return the rates with that of unmasked blocks, the geometric mean of the rows; unchanged without rows.
 
     Start and queries take what they do in other calls, but no more than half of a row's seconds.
     """
@@ -480,7 +480,7 @@ def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRate
 
 
 def fit_latent_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[LatentRates]:
-    """From a recipe that names the source of either form; InputError for what cannot be read."""
+    """Fit latent attention by a recipe's source of each form. Raises InputError for what cannot be read."""
     part.only(FORMS)
     return fit_latent({form: part.text(form) for form in FORMS if part.has(form)}, load_gpu(profile.gpu))
 

@@ -84,7 +84,7 @@ def fit_elementwise(
 
 
 def with_merges(rates: ElementwiseRates, rows: Sequence[Measurement]) -> ElementwiseRates:
-    """With the rate of merging partial results, the geometric mean of the rows; none without rows."""
+    """Return the rates with that of merging partial results, the geometric mean of the rows; unchanged without rows."""
     if not rows:
         return rates
     return replace(rates, merge_bytes_per_s=mean_rate(column(rows, "bytes") / column(rows, "expected_s")))
@@ -154,7 +154,7 @@ class PrepareRates:
 
 
 def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
-    """From prepare rows; rows of kernels without a mask determine only the constant. Zeros without rows."""
+    """Fit the prepare rows; rows without a mask determine only the constant. Zeros without rows."""
     if not rows:
         return PrepareRates()
     seconds, chunk = column(rows, "expected_s"), column(rows, "chunk")

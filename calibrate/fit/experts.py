@@ -33,7 +33,7 @@ _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_exper
 
 
 def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitted[ExpertRates]:
-    """From a recipe's "sources", tables and the types taken from each, and "compare", tables of other engines."""
+    """Fit a recipe's "sources" (tables, and the types of each); compare with the tables of "compare"."""
     recipe.only(("sources", "compare"))
     found = []
     for part in recipe.children("sources"):
@@ -46,7 +46,7 @@ def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitt
 def fit_experts(
     found: Sequence[ExpertRows], profile: CalibrationProfile, others: Sequence[ExpertRows] = ()
 ) -> Fitted[ExpertRates]:
-    """Rates of all the types, half precision among them; `others`: of other engines, for the systematic error.
+    """Rates of all the types, half precision among them; `others` are those of other engines, for the systematic error.
 
     Raises InputError where rows of a type are missing or there twice.
     """

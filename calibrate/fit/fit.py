@@ -44,11 +44,11 @@ class Parameter:
     high: float  # the datasheet's where there is one
 
     def encode(self, value: float) -> float:
-        """On the scale of the solver."""
+        """Convert to the scale of the solver."""
         return math.log(value) if self.low > 0 else value / self.start
 
     def decode(self, value: float) -> float:
-        """From the scale of the solver, clipped to the bounds."""
+        """Convert from the scale of the solver and clip to the bounds."""
         return min(max(math.exp(value) if self.low > 0 else value * self.start, self.low), self.high)
 
 
@@ -145,7 +145,7 @@ class Fit(Generic[Rates]):
 
     @cached_property
     def constants(self) -> dict[str, float]:
-        """Of the fit to all rows."""
+        """Constants of the fit to all rows."""
         return self.solved(self.every, self.measured_s)
 
     @cached_property
@@ -172,7 +172,7 @@ class Fit(Generic[Rates]):
         )
 
     def compare(self, label: str, predicted_s: Array) -> Comparison:
-        """All rows beside a prediction."""
+        """All rows, each with a prediction."""
         return Comparison(label=f"{self.label}{label}", measured_s=self.measured_s, predicted_s=predicted_s)
 
     @cached_property
@@ -227,7 +227,7 @@ class Comparison:
         return self.where(large, f"{self.label}, {what} >= {least}") if large.any() else self
 
     def errors(self) -> Errors:
-        """Of at least one row."""
+        """Errors of at least one row."""
         error = self.predicted_s / self.measured_s - 1.0
         return Errors(
             label=self.label,
@@ -339,7 +339,7 @@ def thinned(places: Array, values: Array, *, most: int, error: float) -> list[in
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits, as profiles are written."""
+    """Round to `digits` significant digits, as profiles are written."""
     return float(f"{value:.{digits}g}")
 
 

@@ -140,7 +140,7 @@ def fit_gemm_type(
 
 
 def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[Mapping[str, GemmRates]]:
-    """From a recipe: types of products, each with a source other than that of the profile's other products."""
+    """Fit a recipe's types of products, each from its own source."""
     gpu, fits = load_gpu(profile.gpu), {}
     for kind in part.fields:
         rows = usable_gemm(read_source(part.text(kind), "recipes"), (kind,))
@@ -193,7 +193,7 @@ def usable_gemm(
 
 
 def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
-    """At which one token's logits read their weights, at most the datasheet's; None where they were not measured."""
+    """Rate at which the head reads its weights for one token, at most the datasheet's; None if not measured."""
     if not rows:
         return None
     nbytes = column(rows, "in_features") * column(rows, "out_features") * element_bytes_of(rows)
@@ -223,7 +223,7 @@ class GemmRows(Columns):
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of each row."""
+        """Shape of each row's product."""
         pairs = zip(self.in_features.tolist(), self.out_features.tolist(), strict=True)
         return [(int(fan_in), int(fan_out)) for fan_in, fan_out in pairs]
 
@@ -236,19 +236,19 @@ class GemmRows(Columns):
             yield shape, np.array(places[shape])
 
     def form_s(self, rates: GemmRates) -> Array:
-        """By the form alone, whose formula takes arrays of shapes as well."""
+        """Seconds by the form alone, whose formula accepts arrays of shapes."""
         product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
         return rates.form_s(self.tokens, product, self.element_bytes)
 
     def predicted_s(self, rates: GemmRates) -> Array:
-        """As the simulator takes them."""
+        """Seconds as the simulator computes them."""
         seconds = np.empty(len(self.tokens))
         for shape, indices in self.by_shape():
             seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), self.element_bytes)
         return seconds
 
     def fit(self, gpu: GpuSpec, peak: float, label: str, starts: int) -> Fit[GemmRates]:
-        """Of the form, whose full waves reach at most `peak` FLOP/s."""
+        """Fit the form, with full waves at `peak` FLOP/s at most."""
         tiles = TILES if has_waves(gpu) else FINE_TILES
         return Fit(
             label=label,
@@ -326,7 +326,7 @@ def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
 
 
 def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
-    """The form, and tables of at most so many knots for those of the shapes that were measured often enough."""
+    """The form, and tables with at most `most` knots for the shapes that were measured often enough."""
     wanted = set(shapes)
     tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in wanted]
     return replace(form, measured=tuple(table for table in tables if table is not None))
@@ -385,7 +385,7 @@ class FittedClock:
 
 
 def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
-    """From half-precision products whose loops are known; None without enough of them, or where no fall is seen.
+    """Fit the clock to half-precision products with known loops; None if they are too few or show no fall.
 
     Rows of several sources may have loops of different length, which tells a fall over time from one over sizes; each
     source has a rate of its own.

@@ -41,7 +41,7 @@ class SendRates:
     short_bytes_per_s: float  # of messages short against the latency
 
     def seconds(self, nbytes: Array) -> Array:
-        """From the call to the last byte received."""
+        """Seconds from the call to the last byte received."""
         return np.maximum(self.latency_s + nbytes / self.short_bytes_per_s, nbytes / self.bandwidth_bytes_per_s)
 
 

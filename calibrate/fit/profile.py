@@ -329,7 +329,7 @@ def _is_enough(rows: Sequence[Measurement]) -> bool:
 
 
 def _narrow(rows: Sequence[Measurement], dtypes: Sequence[str], kernel: str | None) -> list[Measurement]:
-    """Of a prefill's chunks, where enough were measured."""
+    """Rows of narrow heads from a prefill's chunks; empty if too few were measured."""
     calls = usable_attention(rows, NARROW_HEAD_DIM, dtypes)
     found = [row for row in calls if _form_of(row, kernel) == "flash" and (row.chunk or 0) >= PROMISED_CHUNK]
     return found if len(found) >= LEAST_ROWS["attention"] else []
@@ -472,7 +472,7 @@ class _OperationFits:
         return shapes if len(shapes) <= _MOST_SHAPES else builtin_shapes()
 
     def attention(self) -> dict[str, AttentionRates]:
-        """By kernel, the one that skips masked scores first; the errors of the profile are those of the first."""
+        """Rates by kernel, first the kernel that skips masked scores, whose errors the profile states."""
         rates: dict[str, AttentionRates] = {}
         flash, sdpa, eager, head_dim = self.rows.flash, self.rows.sdpa, self.rows.eager, self.rows.head_dim
         if eager:
@@ -507,7 +507,7 @@ class _OperationFits:
         )
 
     def elementwise(self) -> ElementwiseRates:
-        """As measured, as assumed, or at the datasheet's memory bandwidth."""
+        """Rates as measured, as assumed, or at the datasheet's memory bandwidth."""
         usable, fused = self.rows.elementwise, self.choices.fused and not self.origin.is_hugging_face
         assumed, hbm_bytes_per_s = self.choices.elementwise, self.gpu.hbm_bytes_per_s
         if assumed is not None:
@@ -522,7 +522,7 @@ class _OperationFits:
         return with_merges(self.record("elementwise", usable, fitted), self.use(self.rows.merges))
 
     def links(self, rows: Sequence[Measurement]) -> LinkRates:
-        """As measured inside a node, or from the datasheet; on a CPU messages occupy no multiprocessors."""
+        """Links as measured inside a node, or from the datasheet; on a CPU messages occupy no multiprocessors."""
         sends = self._link("send_recv", fit_send_recv)
         gather = self._link("all_gather", fit_all_gather)
         reduces = self.rows.links["all_reduce"]
@@ -557,7 +557,7 @@ class _OperationFits:
         return None
 
     def host(self, given: HostRates | None, rows: Sequence[Measurement]) -> HostRates:
-        """As given, as measured, or DEFAULT_HOST; a CPU has no launch overhead of its own."""
+        """Host costs as given, as measured, or DEFAULT_HOST; a CPU has no launch overhead of its own."""
         if given is None and not has_waves(self.gpu):
             self.operations["host"] = _unmeasured("none: the CPU is its own host", 0.0)
             return NO_HOST

@@ -25,7 +25,7 @@ Rates = TypeVar("Rates", ScanRates, ConvolutionRates)
 
 
 def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[RecurrenceRates]:
-    """From a recipe that names the source of each kind, and other tables of these; InputError for what is unknown."""
+    """Fit a recipe's source of each kind and compare other tables. Raises InputError for unknown names."""
     part.only((*TABLES, _COMPARED))
     others = part.child(_COMPARED) if part.has(_COMPARED) else JsonObject(fields={}, where=part.where)
     others.only(tuple(TABLES))

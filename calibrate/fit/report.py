@@ -76,7 +76,7 @@ class FitReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values; the profile's rates are left to the profile."""
+        """The report as plain JSON values, without the rates, which are in the profile."""
         profile = self.profile
         return {
             "profile": profile.name,

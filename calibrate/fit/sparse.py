@@ -50,7 +50,7 @@ _CONFIGS = Path(__file__).with_name("models")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """Where modules of one field of SparseRates are."""
+    """Where the modules of one field of SparseRates were measured."""
 
     tables: tuple[str, ...]
     models: Mapping[str, str]  # of a part of the model's name in a table: the model, built in or a config.json
@@ -69,7 +69,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 
 
 def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[SparseRates]:
-    """From a recipe: the source of each kind; InputError for what is wrong."""
+    """Fit a recipe's source of each kind. Raises InputError for what is wrong."""
     part.only(tuple(_KINDS))
     fits = {kind: fit_modules(kind, part.text(kind), profile) for kind in _KINDS if part.has(kind)}
     return Fitted(
@@ -166,7 +166,7 @@ class ModuleRows:
         return sparse_call(self.mixer, self.rows.chunk, self.rows.prefix)
 
     def products_s(self, profile: CalibrationProfile) -> Array:
-        """Of the module's weight matrices, by a profile's rates; what is in half precision in any type stays so."""
+        """Seconds of the module's weight matrices by a profile's rates; some stay in half precision in all types."""
         cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
         indexer = self.mixer.indexer
         listed = (*self.mixer.projections, *(() if indexer is None else indexer.projections), *self.mixer.output)
@@ -224,7 +224,7 @@ def _shares(rows: SparseRows, name: str, mixer: Any) -> Sequence[ModuleRows]:
 
 
 def _share(mixer: SparseMixer, size: int) -> SparseMixer:
-    """Of one GPU; SGLang gives each the index heads of its own KV heads, where blocks are chosen per KV head."""
+    """The share of one GPU; where blocks are chosen per KV head, SGLang places index heads with their KV heads."""
     shared = mixer.share(size)
     indexer = shared.indexer
     if indexer is None or indexer.block == 1:

@@ -286,7 +286,7 @@ class ExpertRows(Columns):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of each row the model's: hidden_size, intermediate_size, num_experts_per_tok, num_experts."""
+        """Shape of each row's model: hidden_size, intermediate_size, num_experts_per_tok, num_experts."""
         columns = (self.hidden_size, self.intermediate_size, self.num_experts_per_tok, self.num_experts)
         return [tuple(map(int, shape)) for shape in zip(*columns, strict=True)]
 
@@ -360,7 +360,7 @@ _CALL_SHAPE = ["batch_size", "isl", "step", "num_heads"]
 
 
 def mean_head_dim(form: LatentForm) -> int:
-    """Of keys and values, as AttentionCall has it."""
+    """Mean width of keys and values, as in AttentionCall."""
     return sum(WIDTHS[form]) // 2
 
 
@@ -427,7 +427,7 @@ class RecurrenceRows(Columns):
 
     @property
     def is_scan(self) -> npt.NDArray[np.bool_]:
-        """Of each row; the others are convolutions."""
+        """Whether each row is a scan; the others are convolutions."""
         return np.array([not str(name).startswith(_CONVOLUTION) for name in self.kernel], dtype=bool)
 
     @property
@@ -715,7 +715,7 @@ def _refuse(faulty: Any, written: Any, where: str, accepted: str) -> None:
 
 
 def _merged(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
-    """For each device, kernel and shape: these, and the median and spread of its rows in seconds."""
+    """Rows merged by device, kernel and shape, with the median and the spread of their seconds."""
     keys = ["device", "kernel_source", *shape]
     times = frame.groupby(keys, sort=False)["latency"].agg(["median", "std"]).reset_index()
     columns = [times[name].tolist() for name in (*keys, "median", "std")]

@@ -46,7 +46,7 @@ def _read_mlp(table: CsvTable) -> list[Measurement]:
 
 
 def _layer(row: CsvRow) -> dict[str, Mapping[str, Any]]:
-    """By the name of the profiled column what it timed: fields of Measurement.
+    """Fields of Measurement, by the profiled column that holds the time.
 
     From vidur/profiling/mlp/mlp_impl.py: QKV is one product, and so are gate and up. Where attention and MLP run side
     by side (phi) there is no second norm, and `add` times two additions. Bytes are counted plainly: a kernel reads its

@@ -268,7 +268,7 @@ class _Rows:
             self._add("head", "head", every, kernel="torch.nn.Linear", **sizes)
 
     def _moved(self, nbytes: float, tokens: int) -> dict[str, Any]:
-        """Of an element-wise kernel; nbytes: per token, of two-byte elements."""
+        """Fields of an element-wise kernel; `nbytes` counts bytes per token, in two-byte elements."""
         return {"kernel": "torch", "tokens": tokens, "bytes": round(nbytes * tokens * self.element_bytes / 2)}
 
     def _add(self, operation: str, name: str, taken: Sequence[Seconds], **fields: Any) -> None:

@@ -128,7 +128,7 @@ def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | No
 
 
 def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:
-    """As far as it is known: SMs decide how many waves a kernel takes, and are the same or not."""
+    """Whether the known facts agree; SMs must be equal, because they decide how many waves a kernel takes."""
     if num_sms is not None and num_sms != gpu.num_sms:
         return False
     return memory_bytes is None or abs(memory_bytes / gpu.memory_bytes - 1) <= _MEMORY_TOLERANCE
@@ -165,7 +165,7 @@ _PRODUCT = 2048  # rows and columns of the product that shows what a CPU compute
 
 
 def device_name(device: str, threads: int) -> str:
-    """As the maker calls it; of a CPU, with the threads that a rank has."""
+    """The device's name by its maker; for a CPU, with the threads per rank."""
     if device == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
@@ -215,7 +215,7 @@ def origin(device: str, threads: int, command: str) -> dict[str, Any]:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of all software that affects the measured times."""
+    """Versions of all software that affects the measured times."""
     found = libraries() | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
     return found | {"driver": _driver(), "NCCL": _nccl()} if device == "cuda" else found
 

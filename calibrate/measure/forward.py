@@ -61,7 +61,7 @@ class ComputeSetup:
     kernels: tuple[str, ...]  # attention
     max_context: int  # tokens
     threads: int  # of a CPU
-    num_gpus: int = 1  # of this machine; from two on, layers are timed beside a pending receive
+    num_gpus: int = 1  # GPUs of this machine; from two on, layers are also timed during a pending receive
 
     def __post_init__(self) -> None:
         kinds = self.model.layer_kinds

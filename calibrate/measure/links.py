@@ -150,7 +150,7 @@ def flow_text(flow: Flow) -> str:
 
 
 def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
-    """All points of so many ranks, most informative first, and among equals the cheapest.
+    """All points for `num_ranks` ranks, most informative first, and among equals the cheapest first.
 
     First one pair at all sizes and the collectives of all ranks; then the points that show the topology: long messages
     of each pair, and several at once; then all-gathers of fewer ranks, and each pair at all sizes.
@@ -192,7 +192,7 @@ def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
 
 
 def sizes_to(max_bytes: int) -> list[int]:
-    """From 1 KiB in steps of four, and the largest itself."""
+    """Sizes from 1 KiB in steps of four, and the largest size."""
     steps = math.ceil(math.log(max_bytes / SMALLEST_BYTES, STEP)) if max_bytes > SMALLEST_BYTES else 0
     return [SMALLEST_BYTES * STEP**step for step in range(steps)] + [max_bytes]
 
@@ -241,7 +241,7 @@ class LinkBench:
         return link_points(self.num_ranks, self.backend, self.setup.max_bytes)
 
     def expected_s(self, point: LinkPoint) -> float:
-        """Of one sample: its transfers, and the synchronisations before them."""
+        """Expected seconds of one sample: its transfers, and the synchronisations before them."""
         one_s = point.guess_s(self.backend)
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
         return point.repeats(one_s) * (one_s + 2 * short_s)
@@ -277,7 +277,7 @@ class LinkBench:
         return {flow_text(flow): float(np.median(ends - began_s)) for flow, ends in arrived_s.items()}
 
     def _issue(self, point: LinkPoint, repeats: int) -> dict[str, float]:
-        """Of the host: the call that sends, and the one that receives."""
+        """Measure the host's seconds per send and per receive."""
         [flow] = point.flows
         arguments = {"flow": flow, "nbytes": point.nbytes, "repeats": repeats}
         took_s = self.pool.ask(point.ranks, ("issue", arguments), self.timeout_s)

@@ -35,7 +35,7 @@ def counts_to(num_ranks: int) -> list[int]:
 
 START_S = 120.0  # in which all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20
-_NOTICE = 0.8  # share of the timeout after which a rank gives up by itself, so that the one that hangs is known
+_NOTICE = 0.8  # share of the timeout after which a rank raises its own error, so that the rank that hangs is known
 
 
 BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
@@ -51,7 +51,7 @@ class LinkSetup:
     device: str = "cpu"
     num_threads: int = 1  # of each rank
     max_bytes: int = MAX_BYTES  # of a message
-    timeout_s: float = 60.0  # after which a rank that does not answer counts as failed
+    timeout_s: float = 60.0  # a rank that does not answer within this time counts as failed
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -242,7 +242,7 @@ class _FirstRanks(Ring):
 
 
 ALONE, PENDING = "layer_alone", "layer_pending"
-_MOST_BYTES = 2**28  # of the message: as many blocks wait for it as for any longer one
+_MOST_BYTES = 2**28  # bytes of a message at most: a longer one delays as many blocks as this one
 _TIMEOUT_S = 60.0
 
 
@@ -260,7 +260,7 @@ class PendingRanks:
         self._pool = RankPool(2, partial(PendingRank, setup=setup), start_s=START_S + _TIMEOUT_S)
 
     def sample(self, at: Point) -> Mapping[str, float]:
-        """Device seconds of one layer of a grid's point, alone and then beside a pending receive."""
+        """Device seconds of one layer of a grid's point, alone and then during a pending receive."""
         alone_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
         self._pool.ask([0], ("post", {}), _TIMEOUT_S)
         pending_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]

@@ -193,7 +193,7 @@ class Errors:
 
     @classmethod
     def of(cls, predicted_s: Array, measured_s: Array) -> Errors:
-        """Of predicted / measured - 1."""
+        """Errors from predicted / measured - 1."""
         size = np.abs(predicted_s / measured_s - 1)
         return cls(median_ape=float(np.median(size)), mape=float(np.mean(size)))
 
@@ -321,7 +321,7 @@ class FittedTerm:
 
     @property
     def identified(self) -> bool:
-        """Whether the rows say more of it than the prior does."""
+        """Whether the rows determine the factor better than the prior does."""
         return self.log_sd < _IDENTIFIED * self.prior.log_sd
 
     @property
@@ -351,12 +351,12 @@ class PrefillFit:
 
     @property
     def before(self) -> Errors:
-        """With the engine that the prior is."""
+        """Errors with the prior engine."""
         return Errors.of(self.before_s, self.measured_s)
 
     @property
     def after(self) -> Errors:
-        """Of the rows that the terms were fitted to."""
+        """Errors of the rows that the terms were fitted to."""
         return Errors.of(self.solution.after_s, self.measured_s)
 
     @property
@@ -483,7 +483,7 @@ def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit
 
 
 def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: IntervalOf) -> PrefillFit:
-    """With the share of rows whose interval, around the prediction without the row, holds the measurement."""
+    """Return the fit with the share of rows inside the interval of the prediction made without the row."""
     assert fit.engine.fit is not None, "fit_prefills sets it"
     inside = []
     for case, then_s in zip(map(fit.applied, cases), fit.solution.left_out_s, strict=True):
@@ -497,7 +497,7 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
 def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
     """Spread of log(predicted / measured) of rows left out, wider where few rows say it.
 
-    As wide as makes 1.2816 of it the 80 % quantile of Student's t for so many rows.
+    Scaled so that 1.2816 widths are the 80 % quantile of Student's t for this number of rows.
     """
     from scipy.stats import t
 

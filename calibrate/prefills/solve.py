@@ -21,7 +21,7 @@ Predict = Callable[[Array], Array]  # values of the terms, shape (terms,), to se
 
 LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
 _NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row that is off by more is an outlier
-_USUAL_NOISE = 0.03  # of a model of whole prefills beside its measurements
+_USUAL_NOISE = 0.03  # of a model of whole prefills against its measurements
 _NOISE_LOG_SD = 0.8  # of the noise itself
 _FIRST_NOISE = 0.05
 _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
@@ -34,7 +34,7 @@ _MOST_MOVE = 2.0  # prior standard deviations in one step
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # of twice the log-probability: nothing that matters is won any more
 _SMALL_MOVE = 0.5  # prior standard deviations: terms that move less without some rows keep their derivatives
-MOST_FOLDS = 60  # more cases are left out in so many groups
+MOST_FOLDS = 60  # more cases are left out in this number of groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ def solve(
 
 
 def _folds(cases: Sequence[Hashable]) -> list[NDArray[np.bool_]]:
-    """For each group that is left out together, which rows it has."""
+    """Rows of each group that is left out together."""
     numbers = {case: number for number, case in enumerate(dict.fromkeys(cases))}
     count = min(len(numbers), MOST_FOLDS)
     groups = np.array([numbers[case] % count for case in cases])
@@ -206,7 +206,7 @@ class _Problem:
         return now
 
     def covariance(self, errors: Array, slopes: Array, rows: NDArray[np.bool_], noise: float) -> Array:
-        """Of the point, after these rows; at most the prior's."""
+        """Covariance of the point after these rows, at most the prior's."""
         weighted = slopes[rows] * _weights(errors[rows] / noise)[:, None]
         return np.asarray(np.linalg.inv(slopes[rows].T @ weighted / noise**2 + np.eye(len(self.priors))))
 

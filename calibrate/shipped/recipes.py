@@ -208,7 +208,7 @@ def fit_sections(
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Of the profiles that shipped.json has."""
+    """Names of the profiles in shipped.json."""
     return tuple(name for name in JsonObject.read(_RECIPES, "recipes").fields if not name.startswith("_"))
 
 

@@ -80,7 +80,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands with a summary in one line each; of those that have `list`, it is the default."""
+    """Commands with one-line summaries; `list` is the default command of a group that has it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `kvrsim models` and `kvrsim models --json` as `kvrsim models list ...`."""
@@ -102,7 +102,7 @@ class LazyGroup(Group):
         self.commands = _Commands(COMMANDS)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of COMMANDS."""
+        """List the commands in the order of COMMANDS."""
         return list(COMMANDS)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

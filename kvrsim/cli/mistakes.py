@@ -51,7 +51,7 @@ def error_line(error: KvrsimError, command: Any) -> str:
 
 
 def nearest(text: str, known: Iterable[str]) -> str | None:
-    """The known word that a misspelt one is nearest to; None: none is near, or it is one of them."""
+    """The known word that a misspelt one is nearest to; None if no word is near, or `text` is known itself."""
     words = list(known)
     near = [word for word in words if len(text) > 2 and word.startswith(text.lower())]
     near += get_close_matches(text.lower(), words, n=1, cutoff=0.7)

@@ -181,7 +181,7 @@ def writable(value: object, parameter: str) -> str:
 
 
 def picture(value: object, parameter: str, *, page: bool = False) -> str:
-    """The same for a figure, whose suffix names its format; page: .html is one of them."""
+    """Check a picture's suffix, which names its format; `page` allows .html as well."""
     from kvrsim.views.figure import check_suffix
 
     check_suffix(str(value), parameter, page=page)
@@ -211,7 +211,7 @@ class TimelineArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class PageArgs(TimelineArgs):
-    """The same where the picture may be an interactive page."""
+    """Arguments of commands whose picture may be an interactive page."""
 
     plot: Any = option(
         "FILE",
@@ -285,7 +285,7 @@ class HardwareArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildArgs(PoolArgs):
-    """The same where starting processes always pays."""
+    """Arguments of commands that always gain from several processes."""
 
     jobs: Any = option("N", "Number of processes. Default: one per core.", "Processes", count(4096))
 

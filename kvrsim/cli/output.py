@@ -79,7 +79,7 @@ def warn(line: str) -> None:
 
 
 def warn_once(note: str) -> None:
-    """The same, from the first rank alone."""
+    """Print a warning from the first rank only."""
     from kvrsim.io.files import is_first_rank
 
     if is_first_rank():
@@ -109,7 +109,7 @@ def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """In one line; a bug is called one."""
+    """Describe the error in one line; a bug is called a bug."""
     if os.environ.get("KVRSIM_TRACEBACK"):
         import traceback
 

@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A command that makes sense next; shown on a terminal alone."""
+    """A suggested next command; printed on a terminal only."""
 
     command: str
 
@@ -107,7 +107,7 @@ def markdown(parts: Sequence[Part]) -> str:
 
 
 def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
-    """What is shown of a part at a width."""
+    """The text of a part at a width."""
     if isinstance(part, Hint):
         if terminal:
             yield from ("", Text(f"next: {part.command}", "dim"))
@@ -298,7 +298,7 @@ def add_notes(table: Facts, notes: Iterable[str]) -> None:
 
 
 def add_users(table: Facts, loop: ClosedLoop | None, mean_ttft_s: float | None) -> None:
-    """The mean TTFT of closed-loop users, where it was asked for."""
+    """The mean TTFT of closed-loop users, if requested."""
     if loop is not None and mean_ttft_s is not None:
         text = f"mean TTFT {format_seconds(mean_ttft_s)} of {loop.users} at once, {loop.output_tokens:g} output tokens"
         table.add_row("users:", f"{text} each, {format_seconds(loop.tpot_s)} per token on the same GPUs")
@@ -321,7 +321,7 @@ def over_memory(memory: Sequence[RankMemory], limit_bytes: int) -> Iterator[str]
 
 
 def _parts(rank_memory: RankMemory) -> list[str]:
-    """What is alive at the peak; of scores, activations and logits only the largest is."""
+    """Parts alive at the peak; only the largest of scores, activations and logits is."""
     moments = {"scores": rank_memory.scores, "activations": rank_memory.activations, "logits": rank_memory.logits}
     largest = max(moments, key=lambda name: moments[name])
     parts = {

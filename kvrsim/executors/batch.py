@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
-_NEVER = -np.inf  # when a link was last busy
-_MANY = 8  # operations in a row
+_NEVER = -np.inf  # time at which a link was last busy, before its first message
+_MANY = 8  # number of consecutive operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: boo
 
 
 def _wide(segment: Segment) -> Segment:
-    """With an axis of samples."""
+    """Return the segment with an axis of samples."""
     assert segment.floor_s is not None
     return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
 
@@ -211,7 +211,7 @@ def _runs_forward(steps: Block) -> bool:
 
 @dataclass(slots=True)
 class _Rank:
-    """Where one rank stands in its program."""
+    """State of one rank in its program."""
 
     clock: Array  # device time
     host_s: float = 0.0  # issued by its host, which runs ahead
@@ -339,7 +339,7 @@ class BatchEvaluator:
         return groups
 
     def _progress(self) -> tuple[int, int, int]:
-        """Another value wherever a rank has come further or has offered a message."""
+        """A value that changes whenever a rank advances or offers a message."""
         return sum(rank.step for rank in self.ranks), len(self.offers), len(self.taken)
 
     def _advance(self, index: int, rank: _Rank) -> str:
@@ -433,7 +433,7 @@ class BatchEvaluator:
         return self.draw.message_end_s(*edge, number, start_s, busy_s)
 
     def _computed_s(self, index: int, start_s: Array, device_s: Array) -> Array:
-        """When a rank has done what it computes, which noise may delay."""
+        """Time at which a rank ends its computation, which noise may delay."""
         if self.draw is None:
             return start_s + device_s
         rank = self.ranks[index]
@@ -554,7 +554,7 @@ class BatchEvaluator:
 
 
 class _Edges:
-    """From every rank of a collective to the one `shift` further on: few kinds of path, and the kind of each rank's."""
+    """Edges from every rank of a collective to the rank `shift` positions later; each edge has one of few paths."""
 
     def __init__(self, cluster: Cluster, ranks: range, shift: int) -> None:
         self.pairs = tuple((rank, ranks[(number + shift) % len(ranks)]) for number, rank in enumerate(ranks))

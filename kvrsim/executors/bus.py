@@ -45,7 +45,7 @@ def run_shared(program: Program, cluster: Cluster) -> Array:
 
 
 def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]) -> Array | None:
-    """The same by a few layers, where the layers are in steady state then; None elsewhere.
+    """Finish times from a few layers, if the layers then reach steady state; else None.
 
     They are if ranks and hosts advance alike, and all messages of a layer have left before any rank begins the next.
     """
@@ -117,7 +117,7 @@ class _Target(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """Where a rank stands."""
+    """State of a rank."""
 
     num_waits: int
     host_s: float
@@ -132,7 +132,7 @@ class _Track:
     missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
     works: dict[int, Array] = field(default_factory=dict)  # by wait: since the rank came to the wait before it
     host_s: float = 0.0
-    lags: bool = False  # whether the device may be before the host: it is not once something was computed
+    lags: bool = False  # whether the device may be earlier than the host, which no longer holds after an operation
     receives: bool = False  # whether the last step was to receive a message
     loaded: tuple[Key | None, float] = (None, 0.0)  # when the loads so far have left their link: since a key's time
 
@@ -148,7 +148,7 @@ class _Graph:
         self.targets: dict[Key, list[_Target]] = defaultdict(list)
         self.counts: dict[Key, int] = defaultdict(int)
         self.pieces_s: dict[Key, Array] = {}  # of messages of all-gathers: how long each is alone on the bus
-        self.message_share = 0.0  # that work beside a ring's messages loses
+        self.message_share = 0.0  # share of its rate that an operation loses while a ring's message is under way
 
     def take(self, blocks: Iterable[Block]) -> None:
         """All ranks through all steps of these blocks."""
@@ -158,7 +158,7 @@ class _Graph:
                     self._step(rank, self.tracks[rank], step)
 
     def mark(self) -> list[_Mark]:
-        """Where the ranks stand, by a wait for nothing."""
+        """Record the state of all ranks, as a wait without arrivals."""
         for rank in range(self.num_ranks):
             self._wait(rank)
         return [_Mark(len(track.missing), track.host_s) for track in self.tracks]
@@ -192,7 +192,7 @@ class _Graph:
         return (*name, self.counts[name])
 
     def _wait(self, rank: int, *arrivals: tuple[Key, float], notice: Key | None = None) -> None:
-        """The rank waits for these, each with its latency; `notice`: of those who wait for the rank to come here."""
+        """Wait for these arrivals, each with its latency; `notice` holds the ranks that wait for this one."""
         track = self.tracks[rank]
         number = len(track.missing)
         track.parts.append(track.now)

@@ -75,7 +75,7 @@ class Chain:
 
 
 class _ChainRun:
-    """Where all ranks of a chain stand; seconds, with an axis of ranks and one of partitions.
+    """State of all ranks of a chain; arrays of seconds have an axis of ranks and one of partitions.
 
     A layer is `before`, a receive, `append`, a send and `rest`. The first rank receives nothing, the last sends none.
     """
@@ -187,7 +187,7 @@ class _ChainRun:
         return self._keeps_ahead(lambda seconds: seconds) if exact and not leads.all() else leads
 
     def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
-        """The same with the least of each rank's seconds; shape (1,) or (B,)."""
+        """Whether hosts stay ahead with the least of each rank's seconds; shape (1,) or (B,)."""
         begun_s = least(self.clock)
         gains_s = [
             np.full_like(begun_s, -self.recv_host_s),

@@ -119,7 +119,7 @@ OnLink = Callable[[int, int, Link], None]  # sender, receiver and their link, wh
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One collective, or one round of it, as its ranks come to it."""
+    """One collective, or one of its rounds, as its ranks arrive."""
 
     joined: dict[int, simpy.Event]  # by rank: it has come
     pieces: dict[int, simpy.Store]  # by rank: pieces that others have sent to it

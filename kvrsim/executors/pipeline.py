@@ -90,7 +90,7 @@ class _Links:
 
     @classmethod
     def of(cls, paths: Iterable[Path], context: int) -> _Links:
-        """In the order of the ranks."""
+        """Collect the paths in the order of the ranks."""
         kinds: dict[Path, int] = {}
         kind = [kinds.setdefault(path, len(kinds)) for path in paths]
         return cls(tuple(kinds), np.array(kind, dtype=np.intp).reshape(-1, context))
@@ -115,7 +115,7 @@ class _PipelineRun:
         slowness: tuple[float, ...],
         machine: tuple[Cluster, CostModel],
     ) -> None:
-        """stage_layers: shape (stages, B), or (stages, 1) for all partitions; slowness: of each rank."""
+        """stage_layers: shape (stages, B), or (stages, 1) for all partitions; slowness: one value per rank."""
         cluster, cost = machine
         prologue, epilogue = ops.ends(scenario, cost)
         self.prologue, self.epilogue = segment_of(prologue), segment_of(slower(epilogue, slowness[-1]))
@@ -167,7 +167,7 @@ class _PipelineRun:
     def _add_layers(
         self, ops: PieceOps, seconds: tuple[Array, Array, Array], issued_s: Array, slowness: tuple[float, ...]
     ) -> None:
-        """Let all layers of a stage follow its way in; `seconds`: of device, floor and host, which change."""
+        """Run a stage's layers as its input arrives; `seconds` (device, floor and host) is changed in place."""
         device_s, floor_s, host_s = (one[:, :, 0] if one.ndim > 2 else one for one in seconds)
         ends, first = np.cumsum(self.stage_layers, axis=0), 0
         known = list(dict.fromkeys(slowness))

@@ -68,7 +68,7 @@ class Runner:
         """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
         chunks: tokens, shape (ranks or pieces, B). last_only: the last rank alone may be returned, whose time is TTFT.
-        enough_s: partitions whose TTFT is above it may get a lower bound of it that is above it, too.
+        enough_s: a partition whose TTFT exceeds it may get a lower bound on its TTFT that exceeds it, too.
         program: gives the program of the chunks where it is built already.
         stage_layers: of a pipeline without context ranks, layers of the stages of each partition, shape (stages, B);
             None: those of the strategy.
@@ -90,7 +90,7 @@ class Runner:
         return run_program(built, self.cluster, draw)
 
     def _by_layout(self, chunks: Array, stage_layers: npt.NDArray[np.int64]) -> Array:
-        """By the programs of each layout of the stages."""
+        """Finish times, computed with one program per layout of the stages."""
         finish_s = np.empty((self.cluster.num_gpus, chunks.shape[1]))
         for layout in set(zip(*stage_layers.tolist(), strict=True)):
             rows = (stage_layers == np.array(layout)[:, None]).all(axis=0)
@@ -100,7 +100,7 @@ class Runner:
         return finish_s
 
     def _chain_finish_s(self, chain: Chain, chunks: Array, last_only: bool, enough_s: float) -> Array:
-        """By the recurrence of chains; by the program where a host delays its device for long, which adds time."""
+        """Finish times by the recurrence of chains; by the program where a host delays its device, which adds time."""
         finish_s, holds = chain.finish_s(chunks, last_only=last_only)
         holds = holds | (finish_s[-1] > enough_s)
         if not holds.all():

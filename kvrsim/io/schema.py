@@ -184,7 +184,7 @@ class JsonObject:
                 raise InputError(place, key, ", ".join(known))
 
     def without(self, *keys: str) -> JsonObject:
-        """The same object less some of its keys."""
+        """The object without some of its keys."""
         return replace(self, fields={key: value for key, value in self.fields.items() if key not in keys})
 
     def get(self, key: str, annotation: Any, default: Any = _REQUIRED) -> Any:
@@ -338,7 +338,7 @@ class _Kind:
 
     @property
     def accepted(self) -> str:
-        """For messages."""
+        """Describe the accepted values in messages."""
         return self._described + (", or null" if self.optional else "")
 
     @property

@@ -71,7 +71,7 @@ class AttentionCall:
 
     @property
     def mean_head_dim(self) -> float:
-        """Of keys and values: QK^T takes 2 FLOPs per element of a key, PV 2 per element of a value."""
+        """Mean width of keys and values: QK^T takes 2 FLOPs per element of a key, PV 2 per element of a value."""
         return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
 
     @property
@@ -79,7 +79,7 @@ class AttentionCall:
         return _LATENT if self.latent else ATTENTION
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """By the profile's rates of this kernel, or of latent attention's own."""
+        """Seconds by the profile's rates of this kernel, or by those of latent attention."""
         traits = cost.traits
         rates: AttentionRates | LatentRates = cost.rates.attention[traits.kernel]
         if self.latent and traits.kernel == "flash" and cost.rates.latent is not None:
@@ -118,7 +118,7 @@ class MeasuredSizes:
             raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
 
     def factor(self, size: Array) -> Array:
-        """Of calls of that size."""
+        """Factor for calls of that size, interpolated."""
         return log_interp(np.maximum(size, 1e-300), self.sizes, self.factors)
 
     def least_factor(self, size: Array) -> Array:
@@ -147,7 +147,7 @@ class EagerRates:
         return self.start_s + elements * element_s * self.measured.factor(elements)
 
     def elements(self, call: AttentionCall, batch: int) -> Array:
-        """Of the score matrices of all heads."""
+        """Elements of the score matrices of all heads."""
         return call.chunk * call.keys * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
@@ -178,7 +178,7 @@ class BlockedRates:
     key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
     skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
     join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
-    block_flops_per_s: float | None = None  # of another rank's block, none of it masked; None: as the rectangle
+    block_flops_per_s: float | None = None  # rate on another rank's block, all visible; None: that of the rectangle
     measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
@@ -316,14 +316,14 @@ class FlashRates:
         return self._called_s(counted, batch, element_bytes, slots_s / slots)
 
     def _step_s(self, call: AttentionCall) -> float:
-        """Of a tile of queries and a block of keys: the longer of its products and its softmax."""
+        """Seconds of a tile of queries and a block of keys: the larger of its products and its softmax."""
         products_s = self.block_s * call.mean_head_dim / 128
         if isinstance(products_s, float):
             return max(products_s, self.softmax_s)
         return cast(float, np.maximum(products_s, self.softmax_s))  # a fit has heads for each of its rows
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
-        """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
+        """Seconds with launch and append, at least those of the unmasked FLOPs at the datasheet's rate."""
         append_bytes = 4.0 * batch * call.num_key_value_heads * call.mean_head_dim * element_bytes / 2
         chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
         flops = 4.0 * batch * call.num_attention_heads * call.mean_head_dim
@@ -488,7 +488,7 @@ class SoftmaxCost(MergedCost):
         return self._call_s(self._call(chunk, self.visible(prefix), self._causal(chunk, prefix)))
 
     def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
-        """The calls, and one copy that joins their outputs; eager code repeats shared KV heads once for all of them.
+        """Seconds of the calls and the copy that joins their outputs; eager code repeats shared KV heads only once.
 
         Where the chunk begins the context, causal kernels skip the masked half in one call.
         """
@@ -586,7 +586,7 @@ def _in_chunks(tokens: Array, size: int) -> Array:
 
 
 def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
-    """Of each head: the query into the latent's width, and the attended latent into the head's output."""
+    """The two products of each head: query to the latent's width, and attended latent to the head's output."""
     heads, compute = mixer.num_attention_heads, mixer.expand.compute
     return (
         Product(mixer.qk_nope_head_dim, mixer.kv_lora_rank, heads, 1.0, compute),
@@ -626,7 +626,7 @@ class LatentCost(MergedCost):
         return attention_s if self.traits.lower_bound else self.expand_s(prefix) + attention_s
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
-        """The same without expansion: all heads attend to the latents."""
+        """Seconds without expansion: all heads attend to the latents."""
         return self._absorb(chunk) + self._to_latents_s(chunk, prefix)
 
     def decode_s(self, keys: Array) -> Array:

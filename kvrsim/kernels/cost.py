@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTraits:
-    """What all kernels of a run have in common besides their rates; by default those of a serving engine."""
+    """Traits of a run that all kernels share besides their rates; by default those of a serving engine."""
 
     kernel: str  # of attention
     batch: int  # sequences
@@ -61,7 +61,7 @@ class Call(Protocol):
     def part(self) -> Part: ...
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """By the rates of a profile, or counted from the rates of other operations where it has none."""
+        """Seconds by a profile's rates, or counted from other operations' rates where the profile lacks these."""
 
     def roofline_s(self, cost: RooflineCost) -> Array:
         """No call is faster on the device."""
@@ -103,7 +103,7 @@ class CalibratedCost:
         return self.scale * self.clock_factor
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
-        """By tiles and waves or as measured, and bytes; each product at the rates of its type."""
+        """Seconds by tiles and waves or as measured, plus bytes; each product takes the rates of its type."""
         types = tuple(dict.fromkeys(self.rates.priced_as(product.compute) for product in products)) or (None,)
         costs = []
         for compute in types:
@@ -119,7 +119,7 @@ class CalibratedCost:
         )
 
     def head_s(self, tokens: Array, product: Product) -> Array:
-        """As any product; without tiles, that has not counted the reading of the weights.
+        """Seconds of the head's product; a rate without tiles does not include the reading of the weights.
 
         One row streams the weights, at a rate of its own where that was measured.
         """
@@ -171,7 +171,7 @@ class RooflineCost:
         return cls(traits=traits, bytes_per_s=gpu.hbm_bytes_per_s, flops_per_s=half, low_flops_per_s=low)
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Of each product, the longer of FLOPs at peak and one reading of the weights; and bytes."""
+        """Seconds of bytes, and of each product the larger of FLOPs at peak and one reading of the weights."""
 
         def seconds(tokens: Array) -> Array:
             total_s = np.asarray(self.traffic_s(tokens, steps))

@@ -58,7 +58,7 @@ def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
 
 
 def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement: ExpertPlacement) -> Iterator[str]:
-    """Of a mixture of experts: which rates its experts have, and how unevenly tokens are spread over GPUs.
+    """Notes on a mixture of experts: the rates of its experts, and how unevenly tokens are spread over GPUs.
 
     profile: None is the datasheet's roofline.
     """
@@ -109,7 +109,7 @@ EXPLAINED = {
 
 
 def precision_notes(model: ModelSpec, dtype: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
-    """Of a quantised model: what is computed in which type, and which rates stand for a type without its own.
+    """Notes on a quantised model: the type of each computation, and the rates used for types without their own.
 
     profile: None is the datasheet's roofline.
     """

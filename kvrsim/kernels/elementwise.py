@@ -83,7 +83,7 @@ class ElementwiseRates:
     def uniform(
         cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0, fused_merge: bool = False
     ) -> ElementwiseRates:
-        """The same rate for all."""
+        """Rates with one value for all operations."""
         rates: dict[str, Any] = dict.fromkeys(ELEMENTWISE_OPS, bytes_per_s)
         return cls(fused=fused, start_s=start_s, fused_merge=fused_merge, **rates)
 
@@ -251,7 +251,7 @@ def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Tra
 
 
 def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
-    """The same where it was measured; its kernels' starts are in the rate."""
+    """Traffic of a measured merge; its rate includes the starts of its kernels."""
     return Traffic("merge", _MEASURED_MERGE * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
 
 

@@ -71,7 +71,7 @@ class ExpertsCall:
         return EXPERTS
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """By the profile's rates of grouped products; counted where it has none of such a type."""
+        """Seconds by the profile's rates of grouped products; counted where it has no rates of such a type."""
         rates, element_bytes = cost.rates.experts, cost.traits.element_bytes
         if rates is None or not rates.covers(self.compute, element_bytes):
             return cost.row_cost(*counted_experts(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
@@ -106,7 +106,7 @@ class GroupedRates:
     start_s: NonNegative  # of all kernels
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
-        """Of one call; `width`: bytes per element of the operands."""
+        """Seconds of one call; `width` is the bytes per element of the operands."""
         each, rows = of_each(width), call.rows(batch)
         active = call.active(rows)
         features = call.up_features * (call.hidden_size + self.tile_features)
@@ -126,11 +126,11 @@ class ExpertRates:
     types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
-        """Whether there are rates of a type or of one that stands for it; `element_bytes`: of the request's dtype."""
+        """Whether there are rates of a type or of one that stands for it; `element_bytes` is the dtype's."""
         return element_bytes == 2 if compute is None else self.priced_as(compute) is not None
 
     def seconds(self, call: ExpertsCall, batch: int, element_bytes: int) -> Array:
-        """Of a call whose type is covered."""
+        """Seconds of a call whose type is covered."""
         kind = None if call.compute is None else self.priced_as(call.compute)
         rates = self.half if kind is None else self.types[kind]
         return rates.seconds(call, batch, element_bytes if kind is None else GEMM_TYPES[kind])
@@ -207,7 +207,7 @@ def check_imbalance(imbalance: float | None) -> None:
 
 
 def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSpec:
-    """A GPU's share of a model, with the routed experts, or the slices of them, that lie on it.
+    """A GPU's share of a model, with the routed experts (or slices of experts) that lie on the GPU.
 
     Raises InputError where the experts do not divide over the GPUs.
     """
@@ -248,7 +248,7 @@ class RoutedExperts:
         return launches(products, fused=fused) + sum(step.kernels for step in steps) + _ROUTING_KERNELS
 
     def seconds(self, chunk: Array, together: Array | None = None) -> Array:
-        """Of the busiest GPU, which the others wait for; `chunk`: of each sequence, tokens that the rank computes.
+        """Cost of the busiest GPU, which the others wait for; `chunk` counts tokens per sequence on the rank.
 
         together: those of all ranks that share the experts; None: see call.
         """

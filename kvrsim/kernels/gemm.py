@@ -145,7 +145,7 @@ class RowCost:
 
 
 def summed(costs: Sequence[RowCost]) -> RowCost:
-    """Costs one after another as one; where steps differ, each at the end of the shortest."""
+    """Sum of costs in sequence; where their steps differ, the sum has the steps of the shortest."""
     steps = [cost.rows_per_step for cost in costs if cost.rows_per_step is not None]
     row_s = sum(cost.row_s for cost in costs)
     if not steps:

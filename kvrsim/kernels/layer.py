@@ -1,4 +1,4 @@
-"""LayerCosts: what one kind of layer costs on a rank: a model's shapes put to a cost model."""
+"""LayerCosts: the cost of each operation of one kind of layer on a rank, from a model's shapes and a cost model."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class LayerCosts:
 
     # -- messages
     def forwarded_kv_bytes(self, end: Array) -> Array:
-        """What a rank hands on: the cache up to `end` but the cached prefix; of a window, its tail; a state."""
+        """Bytes that a rank passes on: the cache up to `end` without the cached prefix, a window's tail, or a state."""
         if self._mixer is None:
             return np.zeros_like(end)
         cached = self.setting.cached_prefix
@@ -199,7 +199,7 @@ class LayerCosts:
         return tokens * float(self.setting.batch * features * self.setting.element_bytes)
 
     def on_heads(self, ranks: int) -> LayerCosts:
-        """The same where each rank has its share of the heads and all tokens."""
+        """Costs where each rank has its share of the heads and all tokens."""
         assert self.layer.mixer is not None
         return LayerCosts(self.setting, replace(self.layer, mixer=self.layer.mixer.share(ranks)))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSetting:
-    """What the costs of all layers of a scenario depend on besides the layer; by default one sequence on one GPU."""
+    """Facts other than the layer that its costs depend on; by default one sequence on one GPU."""
 
     model: ModelSpec  # one GPU's share
     cost: CostModel
@@ -49,7 +49,7 @@ class LayerSetting:
 
     @property
     def element_bytes(self) -> int:
-        """Of the request's dtype."""
+        """Bytes per element of the request's dtype."""
         return self.cost.traits.element_bytes
 
 
@@ -81,7 +81,7 @@ class MixerCost(ABC):
         return np.asarray(self.setting.batch * self.mixer.cache_bytes(tokens, self._element_bytes))
 
     def needed_bytes(self, tokens: Array) -> Array:
-        """Of the cache of that many tokens, what the tokens after them need."""
+        """Bytes of the cache of `tokens` tokens that later tokens need."""
         nbytes = np.asarray(self.mixer.needed_bytes(tokens, self._element_bytes))
         return nbytes if self.setting.batch == 1 else self.setting.batch * nbytes
 
@@ -105,7 +105,7 @@ class MixerCost(ABC):
         return seconds + self._write_s(chunk) if copies.own else seconds
 
     def visible(self, tokens: Array) -> Array:
-        """Of that many tokens before a query, those that it can see."""
+        """Number of the `tokens` tokens before a query that the query can see."""
         reach = self.mixer.reach
         return tokens if reach is None else np.minimum(tokens, reach)
 

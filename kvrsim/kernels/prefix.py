@@ -23,7 +23,7 @@ _LOADED: tuple[PrefixPlace, ...] = ("host", "remote")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixPlacement:
-    """Where the K and V of the cached prefix lie when the prefill begins."""
+    """The place of the K and V of the cached prefix when the prefill begins."""
 
     place: PrefixPlace = "all"  # on every rank, sharded over ranks by tokens, in host memory, in a store
     bytes_per_s: float | None = None  # of host and remote, per GPU; None: of the GPU's host link, of the network
@@ -40,7 +40,7 @@ class PrefixPlacement:
 
     @classmethod
     def parse(cls, text: str, argument: str) -> PrefixPlacement:
-        """Of "host" or "remote:10GB/s"; InputError naming the argument for anything else."""
+        """Parse "host" or "remote:10GB/s". Raises InputError naming the argument for anything else."""
         place, colon, bandwidth = text.partition(":")
         if place not in PREFIX_PLACEMENTS or (colon and place not in _LOADED):
             raise InputError(argument, text, _ACCEPTED)
@@ -50,7 +50,7 @@ class PrefixPlacement:
             raise InputError(argument, text, _ACCEPTED) from error
 
     def describe(self) -> str:
-        """As `parse` takes it."""
+        """The text that `parse` accepts."""
         return self.place if self.bytes_per_s is None else f"{self.place}:{self.bytes_per_s / 1e9:.12g}GB/s"
 
     def path(self, cluster: Cluster) -> Path | None:
@@ -62,7 +62,7 @@ class PrefixPlacement:
         return Path(bandwidth_bytes_per_s=rate, latency_s=link.latency_s, shared_bus=False)
 
     def slower(self, cluster: Cluster, factor: float) -> PrefixPlacement:
-        """The same with the link's bandwidth divided by a factor."""
+        """The placement with the link's bandwidth divided by a factor."""
         path = self.path(cluster)
         return self if path is None else replace(self, bytes_per_s=path.bandwidth_bytes_per_s / factor)
 
@@ -78,7 +78,7 @@ class PrefixAccessPlan:
     num_ranks: int = 1  # that the prefix is shared by
     source: Path | None = None  # that each rank loads over, from outside; None: it lies on the GPUs
     source_name: PrefixPlace = "all"
-    peers: Path | None = None  # that a rank reads the others' shares over; None: it does not need them
+    peers: Path | None = None  # link over which a rank reads the others' shares; None if it does not need them
 
     @property
     def is_local(self) -> bool:
@@ -87,11 +87,11 @@ class PrefixAccessPlan:
 
     @property
     def share(self) -> float:
-        """Of the prefix's tokens, what each rank has where none has all; else 0."""
+        """Share of the prefix's tokens on each rank where no rank has all; else 0."""
         return 0.0 if self.access == "whole" else 1.0 / self.num_ranks
 
     def load(self, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
-        """What a rank loads for a layer whose prefix has that many bytes; None: nothing.
+        """Return what a rank loads for a layer whose prefix has `num_bytes` bytes, None if nothing.
 
         What comes from outside stays, so all layers are loaded in a row from the beginning. What comes from the other
         ranks is dropped after its layer: two layers are there at most, the one in use and the next.
@@ -127,7 +127,7 @@ LOCAL_PREFIX = PrefixAccessPlan()
 
 
 def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, cluster: Cluster) -> PrefixAccessPlan:
-    """The plan on a cluster whose GPUs, or groups of them, are the ranks; access: None: the first that is supported."""
+    """Plan on a cluster whose ranks are GPUs or groups; `access` None takes the first that is supported."""
     if placement.place == "all":
         return LOCAL_PREFIX
     path = placement.path(cluster)
@@ -144,7 +144,7 @@ def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, 
 
 
 def _between(cluster: Cluster) -> Path:
-    """The slowest path to a neighbour; of a bus, which all ranks read over at once, one rank's share."""
+    """Slowest path to a neighbour; on a bus, one rank's share, because all ranks read at once."""
     ranks = cluster.num_gpus
     path = min(
         (cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)), key=lambda one: one.bandwidth_bytes_per_s

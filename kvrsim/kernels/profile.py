@@ -82,7 +82,7 @@ class KernelRates:
     recurrence: RecurrenceRates | None = None  # None: counted
 
     def traits(self, kernel: str, batch: int, element_bytes: int) -> KernelTraits:
-        """What the kernels have in common; `kernel`: of attention, `element_bytes`: of the request's dtype."""
+        """Return the traits that all kernels share; `kernel` computes attention, `element_bytes` is the dtype's."""
         rates = self.attention[kernel]
         return KernelTraits(
             kernel=kernel,
@@ -103,7 +103,7 @@ class KernelRates:
         return next((one for one in alike(compute) if one in self.gemm_types), None)
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
-        """Rates of a type of product, and bytes of its operands; `element_bytes`: of the request's dtype."""
+        """Return the rates of a type of product and the bytes of its operands; `element_bytes` is the dtype's."""
         priced = self.priced_as(compute)
         return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
 
@@ -225,7 +225,7 @@ class CalibrationProfile:
         return read(cls, data.without("schema_version"))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The profile as plain JSON values."""
         return {"schema_version": SCHEMA_VERSION} | fields_to_json(self)
 
     def write(self, path: str | Path) -> None:

@@ -104,7 +104,7 @@ class ScanCall(RecurrenceCall):
     """The scan, which waits for the state behind the tokens before."""
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """By the profile's rates; else FLOPs at the rate of products, and bytes at that of copies, in turn.
+        """Seconds by the profile's rates; else FLOPs at the rate of products plus bytes at the rate of copies.
 
         Memory sets the pace, not the clock.
         """
@@ -127,7 +127,7 @@ class ConvolutionCall(RecurrenceCall):
     """The convolution, which waits for the layer's projections alone."""
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """By the profile's rates; else bytes at the rate of copies."""
+        """Seconds by the profile's rates; else bytes at the rate of copies."""
         rates, batch, element_bytes = cost.rates.recurrence, cost.traits.batch, cost.traits.element_bytes
         if rates is not None:
             return cost.scale * rates.of(self).convolution.seconds(self, batch, element_bytes)
@@ -231,7 +231,7 @@ class RecurrentCost(MixerCost):
 
     @property
     def kernels(self) -> int:
-        """Of the scan, what is around it, and the convolution."""
+        """Number of kernels of the scan, the operations around it, and the convolution."""
         return SCAN_KERNELS + _AROUND_KERNELS.get(self.mixer.kind, 0) + (self.mixer.conv_channels > 0)
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
@@ -239,7 +239,7 @@ class RecurrentCost(MixerCost):
         return 0.0 * chunk
 
     def local_op_s(self, chunk: Array) -> Array:
-        """The convolution; of the tokens before the chunk it needs the last few inputs."""
+        """Cost of the convolution, which also reads the last few inputs before the chunk."""
         return self.cost.call_s(ConvolutionCall(tokens=chunk, **self._sizes))
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:

@@ -73,22 +73,22 @@ class SparseCall:
 
     @property
     def score_flops(self) -> Array:
-        """Of the indexer's products, one sequence."""
+        """FLOPs of the indexer's products for one sequence."""
         return self.chunk * self.seen * (2.0 * self.index_heads * self.index_head_dim) * self.chooses
 
     @property
     def attention_flops(self) -> Array:
-        """Of QK^T and PV of all heads, one sequence."""
+        """FLOPs of QK^T and PV of all heads for one sequence."""
         return self.chunk * self.attended * self._key_flops
 
     @property
     def least_attention_flops(self) -> Array:
-        """The same of no more keys than the chunk's queries see in the mean, and without the window."""
+        """Attention FLOPs without the window, on at most the mean number of keys that the chunk's queries see."""
         keys = self.seen if self.top_k is None else self._seen_of(self.top_k)
         return self.chunk * keys * self._key_flops
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """By the profile's rates; where it has none for this kind of call, counted.
+        """Seconds by the profile's rates; counted where it has no rates for this kind of call.
 
         FLOPs at the rate of products, scores in FP8 where there is such a rate; scores are written and read once.
         """
@@ -119,7 +119,7 @@ class SparseCall:
 
     @property
     def _key_flops(self) -> float:
-        """Of a query and a key that it attends to."""
+        """FLOPs per query and attended key, over all heads."""
         return 2.0 * self.num_attention_heads * (self.head_dim + self.v_head_dim)
 
 
@@ -181,7 +181,7 @@ class SparseKernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseRates:
-    """By what is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
+    """Rates by the unit that is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
 
     keys: SparseKernels | None = None  # None: not measured, counted
     entries: SparseKernels | None = None  # None: as keys
@@ -261,6 +261,6 @@ class SparseCost(MixerCost):
         return seconds if self._absorb is None else seconds + self._absorb(chunk)
 
     def decode_s(self, keys: Array) -> Array:
-        """As a chunk of one token."""
+        """Seconds of a decode step, as a chunk of one token."""
         one = np.ones_like(keys)
         return self.attention_s(one, keys - one)

@@ -42,7 +42,7 @@ class Group:
     across: Ring  # one GPU of each node
 
     def all_reduce_s(self, nbytes: Array) -> Array:
-        """As measured inside a node; else reduce-scatter, all-reduce of each GPU's share over nodes, all-gather.
+        """Measured seconds inside a node; else reduce-scatter, all-reduce of each GPU's share over nodes, all-gather.
 
         On one node without measurements 2 (p - 1) steps of a p-th of the bytes (Patarasuk and Yuan, 2009).
         """
@@ -52,7 +52,7 @@ class Group:
         return self._launch_s + 2.0 * once_s
 
     def all_gather_s(self, nbytes: Array) -> Array:
-        """Of `nbytes` in all."""
+        """Seconds of an all-gather of `nbytes` in total."""
         return self._launch_s + self.across.gather_s(nbytes / self.inside.size) + self.inside.gather_s(nbytes)
 
     def sent_bytes(self, nbytes: Array) -> Array:
@@ -70,11 +70,11 @@ class Group:
         return max(ring.path.gather_launch_s for ring in (self.inside, self.across))
 
     def slower(self, factor: float) -> Group:
-        """The same over links slower by a factor."""
+        """The collectives over links that are slower by a factor."""
         return replace(self, inside=cached_scale(self.inside, factor), across=cached_scale(self.across, factor))
 
     def without_links(self) -> Group:
-        """The same over links that cost nothing."""
+        """The collectives over links without cost."""
         free = Path(bandwidth_bytes_per_s=1e30, latency_s=0.0, shared_bus=False)
         return replace(self, inside=replace(self.inside, path=free), across=replace(self.across, path=free))
 

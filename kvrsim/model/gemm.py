@@ -12,7 +12,7 @@ Split = Literal["whole", "columns", "rows", "kv_heads", "qkv_heads"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """How the weights of a matrix are stored, and what its product is computed in."""
+    """How the weights of a matrix are stored, and the type in which its product is computed."""
 
     compute: str  # type of the product, a key of GEMM_TYPES in kvrsim/kernels/gemm.py
     bits: int  # of a weight
@@ -39,7 +39,7 @@ class Quantization:
     kv_cache_bits: int | None = None  # of an element of the KV cache; None: as the request's dtype
 
     def describe(self) -> str:
-        """For people: "awq, 4 bits"."""
+        """Describe the format, such as "awq, 4 bits"."""
         bits = " and ".join(str(bits) for bits in sorted({one.bits for one in self.formats}))
         cache = "" if self.kv_cache_bits is None else f", {self.kv_cache_bits} bits a KV-cache element"
         return f"{self.method}, {bits} bits{cache}" if bits else f"{self.method}{cache}"
@@ -76,7 +76,7 @@ class Gemm:
         return None if self.weights is None else self.weights.compute
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of weights, scales and bias; `bytes_per_element`: of what is not quantised."""
+        """Bytes of weights, scales and bias; `bytes_per_element` applies to what is not quantised."""
         if self.weights is None:
             return self.num_parameters * bytes_per_element
         bias = self.out_features * bytes_per_element if self.bias else 0

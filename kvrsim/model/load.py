@@ -48,7 +48,7 @@ def builtin_models() -> tuple[str, ...]:
 
 
 def own_folder() -> Path:
-    """Where `kvrsim models add` puts models: $KVRSIM_MODELS, else ~/.config/kvrsim/models."""
+    """The folder of `kvrsim models add`: $KVRSIM_MODELS, else ~/.config/kvrsim/models."""
     folder = os.environ.get("KVRSIM_MODELS")
     return Path(folder) if folder else Path.home() / ".config" / "kvrsim" / "models"
 
@@ -133,7 +133,7 @@ def known_shape(name: str) -> tuple[str, str, int | None] | None:
 
 
 def _read(path: Path, argument: str) -> JsonObject:
-    """A config.json with the quantisation that NVIDIA's checkpoints have in an hf_quant_config.json beside it."""
+    """A config.json with the quantisation of NVIDIA's hf_quant_config.json in the same folder, if there is one."""
     config = JsonObject.read(path, argument)
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
     parts = [config.fields, config.fields.get("text_config")]

@@ -79,7 +79,7 @@ class _Mixer:
         return 0 if self.indexer is None else self.indexer.cached_bytes
 
     def token_bytes(self, element_bytes: float) -> float:
-        """Bytes that one more token adds to a long cache; element_bytes: of a cached element."""
+        """Bytes that one more token adds to a long cache; `element_bytes` is the size of a cached element."""
         return 0.0
 
     def state_bytes(self, element_bytes: float) -> float:
@@ -124,7 +124,7 @@ class Attention(_Mixer):
 
     @property
     def title(self) -> str:
-        """In a few words, for tables."""
+        """Short name for tables."""
         if self.indexer is not None:
             return f"sparse attention, {self.indexer.top_k} keys"
         if self.attention_chunk is not None:
@@ -140,7 +140,7 @@ class Attention(_Mixer):
         return elements * element_bytes + self.index_key_bytes
 
     def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
-        """Of a window, the bytes of its tail."""
+        """Bytes of the cache that later tokens need; with a window, those of its tail."""
         reach = self.reach
         return self.cache_bytes(tokens if reach is None else np.minimum(tokens, reach), element_bytes)
 
@@ -193,12 +193,12 @@ class LatentAttention(_Mixer):
 
     @property
     def title(self) -> str:
-        """In a few words, for tables."""
+        """Short name for tables."""
         return "latent attention" if self.indexer is None else f"sparse latent attention, {self.indexer.top_k} keys"
 
     @property
     def head_dim(self) -> int:
-        """Of a head's query and key."""
+        """Width of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -236,7 +236,7 @@ class CompressedAttention(_Mixer):
 
     @property
     def title(self) -> str:
-        """In a few words, for tables."""
+        """Short name for tables."""
         if not self.compress_ratio:
             return f"window of {self.sliding_window}"
         chosen = "" if self.indexer is None else f", best {self.indexer.top_k}"
@@ -249,7 +249,7 @@ class CompressedAttention(_Mixer):
 
     @property
     def v_head_dim(self) -> int:
-        """As wide as keys, which they are."""
+        """Width of values, which are the keys themselves."""
         return self.head_dim
 
     @property
@@ -292,7 +292,7 @@ class Recurrence(_Mixer):
 
     @property
     def title(self) -> str:
-        """In a few words, for tables."""
+        """Short name for tables."""
         return RECURRENCE_TITLES[self.kind]
 
     @property
@@ -307,7 +307,7 @@ class Recurrence(_Mixer):
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys."""
+        """Width of a head's query and key."""
         return self.key_head_dim
 
     def state_bytes(self, element_bytes: float) -> float:

@@ -25,7 +25,7 @@ from kvrsim.model.spec import ModelSpec
 
 @cache
 def _table() -> dict[str, Any]:
-    """kvrsim/data/quantization.json: methods; where checkpoints have their layers, and their names of modules."""
+    """Read kvrsim/data/quantization.json: methods, and the names of layers and modules in checkpoints."""
     table: dict[str, Any] = parse_json((Path(__file__).parents[1] / "data" / "quantization.json").read_bytes())
     return table
 
@@ -57,7 +57,7 @@ class Modules:
         )
 
     def hold(self, path: str) -> bool:
-        """Whether a module's dotted name is among them, or inside of one of them."""
+        """Whether the list has a module's dotted name or that of a module around it."""
         parts = path.split(".")
         runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
         if any(".".join(parts[first:last]) in self.names for first, last in runs):
@@ -89,7 +89,7 @@ _KEPT = Modules.named(["weights_proj", "compressor", "routed_expert_down_proj", 
 def quantized(
     model: ModelSpec, quantization: Quantization, format_of: Callable[[str], WeightFormat | None]
 ) -> ModelSpec:
-    """The same with quantised weights.
+    """The model with quantised weights.
 
     format_of: of a matrix, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj"; one expert stands for
     all of a layer. None: it stays as it is. Routers, gates of one feature, a head that is the embedding and _KEPT
@@ -127,7 +127,7 @@ def quantized(
 
 
 def in_fp8(model: ModelSpec) -> ModelSpec:
-    """The same with all products of its layers in FP8, as engines quantise a model while they load it."""
+    """The model with all products of its layers in FP8, as engines quantise a model that they load."""
     return quantized(model, FP8_ON_REQUEST, lambda path: None if path == _HEAD else FP8)
 
 
@@ -228,7 +228,7 @@ def _refused(data: JsonObject, key: str) -> Modules:
 
 
 def _kv_cache_bits(data: JsonObject) -> int | None:
-    """Of a quantised KV cache; None: it is not."""
+    """Bits of a quantised KV cache; None if the cache is not quantised."""
     if isinstance(data.fields.get("kv_cache_scheme"), dict):
         return data.child("kv_cache_scheme").integer("num_bits", 8, minimum=2, maximum=16)
     algorithm = data.text(data.first_of("kv_cache_quant_algo", "kv_cache_scheme"), "none").upper()
@@ -302,7 +302,7 @@ def _weight_only(bits: int) -> str:
 
 
 def _torchao(data: JsonObject) -> WeightFormat:
-    """By the class of its configuration, or by the name that it had before."""
+    """Read the format by the class of its configuration, or by that class's earlier name."""
     kind = data.fields.get("quant_type")
     if isinstance(kind, str):
         options = data.child("quant_type_kwargs") if data.has("quant_type_kwargs") else replace(data, fields={})
@@ -362,7 +362,7 @@ def _blocked(data: JsonObject, key: str) -> WeightFormat:
 
 
 def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
-    """Of mixed precision the format of each module that quantized_layers names; of experts that of their folder."""
+    """Format of each module in quantized_layers (mixed precision); all experts take the format of their folder."""
     if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
         return {}
     layers, named = data.child("quantized_layers"), {}

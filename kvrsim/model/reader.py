@@ -421,7 +421,7 @@ class _Reader:
         return "norm" in type(module).__name__.lower() and not self._weights(module)
 
     def _gemm(self, layer: nn.Module, name: str, split: Split = "whole") -> Gemm:
-        """A weight of a layer by its name there; of three dimensions blocks on a diagonal."""
+        """A weight of a layer by its name there; three dimensions are blocks on a diagonal."""
         weight = self._weights(layer)[name]
         self._describe(weight)
         *groups, outputs, inputs = self.sizes.of(weight)

@@ -19,7 +19,7 @@ class LayerSpec:
     num_experts: int = 0  # routed experts, each like `mlp`; 0: dense
     num_experts_per_tok: int = 0  # routed experts that a token passes through; 0: dense
     router: Gemm | None = None  # scores the experts; None: dense
-    shared_mlp: tuple[Gemm, ...] = ()  # what every token passes through beside its experts
+    shared_mlp: tuple[Gemm, ...] = ()  # a shared expert, which all tokens pass in addition to their own experts
     gated_mlp: bool = False  # whether the MLP multiplies an activated gate with a second projection
     norms_before_mixer: int = 1  # norms over hidden_size, up to the mixer
     norms_after_mixer: int = 1  # and after it
@@ -47,7 +47,7 @@ class LayerSpec:
         return self._summed(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.other_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes held in memory; `bytes_per_element`: of what is not quantised."""
+        """Bytes held in memory; `bytes_per_element` applies to what is not quantised."""
         matrices = self._summed(max(1, self.num_experts), lambda gemm: gemm.weight_bytes(bytes_per_element))
         return matrices + self.other_parameters * bytes_per_element
 
@@ -73,7 +73,7 @@ class ModelSpec:
     final_norm_parameters: int  # weights (and biases) of the norm before the head
     embedding_norm_parameters: int = 0  # and of a norm after the embedding; 0: none
     lm_head: Gemm  # hidden states to logits
-    layers: tuple[LayerSpec, ...]  # one a layer, first layer first
+    layers: tuple[LayerSpec, ...]  # one per layer, first layer first
     quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none
     dtype: str | None = None  # of the checkpoint's weights where they are not quantised, as "bf16"; None: not stated
     approximations: tuple[str, ...] = ()  # what of the model is left out or simplified, one sentence each
@@ -125,12 +125,12 @@ class ModelSpec:
         return self.embedding_parameters + self.head_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all weights on a rank that holds the whole model; `bytes_per_element`: of what is not quantised."""
+        """Bytes of all weights on a rank with the whole model; `bytes_per_element` applies where not quantised."""
         layers = sum(self.layer_bytes(bytes_per_element))
         return self.embedding_bytes(bytes_per_element) + layers + self.head_bytes(bytes_per_element)
 
     def layer_bytes(self, bytes_per_element: int) -> tuple[int, ...]:
-        """Bytes of each layer's weights; `bytes_per_element`: of what is not quantised."""
+        """Bytes of each layer's weights; `bytes_per_element` applies to what is not quantised."""
         kinds = [kind.weight_bytes(bytes_per_element) for kind in self.layer_kinds]
         return tuple(kinds[kind] for kind in self.layer_kind_index)
 
@@ -146,14 +146,14 @@ class ModelSpec:
 
     @property
     def main_mixer(self) -> Mixer:
-        """The kind of attention that most layers have; where none has attention, what most layers have."""
+        """The most frequent kind of attention; in a model without attention, the most frequent mixer."""
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         attention = [mixer for mixer in mixers if not isinstance(mixer, Recurrence)]
         return Counter(attention or mixers).most_common(1)[0][0]
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of the main mixer; of a recurrence, its heads."""
+        """Query heads of the main mixer; for a recurrence, its heads."""
         return self.main_mixer.num_attention_heads
 
     @property
@@ -172,13 +172,13 @@ class ModelSpec:
         return bytes_per_element if cache_bits is None else cache_bits / 8
 
     def cache_bytes(self, tokens: int, bytes_per_element: int) -> float:
-        """Bytes of the cache and the states of so many tokens in all layers."""
+        """Bytes of the caches and states of `tokens` tokens in all layers."""
         width = self.cached_element_bytes(bytes_per_element)
         mixers = (layer.mixer for layer in self.layers)
         return sum(float(mixer.cache_bytes(tokens, width)) for mixer in mixers if mixer is not None)
 
     def layer_cache_bytes(self, tokens: int, bytes_per_element: int) -> int:
-        """Bytes of the cache of so many tokens in the layer that has most."""
+        """Bytes of the cache of `tokens` tokens in the layer with the largest cache."""
         width = self.cached_element_bytes(bytes_per_element)
         mixers = [layer.mixer for layer in self.layer_kinds if layer.mixer is not None]
         return max((round(float(mixer.cache_bytes(tokens, width))) for mixer in mixers), default=0)
@@ -195,19 +195,19 @@ def mixers_of(model: ModelSpec) -> dict[str, int]:
 
 
 def mixer_title(layer: LayerSpec) -> str:
-    """How a layer sees earlier tokens; of one that does not, what it is."""
+    """How a layer sees earlier tokens; for a layer that does not, its kind."""
     if layer.mixer is not None:
         return layer.mixer.title
     return "experts alone" if layer.num_experts else "MLP alone"
 
 
 def describe_mixers(model: ModelSpec) -> str:
-    """For people: "36 × attention in chunks of 8192; 12 × full attention"."""
+    """Describe the mixers: "36 × attention in chunks of 8192; 12 × full attention"."""
     return "; ".join(f"{count} × {title}" for title, count in mixers_of(model).items())
 
 
 def describe_parameters(parameters: int) -> str:
-    """For people: "8.0 B"; small models with a digit more, trillions as T."""
+    """Format a number of parameters: "8.0 B", small models with one more digit, trillions with T."""
     if parameters >= 1e12:
         return f"{parameters / 1e12:.2f} T"
     return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e9:.2f} B"

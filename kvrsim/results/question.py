@@ -78,7 +78,7 @@ class Question:
         return {"question": self.to_dict(), "version": __version__}
 
     def measured_header(self, *, predicted: bool) -> dict[str, Any]:
-        """The same of what was measured; without a prediction there is neither cluster nor profile, but a machine."""
+        """Header of a measurement; without a prediction it has a machine, and neither cluster nor profile."""
         content = self.to_dict()
         if not predicted:
             content |= dict.fromkeys(("cluster", "profile", "engine", "memory_fraction"))
@@ -94,7 +94,7 @@ class Question:
         return tuple(self._cached(_length))
 
     def short(self) -> str:
-        """The same for a chart: "16k tokens, 4k of them cached, batch 2"."""
+        """Short form for a chart: "16k tokens, 4k of them cached, batch 2"."""
         batch = [f"batch {self.batch}"] * (self.batch > 1)
         return ", ".join((f"{format_tokens(self.context_len)} tokens", *self._cached(format_tokens), *batch))
 
@@ -120,6 +120,6 @@ class Question:
 
 
 def _length(tokens: int) -> str:
-    """As it may be written, and as a number where that differs: "16k (16384)"."""
+    """The length as a user writes it, with the number where that differs: "16k (16384)"."""
     text = format_tokens(tokens)
     return text if text == str(tokens) else f"{text} ({tokens})"

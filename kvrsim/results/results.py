@@ -61,7 +61,7 @@ class OnFirstUse:
 
 
 class Displayed:
-    """A result with a view: a module that has `figure`, `page` and `summary` of it, loaded when it is needed."""
+    """A result with a view: a module with its `figure`, `page` and `summary`, which is loaded on first use."""
 
     __slots__ = ()
     view: ClassVar[str]
@@ -188,7 +188,7 @@ class StrategyPrediction(Prediction):
         return stages_to_json(self.partition, self.layers) | blocks | access | self.users_to_dict()
 
     def users_to_dict(self) -> dict[str, Any]:
-        """The mean TTFT of closed-loop users, where it was asked for, as JSON values."""
+        """The mean TTFT of closed-loop users as JSON values, if requested."""
         return {} if self.mean_ttft_s is None else {"mean_ttft_s": self.mean_ttft_s}
 
 
@@ -416,7 +416,7 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def best(self) -> StrategyResult:
-        """The fastest exact strategy that fits; of those that tie within 2 %, the easiest to deploy.
+        """The fastest exact strategy that fits; among ties within 2 %, the easiest to deploy.
 
         Raises NothingFits, with the shortfall, where none fits.
         """
@@ -435,12 +435,12 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def nearest(self) -> StrategyResult | None:
-        """Where nothing fits, the strategy that needs the least memory; its TTFT is an estimate that no GPU reaches."""
+        """The strategy that needs the least memory where nothing fits; no GPU reaches its estimated TTFT."""
         return None if self.feasible else self.first
 
     @property
     def misfit(self) -> str:
-        """Where nothing fits, how much is missing, in one line; else empty."""
+        """Describe in one line how much memory is missing where nothing fits; else empty."""
         if (short := self.shortfall) is None:
             return ""
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"

@@ -100,7 +100,7 @@ class Timeline:
 
     @property
     def rank_names(self) -> tuple[str, ...]:
-        """Of all ranks."""
+        """Names of all ranks."""
         return tuple(map(self.rank_name, range(self.num_ranks)))
 
     @property
@@ -209,13 +209,13 @@ class _Stream:
 
 
 def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
-    """Begin and end; of a message a nanosecond apart at least."""
+    """Begin and end; a message lasts at least a nanosecond."""
     begin, end = round(span.start_s * 1e9), round(span.end_s * 1e9)
     return begin, max(end, begin + 1) if moves else end
 
 
 def _tracks(spans: Sequence[Span]) -> dict[int, tuple[str, int]]:
-    """Of each transfer, by its place among the spans: its track's name and thread number.
+    """Track name and thread number of each transfer, by the transfer's index among the spans.
 
     There is a track for each receiver, and further ones for messages that overlap.
     """

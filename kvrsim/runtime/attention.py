@@ -240,7 +240,7 @@ def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
 
 
 def _block_on_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any] | None:
-    """Return attention and the logarithm of the sums of exponentials; None where no fused kernel takes the tensors."""
+    """Return attention and the log of the sums of exponentials; None where no fused kernel takes the tensors."""
     kernel = _cuda_kernel(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if kernel == "flash":
@@ -297,14 +297,14 @@ def _repeated(kv: Any, heads: int) -> Any:
 
 
 def _interface(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
-    """As transformers' AttentionInterface calls it; the result has shape [B, c, H, D]."""
+    """Attention in the signature of transformers' AttentionInterface; the result has shape [B, c, H, D]."""
     assert attention_mask is None
     out = chunk_attention(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return out.transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
-    """As transformers' AttentionMaskInterface calls it: `chunk_attention` needs no mask, and takes no padding."""
+    """Make no mask, for transformers' AttentionMaskInterface: `chunk_attention` needs none and takes no padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("attention_mask", "padding", "prompts of equal length, without padding, under flash attention")
 

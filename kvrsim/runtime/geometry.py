@@ -65,7 +65,7 @@ class StateLayout:
     title = "a state"
 
     def nbytes(self, batch: int, element_bytes: int) -> int:
-        """Return the bytes for `batch` prompts; element_bytes: of an input of the convolution."""
+        """Return the bytes for `batch` prompts; `element_bytes` is the size of an input of the convolution."""
         conv = self.conv_channels * self.conv_tokens * element_bytes
         return batch * (prod(self.recurrent) * RECURRENT_BYTES + conv)
 
@@ -75,7 +75,7 @@ Layout = KvLayout | StateLayout | None  # None: the layer keeps nothing, such as
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Where an architecture has its parts, and what it keeps besides K and V."""
+    """Names of an architecture's parts, and its caches other than K and V."""
 
     layers: str = "layers"  # the decoder layers, an attribute of the base model
     norm: str = "norm"  # after the last layer, another attribute

@@ -50,7 +50,7 @@ class KvBuffer:
     """
 
     def __init__(self, geometry: Geometry, layout: KvLayout, chunk: Chunk, memory: Any = None) -> None:
-        """memory: flat, used by others in turn; where it is None or too small, the buffer has its own."""
+        """memory: flat, shared in turn; if None or too small, the buffer allocates its own."""
         self.layout, self.chunk = layout, chunk
         self.first_seen = layout.first_seen(chunk.start)
         self.first = self.first_seen if chunk.total_len is None else 0  # the token in the first row
@@ -223,7 +223,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
         return max(buffer.visible_len for buffer in self.buffers if isinstance(buffer, KvBuffer))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """As transformers: the convolution's inputs before the chunk, None where there are none."""
+        """The convolution's inputs before the chunk, None if there are none; transformers calls this."""
         layer = self.layers[layer_idx]
         # For a single token, models update them in place; otherwise they read them later, in `update_conv_state`.
         if layer.has_previous_state[state_idx] and layer.buffer.chunk.length == 1:

@@ -284,7 +284,7 @@ def compute_name(first: Mark, second: Mark, *, is_state: bool) -> str | None:
 
 
 def _span_name(first: Mark, second: Mark, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
-    """Return the simulator's name of the time between two marks; None where it has none."""
+    """Return the simulator's name of the time between two marks, None if it has no name."""
     if (first.name, second.name) == ("wait", "received"):
         if second.peer is None:
             return "all-reduce" if strategy == "tp" else "all-gather", "wait"
@@ -297,7 +297,7 @@ def _span_name(first: Mark, second: Mark, strategy: str, *, is_state: bool) -> t
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zero_s: float) -> Iterator[Span]:
-    """Match messages between two ranks, which arrive in the order in which they left."""
+    """Match messages between two ranks, which arrive in the order of sending."""
     arrivals_s = {
         other.rank: iter(
             [other.start_s - zero_s + mark.device_s for mark in other.of("received") if mark.peer == trace.rank]

@@ -51,7 +51,7 @@ class Prefill:
 
     @property
     def cache(self) -> PrefixCache | None:
-        """What this rank's layers keep; None where it takes no part."""
+        """The cache of this rank's layers; None if the rank takes no part."""
         return self.exchange.cache
 
     def run(self, input_ids: Any) -> RankTrace:

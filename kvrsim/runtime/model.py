@@ -96,7 +96,7 @@ class ModelForward:
     """
 
     def __init__(self, model: Any, geometry: Geometry | None = None, whole: ModelForward | None = None) -> None:
-        """Of a part of a model: geometry, what the part's layers keep; whole: the forward of the whole model."""
+        """`geometry` describes the caches of a part's layers; `whole` is the forward of the whole model."""
         self.model, self.geometry = model, geometry or Geometry.of(model)
         self.whole_geometry: Geometry = whole.whole_geometry if whole else self.geometry
         self.vocab_size = int(model.config.vocab_size)

@@ -1,4 +1,4 @@
-"""What all ranks do in one prefill, and what was measured of it. Importing this module does not import torch."""
+"""The work of all ranks in one prefill, and its measurements. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Job:
     check_logits: bool = True  # against one process
 
     def facts(self) -> dict[str, str]:
-        """Return what determines how many messages each rank sends and expects: it must be the same on all of them."""
+        """Return the facts that determine each rank's messages, and so must be equal on all ranks."""
         facts = {name: str(getattr(self, name)) for name in ("repeats", "warmups", "link", "check_logits")}
         plans = "; ".join(plan.label for plan in self.plans)
         return facts | {"partitions": plans, "seed": str(self.model.seed)}

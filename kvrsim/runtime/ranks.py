@@ -43,7 +43,7 @@ Pipe = Any  # multiprocessing.connection.Connection, whose type differs between 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
 _GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_JOIN_S = 2.0  # for a process to end by itself
+_JOIN_S = 2.0  # seconds in which a process may end by itself
 _LATE_S = 10.0  # after its time limit, a command that was not cancelled ends the process
 _ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals after which ranks and folder must go
 

@@ -98,7 +98,7 @@ class Ring:
 
 
 class Transport(Ring):
-    """What a rank needs of the other ranks. Collectives are rings unless a transport has better ones."""
+    """Messages and collectives of one rank. Collectives are rings unless a transport has better ones."""
 
     name: str  # such as "gloo"
     device: Any = torch.device("cpu")  # where this rank computes
@@ -107,7 +107,7 @@ class Transport(Ring):
         """Set up edges besides those of the ring; every rank calls it with the same ones."""
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
-        """As `ring_all_gather`, with the backend's collective where there is one."""
+        """All-gather with the backend's collective if there is one, else as `ring_all_gather`."""
         self.ring_all_gather(whole, boundaries)
 
     def all_reduce(self, tensor: Any) -> None:

@@ -52,7 +52,7 @@ def run_virtual(transport: Transport, job: Job) -> Report:
 
 
 class _VirtualTransport(Transport):
-    """No messages: what a rank needs of the others is in the memory that all share."""
+    """A transport without messages: all ranks share the memory that holds what they would exchange."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.name = rank, size, "virtual"

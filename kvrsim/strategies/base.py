@@ -218,7 +218,7 @@ class Step:
 
     @property
     def held_prefix(self) -> Array:
-        """Of them, those that a rank has without the others."""
+        """The part of those tokens that a rank has without the other ranks."""
         return self.cached * (self.costs.setting.prefix.share or 1.0)
 
     @property

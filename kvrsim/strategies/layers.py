@@ -22,7 +22,7 @@ from kvrsim.strategies.single import layer as one_gpu
 
 
 def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
-    """What a rank does in a layer; in a group of GPUs, with their all-reduces.
+    """Yield the operations of a rank in a layer, with the all-reduces of its GPUs where it is a group.
 
     Nothing overlaps an all-reduce, so all stand at the end of the layer.
     """
@@ -54,7 +54,7 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
 
 
 def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
-    """What a rank loads of the cached prefix for a layer; None: nothing. A state is the first rank's."""
+    """Return what a rank loads of a layer's cached prefix, None if nothing; only the first rank loads a state."""
     costs = step.costs
     if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage has its own layers'
         return None
@@ -83,7 +83,7 @@ def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, rank
 
 
 def _experts(step: Step, rank: int) -> Iterator[Op]:
-    """Where experts lie on other ranks: tokens to their experts, the experts, their results back."""
+    """Operations of experts on other ranks: send tokens, compute the experts, return the results."""
     routed, ranks = step.costs.experts, step.num_ranks
     if routed is None or routed.exchange == "none":
         return
@@ -117,7 +117,7 @@ def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
 
 
 def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | None:
-    """Where the cached prefix must lie for the strategy; None: it may lie there."""
+    """The placement of the cached prefix that the strategy requires; None if it accepts this placement."""
     if placement.place == "sharded" and strategy.pipeline is not None:
         return "a prefix that lies on the stages of its layers, not sharded by tokens"
     if placement.place == "sharded" and strategy.group_size is None:

@@ -54,7 +54,7 @@ def context_ranks(strategy: Strategy) -> int:
 
 
 def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
-    """Tokens of a rank: its chunk or, in a pipeline, of all pieces or its share of them."""
+    """Tokens of a rank: its chunk or, in a pipeline, all pieces or its share of each."""
     if strategy.pipeline is None:
         return partition[rank]
     context = context_ranks(strategy)

@@ -44,7 +44,7 @@ class SavedAnswer:
 
     @classmethod
     def of(cls, name: str, data: JsonObject) -> SavedAnswer:
-        """From the object that `--json` prints; of a launch (`--emit`) its plan."""
+        """Read the object that `--json` prints; a launch (`--emit`) contains its plan."""
         data = data.child("plan") if data.has("plan") else data
         question = data.child("question")
         if data.has("strategy"):  # a simulation
@@ -119,7 +119,7 @@ def bests(answers: Sequence[SavedAnswer], *, drawn: bool = False) -> Table:
 
 
 def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table:
-    """The TTFT of each strategy in each answer, and its ratio to that in the first; most: of each answer's first."""
+    """TTFT of each answer's first `most` strategies, and its ratio to that in the first answer."""
     rows = _by_answer("strategy", answers, number=True)
     every = [{one.strategy: one for one in answer.strategies} for answer in answers]
     for name in dict.fromkeys(name for named in every for name in [*named][:most]):
@@ -135,7 +135,7 @@ def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table
 
 
 def limits(answers: Sequence[SavedAnswer]) -> Table:
-    """Where the time of the best strategies goes: seconds on the critical path, and their share."""
+    """Table of the best strategies' time: seconds on the critical path, and their share."""
     rows = _by_answer("critical path", answers, number=True)
     for label in dict.fromkeys(label for one in answers for label in one.limits):
         rows.add_row(label, *(_limit(one, label) for one in answers))

@@ -83,7 +83,7 @@ def summary(plan: Plan) -> Summary:
 
 
 def answer(plan: Plan) -> str:
-    """In one line."""
+    """Summary of the plan in one line."""
     best = plan.first
     if not plan.feasible:
         return f"No strategy fits in memory; {best.strategy} would take {format_seconds(best.ttft_s)}"
@@ -114,7 +114,7 @@ def _ranked(plan: Plan) -> list[StrategyResult]:
 
 
 def plan_page(plan: Plan) -> Page:
-    """Of a plan that has the timelines of all its strategies."""
+    """Page of a plan that has the timelines of all its strategies."""
     shown = [
         LabelledTimeline(
             name=one.strategy, title=f"{one.strategy}, TTFT {format_seconds(one.ttft_s)}: {one.title}", timeline=found

@@ -53,13 +53,13 @@ def summary(result: SimResult) -> Summary:
 
 
 def answer(result: SimResult) -> str:
-    """In one line."""
+    """Summary of the simulation in one line."""
     missed = "" if result.fits else ", but does not fit in memory"
     return f"{result.strategy}: first token after {format_seconds(result.ttft_s)}{missed}"
 
 
 def _title(result: SimResult) -> str:
-    """Of the strategy, where it can be found again; empty where a file had it that is no longer there."""
+    """Title of the strategy; empty if it came from a file that no longer exists."""
     try:
         return get_strategy(str(result.question.to_dict().get("strategy", result.strategy))).title
     except InputError:
@@ -67,7 +67,7 @@ def _title(result: SimResult) -> str:
 
 
 def simulation_page(result: SimResult, title: str) -> Page:
-    """Of a simulation that has a timeline; title: what its lanes show."""
+    """Page of a simulation with a timeline; `title` describes the timeline's lanes."""
     assert result.timeline is not None, "the page shows a timeline"
     listed = ranks_table(result)
     shown = [LabelledTimeline(name=result.strategy, title=title, timeline=result.timeline)]

@@ -25,11 +25,11 @@ class Colour:
     dark: str
 
     def on(self, ground: Ground) -> str:
-        """For this ground."""
+        """The colour for this background."""
         return self.light if ground == "light" else self.dark
 
     def mixed(self, other: Colour, share: float) -> Colour:
-        """With `share` of another, from 0 to 1."""
+        """This colour mixed with `share` (0 to 1) of another."""
         return Colour(_mixed(self.light, other.light, share), _mixed(self.dark, other.dark, share))
 
 
@@ -134,7 +134,7 @@ def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
 
 
 def _share(size: int) -> float:
-    """Of the outer strategy's colour in a hybrid with groups of this size."""
+    """Share of the outer strategy's colour in a hybrid with groups of this size."""
     return min(0.8, 0.15 + 0.15 * log2(max(size, 1)))
 
 
@@ -163,7 +163,7 @@ def variable(group: str, name: str) -> str:
 
 
 def variable_of(kind: str, op: str) -> str:
-    """Of a span: `kind` and `op` as of kvrsim.results.timeline.Span; WAITING: the rank waits."""
+    """CSS variable of a span's colour; `kind` and `op` are those of Span, WAITING is a rank's wait."""
     operation = operation_of(kind, op)
     return next(variable("op", name) for name, one in OPERATIONS.items() if one is operation)
 

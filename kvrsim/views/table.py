@@ -103,7 +103,7 @@ def narrowing(table: Table, *optional: str) -> Table:
 
 
 def interval_title(coverage: float | None) -> str:
-    """Of a column of prediction intervals; "80 %" where 70 to 90 % of held-out TTFTs were inside.
+    """Column title of prediction intervals: "80 %" if they held 70 to 90 % of the held-out TTFTs.
 
     coverage: the share that was; None: nobody checked it.
     """

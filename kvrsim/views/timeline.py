@@ -99,7 +99,7 @@ def _with_keys(words: str) -> Iterator[str]:
 def _columns(
     spans: Sequence[tuple[Span, str]], tick_s: float, kinds: dict[tuple[Any, ...], int]
 ) -> dict[str, list[int]]:
-    """Of one lane."""
+    """Columns of one lane."""
     found: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
     clock = 0
     for span, basis in sorted(spans, key=lambda pair: pair[0].start_s):
@@ -114,7 +114,7 @@ def _columns(
 
 
 def _first_tokens_s(timeline: Timeline) -> list[float]:
-    """Of each request; of one alone, when the last rank is done."""
+    """Seconds of each request's first token; for a single request, when the last rank ends."""
     last = timeline.num_ranks - 1
     ends = (span.end_s for span in timeline.spans if span.rank == last and span.kind != "transfer")
     return [max(ends, default=timeline.end_s)]
@@ -132,7 +132,7 @@ def memory_section(limit: MemoryLimit) -> Section:
 
 
 def memory_data(memory: Mapping[str, Sequence[RankMemory]], limit: MemoryLimit) -> dict[str, Any]:
-    """Of each strategy, ranks that need the same together: first rank, last rank and the bytes of each part."""
+    """Memory of each strategy, by ranks with equal needs: first rank, last rank and the bytes of each part."""
     return {
         "limit": limit.nbytes,
         "limit_words": format_bytes(limit.nbytes),
@@ -150,6 +150,6 @@ def _grouped(ranks: Sequence[RankMemory]) -> Iterator[list[Any]]:
 
 
 def _parts(held: RankMemory) -> list[int]:
-    """In the order of _PARTS; of what is not alive together, the largest."""
+    """Bytes in the order of _PARTS; of parts that are never alive together, only the largest."""
     moment = max(held.scores, held.activations, held.logits)
     return [held.weights, held.kv_cache, held.gathered, moment, held.runtime]

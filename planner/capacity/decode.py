@@ -46,7 +46,7 @@ class KvTransfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """The cache leaves layer by layer while later layers are computed, over all GPUs that hold parts of it."""
+    """The cache leaves layer by layer while later layers are computed, over all GPUs that hold a part."""
 
     model: ModelSpec
     bytes_per_s: float  # of one GPU
@@ -60,7 +60,7 @@ class Transfer:
         return sum(each, np.zeros(len(context_len)))
 
     def after_s(self, context_len: Lengths, ttft_s: Array, gpus: Lengths) -> Array:
-        """From the first token until all of the cache has left a group; gpus: that hold parts of it.
+        """Seconds from the first token until the whole cache has left a group; `gpus` hold its parts.
 
         The first layer's leaves at the earliest when it is computed, the last one's after the first token.
         """

@@ -333,7 +333,7 @@ class FleetRun:
 
     @property
     def horizon_s(self) -> float:
-        """From the first arrival to the last first token."""
+        """Seconds from the first arrival to the last first token."""
         arrival_s = self.workload.arrival_s
         ends = arrival_s + self.ttft_s
         return float(max(ends[np.isfinite(ends)].max(initial=0.0), arrival_s[-1]) - arrival_s[0])

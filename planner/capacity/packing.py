@@ -230,7 +230,7 @@ class StepCosts:
         return new_tokens * (self.least_token_s + attention_s / tokens)
 
     def _spot(self, tokens: int, prefix: int) -> tuple[int, int, float]:
-        """Tokens, the index of the tabulated prefix below, and the weight of the next one."""
+        """Return the tokens, the index of the last tabulated prefix not above, and the next one's weight."""
         low = min(bisect_right(self.prefixes, prefix) - 1, len(self.prefixes) - 2)
         return tokens, low, (prefix - self.prefixes[low]) / (self.prefixes[low + 1] - self.prefixes[low])
 
@@ -259,18 +259,18 @@ class _Tables:
         return [tuple(layer_ops(self.strategy, step, 0)) for step in steps]
 
     def sum_of(self, per_kind: Sequence[Array], counts: npt.NDArray[np.intp]) -> Array:
-        """The sum over the layers of a stage; per_kind: of one layer of each kind."""
+        """The sum over the layers of a stage; `per_kind` holds the value of one layer of each kind."""
         terms = (count * seconds for count, seconds in zip(counts, per_kind, strict=True))
         return np.asarray(sum(terms, 0 * self.tokens))
 
     def device_s(self, counts: npt.NDArray[np.intp], *, first: bool) -> Array:
-        """Of a stage, all but attention; the first one embeds."""
+        """Seconds of a stage without attention; the first stage includes the embedding."""
         ops = [*self.before, *(embedding(self.per_rank, self.tokens, self.cost) if first else ())]
         per_kind = [self._sum(op for op in layer if not _is_per_piece(op)) for layer in self.without_prefix]
         return self._sum(ops) + self.sum_of(per_kind, counts)
 
     def attention_s(self, prefix: float) -> list[Array]:
-        """Of each kind of layer, what runs once per piece."""
+        """Seconds of each kind of layer that each piece adds."""
         return [self._sum(op for op in layer if _is_per_piece(op)) for layer in self._layers(prefix)]
 
     def host_s(self, counts: npt.NDArray[np.intp], num_stages: int) -> float:
@@ -281,7 +281,7 @@ class _Tables:
         return float(layers_s) + before_s + 2 * (num_stages > 1) * self.per_rank.host.message_s
 
     def head_s(self) -> list[float]:
-        """Of the prompts that end in a step, by their number."""
+        """Seconds of the head for the prompts that end in a step, by their number."""
         one = np.ones(1)
         heads = (last(self.per_rank, one, one, self.cost, prompts=number) for number in range(1, _MOST_HEADS + 1))
         return [0.0, *(float(sum(_device_s(op).item() for op in ops)) for ops in heads)]

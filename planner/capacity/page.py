@@ -115,7 +115,7 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
 
 
 def group_table(plan: CapacityPlan) -> Table:
-    """Where prompts go: one row per range of lengths."""
+    """Table of where prompts go: one row per range of lengths."""
     titles = ("new tokens", "groups", "strategy, share of time", "requests")
     rows = Table(columns=[Column(title=title, number=title == "requests") for title in titles])
     for group in plan.first.groups:

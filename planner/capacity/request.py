@@ -65,7 +65,7 @@ class CapacityRequest:
 
     @property
     def decoding(self) -> str:
-        """Where tokens are decoded, in words."""
+        """Describe where tokens are decoded."""
         if self.transfer is None:
             return (
                 "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"

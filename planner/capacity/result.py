@@ -84,7 +84,7 @@ class GroupAnswer:
     requests: int  # served by them
 
     def groups(self) -> str:
-        """In words: "3 × 8 GPUs (tp4+kvr-s)"."""
+        """Describe the groups: "3 × 8 GPUs (tp4+kvr-s)"."""
         named = "" if self.weights == WHOLE else f" ({self.strategy})"
         return f"{self.replicas} × {self.gpus_per_group} GPU{'s' * (self.gpus_per_group > 1)}{named}"
 
@@ -205,7 +205,7 @@ class Infeasible:
 
 
 def groups_of(sizes: Sequence[int]) -> str:
-    """In words: "groups of 1, 2 and 4 GPUs"."""
+    """Describe the sizes: "groups of 1, 2 and 4 GPUs"."""
     *first, last = map(str, sizes)
     listed = f"{', '.join(first)} and {last}" if first else last
     return f"groups of {listed} GPU{'' if listed == '1' else 's'}"

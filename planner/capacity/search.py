@@ -383,7 +383,7 @@ class FleetSearch:
         return [self._design((one,), ()) for one in self.types]
 
     def largest(self) -> list[Fleet]:
-        """For each type of group, a uniform fleet of as many groups as the limits allow."""
+        """The largest uniform fleet of each type of group within the limits."""
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
     def fits(self, designs: Iterable[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
@@ -426,7 +426,7 @@ class FleetSearch:
         return self._cheapest(design, options, cost, allowed)
 
     def least_replicas(self, bucket: Bucket, allowed: int, most: int) -> int | None:
-        """The fewest groups of a bucket with at most `allowed` late requests; None: `most` groups are not enough."""
+        """Return the fewest groups with at most `allowed` late requests; None if `most` groups are too few."""
         if not bucket.requests:
             return 0
         if most < 1:
@@ -515,7 +515,7 @@ class FleetSearch:
         return "queue", f"{reason} ({busy:.3g} GPUs would be busy all the time)"
 
     def _best_types(self) -> list[GroupType]:
-        """Of each group size, the type with the least load and the one with the fastest prompts."""
+        """The type with the least load and the type with the fastest prompts, for each group size."""
         alone_s = {one: self.simulator.ttft_alone_s(one) for one in self.types}
         served = {one: int(np.isfinite(alone_s[one]).sum()) for one in self.types}
 

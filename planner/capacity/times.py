@@ -334,7 +334,7 @@ def _alike(tokens: Array) -> Iterable[Lengths]:
 
 
 def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partition:
-    """As many pieces as at the simulated length above."""
+    """Equal pieces, their number that of the next longer simulated length."""
     near = min(int(np.searchsorted(lengths, new_tokens)), len(lengths) - 1)
     return Partition.even(new_tokens, min(new_tokens, int(pieces[near])))
 

@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0])
 
     @property

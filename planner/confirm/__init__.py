@@ -1,1 +1,1 @@
-"""A plan's candidates run on the machine, beside their predictions."""
+"""A plan's candidates run on the machine, next to their predictions."""

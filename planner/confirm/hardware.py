@@ -32,7 +32,7 @@ _UNKNOWN_S = 100.0  # of a prefill without a profile of this machine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reporter:
-    """Where messages and progress go while ranks work."""
+    """Destination of messages and progress while ranks work."""
 
     note: Callable[[str], object] = lambda text: None
     progress: OnProgress | None = None
@@ -40,12 +40,12 @@ class Reporter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """Where and how ranks run."""
+    """The machine that ranks run on, and how they are started."""
 
     config: str  # of the model: a built-in name, a config.json or its folder
     device: str = "cpu"  # or "cuda"
     backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
-    threads: int = 1  # of each rank, on a CPU
+    threads: int = 1  # threads per rank on a CPU
     repeats: int = 5  # measured prefills of each candidate
     warmups: int = 1  # before them
     seed: int = 0  # of weights and prompts

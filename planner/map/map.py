@@ -67,7 +67,7 @@ class Winner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BreakEven:
-    """From which context on a strategy is faster than another, at every longer one of the map."""
+    """The context from which on a strategy is faster than another, in all longer contexts of the map."""
 
     link_bandwidth_bytes_per_s: float
     num_gpus: int
@@ -102,7 +102,7 @@ class StrategyMap(Answer):
 
     @property
     def bandwidths(self) -> tuple[float, ...]:
-        """Of links, rising."""
+        """Bandwidths of the links, in ascending order."""
         return tuple(sorted({point.link_bandwidth_bytes_per_s for point in self.points}))
 
     @property
@@ -128,7 +128,7 @@ class StrategyMap(Answer):
         return self._winner(self.at(context_len, bandwidth, num_gpus))
 
     def nearest(self) -> list[MapPoint]:
-        """For each place where nothing fits, the strategy that needs the least memory."""
+        """The strategy that needs the least memory, for each place where nothing fits."""
         places = (self._exact(place) for place in self._places.values())
         unfit = (place for place in places if not any(point.fits for point in place))
         return [min(place, key=lambda point: point.peak_bytes) for place in unfit]
@@ -168,11 +168,11 @@ class StrategyMap(Answer):
         )
 
     def _exact(self, place: Place) -> list[MapPoint]:
-        """Of the strategies in a place, those whose result is the model's own; one GPU is always among them."""
+        """Strategies of a place whose result equals the model's own; one GPU is always among them."""
         return [point for point in place.values() if point.strategy not in self.approximate]
 
     def break_evens(self) -> Iterator[BreakEven]:
-        """Of every strategy over one GPU; and where the fastest of all gives way to another."""
+        """Break-evens of every strategy against one GPU, and the contexts at which the fastest strategy changes."""
         rows: dict[tuple[float, int], list[Place]] = {}  # the places of each bandwidth and number of GPUs
         for (bandwidth, _, num_gpus), place in self._places.items():
             rows.setdefault((bandwidth, num_gpus), []).append(place)

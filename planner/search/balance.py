@@ -184,7 +184,7 @@ def longest_chunks_within(
     spread: float,
     rounds: int,
 ) -> tuple[Array, Array]:
-    """For each rank the longest chunk that takes it within the limit, and one as little longer as the precision says.
+    """Longest chunk of each rank within the limit, and one that is longer by at most the precision.
 
     All ranks at once: `needed_s(chunks, tried)` says what chunks `tried`, shape (ranks, K, columns), take where the
     others' are `chunks`, shape (ranks, columns); it does not fall with a rank's own. Brackets around the crossings

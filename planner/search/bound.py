@@ -131,7 +131,7 @@ class SendersBetweenWalls:
         return self.chain.work(self.senders, np.ones_like(starts), starts).recv_held_s + np.zeros_like(ends)
 
     def _fills(self, ends: Array) -> Array:
-        """For each rank, the least before its first append, if ends are no earlier than these."""
+        """Least seconds of each rank before its first append, for ends not earlier than these."""
         message_s = self.chain.first_message_s(self.senders, ends)
         hops_s = message_s + self.chain.first_append_s(ends)
         reached_s = self.chain.first_message_ready_s(ends[0] - self.first_start) + np.cumsum(hops_s, axis=0) - hops_s

@@ -203,7 +203,7 @@ class BusSearch:
         return np.asarray(shares * (self.tokens / shares.sum()))
 
     def _within(self, rows: Boundaries, room: int) -> Boundaries:
-        """At most `room` of the rows, spread evenly."""
+        """Return at most `room` of the rows, evenly spaced."""
         if len(rows) <= room:
             return rows
         self.was_limited = True

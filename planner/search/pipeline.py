@@ -90,7 +90,7 @@ def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
     return sum(parts, np.zeros_like(like))
 
 
-PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
+PAGE = 64  # tokens; ends of pieces are multiples, and engines' page sizes divide it
 MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
 _EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
 _REFINED, _POLISHED = 6, 3  # seeds that are refined; and polished
@@ -213,7 +213,7 @@ class _Search:
         self.evaluator, self.rng, self.method = Evaluator(scenario, strategy), np.random.default_rng(0), "pipeline"
 
     def run(self, given: Row | None) -> tuple[Row, float]:
-        """The best row and its TTFT; of the given ends of pieces, with the best layers."""
+        """Return the best row and its TTFT; where `given` fixes the pieces' ends, only their layers are searched."""
         if given is not None:
             rows = self._on_stages(given)
             best = rows[int(self.evaluate(rows).argmin())]
@@ -403,10 +403,10 @@ class _Search:
         return ttft_s
 
     def _thinned(self, rows: Boundaries) -> Boundaries:
-        """So many candidates that a round takes about as long as with few pieces and stages."""
+        """Candidates, thinned until a round takes about as long as with few pieces and stages."""
         most = self._most(rows.shape[1])
         return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]
 
     def _most(self, length: int) -> int:
-        """Candidates of a round; length: of a row."""
+        """Return the most candidates to evaluate in one round; `length` is the number of columns of a row."""
         return int(np.clip(_CELLS // (length * self.num_stages), _LEAST_MOVES, _MOST_MOVES))

@@ -195,7 +195,7 @@ def _common_mixing_s(kinds: list[_Kind], weights: list[float]) -> float:
 
 
 def _kinds(scenario: Scenario, least_piece: int) -> list[_Kind]:
-    """Of all kinds of layers, with the ends of the least first and last piece on the grid."""
+    """All kinds of layers, with the ends of the least first piece and the least last piece on the grid."""
     tokens = scenario.request.new_tokens
     grid = np.unique(np.round([0, *np.geomspace(1.0, tokens, _GRID), least_piece, tokens - least_piece]))
     counts = np.bincount(scenario.share.layer_kind_index)

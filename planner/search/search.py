@@ -66,7 +66,7 @@ def search(
     """Search the best partition.
 
     auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
-    grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of it, in tokens.
+    grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of the stride, in tokens.
     warm_start: the best partition of KVR's chain, for a strategy that is searched from it; None: it is searched first.
     Raises InputError for an unknown method or a stride that leaves no room.
     """

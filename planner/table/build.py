@@ -161,7 +161,7 @@ def _interpolated(
 def _nearest_to_balanced(
     scenario: Scenario, strategy: Strategy, draft: Draft, partitions: list[tuple[int, ...]]
 ) -> Draft:
-    """Of the partitions and their blends with the balanced one, the nearest to that among those as fast as the best."""
+    """The partition (or blend with the balanced one) nearest to balance among those as fast as the best."""
     if draft.num_gpus == 1:
         return draft
     balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
@@ -259,7 +259,7 @@ def _scenarios(
 
 
 def _neighbours(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], tuple[Draft, Draft] | None]:
-    """For each entry the two of the next contexts with as many GPUs, None for the shortest and the longest context."""
+    """The drafts of the next shorter and next longer context for each entry; None at both ends of the table."""
     neighbours: dict[tuple[int, int], tuple[Draft, Draft] | None] = {}
     for _, group in groupby(sorted(drafts), key=lambda key: key[0]):
         keys = list(group)

@@ -191,7 +191,7 @@ def breakdown(
 
 
 def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel) -> dict[Part, Array]:
-    """For each part, the device seconds of each rank."""
+    """Device seconds of each rank, for each part."""
     program, names = weighted_program(scenario, strategy, partition, cost)
     width = len(names) + 1
     totals = np.array([_device_s(program, rank, width) for rank in range(program.num_ranks)])

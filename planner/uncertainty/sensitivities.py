@@ -323,7 +323,7 @@ def run_to_run_log_sd(profile: CalibrationProfile) -> float:
 
 
 def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
-    """By how many doublings in all the scenario lies outside the profile's measured range."""
+    """Total number of doublings by which the scenario lies outside the profile's measured range."""
     sizes = {
         "context_len": scenario.request.context_len,
         "num_gpus": scenario.num_gpus,

@@ -203,7 +203,7 @@ def _groups(result: Mapping[str, Any]) -> list[str]:
 
 
 def _models(result: Mapping[str, Any], left_out: Mapping[str, Sequence[float]]) -> list[str]:
-    """Errors of each model's used rows, with the model in the fit and left out of it."""
+    """Errors of each model's used rows, with the model in the fit and without it."""
     rows = (
         (
             model,
@@ -217,7 +217,7 @@ def _models(result: Mapping[str, Any], left_out: Mapping[str, Sequence[float]]) 
 
 
 def _mean_median(errors: Sequence[float]) -> tuple[str, str]:
-    """Of the absolute values, as text."""
+    """Mean and median of the absolute values, as text."""
     sizes = np.abs(errors)
     return f"{sizes.mean():.1%}", f"{np.median(sizes):.1%}"
 

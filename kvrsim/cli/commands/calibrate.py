@@ -253,7 +253,7 @@ def show_outcome(outcome: Outcome, output: str) -> None:
 
 
 def command() -> str:
-    """As it was typed, without the folders of this machine."""
+    """The command as the user typed it, without folders of this machine."""
     return " ".join(["kvrsim", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
 
 
@@ -337,7 +337,7 @@ def _fit(sources: Mapping[str, str], wanted: FitArgs, argument: str) -> None:
 def write_fit(
     rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Fit, write, and print how well the profile agrees; with --json nothing is printed, the caller does."""
+    """Fit, write, and print how well the profile agrees; with --json only the caller prints."""
     from calibrate.fit.profile import FitChoices, Label, fit_profile
     from calibrate.measure.device import gpu_of, link_of
 

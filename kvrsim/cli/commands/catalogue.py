@@ -172,7 +172,7 @@ def about(name: str) -> dict[str, Any]:
 
 
 def _words(strategy: Strategy) -> Mapping[str, Any]:
-    """What data/strategies.json says; of a hybrid what it says of the strategy between its groups."""
+    """Texts from data/strategies.json; a hybrid takes those of the strategy between its groups."""
     from kvrsim.io.schema import JsonObject
 
     shipped: Mapping[str, Any] = JsonObject.read(_WORDS, "strategies").fields
@@ -364,7 +364,7 @@ def summary(model: ModelSpec) -> dict[str, Any]:
 
 
 def layer_kind(kind: LayerSpec) -> dict[str, Any]:
-    """A kind of layer; of softmax attention also its matrices and its window."""
+    """Describe a kind of layer; softmax attention with its matrices and its window."""
     from kvrsim.model.mixers import Attention
 
     content, mixer = asdict(kind), kind.mixer

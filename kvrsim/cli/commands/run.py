@@ -76,7 +76,7 @@ def run(
 
 
 def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...]]:
-    """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
+    """Build the scenario and its notes as a prediction does; without a profile, use the defaults of a run here."""
     from kvrsim.builder import build_scenario
 
     if args.profile is not None:

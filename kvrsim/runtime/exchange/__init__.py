@@ -72,7 +72,7 @@ class Exchange(CacheListener):
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
-        """Return the tokens of a rank; None: it takes no part. Raises InputError where chunks are not one per rank."""
+        """Return the tokens of a rank, None if it has no part. Raises InputError where chunks are not one per rank."""
         if len(plan.partition.chunk_lens) != size:
             raise InputError("partition", plan.chunks, f"one chunk per rank, of which there are {size}")
         start, end = plan.partition.boundaries[rank : rank + 2]
@@ -96,7 +96,7 @@ class Exchange(CacheListener):
 
     @classmethod
     def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
-        """Return the forward of a rank's part of the model, in its own memory where it is not all of it."""
+        """Return the forward of a rank's part of the model, in memory of its own unless it is the whole model."""
         return forward
 
     @classmethod

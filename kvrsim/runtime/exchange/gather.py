@@ -81,7 +81,7 @@ class Zigzag(OwnAttentionExchange):
 
     @cached_property
     def _others(self) -> Any:
-        """Where the other ranks' pieces arrive; all ranks' in the backend's own all-gather."""
+        """Buffers that receive the other ranks' pieces; the backend's all-gather needs buffers for all ranks."""
         own = self.buffer(self.geometry.linked_layers[0]).data
         rows = self.plan.context_len - (len(own) if self.plan.gather == "ring" else 0)
         return own.new_zeros(rows, own.shape[1])

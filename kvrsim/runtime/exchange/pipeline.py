@@ -185,7 +185,7 @@ class Pipeline(Exchange):
 
 
 def stage_of(plan: RunPlan, geometry: Geometry, rank: int, size: int) -> range:
-    """Return the layers of a rank; where the plan does not say, as even as they can be.
+    """Return the layers of a rank, divided as evenly as possible where the plan does not say.
 
     Raises InputError where the stages are not those of the model.
     """

@@ -21,7 +21,7 @@ class RingAttention(OwnAttentionExchange):
 
     @cached_property
     def _blocks(self) -> list[Any]:
-        """Where others' blocks arrive in turn: one is attended to while the next one arrives."""
+        """Two buffers for others' blocks: attention reads one while the next block arrives in the other."""
         own, size = self.buffer(self.geometry.linked_layers[0]).data, self.transport.size
         longest = max(self.plan.partition.chunk_lens)
         return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
@@ -56,7 +56,7 @@ class RingAttention(OwnAttentionExchange):
         return merged.out.to(query.dtype)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Return which part of a rank's block is seen: from which query on, how many of its keys, and if causally."""
+        """Return the visible part of a rank's block: first query, number of keys, and whether it is causal."""
         return 0, self.plan.partition.chunk_lens[owner] if owner <= self.rank else 0, owner == self.rank
 
 

@@ -47,7 +47,7 @@ class Share:
 
 
 class ShardForward(ModelForward):
-    """The forward over one rank's share of a model; set `sums` before it is called, which all ranks do together."""
+    """The forward over one rank's share of a model; all ranks set `sums` together before the first call."""
 
     sums: TensorParallel
 
@@ -192,7 +192,7 @@ class TensorParallel(Exchange):
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
     ) -> None:
-        """forward: of the whole model, or this rank's share of it."""
+        """`forward` runs the whole model, or this rank's share."""
         if not isinstance(forward, ShardForward):
             forward = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
         super().__init__(forward, transport, plan, clock, memory)
