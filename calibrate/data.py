@@ -301,7 +301,7 @@ class Measurement:
         return self.warmups is not None and self.repeats is not None
 
     def scaled(self, factor: float) -> Measurement:
-        """The same with times multiplied."""
+        """The measurement with its times multiplied."""
         mean_s = None if self.mean_s is None else self.mean_s * factor
         return replace(self, median_s=self.median_s * factor, mean_s=mean_s)
 

@@ -46,7 +46,7 @@ MOST_SEED = 2**32 - 1
 REQUIRED: Any = MISSING  # the default of an argument that must be given
 _Result = TypeVar("_Result")
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
-OnProgress = Callable[[float, float | None, str], object]  # what is done, the total (None: unknown), and of what
+OnProgress = Callable[[float, float | None, str], object]  # work done, the total (None: unknown), and a text
 
 
 # Checks
@@ -506,7 +506,7 @@ class MeasuredArgs(ScenarioArgs):
     gpus: Any = option("N", "Number of ranks.", "Question", whole, 2)
 
 
-OF_REQUESTS = {  # what each request of a workload has itself, rather than the scenario of a fleet
+OF_REQUESTS = {  # properties of each request of a workload, not of a fleet's scenario
     **{"ctx": 1, "gpus": 1, "batch": 1, "cached_prefix": 0, "prefix_placement": "all"},
     **{"expert_parallel": False, "expert_imbalance": None},
 }

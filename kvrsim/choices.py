@@ -11,7 +11,7 @@ Attention = Literal["eager", "sdpa", "flash"]  # kernels that the runtime measur
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # of one element
-DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache alike; of a request fp8: the products of layers
+DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache; with fp8 only products of layers are in FP8
 
 PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where a cached prefix's K and V lie
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)

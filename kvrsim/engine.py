@@ -18,11 +18,11 @@ from typing import Annotated
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
 
-PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
+PRIOR_ENGINE = "serving"  # the prior that all measured engines share
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
 DEVIATES_OF_80_PERCENT = 1.2816  # standard deviations of a normal to the end of its central 80 % interval
-SHORT_TOKENS = 512  # of all prompts of a batch; below, most of the time may be what the engine adds
+SHORT_TOKENS = 512  # tokens of a whole batch; below this the engine's overhead may be most of the time
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
 
 # Quantities of an engine that have a spread, in the order of tables.
@@ -43,7 +43,7 @@ class EngineFit:
     median_ape: RelativeError
     left_out_mape: RelativeError  # the same on rows that were left out of the fit
     left_out_median_ape: RelativeError
-    left_out: str  # what was left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
+    left_out: str  # the unit left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
     # By what was left out: log(predicted / measured) that a tenth of the rows exceeds, and log(measured / predicted);
     # empty: log_sd alone. "short": of prompts below SHORT_TOKENS.
@@ -178,7 +178,7 @@ class HostRates:
     request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
     token_s: NonNegative = 0.0  # more per token of the request, such as for a tokeniser; the device waits
     step_s: NonNegative = 0.0  # before each pass through the layers: of a chunked prefill, each piece on each stage
-    prepare_s: NonNegative | None = None  # of the host, in each pass; None: not measured, as long as step_s
+    prepare_s: NonNegative | None = None  # host time per pass; None: not measured, taken as step_s
     message_s: NonNegative = 0.0  # to issue one send or one receive
     kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
     launch_s: NonNegative = 0.0  # that each of these kernels takes longer on the device, whatever it computes

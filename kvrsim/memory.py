@@ -35,8 +35,8 @@ class RankMemory:
     """Peak bytes of one rank, by what they are for."""
 
     weights: int
-    kv_cache: int  # of all layers, every token that the rank holds K and V of
-    gathered: int  # of one layer: messages before they are copied into the cache, and K, V that it does not keep
+    kv_cache: int  # of all layers, for every token whose K and V the rank holds
+    gathered: int  # of one layer: messages not yet copied into the cache, and K and V that are not kept
     activations: int  # residual stream, and Q, K, V with a ring's results or the MLP's widest tensors, one layer
     scores: int  # eager attention's score matrix in all its copies, all heads; flash has none
     logits: int

@@ -21,7 +21,7 @@ from kvrsim.units import parse_seconds
 DWELL_S = 0.01
 MOST_SLOWER = 1000.0  # times; beyond it, a link or GPU is broken rather than slow
 LEAST_DWELL_S, MOST_DWELL_S = 1e-4, 1e6
-MOST_SHARE = 0.999  # of a link: the rest has to pass
+MOST_SHARE = 0.999  # of a link's bandwidth: messages need the rest
 LinkShare = Annotated[float, Range(least=0.0, most=MOST_SHARE)]
 Slowdown = Annotated[float, Range(least=0.0, most=MOST_SLOWER)]
 Dwell = Annotated[float, Range(least=LEAST_DWELL_S, most=MOST_DWELL_S)]

@@ -38,9 +38,9 @@ class Compute:
     device_s: Array  # seconds of device time, shape (B,)
     host_s: float = 0.0  # seconds that the host needs to issue it
     kv_bytes: Array | None = None  # K, V of the layer that the rank holds from then on, shape (B,); None: as before
-    score_elements: Array | None = None  # of the score matrix that an eager kernel makes, shape (B,); None: it has none
+    score_elements: Array | None = None  # of an eager kernel's score matrix, shape (B,); None without such a matrix
     query_blocks: Array | None = None  # calls that a chunk's attention is issued in, shape (B,); None: one
-    kind: WorkKind = "other"  # what a picture colours it as
+    kind: WorkKind = "other"  # decides the colour in a picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +65,8 @@ class Recv:
 
     src: int
     host_s: float = 0.0
-    rendezvous: bool = False  # as of the Send that it matches
-    payload: Payload = "KV"  # as of the Send that it matches
+    rendezvous: bool = False  # equals that of the matching Send
+    payload: Payload = "KV"  # equals that of the matching Send
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class RingPass:
     nbytes: Array  # of the piece held in each round but the last, shape (p - 1, B)
     host_s: tuple[float, ...]  # of each round
     overlaps: bool = True  # the work overlaps the message; else it follows it
-    message_share: float = 0.0  # of the work's rate, lost until the piece has left and the next is there
+    message_share: float = 0.0  # share of the work's rate that is lost while a piece is in flight
     score_elements: Array | None = None  # of the largest round, as of Compute
     kind: WorkKind = "attention"  # of the work
     payload: Payload = "KV"  # of the pieces
@@ -386,7 +386,7 @@ def compute_s(program: Program, rank: int) -> float:
 
 def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[float]:
     """Device time of each rank's own operations, for `ranks` or for all ranks."""
-    known: dict[int, float] = {}  # by block: ranks may share them
+    known: dict[int, float] = {}  # by block, because ranks may share blocks
 
     def block_s(ops: tuple[Op, ...]) -> float:
         if id(ops) not in known:

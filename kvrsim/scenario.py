@@ -145,11 +145,11 @@ class Scenario:
     request: Request
     profile: CalibrationProfile | None
     kernel: str  # attention kernel, one of KERNELS
-    layout: Layout | None = None  # of all GPUs; None: no strategy has seen the scenario yet
+    layout: Layout | None = None  # of all GPUs; None before a strategy is applied
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
     gather: Group | None = None  # ranks whose tokens are gathered for the experts that they share
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
-    engine: Engine | None = None  # what serves the model; None: the kernels, and the host that the profile has
+    engine: Engine | None = None  # what serves the model; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
     expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
     prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
@@ -201,7 +201,7 @@ class Scenario:
         return MemoryLimit(gpu_memory_bytes=self.cluster.gpu.memory_bytes, memory_fraction=self.memory_fraction)
 
     def on_gpus(self, num_gpus: int) -> Scenario:
-        """The same on another number of GPUs."""
+        """The scenario on another number of GPUs."""
         return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
 
     def in_layout(self, layout: Layout) -> Scenario:
@@ -275,7 +275,7 @@ class Scenario:
         return self.expert_placement.layout.exchange == "none"
 
     def without_communication(self) -> Scenario:
-        """The same with free links, nothing to resume from and the prefix on all ranks: the paper's TTFT(p)."""
+        """The scenario of the paper's TTFT(p): free links, and the prefix on all ranks."""
         quiet = self.with_own_links(1e30, latency_s=0.0)
         quiet = replace(quiet, prefix_placement=ON_EVERY_RANK, prefix_access=None)
         if self.group is not None:
@@ -289,7 +289,7 @@ class Scenario:
         return replace(quiet, profile=replace(quiet.profile, links=links)).with_host(host)
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
-        """The same with a path of that bandwidth for every pair; messages hold the streams, or not, as before."""
+        """The scenario with a path of that bandwidth between every pair; whether messages hold streams is unchanged."""
         links = self.cluster.with_topology("switch").with_link(bandwidth_bytes_per_s, latency_s)
         if self.profile is None:
             return replace(self, cluster=links)
@@ -298,7 +298,7 @@ class Scenario:
         return replace(self, cluster=links, profile=profile)
 
     def with_slower_links(self, factor: float) -> Scenario:
-        """The same with links slower by a factor."""
+        """The scenario with links that are slower by a factor."""
         link, network = cached_scale(self.cluster.link, factor), cached_scale(self.cluster.network, factor)
         cluster = replace(self.cluster, link=link, network=network)
         group, gather = (None if one is None else one.slower(factor) for one in (self.group, self.gather))
@@ -312,7 +312,7 @@ class Scenario:
         return NO_HOST if self.profile is None else self.profile.host
 
     def with_host(self, host: HostRates) -> Scenario:
-        """The same with other software."""
+        """The scenario with other software on the host."""
         if self.engine is not None:
             other = replace(self, engine=replace(self.engine, host=host, model_types={}))
         else:

@@ -11,7 +11,7 @@ _MARKDOWN = re.compile(r"([\\`*\[\]|])")
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character spelled out, such as \x1b: a terminal obeys none of them."""
+    r"""The text with every control character escaped, such as \x1b, so that no terminal obeys it."""
     return _CONTROLS.sub(lambda found: _spelled(found[0]), text)
 
 

@@ -175,7 +175,7 @@ def format_bandwidth(bytes_per_s: float) -> str:
 
 
 def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
-    """A dataclass with every time multiplied and every rate divided by a factor; with `only_rates` times stay.
+    """Multiply every time of a dataclass and divide every rate by a factor; `only_rates` leaves times unchanged.
 
     Fields that end in `_s` or `seconds` are times, those that end in `_per_s` rates; a field whose name has no unit
     may have one in its metadata. What is inside tuples, mappings and other dataclasses is scaled, too;
@@ -239,12 +239,12 @@ def parse_counts(text: str, argument: str) -> tuple[int, ...]:
 
 
 def lengths_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ...]:
-    """The same of a text, or of several numbers and texts; at least one."""
+    """Lengths in a text, or in several numbers and texts; at least one."""
     return parse_lengths(values if isinstance(values, str) else _joined(values, argument), argument)
 
 
 def counts_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ...]:
-    """The same of a text, or of several numbers and texts; at least one."""
+    """Counts in a text, or in several numbers and texts; at least one."""
     return parse_counts(values if isinstance(values, str) else _joined(values, argument), argument)
 
 

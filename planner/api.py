@@ -281,7 +281,7 @@ def build_predictor(
 def map_strategies(
     args: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None
 ) -> kvrsim.StrategyMap:
-    """Find which strategy on how many GPUs is the fastest, and from which context on each is faster than one GPU.
+    """Find the fastest strategy per number of GPUs, and the context from which each is faster than one GPU.
 
     One GPU is always compared.
 

@@ -176,7 +176,7 @@ def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...
 
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
-    """How the ranks of each strategy attend to a cached prefix that lies on some of them, or on none."""
+    """How each strategy's ranks attend to a cached prefix that only some of them have, or none."""
     meanings = {
         "whole": "each rank loads all that it needs",
         "pass-kv": "its shares go to all ranks",

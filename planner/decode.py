@@ -23,7 +23,7 @@ _Result = TypeVar("_Result", Plan, SimResult)
 
 
 def with_users(result: _Result, scenario: Scenario, asked: UsersArgs) -> _Result:
-    """The same result with the mean TTFT of closed-loop users; as it is without users.
+    """The result with the mean TTFT of closed-loop users; unchanged without users.
 
     Raises InputError where a prefill has several sequences: users send one prompt each.
     """

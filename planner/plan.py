@@ -104,7 +104,7 @@ def make_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The candidates of a plan, in the order asked for, and what follows from comparing them."""
+    """The candidates of a plan in the user's order, and results of comparing them."""
 
     scenario: Scenario
     candidates: tuple[Candidate, ...]
@@ -219,7 +219,7 @@ class Ranking:
 
     @cached_property
     def _kvr(self) -> Candidate:
-        """KVR-S; where it is not compared, with the analytical partition, which one evaluation gives."""
+        """KVR-S; if it is not among the candidates, its analytical partition, which costs one evaluation."""
         compared = {one.strategy.name: one for one in self.candidates}
         return compared.get(KVR_S.name) or Search(method="analytical").candidate(self.scenario, KVR_S)
 

@@ -96,7 +96,7 @@ def run_simulation(
 
 
 def _reports(one: Candidate, compute_s: Sequence[float], finish_s: Sequence[float]) -> Iterator[RankReport]:
-    """One report per GPU; compute_s, finish_s: of each rank."""
+    """One report per GPU; compute_s and finish_s have one value per rank."""
     for gpu in range(one.per_rank.num_gpus):
         rank = gpu // one.per_rank.gpus_per_rank
         yield RankReport(

@@ -194,7 +194,7 @@ def _speedups(predictions: Predictions) -> list[str]:
 
 
 def series(plan: Plan) -> dict[str, float]:
-    """Return the TTFTs of a plan: of the strategies, then TTFT(p) and the closed form TTFT*(p)."""
+    """Return a plan's TTFTs: its strategies, then TTFT(p) and the closed form TTFT*(p)."""
     by_name = {result.strategy: result.ttft_s for result in plan.strategies}
     bounds = (plan.bounds.ttft_no_comm_s, plan.bounds.ttft_star_s)
     return {name: by_name[name] for name in STRATEGIES} | dict(zip(_BOUNDS, bounds, strict=True))

@@ -27,7 +27,7 @@ HOPPER, BLACKWELL = 9, 10
 
 
 class Anything:
-    """Whatever a stand-in is asked for."""
+    """An object that has every attribute and accepts every call, for stand-in modules."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

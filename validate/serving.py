@@ -331,7 +331,7 @@ def unexplained(bare: Sequence[ServingError], least: int = 1) -> Array:
 
 
 def both_sides(off: Array) -> float:
-    """Log standard deviation by which four of five rows lie inside; of a few rows, by a small-sample estimate."""
+    """Log standard deviation within which four of five rows lie; a small-sample estimate for a few rows."""
     if len(off) >= _MANY:
         return float(np.quantile(np.abs(off), 0.8) / DEVIATES_OF_80_PERCENT)
     return left_out_log_sd(np.exp(off), np.ones_like(off))

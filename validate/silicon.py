@@ -217,7 +217,7 @@ def _weights(settings: Settings) -> Array:
 
 
 def left_out(settings: Settings, split: str) -> Array:
-    """Predictions of each setting by a fit without its model, GPU or version; of "engine", by the others' mean."""
+    """Predictions for each setting, fitted without its model, GPU or version; for "engine", by the others' mean."""
     groups, seconds = settings.group(split), np.zeros(len(settings))
     for group in np.unique(groups):
         own = groups == group
@@ -475,7 +475,7 @@ _LEAST_SHORT = (0.3, 0.7)  # width below 512 tokens without prefills that say it
 
 
 def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
-    """The width below 512 tokens, which no setting has: of the prefills of other sources."""
+    """Width below 512 tokens, where no setting lies, from prefills of other sources."""
     logs = np.array([math.log(one.ttft_s / one.measured_s) for one in others if one.tokens < SHORT_TOKENS])
     shorter, longer = widths_of(logs) if len(logs) else _LEAST_SHORT
     return max(shorter, _LEAST_SHORT[0]), max(longer, _LEAST_SHORT[1])

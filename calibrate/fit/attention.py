@@ -212,7 +212,7 @@ class AttentionFit(Fit[Rates]):
         return self.fitted(self.every)
 
     def fitted(self, some: Some) -> Rates:
-        """Robust least squares of the logarithms; in turn with factors by size."""
+        """Robust least squares of the logarithms, alternating with factors by size."""
         rows, rates = self.data.take(some), super().fitted(some)
         if self.peak is None:
             return rates
@@ -297,7 +297,7 @@ def fit_flash(
     held_out: HeldOut | None = None,
     narrow: Sequence[Measurement] = (),
 ) -> Fitted[FlashRates]:
-    """Constants of one of PRESETS (None: of the best-fitting one) from calls of one sequence with this head_dim.
+    """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with this head_dim.
 
     narrow: calls with narrower heads, which tell how long softmax takes. Calls of one query behind a prefix are not
     fitted but compared by their keys: a piece of a prefill costs no less than one query does.
@@ -358,7 +358,7 @@ def _check_held_out(rates: FlashRates, held_out: HeldOut, head_dim: int) -> list
 
 
 def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fitted[FlashRates]:
-    """The same rates with softmax_s, which only heads narrower than those of the fit see; no rows: as they are.
+    """The rates with softmax_s, which only heads narrower than the fit's use; unchanged without rows.
 
     One more check: the narrow calls, whole chunk sizes left out. Softmax takes no longer than the products of the
     fit's heads, and matters from half of that on.

@@ -148,7 +148,7 @@ def _dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
 
 
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
-    """How far other engines are: of a type the root mean square of their medians of log(their seconds / these).
+    """Spread over other engines: per type, the root mean square of their medians of log(their seconds / these).
 
     Of at least _LONG tokens; the median over types, as one engine may have one type badly. None without others.
     """

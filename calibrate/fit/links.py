@@ -68,7 +68,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 
 
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
-    """GatherRates from the all-gathers inside a node, its rates at most the datasheet's; of the fastest kernel.
+    """Fit GatherRates to the fastest kernel's all-gathers inside a node, with rates at most the datasheet's.
 
     `cross_validated` holds sizes out, a tenth at a time; a check holds counts of ranks out.
     """

@@ -411,7 +411,7 @@ class _OperationFits:
         self.used: list[Measurement] = []
 
     def use(self, rows: list[Measurement]) -> list[Measurement]:
-        """The same rows, as used from now on."""
+        """Mark the rows as used, and return them."""
         self.used += rows
         return rows
 

@@ -112,7 +112,7 @@ def _compare(label: str, rows: RecurrenceRows, rates: ScanRates | ConvolutionRat
 
 
 def _against(scans: RecurrenceRows, other: RecurrenceRows) -> list[Comparison]:
-    """The same long scans in another table: measured there, and in place of predicted measured here."""
+    """The long scans of both tables: measured there, and measured here in place of the prediction."""
     usable = (other.tokens >= SCAN_CHUNK[other.kind]) & (other.batch == 1) & other.is_scan
     theirs = _by_shape(other.take(usable))
     both = [(seconds, theirs[shape]) for shape, seconds in _by_shape(scans).items() if shape in theirs]

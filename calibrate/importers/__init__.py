@@ -28,7 +28,7 @@ _MAX_SHOWN = 6
 
 
 def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
-    """The measurements of one SOURCE, in its order; at least one.
+    """Read the measurements of one SOURCE, in its order; at least one.
 
     Raises InputError naming `argument` where the source is unknown, cannot be read or has no usable rows.
     """

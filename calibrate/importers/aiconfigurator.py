@@ -268,7 +268,7 @@ class ExpertRows(Columns):
     repeats: Array
 
     def with_seconds(self, seconds: Array) -> ExpertRows:
-        """The same rows with other times."""
+        """The rows with other times."""
         return replace(self, seconds=seconds)
 
     def call(self) -> ExpertsCall:

@@ -233,7 +233,7 @@ class LayerParts:
         return hooked(self.model, self.geometry, clock, parts=names, ends=True)
 
     def times(self, marks: Sequence[Mark]) -> dict[str, float]:
-        """Seconds of a forward pass whose first mark is its start, by what was timed; of layers the mean.
+        """Seconds of each part of a forward pass whose first mark is its start; for layers the mean.
 
         prepare: before the first layer, without the embedding (mask, rotary tables); head: logits; layer: the whole;
         host_prepare and host_layer: the host issuing all before the first layer, and a layer.

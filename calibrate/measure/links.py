@@ -198,7 +198,7 @@ def sizes_to(max_bytes: int) -> list[int]:
 
 
 def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
-    """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two of them.
+    """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two.
 
     Both ways between neighbours; pairs that share no rank; the chain that a prefix takes; the ring of an all-gather.
     """

@@ -28,7 +28,7 @@ Flow = tuple[int, int]  # from a rank to another
 
 
 def counts_to(num_ranks: int) -> list[int]:
-    """Two, four, eight and so on, and all of them."""
+    """Powers of two from 2, and `num_ranks`."""
     powers = [2**power for power in range(1, num_ranks.bit_length()) if 2**power < num_ranks]
     return [*powers, num_ranks]
 

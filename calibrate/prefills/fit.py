@@ -303,7 +303,7 @@ class EngineTerms:
 
 
 def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
-    """The profile with the clock's share from these values; at most 1."""
+    """The profile with the clock's share from these values, at most 1."""
     kernels = profile.kernels
     if kernels.clock is None or SUSTAINED_SHARE not in values:
         return profile

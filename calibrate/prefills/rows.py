@@ -59,7 +59,7 @@ class PrefillRow:
     likely_model: str | None = None  # built-in model that the name in a benchmark's output seems to mean
 
     def filled(self, defaults: PrefillDefaults) -> PrefillRow:
-        """The same row with what it does not say from the defaults; InputError where both are silent."""
+        """The row with missing values from the defaults. Raises InputError for values that both lack."""
         missing = {name: getattr(defaults, name) for name in COLUMNS[:-1] if getattr(self, name) is None}
         row = replace(self, **missing)
         row = row if row.model else replace(row, model=row.likely_model)
@@ -133,7 +133,7 @@ class Output:
 
 
 def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: str, model: str | None = None) -> None:
-    """One row a prompt length, the median of its requests; of very many lengths one a group of neighbours."""
+    """Add one row per prompt length, the median of its requests; many lengths are grouped with neighbours."""
     ordered = sorted(requests)
     lengths = sorted({length for length, _ in ordered})
     if len(lengths) <= MOST_LENGTHS:
@@ -362,7 +362,7 @@ _RAW = "perf_analyzer's raw records"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRows:
-    """All rows of all files, and what has to be said of them."""
+    """All rows of all files, with notes about them."""
 
     rows: tuple[PrefillRow, ...]
     notes: tuple[str, ...]
@@ -432,7 +432,7 @@ def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
 
 
 def _prefill_s(row: CsvRow, context_len: int | None) -> float:
-    """The row's TTFT; of several users, one prefill from their mean TTFT."""
+    """The row's TTFT; with several users, the time of one prefill derived from their mean TTFT."""
     mean_s = row.number("ttft_s")
     users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
     if users == 1:

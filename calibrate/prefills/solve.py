@@ -193,7 +193,7 @@ class _Problem:
         return np.clip(-np.linalg.solve(bend + damping * np.diag(np.diag(bend)), slope), -_MOST_MOVE, _MOST_MOVE)
 
     def refit(self, point: Array, errors: Array, slopes: Array, rows: NDArray[np.bool_], noise: float) -> Array:
-        """The most probable point for some of the rows, from that for all of them."""
+        """The most probable point for some of the rows, starting at the point for all rows."""
         now, at = point, errors
         for _ in range(3):
             move = self.step(now, at, slopes, rows, noise)

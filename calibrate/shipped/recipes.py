@@ -73,7 +73,7 @@ class Recipe:
     def rows(
         self, prefix: str = "", operations: Collection[str] | None = None, key: str = "sources"
     ) -> list[Measurement]:
-        """The rows of all sources whose text begins with `prefix`; of key "compare", tables that are not fitted.
+        """Rows of all sources that begin with `prefix`; the key "compare" holds tables that are not fitted.
 
         operations: those to keep; None: those that the recipe takes from each source. Raises InputError for products
         of vLLM's tables, whose weights are unfilled memory.

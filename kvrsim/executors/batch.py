@@ -218,7 +218,7 @@ class _Rank:
     steps: Sequence[Step | Burst] = ()
     step: int = 0
     num_computes: int = 0
-    loaded_s: Array | float = 0.0  # when the loads so far have left their link
+    loaded_s: Array | float = 0.0  # time at which the loads so far have left their link
 
     def issue(self, host_s: float) -> Array:
         """When the device has come to an operation that the host takes that long to issue."""
@@ -463,7 +463,7 @@ class BatchEvaluator:
         """A ring: step k moves the piece that came k hops to the next rank."""
         edges = _Edges(self.cluster, ranks, 1)
         pieces = self._stack([op.nbytes for op in ops])
-        pieces_s = [  # by step, of the piece that each rank then holds
+        pieces_s = [  # by step: seconds of the piece that each rank then holds
             edges.seconds(lambda path, nbytes: path.gather_step_s(nbytes, len(ranks)), _shifted(pieces, step))
             for step in range(1 if (pieces == pieces[0]).all() else len(ranks) - 1)
         ] * (len(ranks) if (pieces == pieces[0]).all() else 1)

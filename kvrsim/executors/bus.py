@@ -130,7 +130,7 @@ class _Track:
     now: _Later = field(default_factory=_Later)  # since the last wait
     parts: list[_Later] = field(default_factory=list)  # between waits
     missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
-    works: dict[int, Array] = field(default_factory=dict)  # by wait: since the rank came to the wait before it
+    works: dict[int, Array] = field(default_factory=dict)  # by wait: operations since the rank's previous wait
     host_s: float = 0.0
     lags: bool = False  # whether the device may be earlier than the host, which no longer holds after an operation
     receives: bool = False  # whether the last step was to receive a message
@@ -147,7 +147,7 @@ class _Graph:
         self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it comes to
         self.targets: dict[Key, list[_Target]] = defaultdict(list)
         self.counts: dict[Key, int] = defaultdict(int)
-        self.pieces_s: dict[Key, Array] = {}  # of messages of all-gathers: how long each is alone on the bus
+        self.pieces_s: dict[Key, Array] = {}  # of messages of all-gathers: seconds of each alone on the bus
         self.message_share = 0.0  # share of its rate that an operation loses while a ring's message is under way
 
     def take(self, blocks: Iterable[Block]) -> None:
@@ -373,7 +373,7 @@ class _Run:
         self.over_s = np.full((most + 2) * self.size, np.inf)  # by how many waits came before, and place
         self.passed = np.zeros(self.size, dtype=np.intp)  # waits
         self.ready_s = np.zeros(self.size)  # when a rank comes to its wait
-        self.came_s = np.zeros(self.size)  # when it came to the wait before
+        self.came_s = np.zeros(self.size)  # time at which the rank came to its previous wait
         self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
         self._prepare_lanes(graph, np.concatenate([np.zeros_like(least_s[:1]), least_s]))
         notices = {

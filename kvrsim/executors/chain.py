@@ -30,7 +30,7 @@ from kvrsim.strategies.kv_runahead import KVR_S
 from kvrsim.strategies.layers import layer_ops
 
 _INSIDE = 1  # a rank with neighbours on both sides
-_SAME = 1e-13  # of a time, by which two differ through rounding
+_SAME = 1e-13  # relative difference of two times that rounding can cause
 
 
 class Chain:
@@ -177,7 +177,7 @@ class _ChainRun:
             np.maximum(self.clock[rank], self.host_s[rank], out=self.clock[rank])
 
     def _device_leads(self, *, exact: bool) -> Flags:
-        """Whether no rank's host is ever the later one from the receive on: of each partition, or of all at once.
+        """Whether every rank's device is later than its host after the receive: per partition, or one value for all.
 
         Messages only delay the device. exact: partition by partition, if the least of all partitions does not show it.
         """
@@ -212,8 +212,8 @@ class _ChainRun:
     def _after_overlap(self, more: int, *, last_only: bool) -> Array:
         """When ranks have appended that many layers later; every time is convex in their number."""
         layer_s = self.before_s + self.append_s + self.rest_s
-        alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # if nothing is waited for
-        on_s = self.latency_s + self.append_s[1:]  # from the end of a message to that of its append
+        alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # without any wait
+        on_s = self.latency_s + self.append_s[1:]  # from the end of a message to the end of its append
         for rank, link_s in enumerate(self.link_s):
             left_s = np.maximum(alone_s[rank] + link_s, free_s[rank])
             left_s += on_s[rank]

@@ -121,7 +121,7 @@ OnLink = Callable[[int, int, Link], None]  # sender, receiver and their link, wh
 class Meeting:
     """One collective, or one of its rounds, as its ranks arrive."""
 
-    joined: dict[int, simpy.Event]  # by rank: it has come
+    joined: dict[int, simpy.Event]  # by rank: set when the rank has arrived
     pieces: dict[int, simpy.Store]  # by rank: pieces that others have sent to it
 
 
@@ -266,9 +266,9 @@ class RankProcess:
         self.host_s = 0.0
         self.clock_s = 0.0
         self.num_meetings = 0
-        self.loaded_s = 0.0  # when the loads so far have left their link
+        self.loaded_s = 0.0  # time at which all loads so far have left their link
         self.num_computed = 0
-        self.last_left: simpy.Event | None = None  # of the messages that leave in turn, the last one so far
+        self.last_left: simpy.Event | None = None  # the last message so far of those that leave in turn
 
     def run(self) -> Process:
         """All operations of one request in order."""

@@ -14,7 +14,7 @@ from kvrsim.program import Array, Load, Program, Recv, Send
 
 _MOST_KINDS = 16  # layers of the longest period
 _LEAST_REPEATED = 4  # layers, below which a period is not worth a check
-_SAME = 1e-13  # of the time, by which two advances differ through rounding
+_SAME = 1e-13  # relative difference of two advances that rounding can cause
 
 
 def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array | None:

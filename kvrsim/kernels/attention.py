@@ -42,7 +42,7 @@ ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 ATTENTION = Part("attention")
 _LATENT = Part("latent")
 _ROUNDING = 1e-9  # relative
-_WIDEST_EXPANDED = 256  # of a head's key; wider ones are latents
+_WIDEST_EXPANDED = 256  # width of a head's key; wider ones are latents
 _FP32_BYTES = 4
 _NOT_COUNTED = np.full(1, np.nan)
 

@@ -154,7 +154,7 @@ class RooflineCost:
 
     traits: KernelTraits
     bytes_per_s: float  # of device memory
-    flops_per_s: float  # of the request's dtype; under fp8 of half precision, which attention is computed in
+    flops_per_s: float  # of the request's dtype; with fp8 that of half precision, the type of attention
     low_flops_per_s: float  # of products with quantised inputs, where the GPU has such arithmetic
 
     @classmethod

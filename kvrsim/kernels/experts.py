@@ -47,12 +47,12 @@ _ROUTING_KERNELS = 6
 class ExpertsCall:
     """The routed experts of one layer that lie on one GPU."""
 
-    tokens: Array  # of each sequence, that this GPU has before they are routed, any shape
+    tokens: Array  # of each sequence, on this GPU before routing, any shape
     hidden_size: int
     intermediate_size: int  # of this GPU's share of an expert
     gated: bool  # whether an activated gate is multiplied with a second projection
     num_experts: int  # on this GPU
-    num_experts_per_tok: float  # of a token's experts, how many are here; on average
+    num_experts_per_tok: float  # average number of a token's experts that are on this GPU
     compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
     imbalance: float = 1.0  # rows of this GPU over what they are on average
 
@@ -102,7 +102,7 @@ class GroupedRates:
     weight_bytes_per_s: float  # at which the experts' weights are read
     row_bytes_per_s: float  # at which rows are moved: permuted, quantised, activated, summed up
     tile_rows: NonNegative  # of a tile; on average half of the last tile of each expert is empty
-    tile_features: NonNegative  # to sum over that take as long as the start and the end of a tile
+    tile_features: NonNegative  # features to sum over that take as long as the start and the end of a tile
     start_s: NonNegative  # of all kernels
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
@@ -255,7 +255,7 @@ class RoutedExperts:
         return self.cost.call_s(self.call(chunk, together))
 
     def call(self, chunk: Array, together: Array | None = None) -> ExpertsCall:
-        """What one GPU computes: where ranks exchange tokens, of all ranks' chunks (None: of the whole request)."""
+        """The call of one GPU; where ranks exchange tokens, for all ranks' chunks (None: the whole request)."""
         first, *_, back = self.layer.mlp
         placement, per_tok = self.placement, self.layer.num_experts_per_tok
         if self.exchange == "none":

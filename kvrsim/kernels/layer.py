@@ -182,7 +182,7 @@ class LayerCosts:
 
     @property
     def prefix_bytes(self) -> Array:
-        """What attention needs of the cached prefix, shape (1,): of a window, its tail; a state."""
+        """Bytes of the cached prefix that attention needs, shape (1,): a window's tail, or a state."""
         return self.mixer.needed_bytes(np.array([float(self.setting.cached_prefix)]))
 
     @property

@@ -153,7 +153,7 @@ class ScanRates:
     chunk_s: NonNegative  # of a chunk's step: from the state before it to the state behind it
     flops_per_s: float  # of RecurrenceCall.scan_flops, where the cache holds all
     cached_bytes: NonNegative  # of RecurrenceCall.scan_elements that the cache holds
-    bytes_per_s: float  # of what is beyond
+    bytes_per_s: float  # for the elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """Never less for more tokens."""
@@ -171,7 +171,7 @@ class ConvolutionRates:
     start_s: NonNegative
     cached_bytes_per_s: float  # where the cache holds all
     cached_bytes: NonNegative  # that it holds
-    bytes_per_s: float  # of what is beyond
+    bytes_per_s: float  # for the elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """0 where there is no convolution."""

@@ -41,7 +41,7 @@ class SparseCall:
     window: int = 0  # tokens that it attends to besides
     compress_ratio: int = 1  # tokens for which one key stands
     block: int = 1  # tokens that are chosen together
-    index_heads: int = 0  # of the indexer; 0: nothing is scored, as where another layer's choice is taken
+    index_heads: int = 0  # of the indexer; 0 without scores, as where another layer's choice is used
     index_head_dim: int = 0
 
     @property
@@ -143,12 +143,12 @@ class AttendRates:
 
     start_s: NonNegative
     flops_per_s: float  # of QK^T and PV
-    query_keys: NonNegative  # what a query takes whatever its keys, in keys
+    query_keys: NonNegative  # constant time per query, expressed in keys
     full_queries: NonNegative  # that fill the device
     least_heads: NonNegative  # fewer are filled up to as many
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
-        """`width`: of a key and its value together."""
+        """Seconds; `width` is that of a key and its value together."""
         rows = np.maximum(queries, 0.0 if least else self.full_queries) * np.maximum(heads, self.least_heads)
         return self.start_s + rows * (keys + self.query_keys) * (2.0 * width / self.flops_per_s)
 

@@ -16,7 +16,7 @@ class WeightFormat:
 
     compute: str  # type of the product, a key of GEMM_TYPES in kvrsim/kernels/gemm.py
     bits: int  # of a weight
-    scale_bits: int  # of what a group of weights shares: scale and zero point
+    scale_bits: int  # of the scale and the zero point that a group of weights shares
     group_outputs: int | None = 1  # output features that share a scale; None: all
     group_inputs: int | None = None  # input features that share a scale; None: all
 
@@ -35,7 +35,7 @@ class Quantization:
     """What a file, or a request for FP8, says about a model's weights and KV cache."""
 
     method: str  # as the file names it, such as "awq"
-    formats: tuple[WeightFormat, ...]  # of the matrices; none: a method that kvrsim does not know
+    formats: tuple[WeightFormat, ...]  # formats of the matrices; empty for a method that kvrsim does not know
     kv_cache_bits: int | None = None  # of an element of the KV cache; None: as the request's dtype
 
     def describe(self) -> str:

@@ -179,7 +179,7 @@ class LatentAttention(_Mixer):
 
     projections: tuple[
         Gemm, ...
-    ]  # to queries (through their own latent, or not) and to the latent with its rotated key
+    ]  # projections to queries (directly or through a latent), and to the latent with its rotated key
     expand: Gemm  # from the latent to each head's key and value (kv_b_proj)
     output: tuple[Gemm, ...]
     num_attention_heads: int
@@ -283,9 +283,9 @@ class Recurrence(_Mixer):
     kind: RecurrenceKind
     projections: tuple[Gemm, ...]  # the layer's input to queries, keys, values, gates and decays
     output: tuple[Gemm, ...]
-    num_key_heads: int  # of queries and keys; of Mamba-2 its groups
+    num_key_heads: int  # of queries and keys; for Mamba-2 the number of groups
     num_value_heads: int  # each with a state of its own
-    key_head_dim: int  # of Mamba-2 ssm_state_size
+    key_head_dim: int  # width of a key; for Mamba-2 ssm_state_size
     value_head_dim: int
     conv_channels: int  # that pass through a short convolution along the tokens; 0: none
     conv_kernel: int  # tokens of the convolution

@@ -290,7 +290,7 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
 
 
 def _number(entry: Any, data: JsonObject, **limits: int) -> Any:
-    """A number of the table, or of the file by the first of the keys that it has; -1: of all."""
+    """A number given in the table, or read from the file by the first key that it has; -1 means all."""
     if not isinstance(entry, list):
         return entry
     *keys, default = entry
@@ -366,7 +366,7 @@ def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
     if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
         return {}
     layers, named = data.child("quantized_layers"), {}
-    formats: dict[str, WeightFormat | None] = {}  # by what a module's entry says: there are few different ones
+    formats: dict[str, WeightFormat | None] = {}  # one format per distinct entry, as modules have few different entries
     for name, value in layers.fields.items():
         entry = repr(value)
         if entry not in formats:

@@ -46,7 +46,7 @@ from kvrsim.model.mixers import (
 )
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
-TOKENS = 16  # of the prefill that is run
+TOKENS = 16  # tokens of the prefill that the reader runs
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
 REPEATED = "products of less than 0.1 % of the FLOPs that a layer runs several times are counted once"
 SHARED_INDEXERS = "layers with a shared indexer take the choice of the layer before them at no cost"
@@ -596,7 +596,7 @@ class _Reader:
         return self.trace.order[self.trace.weights[_storage(self._weights(layer)[name])]]
 
     def _split(self, place: str, layer: nn.Module, linears: list[str]) -> tuple[Gemm, ...]:
-        """Matrices of MLPs: of each module the last that runs is split by rows, those before it by columns."""
+        """Matrices of MLPs: each module's last product is split by rows, the earlier ones by columns."""
         weights, last = self._weights(layer), dict[str, str]()
         linears = sorted(linears, key=lambda name: not _SERVES_ALL.search(name))
         for name in (one for one in linears if not _SERVES_ALL.search(one)):
@@ -852,7 +852,7 @@ class _Parts:
     module: nn.Module
     layer: nn.Module
     linears: list[str]
-    last: str  # of them to run
+    last: str  # its last matrix in order of execution
 
 
 def _equal(what: str, ours: int, theirs: int) -> None:

@@ -76,7 +76,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]  # one per layer, first layer first
     quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none
     dtype: str | None = None  # of the checkpoint's weights where they are not quantised, as "bf16"; None: not stated
-    approximations: tuple[str, ...] = ()  # what of the model is left out or simplified, one sentence each
+    approximations: tuple[str, ...] = ()  # omitted or simplified parts of the model, one sentence each
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
@@ -109,7 +109,7 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters before the first layer: of tokens, learned positions and a norm."""
+        """Parameters before the first layer: token embeddings, learned positions and a norm."""
         rows = self.vocab_size + self.learned_positions
         return rows * self.hidden_size + self.embedding_norm_parameters
 
@@ -167,7 +167,7 @@ class ModelSpec:
         return self.main_mixer.head_dim
 
     def cached_element_bytes(self, bytes_per_element: int) -> float:
-        """Bytes of an element of the cache: of a quantised cache, as its quantisation says."""
+        """Bytes of an element of the cache; the quantisation decides if the cache is quantised."""
         cache_bits = None if self.quantization is None else self.quantization.kv_cache_bits
         return bytes_per_element if cache_bits is None else cache_bits / 8
 

@@ -179,7 +179,7 @@ class StrategyPrediction(Prediction):
     layers: tuple[int, ...] | None = None  # per stage of a pipeline; None: it is no pipeline
     prefix_access: PrefixAccess | None = None  # how ranks attend to a cached prefix; None: it lies where it is used
     query_blocks: tuple[int, ...] | None = None  # per rank, of the layer that has the most; None: one attention call
-    mean_ttft_s: float | None = None  # of closed-loop users; None: nobody asked
+    mean_ttft_s: float | None = None  # of closed-loop users; None if not requested
 
     def layout_to_dict(self) -> dict[str, Any]:
         """A pipeline's stages, query blocks, and the access to a cached prefix that lies elsewhere, as JSON values."""
@@ -314,7 +314,7 @@ class Bounds:
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched anew over links that cost nothing
     lower_bound_s: float | None  # proven: no KVR partition over these GPUs is faster; None: nothing is proven
     gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or nothing is proven
-    of: str = "kvr"  # what `lower_bound_s` bounds
+    of: str = "kvr"  # the strategy whose TTFT `lower_bound_s` bounds
     best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known
 
 

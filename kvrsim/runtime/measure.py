@@ -190,7 +190,7 @@ def measure(
         if plan.context_len not in references and transport.rank == first_token_rank(plan, transport):
             references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
     watch = Stopwatch(transport, forward, plans, seed)
-    for plan in plans:  # what a plan needs is made before any is timed
+    for plan in plans:  # prepare every plan before any is timed
         watch.prefill(plan)
     ttft_s: list[list[float]] = [[] for _ in plans]
     total = len(plans) * (warmups + repeats)

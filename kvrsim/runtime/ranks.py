@@ -317,7 +317,7 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
             faulthandler.dump_traceback_later(timeout_s + _LATE_S, exit=True, file=log)
             send("result", getattr(worker, method)(**arguments))
             faulthandler.cancel_dump_traceback_later()
-    except BaseException as error:  # whatever it is, the pool must learn of it
+    except BaseException as error:  # the pool must learn of any error
         traceback.print_exc()
         with contextlib.suppress(OSError):
             send("faults", faults_of(error, rank, _layer_of(layers, rank)))

@@ -44,7 +44,7 @@ _IN_HYBRIDS = (
     "zigzag",
     "pp",
     "pp-s",
-)  # of those that `all` stands for; any but single and tp may be asked for
+)  # strategies in the hybrids of `all`; users may name others, except single and tp
 
 
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:

@@ -35,8 +35,8 @@ class Strategy:
     gathers_kv: bool  # every rank has the K and V of the whole context before its attention
     degrees: Degrees = _ALL_RANKS  # what its name says of the layout
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
-    stage_layers: tuple[int, ...] | None = None  # of a pipeline: layers of each stage; None: as even as they can be
-    refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
+    stage_layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: as even as possible
+    refuses: Refusal | None = None  # returns the requirement that a model and number of ranks do not meet, else None
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
     sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
     carries_prefix: bool = False  # its own messages carry shares of the cached prefix where ranks have no more
@@ -114,7 +114,7 @@ class Step:
         return Compute(name="append", device_s=self.costs.mixer.append_s(tokens, prefix), kv_bytes=held, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
-        """The chunk's queries against the prefix and the chunk itself; in blocks, where the strategy has them."""
+        """Attention of the chunk's queries to the prefix and the chunk, in blocks if the strategy has blocks."""
         chunk = self.chunks[rank]
         if self.query_blocks == (1,):
             return self._attention("attention", chunk, prefix)

@@ -108,7 +108,7 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
 
 
 def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
-    """Sum what the GPUs of the rank's group have of the mixer's output and the MLP's; at once if parallel."""
+    """Sum the mixer's and the MLP's outputs over the group's GPUs; with one all-reduce if they run in parallel."""
     group = step.costs.setting.group
     if group is not None:
         for _ in range(step.costs.num_sums):

@@ -68,7 +68,7 @@ def _blocks_s(step: Step, rank: int) -> Array:
 
 
 def striped_layer(step: Step, rank: int) -> Iterator[Op]:
-    """The same with every p-th token on a rank: each round is a causal half, for all ranks alike.
+    """A ring layer with every p-th token on one rank: each round is a causal half, equal for all ranks.
 
     Against the stripe of a later rank a query sees one key less: the first has none and is left out.
     """

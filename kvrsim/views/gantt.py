@@ -226,7 +226,7 @@ def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[st
 
 
 def covered_shares(times_s: Sequence[tuple[float, float]], start_s: float, end_s: float, bins: int) -> Array:
-    """How much of each of `bins` equal time bins some intervals cover, shape (bins,); at most 1 where they overlap."""
+    """Share of each of `bins` equal time bins that intervals cover, shape (bins,); at most 1 where they overlap."""
     edges = np.linspace(start_s, max(end_s, start_s + 1e-12), bins + 1)
     begin_s, until_s = zip(*times_s, strict=True)
     shares: Array = np.diff(_since(begin_s, edges) - _since(until_s, edges)) / np.diff(edges)
@@ -243,7 +243,7 @@ def mean_colours(shares: Mapping[str, Array], ground: str) -> Array:
 
 
 def _since(moments_s: Sequence[float], edges_s: Array) -> Array:
-    """Seconds since each of some moments, where they have passed, summed; at each edge."""
+    """Sum over past moments of the seconds since each, at each edge."""
     ordered = np.sort(moments_s)
     passed = np.searchsorted(ordered, edges_s)
     since: Array = passed * edges_s - np.concatenate([[0.0], np.cumsum(ordered)])[passed]

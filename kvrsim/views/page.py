@@ -361,7 +361,7 @@ class Summary:
     notes: Sequence[str] = ()
 
     def to_html(self) -> str:
-        """Markup, escaped and small: the answer first; of many rows the first ones."""
+        """Escaped and compact markup, the answer first; a long table shows only its first rows."""
         shown, left = self.rows[:_MOST_ROWS], len(self.rows) - _MOST_ROWS
         more = [f"{left} more rows: to_frame() has all."] if left > 0 else []
         listed = table(self.columns, shown, caption=self.caption, sortable=False)

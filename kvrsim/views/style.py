@@ -35,7 +35,7 @@ class Colour:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """How a kind of operation is shown: its label in a legend, and its colour."""
+    """Style of a kind of operation: its label in a legend, and its colour."""
 
     label: str
     colour: Colour
@@ -114,7 +114,7 @@ def strategy_colour(name: str) -> Colour:
 
 
 def operation_of(kind: str, op: str) -> Operation:
-    """How a span is shown: `kind` and `op` as of kvrsim.results.timeline.Span."""
+    """Style of a span; `kind` and `op` are those of kvrsim.results.timeline.Span."""
     if kind == "wait" and op != "collective":
         return OPERATIONS["waiting"]
     return OPERATIONS["embedding" if op == "head" else op]

@@ -78,7 +78,7 @@ class Table:
         return [tuple(cell.shown if isinstance(cell, Cell) else cell for cell in row) for row in self.rows]
 
     def without(self, rank: int) -> Table:
-        """The same without the columns of a rank."""
+        """The table without the columns of a rank."""
         kept = [place for place, column in enumerate(self.columns) if column.rank != rank]
         rows = [tuple(row[place] for place in kept) for row in self.rows]
         return replace(self, columns=[self.columns[place] for place in kept], rows=rows)

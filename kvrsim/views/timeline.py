@@ -126,7 +126,7 @@ _PARTS = ("weights", "KV cache", "KV in flight", "activations, scores, logits", 
 
 
 def memory_section(limit: MemoryLimit) -> Section:
-    """Memory of the strategies whose timelines are shown."""
+    """Memory of the strategies on the page."""
     lead = f"Peak of each GPU, by what it is for. The dashed line is the {limit.describe()}."
     return Section(title="Memory", lead=lead, body=tag("div", id="memory"))
 

@@ -52,7 +52,7 @@ class Group:
         return self.type.gpus * self.replicas
 
     def of(self, replicas: int) -> Group:
-        """The same with another number of groups."""
+        """The groups with another count."""
         return replace(self, replicas=replicas)
 
 

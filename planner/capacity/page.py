@@ -198,7 +198,7 @@ def figure(plan: CapacityPlan) -> Figure:
 
 
 def summary(plan: CapacityPlan) -> Summary:
-    """Fleets that meet the target, the answer first; where none does, the nearest miss."""
+    """Fleets that meet the target, the answer first; if none does, the nearest miss."""
     fleets, meanings = fleet_table(plan), plan.assumptions()
     return Summary(
         answer=verdict(plan),
@@ -221,7 +221,7 @@ def page(plan: CapacityPlan) -> Page:
 
 
 def capacity_page(plan: CapacityPlan) -> Page:
-    """The page of a plan; with fleets at other rates if it is `explored`."""
+    """The page of a plan, with fleets at other rates if the plan is `explored`."""
     served = plan.first.unserved < plan.first.requests
     miss = "" if plan.answer else ", the nearest miss"
     point = "Every point is a fleet that was simulated, groups × GPUs."

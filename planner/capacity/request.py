@@ -117,7 +117,7 @@ def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:
 
 
 def _sizes(text: str | None, gpus_per_node: int | None) -> tuple[int, ...]:
-    """GPUs per group; by default powers of two up to 8 or, where there are nodes, up to two of them."""
+    """GPUs per group; by default powers of two up to 8, or up to two nodes where there are nodes."""
     if text is None:
         most = 8 if gpus_per_node is None else min(2 * gpus_per_node, _MOST_GPUS_PER_GROUP)
         return tuple(1 << power for power in range(most.bit_length()))

@@ -142,7 +142,7 @@ class FleetAnswer:
 
     @property
     def total_cost_per_hour(self) -> float | None:
-        """Price of all of them; None: no price was given."""
+        """Price of all fleets together; None if no price was given."""
         if self.cost_per_hour is None:
             return None
         return self.cost_per_hour + ((self.decode.cost_per_hour or 0.0) if self.decode else 0.0)
@@ -248,7 +248,7 @@ class CapacityPlan(Displayed):
 
     @property
     def decode_fleet(self) -> DecodeFleet | None:
-        """The fleet that decodes; None: not asked for, or none meets its target."""
+        """The fleet that decodes; None if not requested, or if none meets its target."""
         return None if self.answer is None else self.answer.decode
 
     @property
@@ -273,7 +273,7 @@ class CapacityPlan(Displayed):
         }
 
     def explored(self) -> CapacityPlan:
-        """The same with fleets at other rates, which the page needs, simulated now."""
+        """The plan with fleets at other rates, which its page needs and which this call simulates."""
         if self.front.explore is None:
             return self
         return replace(self, front=replace(self.front, tried=self.front.explore(), explore=None))

@@ -117,11 +117,11 @@ class FleetSimulator:
         self._buckets: dict[Fleet, Bucket] = {}
 
     def on(self, workloads: Sequence[Workload]) -> FleetSimulator:
-        """The same on other workloads, of which nothing is simulated yet."""
+        """A simulator on other workloads, without results yet."""
         return FleetSimulator(self.request, workloads, self.times)
 
     def faster(self, factor: float) -> FleetSimulator:
-        """The same requests in 1/`factor` of the time, which take as long to serve."""
+        """A simulator of the same requests in 1/`factor` of the time; each takes as long to serve."""
         other = self.on([workload.faster(factor) for workload in self.workloads])
         other._services = self._services
         return other
@@ -171,7 +171,7 @@ class FleetSimulator:
         return np.concatenate([run.ttft_s for run in self.runs(fleet)])
 
     def tried(self, fleet: Fleet, rate: float, percentiles: Sequence[float]) -> TriedFleet:
-        """Simulate a fleet on every workload, which has `rate` times the arrivals that were asked for."""
+        """Simulate a fleet on every workload, at `rate` times the requested arrivals."""
         runs = self.runs(fleet)
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         words = []
@@ -191,7 +191,7 @@ class FleetSimulator:
         )
 
     def answer(self, fleet: Fleet) -> FleetAnswer:
-        """Simulate a fleet on every workload; with its interval where that has to meet the target, too."""
+        """Simulate a fleet on every workload, with its interval if the target applies to the interval."""
         runs, target = self.runs(fleet), self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         interval = self.interval(fleet, runs) if self.request.sure else None
@@ -280,7 +280,7 @@ class FleetSimulator:
         return Growth(serves=most, next=None)
 
     def decoders(self, run: FleetRun) -> DecodeFleet | str | None:
-        """The fleet that decodes what another one prefilled, or why there is none; None: it was not asked for."""
+        """The fleet that decodes what another one prefilled, or why there is none; None if not requested."""
         if self.request.tpot_s is None:
             return None
         sequences = Sequences(
@@ -476,7 +476,7 @@ class FleetSearch:
         return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target_ttft_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
-        """Group sizes whose uniform fleets do not meet the target, and why; of each, the type that serves most."""
+        """Group sizes whose uniform fleets miss the target, and why; for each, the type that serves most."""
         nearest: dict[int, tuple[int, Group]] = {}
         for (group,) in self.largest():
             late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
@@ -577,7 +577,7 @@ class FleetSearch:
         return self._usable(int(cut) for cut in (*by_work, *by_count))
 
     def _finer(self, design: Fleet) -> Iterator[Fleet]:
-        """The same types of groups with nearby cuts."""
+        """The same types of groups at nearby cuts of the lengths."""
         cut = design[0].most_new
         for near in self._usable(int(cut * 2.0**step) for step in _FINER):
             yield self._design([group.type for group in design], (near,))
@@ -608,7 +608,7 @@ def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
 
 
 def front_of(search: FleetSearch, fits: Sequence[Fit]) -> Front:
-    """Fleets around the best designs, with fewer and with more groups; where none meets the target, the largest."""
+    """Fleets around the best designs, with fewer and more groups; the largest ones if none meets the target."""
     simulator, limits = search.simulator, search.limits
     percentiles = tuple(sorted({*map(float, PERCENTILES), simulator.target.percentile}))
     designs = [fit.fleet for fit in fits[: _FINALISTS if simulator.requests <= MANY else _FINALISTS_OF_MANY]]
@@ -626,7 +626,7 @@ def front_of(search: FleetSearch, fits: Sequence[Fit]) -> Front:
                 yield on.tried(fleet, rate, percentiles)
 
     def at_rates() -> Iterator[TriedFleet]:
-        """The same requests replayed faster or slower: as many of them as there is time for."""
+        """Fleets for the requests replayed faster or slower, as many as the time allows."""
         count = len(RATES) * len(designs or search.largest()) * len(_SCALES_AT_RATES)
         most = max(_SIMULATED, simulator.simulated // 2) // count
         first = simulator.workloads[0]

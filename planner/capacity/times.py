@@ -369,7 +369,7 @@ def _whole(shares: Array, tokens: int, step: int) -> Array:
 
 
 def _delayed(program: Program, rank: int, delay_s: float) -> Program:
-    """The same program with one rank that begins later, on host and device."""
+    """The program with one rank that begins later, on host and device."""
     wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
     prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
     return replace(program, prologue=tuple(prologue))

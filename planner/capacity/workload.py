@@ -100,7 +100,7 @@ class Workload:
         return self.select(slice(begin, begin + count))
 
     def faster(self, factor: float) -> Workload:
-        """The same requests in 1/`factor` of the time."""
+        """The requests in 1/`factor` of the time."""
         return replace(self, arrival_s=self.arrival_s / factor)
 
     def scaled(self, factor: float, rng: np.random.Generator) -> Workload:
@@ -435,7 +435,7 @@ def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iter
 
 
 def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
-    """The same of JSON lines."""
+    """Read records from JSON lines."""
     columns = _KINDS[MOONCAKE]
 
     def records() -> Iterator[tuple[int, _Record]]:

@@ -60,7 +60,7 @@ class SearchTask:
     known: Sequence[tuple[float, float]] = ()  # what `measure` has returned so far in an interrupted search
 
     def facts(self) -> dict[str, str]:
-        """Return what determines which prefills the ranks run: it must be the same on all of them."""
+        """Return the facts that determine the ranks' prefills, and so must be equal on all ranks."""
         facts = {name: str(getattr(self.hardware, name)) for name in ("repeats", "seed")}
         chunks = ",".join(map(str, self.seed.chunk_lens))
         facts |= {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}

@@ -76,7 +76,7 @@ def write_traces(confirmation: Confirmation, path: str | Path) -> None:
 
 
 def page(confirmation: Confirmation) -> Page:
-    """Return the interactive page; the plan's choice is shown first."""
+    """Return the interactive page, with the plan's choice first."""
     ordered = _choice_first(confirmation)
     memory = {one.strategy: one.prediction.memory for one in ordered if one.prediction.memory}
     question, limit = confirmation.question, confirmation.memory_limit

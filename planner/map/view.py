@@ -204,7 +204,7 @@ def winners_table(grid: StrategyMap) -> Table:
 
 
 def _cell(grid: StrategyMap, context_len: int, bandwidth: float, num_gpus: int) -> str:
-    """The winner in a place; where nothing fits, what the nearest needs."""
+    """The winner in a place; where nothing fits, the least memory that a strategy needs."""
     winner = grid.winner(context_len, bandwidth, num_gpus)
     if winner is None:
         points = grid.at(context_len, bandwidth, num_gpus).values()

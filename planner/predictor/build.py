@@ -176,7 +176,7 @@ def _sampled(count: int) -> list[int]:
 
 
 def _near_the_best(scenario: Scenario, contending: Sequence[Strategy]) -> list[str]:
-    """Names of the strategies that fit and are about as fast as the fastest of them; none may fit."""
+    """Names of the strategies that fit and are about as fast as the fastest; empty if none fits."""
     feasible = [one for one in (quick_candidate(scenario, strategy) for strategy in contending) if one.fits]
     return [one.strategy.name for one in feasible if one.ttft_s <= _CONTENDS * min(other.ttft_s for other in feasible)]
 

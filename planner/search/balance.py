@@ -21,7 +21,7 @@ _DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swin
 
 @dataclass(frozen=True, slots=True)
 class _Same(Sequence[Array]):
-    """The same array for every rank, so that one rank's program can be built alone."""
+    """One array for every rank, so that one rank's program can be built alone."""
 
     array: Array
     num_ranks: int

@@ -68,7 +68,7 @@ class StallBounds:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Walls for a limit, several columns of them, and what they need up to the last rank's append."""
+    """Walls for several limits, one per column, and their seconds up to the last rank's append."""
 
     chunks: Array  # of all senders but the first, shape (senders - 1, columns)
     ends: Array  # shape (senders, columns)
@@ -178,7 +178,7 @@ def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_st
 def lower_bound_and_plans(
     scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array
 ) -> tuple[float, Array]:
-    """The same, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks), tokens.
+    """The bound, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks).
 
     With them all ranks need about as long, their waits for each other included.
     """
@@ -215,7 +215,7 @@ class _Intervals:
     """Intervals of x and what is proven for each; the last axis of every array is the interval."""
 
     def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
-        """Bound the stalls without a fill first. chunks: of all senders but the first, to start from."""
+        """Bound the stalls without a fill first; `chunks` are the start values of all senders but the first."""
         self.bound, self.least, self.most = bound, least, most
         self.tails, self.last_wall = bound.tails(least, most), bound.chain.total - most
         self.goal = self.above = self.holds = np.full_like(least, bound.ttft_s)

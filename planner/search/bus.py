@@ -215,7 +215,7 @@ class BusSearch:
 
 
 def _spread(first: int, last: int) -> list[int]:
-    """Whole numbers from first to last, or a few of them, closer near the last."""
+    """All whole numbers from first to last, or a few, denser near the last."""
     if last - first < _PLACES:
         return list(range(first, last + 1))
     return sorted({last + 1 - round(float(back)) for back in np.geomspace(1, last - first + 1, _PLACES)})

@@ -127,7 +127,7 @@ def to_grid(ends: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def distinct(boundaries: npt.NDArray[np.int64], stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """The same boundaries, multiples of the stride, moved only as far as needed to be distinct and inside.
+    """Round boundaries to multiples of the stride; move them only as needed to be distinct and inside.
 
     Shape (..., num_ranks - 1).
     """

@@ -114,7 +114,7 @@ def search_pipeline(
     on_progress: OnProgress | None = None,
     allowance: Allowance | None = None,
 ) -> SearchResult:
-    """Search the best pieces and stages; of given `pieces`, the best stages.
+    """Search the best pieces and stages; with `pieces` given, only the best stages.
 
     scenario: as the strategy sees it. stride: tokens that pieces are multiples of, but for what the last one has more;
     least_piece: the fewest tokens per piece, if the context has as many. None: a page, and the GPUs of a group.
@@ -140,7 +140,7 @@ def search_pipeline(
 
 
 def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
-    """Even pieces that fit in memory: 1, 2, 4, ... of them, as long as TTFT falls.
+    """Search even pieces that fit in memory: 1, 2, 4, ... pieces, as long as TTFT falls.
 
     One stage has nothing to fill: its pieces are the steps of chunked prefill, of at most 8192 tokens as engines do.
 
@@ -239,7 +239,7 @@ class _Search:
         return True
 
     def _descended(self, row: Row, ttft_s: float) -> tuple[Row, float]:
-        """A piece more or less, as long as TTFT falls; of many pieces one matters little."""
+        """Add or remove a piece as long as TTFT falls; with many pieces, one matters little."""
         for _ in range(min(4, _TIMES // len(row)) if len(row) else 0):
             others = [self._refined(one) for one in self._one_more_or_less(row)]
             best, best_s = min(others, key=lambda one: one[1], default=(row, ttft_s))

@@ -165,7 +165,7 @@ def _work_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 
 def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
-    """The same of what all kinds of layers have in common: weights times one time a piece."""
+    """Seconds of the weights that all kinds of layers share: one reading per piece."""
     weights = [float(kind.rows_s[-1]) for kind in kinds]
     common = _rows_s(list(zip(kinds, weights, strict=True)), tokens, numbers) + _common_mixing_s(kinds, weights)
     return np.asarray(common * sum(kind.count * weight for kind, weight in zip(kinds, weights, strict=True)))

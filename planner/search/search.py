@@ -254,7 +254,7 @@ class _Search:
         return fine, fine_s
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
-        """These boundaries; with one rank at a single token; with the first few ranks at single tokens."""
+        """These boundaries, and others with one rank, or the first few ranks, at a single token."""
         chunks = np.array(chunk_lens(tuple(boundaries), self.tokens))
         rows = [chunks]
         for rank in range(self.num_ranks):

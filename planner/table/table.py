@@ -235,7 +235,7 @@ def _figures(scenario: Scenario) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """The same without what no time depends on; whole numbers and others alike."""
+    """Values without those that no time depends on; whole numbers equal floats."""
     if isinstance(value, Mapping):
         return {str(key): _numbers(one) for key, one in value.items() if key not in _NO_FIGURES}
     if isinstance(value, list | tuple):
@@ -373,7 +373,7 @@ def look_up(
     *,
     cached_prefix: int | None = None,
 ) -> TableLookup:
-    """The partition for a context; at an entry's context, the entry's own.
+    """Return the partition for a context; at an entry's context, the entry's partition.
 
     cached_prefix: overrides the table's.
     Beyond the last entry, shares are extrapolated linearly in 1 / context, as the share of attention in a layer's time;

@@ -29,7 +29,7 @@ _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 def weighted_program(
     scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel
 ) -> tuple[Program, list[Part]]:
-    """A program with a column for each part, in which it alone takes its time, and a last one, in which none does.
+    """Build a program with one column per part, where only that part takes time, and a last one without any time.
 
     Returns the program and the parts, in the order of the columns.
     """
@@ -44,7 +44,7 @@ def weighted_program(
 
 
 def chunk_of(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> tuple[int, int]:
-    """Tokens of a rank's chunk, and of the context before it; for a pipeline, those of the last piece."""
+    """Tokens of a rank's chunk and of the context before it; for a pipeline, of the last piece."""
     piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank
     start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
     return partition.chunk_lens[piece] // context_ranks(strategy), start
@@ -111,7 +111,7 @@ def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Itera
 
 
 def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
-    """seconds: of each part and of none, shape (parts + 1,)."""
+    """`seconds` has a value for each part and one for none, shape (parts + 1,)."""
     shares: dict[str, float] = {}
     for basis, taken in zip(bases, seconds[:-1] - seconds[-1], strict=True):
         shares[basis] = shares.get(basis, 0.0) + float(taken)

@@ -235,7 +235,7 @@ def part_errors(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[Erro
 
 
 def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
-    """The error that all parts have in common: of an engine's kernels over the profile's, or of the profile's tables.
+    """The error common to all parts: of an engine's kernel scale, or of the profile's tables.
 
     An engine's own rows contain the tables' error; other engines may have run other kernels. No rows had any of
     UNCOMPARED_KINDS.
@@ -308,7 +308,7 @@ def _links(scenario: Scenario) -> Perturbation:
 
 
 def _prefix_link(scenario: Scenario) -> Perturbation:
-    """The bandwidth at which a cached prefix is loaded, which nobody measured; no error where it lies on the GPUs."""
+    """Sensitivity to the unmeasured bandwidth of loading a cached prefix; no error if the prefix is on the GPUs."""
 
     def by(factor: float) -> Scenario:
         return replace(scenario, prefix_placement=scenario.prefix_placement.slower(scenario.cluster, factor))

@@ -55,7 +55,7 @@ class Shelf:
 
 
 def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> typer.Typer:
-    """Make `list` and `show` of a kind. names, known: metavar and help of a name; listing, showing: of the commands."""
+    """Make `list` and `show` of a kind; `names` and `known` are a name's metavar and help."""
     program = typer.Typer()
 
     def list_all(answer: OutputArgs) -> None:
@@ -465,7 +465,7 @@ def show_profile(profile: CalibrationProfile) -> None:
 
 
 def _left_out_error(profile: CalibrationProfile) -> str:
-    """Mean absolute held-out error: of whole TTFTs, or of matrix products and attention."""
+    """Mean absolute error on held-out data: of whole TTFTs, or of matrix products and attention."""
     if profile.residual is not None:
         return f"TTFT {profile.residual.cross_validated_mape:.1%}"
     kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]

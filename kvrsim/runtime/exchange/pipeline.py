@@ -88,7 +88,7 @@ class Pipeline(Exchange):
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
     ) -> None:
-        """forward: of the whole model, or of this rank's stage."""
+        """`forward` runs the whole model, or this rank's stage."""
         if not isinstance(forward, StageForward):
             forward = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
         self.stage, self.caches = forward, tuple[PrefixCache, ...]()
