@@ -166,7 +166,7 @@ class Kind:
         return model is not None and model == spec
 
     def add(self, config: Mapping[str, Any]) -> str:
-        """A variant after this configuration, unless there is one; what was done, in words."""
+        """Add a variant after this configuration if it is new; return a description of the change."""
         config = self.own_names(config)
         if self.data["variants"] and self.covers(config, self.read(config)):
             return "covered"
@@ -316,7 +316,7 @@ def _used(variant: Mapping[str, Any]) -> set[str]:
 
 
 def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The shortest beginning and the shortest cycle behind it that give the kinds of all layers."""
+    """The shortest start and the shortest cycle after it that reproduce the kinds of all layers."""
     for size in range(1, len(kinds) // 2 + 1):
         for start in range(len(kinds) - 2 * size + 1):
             if all(kinds[one] == kinds[one - size] for one in range(start + size, len(kinds))):

@@ -94,7 +94,7 @@ MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mist
 MAX_WHOLE = 10**18
 
 # Plain ASCII: float() and int() alone would read "1_000", "inf" and other alphabets' digits.
-_WHOLE_TEXT = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # 4096.0 is how pandas writes a column with gaps
+_WHOLE_TEXT = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # pandas writes 4096.0 in a column with gaps
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _LFS_POINTER = "version https://git-lfs.github.com/spec/"
 
@@ -103,11 +103,11 @@ _LFS_POINTER = "version https://git-lfs.github.com/spec/"
 class CsvRow:
     """One line of a CSV file."""
 
-    values: Mapping[str, str]  # text by column, without blanks around it
+    values: Mapping[str, str]  # text by column, without surrounding blanks
     where: str  # the argument, the file and the line, for messages
 
     def error(self, column: str, accepted: str) -> InputError:
-        """The error to raise for a column whose value is not what is accepted."""
+        """The error for a column whose value is not accepted."""
         return InputError(f"{self.where}: {column}", self.values.get(column) or "nothing", accepted)
 
     def has(self, column: str) -> bool:
@@ -176,7 +176,7 @@ class CsvTable:
 
     @classmethod
     def of_frame(cls, frame: pandas.DataFrame, argument: str) -> CsvTable:
-        """The rows of a data frame, as its CSV file has them; a missing value is an empty text."""
+        """Rows of a data frame, as in its CSV file; a missing value becomes an empty text."""
         where, columns = f"{argument} DataFrame", tuple(map(str, frame.columns))
         _check_header(columns, where)
         records = frame.astype(object).where(frame.notna(), "").itertuples(index=False)
@@ -265,7 +265,7 @@ class Measurement:
     """One measured operation, checked when it is made: InputError names the field."""
 
     operation: str  # one of OPERATIONS
-    kernel: str  # what ran
+    kernel: str  # name of the measured kernel
     device: str  # the GPU, or the machine whose host was timed
     dtype: str | None = None  # of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
     chunk: int | None = None  # tokens of each sequence; of attention, queries
@@ -277,7 +277,7 @@ class Measurement:
     tokens: int | None = None  # rows of a gemm or of an element-wise kernel
     in_features: int | None = None  # gemm, head: the dimension that is summed over
     out_features: int | None = None  # gemm, head: columns of the result
-    bytes: int | None = None  # kernel: read and written; all_gather: gathered in all; all_reduce, send_recv: the tensor
+    bytes: int | None = None  # kernel: read and written; all_gather: all pieces; all_reduce, send_recv: the tensor
     ranks: int | None = None  # GPUs that take part
     nodes: int | None = None  # 1: all in one node; 2: across nodes
     src: int | None = None  # send_recv: the rank that sends
@@ -479,7 +479,7 @@ class Provenance:
 
     @property
     def gpu(self) -> GpuSpec | None:
-        """The device, as gpus.json has one; InputError for what is not."""
+        """The device by its name in gpus.json. Raises InputError for an unknown name."""
         return GpuSpec.read(self.data.child("gpu")) if self.data.has("gpu") else None
 
     @property

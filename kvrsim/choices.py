@@ -26,13 +26,13 @@ RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 Method = Literal["auto", "analytical", "grid"]  # how a partition is searched
 METHODS: tuple[Method, ...] = get_args(Method)
 
-DeployEngine = Literal["vllm", "sglang", "trtllm"]  # that a plan can be launched on
+DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that a plan's launch can be written for
 DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
 
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 
-PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" is processes of this machine
+PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" starts processes on this machine
 POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
 FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises

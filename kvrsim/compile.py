@@ -37,7 +37,7 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
 
 
 def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
-    """The layout that a strategy's sizes stand for on the scenario's GPUs.
+    """Return the layout that a strategy's sizes mean on the scenario's GPUs.
 
     Experts are spread where the scenario asks for it, and where a rank cannot hold them whole.
     """
@@ -158,7 +158,7 @@ def columns(chunks: Sequence[int] | Array) -> list[Array]:
 
 
 def _layer(strategy: Strategy, step: Step, rank: int) -> tuple[Op, ...]:
-    """A rank's operations in a layer; InputError where the layer of a strategy that is not kvrsim's raises."""
+    """A rank's operations in a layer. Raises InputError where a user's strategy raises in its layer."""
     try:
         return tuple(layer_ops(strategy, step, rank))
     except KvrsimError:

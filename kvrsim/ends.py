@@ -89,7 +89,7 @@ def last_is_alike(scenario: Scenario, cost: CostModel) -> bool:
 
 
 def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1) -> tuple[Op, ...]:
-    """What the last rank does after its last layer; `prompts`: that end with the chunk."""
+    """Operations of the last rank after its last layer; `prompts` is the number that end with the chunk."""
     return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost, prompts))
 
 

@@ -30,7 +30,7 @@ TERMS = (
     *("request_s", "token_s", "step_s", "layer_s", "launch_s", "collective_s"),
     *("kernel_scale", "other_gpu", "model"),
 )
-WIDTHS = ("setting", "model", "gpu", "version", "short")  # what was left out of a fit, each with a width of its own
+WIDTHS = ("setting", "model", "gpu", "version", "short")  # rows left out of a fit, each kind with its width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class Engine:
         )
 
     def unknowns(self, model_type: str, gpu: str, tokens: int) -> tuple[str, ...]:
-        """What of a question was in none of its whole prefills, as keys of EngineFit.widths."""
+        """Properties of a question that none of the engine's prefills has, as keys of EngineFit.widths."""
         unknown = {
             "model": bool(self.models) and model_type not in self.models,
             "gpu": bool(self.gpus) and gpu not in self.gpus,

@@ -74,7 +74,7 @@ class MeasuredAllReduce:
     num_gpus: Annotated[int, Range(least=2, most=2**16)]
     latency_s: NonNegative  # of the smallest
     nbytes: tuple[Bytes, ...]  # of the tensor, rising
-    bytes_per_s: tuple[float, ...]  # of the fastest method at that size, latency apart
+    bytes_per_s: tuple[float, ...]  # of the fastest method for that size, without latency
 
     def __post_init__(self) -> None:
         sizes = list(self.nbytes)
@@ -98,7 +98,7 @@ class AllReduceRates:
             raise InputError("measured", counts, "tables for at least one number of GPUs, rising")
 
     def covers(self, num_gpus: int) -> bool:
-        """Whether that number of GPUs lies within what was measured."""
+        """Whether that number of GPUs is in the measured range."""
         return self.measured[0].num_gpus <= num_gpus <= self.measured[-1].num_gpus
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:
@@ -111,7 +111,7 @@ class AllReduceRates:
 # GPUs, links and clusters
 
 DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
-_UNUSED = ("l2_bytes",)  # cluster files and profiles of kvrsim 0.1 have it
+_UNUSED = ("l2_bytes",)  # field of cluster files and profiles of kvrsim 0.1
 PeakFlops = Annotated[
     tuple[tuple[str, float], ...],
     Keys(DTYPES),
@@ -296,7 +296,7 @@ class Cluster:
         return 1.0
 
     def path(self, src: int, dst: int) -> Path:
-        """The way from rank `src` to another rank `dst`."""
+        """The path from rank `src` to another rank `dst`."""
         assert src != dst, src
         assert 0 <= min(src, dst) <= max(src, dst) < self.num_gpus, (src, dst)
         link, hops = self.link, 1

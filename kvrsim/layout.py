@@ -84,7 +84,7 @@ def _sized(part: str, size: int | None) -> str:
 
 
 def parse_degrees(name: str, parameter: str = "strategy") -> tuple[Degrees, str | None]:
-    """The sizes in a name and the name of the strategy that splits the context; None: the sizes say all.
+    """Return the sizes in a name, and the strategy that splits the context; None if the name has sizes only.
 
     Raises InputError where a part stands twice, or where parts exclude each other.
     """

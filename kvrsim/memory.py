@@ -233,7 +233,7 @@ def _score_heads(model: ModelSpec) -> int:
 
 
 def _merging_bytes(model: ModelSpec, program: Program, rank: int, width: int, *, fused: bool) -> int:
-    """Bytes per token where a ring merges its results, in one kernel if `fused`; 0 without a ring."""
+    """Bytes per token of a ring's merge of results, in one kernel if `fused`; 0 without a ring."""
     if not any(isinstance(op, RingPass) for kind in program.layers for op in kind[rank]):
         return 0
     merged = FUSED_MERGE_PEAK_BYTES if fused else MERGE_PEAK_BYTES

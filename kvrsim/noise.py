@@ -84,7 +84,7 @@ class Noise:
         return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, as read_noise takes them."""
+        """Plain JSON values, which read_noise accepts."""
         traffic = self.side_traffic
         content: dict[str, Any] = {}
         if traffic is not None:
@@ -300,7 +300,7 @@ class _SlowLinkTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NoiseFile:
-    """A noise as JSON has it."""
+    """A noise in JSON."""
 
     side_traffic: SideTraffic | None = None
     jitter: _JitterTerm = _JitterTerm()
@@ -329,7 +329,7 @@ def read_noise(data: JsonObject, *, name: str = "") -> Noise:
 
 
 def parse_noise(text: str) -> Noise:
-    """A noise from a text such as that of --noise; InputError says in one line what is accepted."""
+    """Parse a noise such as that of --noise. Raises InputError with the accepted forms."""
     if text.endswith(".json"):
         return read_noise(JsonObject.read(Path(text), "noise"), name=text)
     content: dict[str, Any] = {}

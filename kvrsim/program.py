@@ -26,7 +26,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "merge", "output+mlp", "head", "other"]
-# What a message holds; heads: some of a chunk's Q, K, V or outputs; state: of a recurrence.
+# Content of a message; heads: some of a chunk's Q, K, V or outputs; state: that of a recurrence.
 Payload = Literal["KV", "activations", "heads", "state", "tokens"]
 
 
@@ -141,8 +141,8 @@ class Load:
 
     name: str  # where from, as a timeline calls it
     nbytes: Array  # shape (1,): the same in all partitions
-    seconds: Array  # that it keeps the rank's link busy, shape (1,)
-    latency_s: float = 0.0  # until what has left the link is there
+    seconds: Array  # time on the rank's link, shape (1,)
+    latency_s: float = 0.0  # from the end on the link to the arrival
     ahead: bool = True
     host_s: float = 0.0
 

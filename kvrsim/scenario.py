@@ -61,7 +61,7 @@ class Request:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one element of activations and KV cache; under fp8, where products alone are, half precision's."""
+        """Bytes of an element of activations and KV cache; with fp8, which is for products only, of half precision."""
         return dtype_bytes("fp16" if self.dtype == "fp8" else self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Text that others wrote, made safe for a terminal or a Markdown page."""
+"""Make text from outside safe for a terminal or a Markdown page."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def _scaled(value: Any, factor: float) -> Any:
     return scale(value, factor)
 
 
-MOST_VALUES = 10_000  # that one list may stand for
+MOST_VALUES = 10_000  # most values of one list
 MOST_PLACES = 20_000  # contexts times numbers of GPUs, and whatever else is crossed with them
 _ACCEPTED = (
     "lengths with commas between, or FIRST:LAST:STEP or FIRST:LAST:xFACTOR with both ends, such as 4k,8k or 1k:32k:1k"
@@ -306,6 +306,6 @@ def _times(first: int, last: int, factor: int, text: str, argument: str) -> list
 
 
 def counts_up_to(num_gpus: int) -> tuple[int, ...]:
-    """2, 4, 8, ... and the number itself: what is compared where nobody says on how many GPUs."""
+    """2, 4, 8, ... and the number itself: the default numbers of GPUs to compare."""
     powers = (2**power for power in range(1, num_gpus.bit_length()))
     return tuple(dict.fromkeys((*(one for one in powers if one <= num_gpus), num_gpus)))

@@ -453,7 +453,7 @@ def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsi
 
 
 def disturbance_of(given: NoiseArgs) -> Disturbance | None:
-    """The noise of the arguments, and the number of its samples; None without a noise."""
+    """The noise of the arguments and the number of samples; None without noise."""
     if given.noise is None:
         return None
     from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance  # only where a noise is named

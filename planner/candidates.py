@@ -84,7 +84,7 @@ class Candidate:
 
     @property
     def ttft_s(self) -> float:
-        """When the last rank has finished."""
+        """Time at which the last rank ends."""
         return self.finish_s[-1]
 
     @cached_property
@@ -291,7 +291,7 @@ def choose_partition(
 
 
 def partition_of(per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None) -> Partition:
-    """The partition of `choose_partition` alone."""
+    """Return only the partition of `choose_partition`."""
     return choose_partition(per_rank, strategy, partition)[1]
 
 
@@ -306,7 +306,7 @@ def _checked(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -
     return given
 
 
-# -- the strategies that are compared
+# -- strategies to compare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,7 +326,7 @@ def strategies_to_compare(
     noisy: bool = False,
     engine: ForEngine | None = None,
 ) -> ComparedStrategies:
-    """The strategies of these names; None and "all" stand for every one that runs here and could fit in memory.
+    """Strategies by name; None and "all" mean every strategy that runs here and could fit in memory.
 
     noisy: only those that noise is defined for, whose ranks are single GPUs with all layers.
     Raises InputError for an empty list, where two have one name, or where an engine that alone counts has none of them.
@@ -356,7 +356,7 @@ def strategies_to_compare(
         needs = format_bytes(least[misfits[0]])
         limit = format_bytes(scenario.memory_limit.nbytes)
         notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
-    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # where nothing fits, the nearest is an estimate
+    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # where nothing fits, one estimate remains
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
     named = [one for one in names or () if one != "all"]
     return ComparedStrategies(
@@ -474,7 +474,7 @@ def _each_s(one: Candidate) -> float:
 
 
 def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
-    """What the GPU that needs most holds at least, whatever the partition.
+    """Least bytes on the GPU that needs the most, for any partition.
 
     Exact for even chunks. Of searched chunks it is the weights and the cache, of pipelines those with short pieces; a
     searched pipeline may move layers, so that the mean of its stages counts.

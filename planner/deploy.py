@@ -19,7 +19,7 @@ from planner.candidates import Candidate, all_for
 from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, layout_on_gpus
 
 Role = Literal["prefill", "decode"]
-_VALUE = re.compile(r"{(\w+)}")  # in a template of flags
+_VALUE = re.compile(r"{(\w+)}")  # placeholder in a template of flags
 _PAGE = 128  # tokens; pieces are multiples, and so fit all page sizes that engines choose (1 to 128)
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # vLLM's, for prefill and decode alike
 
@@ -31,9 +31,9 @@ class Server:
     engine: DeployEngine
     scenario: Scenario  # its GPUs; of the request, the types count
     layout: Layout
-    model: str  # what the engine loads
+    model: str  # model name that the engine loads
     max_len: int  # tokens of the longest sequence, its output included
-    pieces: tuple[int, ...] = ()  # tokens of a prompt's steps; empty: the engine's own
+    pieces: tuple[int, ...] = ()  # tokens of a prompt's steps; empty: the engine chooses
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline; None: even
     role: Role | None = None  # where one fleet prefills and another one decodes
     max_sequences: int | None = None  # at once; None: the engine's own

@@ -57,7 +57,7 @@ class GridFile:
 
     __slots__ = ()
     file_format: ClassVar[str]  # what the file is
-    command: ClassVar[str]  # that writes it
+    command: ClassVar[str]  # command that writes the file
     rows: ClassVar[str]  # the field with the rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class GridFile:
         return f'{{\n{head},\n  "{self.rows}": [\n{rows}\n  ]\n}}\n'
 
     def write(self, path: str | Path, argument: str = "output") -> None:
-        """Write the JSON, whole or not at all."""
+        """Write the JSON atomically."""
         write_atomically(path, self.to_json().encode(), argument=argument)
 
     @classmethod

@@ -168,7 +168,7 @@ class Ranking:
 
     @cached_property
     def baseline(self) -> Candidate | None:
-        """What speed-ups are relative to: the first of the usual baselines that fits, else the fastest that fits."""
+        """Baseline of speed-ups: the first of the usual baselines that fits, else the fastest that fits."""
         feasible = {one.strategy.name: one for one in self.candidates if one.fits}
         for name in _BASELINES:
             if name in feasible:
@@ -370,7 +370,7 @@ def _shortfall(ranking: Ranking) -> Shortfall | None:
 
 
 def _pipeline_bound(one: Candidate) -> PipelineBound | None:
-    """The bound of all pipelines over these ranks; None where pieces were not searched."""
+    """The bound of all pipelines over these ranks; None if pieces were not searched."""
     if one.strategy.partition_rule != "searched-pieces":
         return None
     from planner.search.pipeline import with_step_time

@@ -167,7 +167,7 @@ def _silence_loky(stack: contextlib.ExitStack) -> None:
 
 @cache
 def _begin_worker(parent: int) -> None:
-    """Ignore Ctrl-C, which the first process handles, and end when the parent is gone: nothing else would say so."""
+    """Ignore Ctrl-C, which the first process handles, and end with the parent, which may die without notice."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -25,7 +25,7 @@ from planner.candidates import (
 )
 
 _MOST_TIMES, _MOST_GPUS = 16, 512  # more GPUs are tried up to this factor, and up to this number
-_RULES = ("whole", "even", "pieces")  # partitions that take no long search
+_RULES = ("whole", "even", "pieces")  # rules whose partitions take no long search
 _TRIED = 2  # strategies, the least rough peaks first
 _DTYPE = "fp8"  # the smallest of weights
 

@@ -302,7 +302,7 @@ def fit_all() -> dict[str, FittedEngine]:
 def between_gpus(engines: Sequence[Engine]) -> dict[str, float]:
     """Spread of the kernels' scale between GPUs, from engines that were measured on several."""
     logs = [np.log(list(engine.kernel_scale.values())) for engine in engines if len(engine.kernel_scale) > 1]
-    spreads = [one.std(ddof=1) * math.sqrt(2) for one in logs]  # of a further GPU from one that was measured
+    spreads = [one.std(ddof=1) * math.sqrt(2) for one in logs]  # spread of one more GPU around a measured GPU
     return {"other_gpu": _rounded(np.sqrt(np.mean(np.square(spreads))))} if spreads else {}
 
 

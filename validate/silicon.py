@@ -50,7 +50,7 @@ _VERSION_ROWS = 5.0  # that pull the factor of a version towards 1
 _NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
 _DISAGGREGATED = 0.3  # weight of prefills of disaggregated fleets: their TTFT also holds the transfer of K and V
 _PROBE_S = 1e-6  # of a launch, by which launches are counted
-SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU on an engine
+SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU with an engine
 _HALVES = 8
 _LEAST_ROWS = 5  # whose errors give a width
 
@@ -345,7 +345,7 @@ def _rounded(value: Any) -> float:
 
 
 def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
-    """Share of settings inside the width that the errors of all other groups give for their engine."""
+    """Share of settings inside the width from the errors of all other groups of their engine."""
     inside = []
     for group, engine in set(zip(groups.tolist(), engines.tolist(), strict=True)):
         others = groups != group

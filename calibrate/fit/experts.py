@@ -150,7 +150,7 @@ def _dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
     """Spread over other engines: per type, the root mean square of their medians of log(their seconds / these).
 
-    Of at least _LONG tokens; the median over types, as one engine may have one type badly. None without others.
+    Only rows of at least _LONG tokens count. The result is the median over types, as an engine may be poor at one.
     """
     of_types = []
     for rows in data:

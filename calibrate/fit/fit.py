@@ -28,7 +28,7 @@ _LEAST_SMS = 8
 
 _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
-_GOING_ON = 3  # starts
+_GOING_ON = 3  # starts from which the fit continues to the end
 _TRIAL_STEPS = 50
 _FOLDS = 10
 _SEED = 0  # of starts and folds: the same rows give the same fit
@@ -129,7 +129,7 @@ class Fit(Generic[Rates]):
     `seconds(rates, some)` predicts some of the rows, which are given by index.
     """
 
-    label: str  # begins the lines of a report
+    label: str  # first words of the lines of a report
     measured_s: Array
     parameters: Sequence[Parameter]
     make: Callable[[Constants], Rates]

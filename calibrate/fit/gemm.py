@@ -49,7 +49,7 @@ from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
 FINE_TILES = ((16, 64),)  # where work goes in no waves: a prediction hardly steps
-STEP = 64  # rows between which a prediction does not rise
+STEP = 64  # number of rows for which a prediction is constant
 PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
 HALF_BYTES = 2
 
@@ -87,7 +87,7 @@ _LEAST_ROWS, _MOST_ROWS = 200, 3000
 _LONG_S, _SHORT_S = 0.3, 0.03  # under load; without rows on both sides nothing can be said
 _NO_FALL = 0.96  # share, from which on the fall is not told from the spread of shapes
 _LONGEST_S = 1.0  # time constant; a fall that seems slower is one over sizes
-_TURNS = 12  # of the iteration that inverts a loop's mean
+_TURNS = 12  # steps of the iteration that inverts a loop's mean
 
 Shape = tuple[int, int]  # in_features, out_features
 
@@ -333,7 +333,7 @@ def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most
 
 
 def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
-    """The steps of rows that matter most; None where there are too few.
+    """Table of the steps of rows with the largest effect; None if too few were measured.
 
     The ratio of measured to form of a step is that at its end, or else the median anywhere in it.
     """
@@ -457,7 +457,7 @@ def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Cloc
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Loops(Columns):
-    """How often operations ran before and while they were timed."""
+    """Number of runs before the timed ones, and of timed runs."""
 
     warmups: Array
     repeats: Array

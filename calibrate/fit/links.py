@@ -29,7 +29,7 @@ OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agr
 LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
 _CLASSES = (1, 2**16, 2**21, 2**25)
 _LATENCY_SHARE = 0.9  # of what the smallest all-reduce takes
-_KNOT_ERROR = 0.01  # relative, below which a table of all-reduces gets no more knots
+_KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,7 +96,7 @@ _IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # as cache_a
 _MOST_LINK_ERROR = 0.4  # mean, on held-out transfers: GPUs that share a host's bus do not behave like a ring
 _DATASHEET_LOG_SD = 0.3  # uncertainty of what was not measured
 _HAND_LOG_SD = 0.5
-_MOST_SHAPES = 64  # that are kept as tables where the caller names none
+_MOST_SHAPES = 64  # shapes with tables where the caller names none
 _WERE = {"elementwise": "were", "send_recv": "were", "all_gather": "was"}
 
 # -- other tables of the same GPU: what makes two rows the same operation, and the size from which rows are compared
@@ -135,9 +135,9 @@ class FitChoices:
 
     attention_kernel: str | None = None  # a preset of calibrate.fit.attention, or "eager"; None: by name, then best fit
     head_dim: int | None = None  # of attention; None: 128 where it was measured, else the most frequent
-    fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; never in measured layers
+    fused: bool = True  # one kernel each for norm, rotary embedding and activation; layers are never measured so
     sends: SendStyle = "overlap"  # whether messages hold the compute streams
-    keep_shapes: Collection[Shape] | None = None  # with tables; None: all, or where they are many the built-in models'
+    keep_shapes: Collection[Shape] | None = None  # shapes with tables; None: all, or built-in ones if many
     held_out: HeldOut | None = None  # attention calls to compare with
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
@@ -244,7 +244,7 @@ class UsableRows:
     sdpa: list[Measurement]  # attention of a fused kernel with a mask
     eager: list[Measurement]  # attention of separate kernels
     head_dim: int  # of attention
-    narrow: list[Measurement]  # calls of the flash kernel with heads narrower than the usual width
+    narrow: list[Measurement]  # flash calls with heads narrower than the usual width
     elementwise: list[Measurement]  # with copies into the cache
     prepare: list[Measurement]
     blocks: list[Measurement]  # of a ring
@@ -405,7 +405,7 @@ class _OperationFits:
         self.fitted_clock = fit_clock([*rows.gemm, *choices.others], gpu) if has_waves(gpu) else None
         self.clock = None if self.fitted_clock is None else self.fitted_clock.clock  # of products and attention
         self.fitted: dict[str, Fitted[Any]] = {}  # by kind of operation
-        self.more_lines: dict[str, list[Errors]] = {}  # by kind of operation, of what `fitted` has no room for
+        self.more_lines: dict[str, list[Errors]] = {}  # by kind of operation: errors that `fitted` cannot hold
         self.operations: dict[str, OperationFit] = {}
         self.missing: list[str] = []  # notes on what was not measured
         self.used: list[Measurement] = []

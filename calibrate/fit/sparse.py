@@ -38,7 +38,7 @@ from kvrsim.model.load import load_model
 from kvrsim.model.mixers import CompressedAttention, LatentAttention
 from kvrsim.program import Array
 
-LEAST_CHUNK = 128  # fewer queries take next to nothing compared with the rest of a layer
+LEAST_CHUNK = 128  # fewer queries take a negligible part of a layer
 _BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
 _MOST_START_S = 2e-4  # more is a host that launches slowly (Grace), which engines' launch_s has
 _NOISE = 0.1  # each share of the heads has an autotuned kernel of its own

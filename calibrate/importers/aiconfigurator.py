@@ -50,7 +50,7 @@ from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.recurrence import RecurrenceCall
 from kvrsim.program import Array
 
-# By the word before a source: the package on PyPI.
+# PyPI package by the first word of a source.
 PACKAGES = MappingProxyType({"aiconfigurator": "aiconfigurator-core", "aisimulate": "aisimulate"})
 DEFAULT_FRAMEWORK = "vllm"
 _INSTALL = "a machine that has it (pip install {} pyarrow), or a wheel: {}:WHEEL:SYSTEM[/FRAMEWORK[/VERSION]]"
@@ -239,7 +239,7 @@ _MOE_SHAPE = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
 _MOE_TEXTS = ["moe_dtype", "kernel_source", "distribution"]
 LEAST_TOKENS = 64
 _SLOW = 1.5
-_NOT_READ = ("min_latency", "as_silu")  # in a kernel's name: for decoding; of another activation than the model's
+_NOT_READ = ("min_latency", "as_silu")  # parts of kernel names: for decoding; with another activation than the model's
 # Experts without a gate, as Nemotron-H has them: inter_size, topk, num_experts. No column says so.
 _PLAIN = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
 # How often collectors run a call before they time it, and while they do; the second pair is of power laws.

@@ -24,7 +24,7 @@ from kvrsim.runtime.host import busy_note
 
 LEAST_SAMPLES = 3  # of a point
 _MOST_SAMPLES = 25  # of a point
-_ERROR = 0.01  # relative standard error of a median that is good enough
+_ERROR = 0.01  # accepted relative standard error of a median
 _MOST_OF_BUDGET = 0.2  # that a point may take
 
 Point = Any  # a hashable value of the bench, whose text names it for people

@@ -26,7 +26,7 @@ BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
 
 _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of the forward that shows how fast the device is
-_MARKED_S = 2e-2  # of a forward; in a shorter one marks take a large part: its layers are also timed without them
+_MARKED_S = 2e-2  # seconds of a forward below which its layers are also timed without marks, which take a large part
 _HOST = ("host_layer", "host_prepare")  # of the host; all else is of the device
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
 _OUTSIDE = ("prepare", "embedding", "head")  # of the layers
@@ -283,7 +283,7 @@ class _Rows:
 
 
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
-    """The samples of a point, their layers' parts scaled to layers that were timed without marks inside.
+    """The samples of a point, with each layer's parts scaled to layers that were timed without marks inside.
 
     Marks only add time, so nothing is scaled up: a longer time without marks is chance.
     """

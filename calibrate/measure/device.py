@@ -32,7 +32,7 @@ _REASONS = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake",
 }
-_EVERY_MS = 200  # between two readings
+_EVERY_MS = 200  # interval of the readings
 
 
 class DeviceLog:
@@ -98,7 +98,7 @@ _MEMORY_TOLERANCE = 0.1  # drivers keep some of a datasheet's memory back, and c
 
 
 def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
-    """The GPU `named`, or the one that the files say, or else the built-in one that the devices of gemm rows name.
+    """Return the GPU `named`, else that of the files, else the built-in GPU that the devices of gemm rows name.
 
     "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError where that leaves none or several.
     """
@@ -160,7 +160,7 @@ def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]
 
 
 _REPEATS = 5
-_COPY_BYTES = 2**27  # more than any cache
+_COPY_BYTES = 2**27  # larger than any cache
 _PRODUCT = 2048  # rows and columns of the product that shows what a CPU computes
 
 

@@ -44,7 +44,7 @@ class Point:
 
 
 HOST_CHUNK = 64  # tokens of the forwards that show how long the host takes
-LAYERS = 2  # of the timed model: the second one reads what a layer has written, as in a whole model
+LAYERS = 2  # of the timed model: the second layer reads a layer's output, as in a whole model
 HEAT_S = 0.3  # of the layers' own work before a shorter sample: an idle GPU starts at clocks that it cannot sustain
 _HOLD = 1.5  # times the host's time to issue a forward: for so long the device is kept busy before it
 _EAGER_COPIES = 5  # score matrices that eager attention holds at a time: scores, mask added, softmax in fp32, weights
@@ -107,7 +107,7 @@ class ForwardTimer:
         return self.forward(at, bare=True, heat=heat)["layer"]
 
     def check_memory(self, at: Point) -> None:
-        """Raise Skipped for what a CPU's memory would not hold; a GPU reports that itself."""
+        """Raise Skipped for a point that exceeds a CPU's memory; a GPU raises its own error."""
         if self.setup.device != "cpu":
             return
         from kvrsim.scenario import dtype_bytes

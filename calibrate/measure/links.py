@@ -52,7 +52,7 @@ SOURCE = "kvrsim calibrate links"
 SMALLEST_BYTES = 2**10
 STEP = 4  # from one size to the next
 _COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # what their rows are
-_LEAST_REDUCED = 2**16  # bytes of an all-reduce: hidden states of a few tokens
+_LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce: hidden states of a few tokens
 _FP32_BYTES = 4  # of an element that is added up
 _LARGE_SIZES = 2  # of the largest, at which several messages are sent at once
 _LEAST_S = 2e-2  # of a sample: shorter ones depend on the state of the processor when they begin
@@ -70,9 +70,9 @@ class LinkPoint:
     """
 
     kind: Kind
-    nbytes: int  # of each message; of all pieces of an all-gather together; of an all-reduce's tensor, in fp32
+    nbytes: int  # of a message, of all pieces of an all-gather, or of an all-reduce's fp32 tensor
     flows: tuple[Flow, ...] = ()  # of send and pairs
-    kernel: str = ""  # of a collective
+    kernel: str = ""  # of the collective
     num_ranks: int = 0  # of a collective
 
     @property
@@ -329,7 +329,7 @@ def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -
 
 
 def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
-    """Return the time until the last of simultaneous messages arrives, over the time of one alone."""
+    """Return the time until the last of simultaneous messages arrives, divided by that of a single message."""
     alone = {(row.src, row.dst, row.bytes): row.median_s for row in sent if row.messages == 1}
     together: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in sent:

@@ -129,7 +129,7 @@ class LinkRank:
             raise RuntimeError(f"an all-gather of {count} ranks returned {pieces}")
 
     def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
-        """Send and receive along the flows that this rank has a part in, at most one of each kind.
+        """Send and receive along this rank's flows, at most one send and one receive.
 
         For each repeat when it began, and when what it receives, if anything, was there.
         """

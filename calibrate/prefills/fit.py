@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KERNEL_SCALE = "kernel_scale"
 SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
-MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
+MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
 _CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
@@ -372,7 +372,7 @@ class PrefillFit:
         return replace(case, scenario=replace(case.scenario, engine=self.engine, profile=fitted))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per measured prefill, in seconds: measured, and predicted before, after and by a fit without it."""
+        """One row per measured prefill, in seconds: measured, and predicted before, after and with the row left out."""
         from kvrsim.results.frame import to_frame
 
         return to_frame(self.to_dict()["rows"])

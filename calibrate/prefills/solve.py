@@ -22,17 +22,17 @@ Predict = Callable[[Array], Array]  # values of the terms, shape (terms,), to se
 LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
 _NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row that is off by more is an outlier
 _USUAL_NOISE = 0.03  # of a model of whole prefills against its measurements
-_NOISE_LOG_SD = 0.8  # of the noise itself
+_NOISE_LOG_SD = 0.8  # log standard deviation of the noise's prior
 _FIRST_NOISE = 0.05
 _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
-_AS_NORMAL = 1.533 / 1.2816  # standard deviation of the normal distribution that holds 80 % within as much, over scale
+_AS_NORMAL = 1.533 / 1.2816  # standard deviation over scale of the normal distribution whose central 80 % is as wide
 _STEP = 0.02  # of a prior's standard deviation, for derivatives
 _STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # prior standard deviations at which each term alone is tried first
 _HIDDEN = 0.9  # of the prior's width that is left of a term: what rows do not narrow may be hidden by another term
 _MOST_STEPS = 20
 _MOST_MOVE = 2.0  # prior standard deviations in one step
 _MOST_DAMPING = 1e4
-_SMALL_GAIN = 0.01  # of twice the log-probability: nothing that matters is won any more
+_SMALL_GAIN = 0.01  # gain of twice the log-probability below which the search ends
 _SMALL_MOVE = 0.5  # prior standard deviations: terms that move less without some rows keep their derivatives
 MOST_FOLDS = 60  # more cases are left out in this number of groups
 
@@ -111,7 +111,7 @@ class _Problem:
     predict: Predict
     measured_s: Array
     priors: tuple[Prior, ...]
-    known: dict[bytes, Array] = field(default_factory=dict)  # errors of points that have been predicted
+    known: dict[bytes, Array] = field(default_factory=dict)  # errors of all points predicted so far
 
     def values(self, point: Array) -> Array:
         return np.array(

@@ -23,7 +23,7 @@ WRONG_USE = 2
 BUG = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
-ENDED = (129, 143)  # likewise of SIGHUP and SIGTERM
+ENDED = (129, 143)  # exit codes after SIGHUP and SIGTERM, as shells report them
 _EXAMPLE = "Example: "
 _ROOM = "kvrsim.cli.commands"
 # Under the title that help shows them under: of each command its summary, its module and what it is called there: a
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
-        if code == INTERRUPTED:  # Typer has caught the Ctrl-C
+        if code == INTERRUPTED:  # Typer has handled Ctrl-C
             return _fail(_interrupted(), INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:

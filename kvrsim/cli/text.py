@@ -236,7 +236,7 @@ def round_up_percent(share: float) -> str:
 
 
 def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:
-    """The question in two lines. cluster: the simulated one. what: names the task; default: one prefill."""
+    """The question in two lines; `cluster` is the simulated one, `what` names the task (default: one prefill)."""
     request, cached = question.request(), question.cached()
     one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
     first = (one,) if what is None else (what, *cached)

@@ -36,7 +36,7 @@ from kvrsim.program import (
     stream_s,
 )
 
-if TYPE_CHECKING:  # noise costs the start of a plan that has none
+if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
@@ -162,7 +162,7 @@ def _wide(segment: Segment) -> Segment:
 
 
 def _without_host(steps: list[Step]) -> list[Step] | None:
-    """Drop the host's clock where the device alone is at every point the later one.
+    """Drop the host's clock where the device is always the later one.
 
     It holds for a block at whose beginning the device is not before the host; None if the block may end otherwise.
     Noise and messages only delay the device.
@@ -214,7 +214,7 @@ class _Rank:
     """State of one rank in its program."""
 
     clock: Array  # device time
-    host_s: float = 0.0  # issued by its host, which runs ahead
+    host_s: float = 0.0  # time at which the host has issued all so far; the host runs ahead
     steps: Sequence[Step | Burst] = ()
     step: int = 0
     num_computes: int = 0
@@ -310,7 +310,7 @@ class BatchEvaluator:
                     self.links_s[way] = self.links_s[way] + periods * step.link_s
 
     def _run(self, steps: Sequence[Sequence[Step | Burst]]) -> None:
-        """Take every rank to the end of its steps, together wherever all ranks of a collective have come to it."""
+        """Run every rank to the end of its steps; ranks of a collective run together once all have reached it."""
         for rank, own in zip(self.ranks, steps, strict=True):
             rank.steps = own
             rank.step = 0
@@ -326,7 +326,7 @@ class BatchEvaluator:
                 raise AssertionError(f"the program deadlocks: {states}")
 
     def _ready(self, states: Sequence[str]) -> list[range]:
-        """Groups of ranks that have all come to a collective of theirs."""
+        """Groups of ranks that have all arrived at their collective."""
         groups, first = [], 0
         while first < len(states):
             ranks = range(first, first + 1)
@@ -382,7 +382,7 @@ class BatchEvaluator:
         """Put a message on its link; False where a rendezvous still waits for its receiver."""
         edge = (index, message.dst)
         if not message.rendezvous:
-            way = (index, index) if message.in_turn else edge  # the rank's one way out, or the pair's own
+            way = (index, index) if message.in_turn else edge  # the only way out of the rank, or the pair's own link
             begin_s = np.maximum(self.links_s.get(way, _NEVER), rank.issue(message.host_s))
             left_s = self.links_s[way] = self._left_s(edge, begin_s, message.link_s)
             self.arrivals.setdefault(edge, deque()).append(left_s + message.latency_s)
@@ -460,7 +460,7 @@ class BatchEvaluator:
             rank.step += 1
 
     def _all_gather(self, ranks: range, ops: Sequence[AllGather]) -> Callable[[], Array]:
-        """A ring: step k moves the piece that came k hops to the next rank."""
+        """Costs of a ring all-gather: step k passes on the piece that has made k hops."""
         edges = _Edges(self.cluster, ranks, 1)
         pieces = self._stack([op.nbytes for op in ops])
         pieces_s = [  # by step: seconds of the piece that each rank then holds

@@ -134,7 +134,7 @@ class _Track:
     host_s: float = 0.0
     lags: bool = False  # whether the device may be earlier than the host, which no longer holds after an operation
     receives: bool = False  # whether the last step was to receive a message
-    loaded: tuple[Key | None, float] = (None, 0.0)  # when the loads so far have left their link: since a key's time
+    loaded: tuple[Key | None, float] = (None, 0.0)  # end of the loads so far, relative to a key's time
 
 
 class _Graph:
@@ -187,7 +187,7 @@ class _Graph:
                 self._load(rank, track, step)
 
     def _number(self, *name: str | int) -> Key:
-        """The name with a number that counts up each time."""
+        """The name with the next number of its counter."""
         self.counts[name] += 1
         return (*name, self.counts[name])
 
@@ -407,7 +407,7 @@ class _Run:
         self.num_lanes = num_lanes
         self.lane_of, self.row_of_slot = np.divmod(np.arange(num_lanes * self.num_rows), self.num_rows)
         own = [[lane for lane, key in enumerate(keys) if key[0] == rank] for rank in range(self.num_ranks)]
-        self.own_slots = [  # of each place, for its first lane, its second and so on; of the empty lane beyond the last
+        self.own_slots = [  # slots of each place's first lane, second lane and so on; the last column is empty
             np.array([lanes[number] if number < len(lanes) else num_lanes - 1 for lanes in own], dtype=np.intp).take(
                 self.rank_of
             )
@@ -481,7 +481,7 @@ class _Run:
         return np.asarray(np.concatenate(lanes, axis=1).max(axis=1))
 
     def _leave(self, slots: Index, now_s: Array) -> None:
-        """Messages of these slots have left: the next ones may enter, and receivers may go on."""
+        """Let messages of these slots leave: the next may enter, and receivers may continue."""
         number, rows = self.number.take(slots), self.row_of_slot.take(slots)
         time_s = now_s.take(rows)
         if self.keeps_left:

@@ -306,7 +306,7 @@ class RankProcess:
         self.network.note(self.rank, "compute", op.name, op.kind, layer, start_s, self.clock_s)
 
     def _computed_s(self, start_s: float, device_s: Array) -> float:
-        """When the device has done it, which noise may delay."""
+        """Time at which the device has finished the operation, which noise may delay."""
         number, self.num_computed = self.num_computed, self.num_computed + 1
         if self.network.noise is None:
             return start_s + device_s.item()
@@ -330,7 +330,7 @@ class RankProcess:
     def _post(
         self, posted_s: float, layer: int | None, op: Send, before: simpy.Event | None, left: simpy.Event | None
     ) -> Process:
-        """Send; `before`: when the message that goes before it has left."""
+        """Send a message; `before` is the event of the previous message's departure."""
         yield from self._until(posted_s)
         inbox = self.network.inbox(self.rank, op.dst)
         if op.rendezvous:
@@ -354,7 +354,7 @@ class RankProcess:
         yield self.network.ready(src, self.rank).put(True)
 
     def _all_gather(self, layer: int | None, op: AllGather) -> Process:
-        """Join, let a forwarder pass pieces on, and wait until all others have come."""
+        """Join the all-gather, let a process forward pieces, and wait until all others have arrived."""
         self.host_s += op.host_s
         ranks = op.members(self.rank, self.program.num_ranks)
         launch_s = self.network.link(self.rank, self._after(ranks)).path.gather_launch_s
@@ -391,7 +391,7 @@ class RankProcess:
                 done.succeed()
 
     def _ring_pass(self, layer: int | None, op: RingPass) -> Process:
-        """Round by round: work on a piece while it goes on, and wait for the next; nobody sees the work meanwhile."""
+        """Run the rounds: compute with a piece while it is sent, and wait for the next; one compute span per round."""
         last = len(op.host_s) - 1
         for index, host_s in enumerate(op.host_s):
             yield from self._until(max(self.clock_s, self.host_s))

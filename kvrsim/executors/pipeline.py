@@ -75,7 +75,7 @@ class _Segments:
         self.host_s = np.array([ranks[0].host_s for ranks in kinds])
 
     def run(self, piece: Index, kind: Index, clock: Array, host_s: Array) -> Array:
-        """When each stage has computed its segment; adds to `host_s` what the hosts issue."""
+        """Times at which the stages end the segment; adds the issue times of the hosts to `host_s`."""
         end_s = np.maximum(clock + self.device_s[piece, kind], self.floor_s[piece, kind] + host_s)
         host_s += self.host_s[kind][:, None, None]
         return end_s
@@ -134,7 +134,7 @@ class _PipelineRun:
         )
         index = np.array([known.index(kind) for kind in kinds])
         device_s, floor_s = (values.swapaxes(0, 1)[index] for values in (way_in.device_s, way_in.floor_s))
-        issued_s = way_in.host_s[index, None]  # by the host for a piece, shape (stages, 1)
+        issued_s = way_in.host_s[index, None]  # host seconds per piece, shape (stages, 1)
         layers_issued_s = np.zeros((self.num_stages, stage_layers.shape[1]))
         self.gathers = self.context > 1
         if self.gathers:
@@ -306,7 +306,7 @@ class _PipelineRun:
 
 
 def _one_by_one(least_s: Array, seconds: Array, begin_s: Array | float) -> Array:
-    """`end(m) = max(end(m - 1) + seconds(m), least(m))` along the first axis, from begin_s on."""
+    """Solve `end(m) = max(end(m - 1) + seconds(m), least(m))` along the first axis, starting at begin_s."""
     total_s = np.cumsum(seconds, axis=0)
     return np.asarray(total_s + np.maximum(begin_s, np.maximum.accumulate(least_s - total_s, axis=0)))
 

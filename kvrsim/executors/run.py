@@ -44,7 +44,7 @@ _SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times message
 
 
 class Runner:
-    """Runs partitions of one scenario by one strategy. This is the only place that picks an executor."""
+    """Runs partitions of one scenario with one strategy. This is the only place that chooses an executor."""
 
     def __init__(
         self, scenario: Scenario, strategy: Strategy, *, cost: CostModel | None = None, cluster: Cluster | None = None

@@ -121,7 +121,7 @@ def write_json(path: str | Path, value: Any, *, argument: str = "output") -> Non
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError where it is not JSON, or is more than MAX_DEPTH levels deep.
+    """Parse a JSON text. Raises ValueError where it is not JSON or is nested more than MAX_DEPTH levels deep.
 
     The json module gives up at Python's recursion limit, and what it has read just below that limit cannot be
     compared or written again.
@@ -176,7 +176,7 @@ class JsonObject:
         return next((key for key in keys if self.has(key)), keys[0])
 
     def only(self, keys: Iterable[str]) -> None:
-        """Refuse a key that is not among `keys`; keys that begin with _ are comments."""
+        """Refuse keys that are not among `keys`; keys that begin with _ are comments."""
         known = list(keys)
         for key, value in self.fields.items():
             if key not in known and value is not None and not key.startswith("_"):
@@ -371,7 +371,7 @@ class _Kind:
         return result
 
     def _converted(self, value: Any, path: str, data: JsonObject) -> Any:
-        """None: the value is not of this kind."""
+        """Convert a value; None if the value is not of this kind."""
         base, origin = self.base, self.origin
         if base is float or base is int:
             return self._number(value)

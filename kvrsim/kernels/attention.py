@@ -182,7 +182,7 @@ class BlockedRates:
     measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Start, queries and elements, whose size is in the rates; more queries or keys never take less."""
+        """Seconds: start plus queries and elements at size-dependent rates; more queries or keys never take less."""
         if self.block_flops_per_s is not None and not call.own:
             return self._called_s(call, batch, self._covered(call))
         joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
@@ -287,7 +287,7 @@ class FlashRates:
     alone_share: PositiveShare  # of block_s where a tile has a multiprocessor for itself
     barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
     append_bytes_per_s: float  # at which the chunk's own K, V are read and written into the cache
-    query_s: NonNegative = 0.0  # of a query and head, whatever its keys
+    query_s: NonNegative = 0.0  # per query and head, independent of the keys
     split_s: NonNegative = 0.0  # of joining what was split
     split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = (
@@ -484,7 +484,7 @@ class SoftmaxCost(MergedCost):
         return cached + (eager_kernels(self.setting.model, self.mixer, repeats=self._repeats) if self._is_eager else 1)
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
+        """Seconds of the chunk's queries on prefix and chunk; eager code repeats shared KV heads for all queries."""
         return self._call_s(self._call(chunk, self.visible(prefix), self._causal(chunk, prefix)))
 
     def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
@@ -561,7 +561,7 @@ class SoftmaxCost(MergedCost):
         return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
 
     def _causal(self, chunk: Array, prefix: Array) -> Array:
-        """Score elements of one head that are not masked; not counted where the kernel is eager."""
+        """Unmasked score elements of one head; 0 for an eager kernel."""
         mixer = self.mixer
         if self._is_eager:
             return _NOT_COUNTED
@@ -641,7 +641,7 @@ class LatentCost(MergedCost):
         return np.where(keys > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
 
     def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """The share's latents are expanded first."""
+        """Seconds on a share, whose latents are expanded first."""
         keys = share * prefix
         attention_s = self._expanded_s(chunk, keys, chunk * keys, own=False)
         return np.where(keys * chunk > 0, attention_s, 0.0) + self.expand_s(keys)

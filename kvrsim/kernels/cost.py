@@ -133,7 +133,7 @@ class CalibratedCost:
         return call.measured_s(self)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
-        """Bytes at the rate of each operation, and each kernel's start."""
+        """Seconds of the bytes at each operation's rate, plus each kernel's start."""
         token_s, start_s = self._traffic(steps)
         return tokens * token_s + start_s if start_s else tokens * token_s
 
@@ -150,7 +150,7 @@ class CalibratedCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineCost:
-    """No kernel is faster than its FLOPs or its bytes allow."""
+    """Cost from the datasheet: no kernel is faster than its FLOPs or its bytes allow."""
 
     traits: KernelTraits
     bytes_per_s: float  # of device memory
@@ -205,7 +205,7 @@ class RooflineCost:
 
 
 def no_time(traits: KernelTraits) -> RooflineCost:
-    """A cost model without limits: nothing takes any time, for what a program has besides seconds, such as memory."""
+    """A cost model in which nothing takes time, for questions other than seconds, such as memory."""
     return RooflineCost(traits=traits, bytes_per_s=inf, flops_per_s=inf, low_flops_per_s=inf)
 
 

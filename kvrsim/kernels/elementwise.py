@@ -151,7 +151,7 @@ def eager_score_bytes(model: ModelSpec) -> float:
 
 
 def eager_kernels(model: ModelSpec, mixer: Attention, *, repeats: bool) -> int:
-    """Kernels of eager attention from rotary embedding to PV; `repeats`: shared KV heads are repeated, K and V each."""
+    """Kernels of eager attention from rotary embedding to PV; `repeats` adds the repetition of K and of V."""
     shared = mixer.num_key_value_heads < mixer.num_attention_heads
     falcon = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
     return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared)

@@ -96,14 +96,14 @@ class ExpertsCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedRates:
-    """What grouped products reach in one type."""
+    """Rates of grouped products in one type."""
 
     flops_per_s: float  # of full tiles of endless sums
     weight_bytes_per_s: float  # at which the experts' weights are read
     row_bytes_per_s: float  # at which rows are moved: permuted, quantised, activated, summed up
     tile_rows: NonNegative  # of a tile; on average half of the last tile of each expert is empty
     tile_features: NonNegative  # features to sum over that take as long as the start and the end of a tile
-    start_s: NonNegative  # of all kernels
+    start_s: NonNegative  # of all kernels together
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
         """Seconds of one call; `width` is the bytes per element of the operands."""
@@ -140,7 +140,7 @@ class ExpertRates:
         return next((one for one in alike(compute) if one in self.types), None)
 
     def describe(self) -> str:
-        """The constants, in sentences."""
+        """Describe the constants in sentences."""
         return " ".join(_described(name, rates) for name, rates in {"half precision": self.half, **self.types}.items())
 
 

@@ -164,7 +164,7 @@ class GemmRates:
     bytes_per_s: float  # at which weights and activations cross device memory
     launch_s: NonNegative  # of every kernel, on the device
     concurrent_tiles: int  # tiles that run at a time: multiprocessors
-    tiles: tuple[Tile, ...] = ()  # none: flops_per_s throughout, and nothing else counts
+    tiles: tuple[Tile, ...] = ()  # empty: flops_per_s alone gives the time
     measured: tuple[MeasuredShape, ...] = ()
     head_bytes_per_s: float | None = None  # at which one token's logits read their weights; None: as bytes_per_s
 
@@ -186,7 +186,7 @@ class GemmRates:
 
     @property
     def step(self) -> int:
-        """Rows between which time does not rise."""
+        """Number of rows that take equal time."""
         return min(tile.rows for tile in self.tiles)
 
     def form_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
@@ -217,7 +217,7 @@ class GemmRates:
         return next(same, None) if product.num_matrices == 1 else None
 
     def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
-        """The form, or, for a shape that was measured, the form times measured over form between its rows."""
+        """Seconds by the form; a measured shape's are scaled by measured over form, interpolated between its rows."""
         seconds = self.form_s(rows, product, element_bytes)
         shape = self.measured_shape(product)
         if shape is None:

@@ -24,7 +24,7 @@ from kvrsim.program import Array
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
-_MANY = 512  # chunks, from which on it pays to compute equal ones once
+_MANY = 512  # number of chunks from which on equal chunks are computed once
 
 
 class LayerKernels(NamedTuple):
@@ -156,7 +156,7 @@ class LayerCosts:
         return np.zeros_like(keys) if self._mixer is None else self._mixer.decode_s(keys)
 
     def share_s(self, chunk: Array, start: Array) -> Array:
-        """The chunk's queries, which begin at `start`, against a rank's share of the cached prefix, not merged."""
+        """Seconds of the chunk's queries (first query `start`) on a rank's share of the cached prefix, not merged."""
         prefix = np.full_like(chunk, self.setting.cached_prefix)
         return self.merging.share_s(chunk, start, prefix, self.setting.prefix.share)
 
@@ -187,11 +187,11 @@ class LayerCosts:
 
     @property
     def share_bytes(self) -> Array:
-        """The part of prefix_bytes on each rank where no rank has all, shape (1,); else 0."""
+        """The part of prefix_bytes on each rank, shape (1,); 0 if a rank has the whole prefix."""
         return self.setting.prefix.share * self.prefix_bytes
 
     def activation_bytes(self, tokens: Array) -> Array:
-        """The residual stream of that many tokens."""
+        """Bytes of the residual stream of `tokens` tokens."""
         return self.feature_bytes(tokens, self.setting.model.hidden_size)
 
     def feature_bytes(self, tokens: Array, features: int) -> Array:
@@ -206,7 +206,7 @@ class LayerCosts:
     # -- the host clock
     @property
     def host_qkv_s(self) -> float:
-        """Launches up to rotary."""
+        """Host seconds of the launches up to the rotary embedding."""
         return self._launch_s(0)
 
     @property

@@ -86,7 +86,7 @@ class MixerCost(ABC):
         return nbytes if self.setting.batch == 1 else self.setting.batch * nbytes
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
-        """Copies that put the cache of prefix and chunk into one: one more where there is a prefix."""
+        """Seconds of the copies that join the caches of prefix and chunk: one more copy with a prefix."""
         copies = self.traits.copies
         if not copies.keep and not copies.append:
             seconds = np.full(np.broadcast(chunk, prefix).shape, self.setting.resync_s)

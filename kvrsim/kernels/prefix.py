@@ -54,7 +54,7 @@ class PrefixPlacement:
         return self.place if self.bytes_per_s is None else f"{self.place}:{self.bytes_per_s / 1e9:.12g}GB/s"
 
     def path(self, cluster: Cluster) -> Path | None:
-        """What a GPU loads it over; None: it lies on the GPUs."""
+        """The path over which a GPU loads the prefix; None if the prefix is on the GPUs."""
         if self.place != "host" and self.place != "remote":
             return None
         link = prefix_link(cluster, self.place)

@@ -39,7 +39,7 @@ from kvrsim.program import Array
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
-PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
+PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # above, a rank would compute almost nothing
 OPERATION_KINDS = (
     *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
     *("send_recv", "all_gather", "all_reduce", "host"),
@@ -250,7 +250,7 @@ def load_profile(name_or_path: str | Path, argument: str = "profile") -> Calibra
 
 
 _STEPS = 60  # of Newton's method, which needs about five
-_ENOUGH = 1e-12  # relative change of a step, after which it ends
+_ENOUGH = 1e-12  # relative change below which the iteration ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 # queries, keys and values, 3 of the state.
 _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 RECURRENCES = tuple(SCAN_CHUNK)
-# Whose rates stand for one without.
+# Kinds without rates, each with the kind whose rates are used.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 _SIZES = (

@@ -145,7 +145,7 @@ class AttendRates:
     flops_per_s: float  # of QK^T and PV
     query_keys: NonNegative  # constant time per query, expressed in keys
     full_queries: NonNegative  # that fill the device
-    least_heads: NonNegative  # fewer are filled up to as many
+    least_heads: NonNegative  # fewer heads take as long as this number
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
         """Seconds; `width` is that of a key and its value together."""
@@ -203,7 +203,7 @@ class SparseRates:
 
 
 def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
-    """The call between a mixer's products; heads attend to the latents themselves, where there are latents.
+    """The call between a mixer's products; in latent attention, heads attend to the latents directly.
 
     A layer that takes an earlier layer's choice scores nothing.
     """
@@ -256,7 +256,7 @@ class SparseCost(MixerCost):
         return chosen + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """Scores, choice and attention of the chunk."""
+        """Seconds of scores, choice and attention of the chunk."""
         seconds = self.cost.call_s(sparse_call(self.mixer, chunk, prefix))
         return seconds if self._absorb is None else seconds + self._absorb(chunk)
 

@@ -86,7 +86,7 @@ def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
 
 
 def all_gather(group: Group, nbytes: Array, more_s: float = 0.0) -> Collective:
-    """Join `nbytes` from the GPUs of a group; more_s: seconds in addition to its kernel."""
+    """Join `nbytes` from the GPUs of a group; `more_s` is added to the kernel's seconds."""
     seconds = more_s + group.all_gather_s(nbytes)
     return Collective(name="all-gather", seconds=seconds, nbytes=group.sent_bytes(nbytes))
 

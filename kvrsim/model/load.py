@@ -146,7 +146,7 @@ def _read(path: Path, argument: str) -> JsonObject:
 
 
 def config_path(name: str, argument: str) -> Path:
-    """The file that a user means by a built-in name, a path to a config.json or to its folder."""
+    """The file that a built-in name, a path to a config.json or a path to its folder means."""
     if name in builtin_models():
         return _DATA / "models" / f"{name}.json"
     path = own_folder() / name if name in own_models() else Path(name)
@@ -211,7 +211,7 @@ def model_type_data(model_type: str) -> dict[str, Any] | None:
 
 
 def read_type(config: JsonObject, name: str) -> ModelSpec:
-    """The model by the data of its type, else from its class."""
+    """Read the model with the data of its type, or from its class where there are none."""
     plain = translated(config)
     data = model_type_data(plain.text("model_type"))
     if data is not None and not plain.has("num_key_value_heads"):

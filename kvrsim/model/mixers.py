@@ -50,7 +50,7 @@ class Indexer:
 
 
 class _Mixer:
-    """What most mixers have in common: a cache that grows with all tokens, heads that are split over GPUs."""
+    """Base of most mixers: the cache grows with all tokens, and heads are split over GPUs."""
 
     __slots__ = ()
     projections: tuple[Gemm, ...]
@@ -211,7 +211,7 @@ class LatentAttention(_Mixer):
         return (*self.projections, *(self.indexer.projections if self.indexer else ()), self.expand, *self.output)
 
     def token_bytes(self, element_bytes: float) -> float:
-        """The latent and the rotated key, and the index key."""
+        """Bytes per token of the latent, the rotated key and the index key."""
         return (self.kv_lora_rank + self.qk_rope_head_dim) * element_bytes + self.index_key_bytes
 
     def share(self, size: int) -> LatentAttention:
@@ -229,7 +229,7 @@ class CompressedAttention(_Mixer):
     output: tuple[Gemm, ...]  # of the attention's output, in two steps
     num_attention_heads: int
     head_dim: int
-    rotary_dim: int  # of head_dim, rotated
+    rotary_dim: int  # rotated part of head_dim
     sliding_window: int
     compress_ratio: int  # tokens per entry; 0: the layer has the window alone
     indexer: Indexer | None = None  # chooses entries; None: a query attends to all of them

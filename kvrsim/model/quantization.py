@@ -45,7 +45,7 @@ class Modules:
 
     @classmethod
     def named(cls, names: Sequence[str]) -> Modules:
-        """Parts of dotted names, with * for anything; after "re:" a regular expression of the whole name's beginning.
+        """Match parts of dotted names with * as wildcard, or, after "re:", the start of names by a regular expression.
 
         Raises re.error for one that is none, or that repeats a group.
         """
@@ -257,7 +257,7 @@ def _rules(method: str, data: JsonObject) -> list[_Rule]:
 
 
 def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = False) -> WeightFormat | None:
-    """The format that an entry of the table says for the keys of a file.
+    """The format that an entry of the table gives for the keys of a file.
 
     InputError for a value that is not in the table; None for one where the entry is optional.
     """
@@ -347,7 +347,7 @@ def _algorithm(data: JsonObject) -> WeightFormat | None:
 
 
 def _narrow_experts(config: JsonObject) -> list[_Rule]:
-    """DeepSeek-V4's experts in FP4 inside of a model in FP8: an 8-bit exponent for 32 weights, computed in FP8."""
+    """Format of DeepSeek-V4's FP4 experts inside an FP8 model: an 8-bit exponent for 32 weights, computed in FP8."""
     if config.text("expert_dtype", "").lower() != "fp4":
         return []
     return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]

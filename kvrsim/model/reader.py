@@ -216,7 +216,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
             if "Unrecognized configuration class" not in str(error):
                 raise
             model = _text_class(model_type, config)._from_config(config, **options)
-    for module in model.modules():  # experts that transformers runs one by one as the others, without their numbers
+    for module in model.modules():  # transformers runs these experts one by one; names lose their numbers
         routed = hasattr(module, "gate_up_proj") and len(signature(module.forward).parameters) == 3
         if routed and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
             for name in ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel"):
@@ -549,7 +549,7 @@ class _Reader:
         ours = spec.num_experts_per_tok * flops
         theirs = self.trace.within(f"{place}.{cube}")
         for weight in experts.parameters():
-            self._describe(weight)  # where the class runs all experts for all tokens
+            self._describe(weight)  # for a class that runs all experts for all tokens
         if theirs not in (0 if any(map(self._is_used, experts.parameters())) else ours, count * flops):
             _equal(f"FLOPs of {cube}", ours, theirs)
         self._explained.add(f"{place}.{cube}")

@@ -46,7 +46,7 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
 
 
 def translated(config: JsonObject) -> JsonObject:
-    """The configuration in the words of the type with the same layers, without what changes no shape."""
+    """The configuration in the words of the type with the same layers, without fields that change no shape."""
     remote = remote_type(config)
     config = replace(config, fields={**remote.get("implies", {}), **config.fields})
     fields = dict(config.fields)
@@ -104,7 +104,7 @@ def _fused(layer: LayerSpec, name: str) -> LayerSpec:
 def pruned_llama(config: JsonObject, name: str, read: Callable[[JsonObject, str], ModelSpec]) -> ModelSpec:
     """DeciLM: each layer is Llama's with its own widths, or lacks its attention or its MLP."""
     heads, hidden = (config.integer(key, maximum=MAX_WIDTH) for key in ("num_attention_heads", "hidden_size"))
-    key_heads = config.sequence("num_key_value_heads_per_layer")  # of DeciLM-7B; of later models block_configs
+    key_heads = config.sequence("num_key_value_heads_per_layer")  # DeciLM-7B's key; later models have block_configs
     blocks = [
         config.inner({"attention": {"n_heads_in_group": heads // max(1, int(one))}, "ffn": {}}, "") for one in key_heads
     ]

@@ -22,7 +22,7 @@ class LayerSpec:
     shared_mlp: tuple[Gemm, ...] = ()  # a shared expert, which all tokens pass in addition to their own experts
     gated_mlp: bool = False  # whether the MLP multiplies an activated gate with a second projection
     norms_before_mixer: int = 1  # norms over hidden_size, up to the mixer
-    norms_after_mixer: int = 1  # and after it
+    norms_after_mixer: int = 1  # norms after the mixer
     other_parameters: int = 0  # weights (and biases) of norms, attention sinks, convolutions, decays
 
     @property
@@ -99,7 +99,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token passes through (embedding included): fewer under a mixture of experts."""
+        """Parameters that a token passes through (embedding included); fewer than all in a mixture of experts."""
         return self._other_parameters + sum(layer.active_parameters for layer in self.layers)
 
     @property

@@ -117,7 +117,7 @@ class Timeline:
         return sum(span.duration_s for span in self.of(rank, "compute"))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a span, columns as the fields of Span."""
+        """One row per span, with the fields of Span as columns."""
         import pandas
 
         return pandas.DataFrame([asdict(span) for span in self.spans])

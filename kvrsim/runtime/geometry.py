@@ -70,7 +70,7 @@ class StateLayout:
         return batch * (prod(self.recurrent) * RECURRENT_BYTES + conv)
 
 
-Layout = KvLayout | StateLayout | None  # None: the layer keeps nothing, such as an MLP alone
+Layout = KvLayout | StateLayout | None  # None: the layer has no cache, such as an MLP alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ def _mamba2_state(config: Any) -> StateLayout:
         recurrent=(heads, dim, states),
         conv_channels=heads * dim + 2 * config.n_groups * states,
         conv_tokens=config.conv_kernel - 1,
-        least_chunk=2,  # transformers computes a single token behind a state without time_step_min
+        least_chunk=2,  # transformers computes a single token after a state without time_step_min
     )
 
 

@@ -32,7 +32,7 @@ def devices(device: str, threads: int) -> int:
 
 
 def chosen_device(device: str) -> str:
-    """Resolve a device, "auto" to cuda where there is one; raise InputError where it is unknown or absent."""
+    """Resolve a device; "auto" is cuda if available. Raises InputError if unknown or absent."""
     if device not in DEVICES:
         raise InputError("device", device, ", ".join(DEVICES))
     there = num_gpus() > 0

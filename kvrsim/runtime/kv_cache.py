@@ -15,7 +15,7 @@ from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, Layout,
 
 UpdateEvent = Literal["update", "updated", "scan"]
 KvPairs = list[tuple[Any, Any] | None]  # K and V of each layer in the model's own layout, or its states
-Memory = list[Any]  # flat memory of each layer, which several prefills use in turn; None where a layer keeps nothing
+Memory = list[Any]  # flat memory of each layer, shared in turn by several prefills; None for a layer without a cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

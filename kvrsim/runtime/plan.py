@@ -95,7 +95,7 @@ class EmulatedLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelChoice:
-    """Which model the ranks run, with random weights."""
+    """The model that the ranks run, with random weights."""
 
     config: str | Mapping[str, object]  # a built-in name, a path, or the keys of a config.json
     dtype: str  # one of RUN_DTYPES
@@ -117,13 +117,13 @@ class ModelChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What all ranks measure."""
+    """The prefills that all ranks measure."""
 
     model: ModelChoice
     plans: tuple[RunPlan, ...]
     repeats: int = 5
     warmups: int = 1
-    link: EmulatedLink | None = None  # None: messages as fast as they are
+    link: EmulatedLink | None = None  # None: messages at the links' own speed
     check_logits: bool = True  # against one process
 
     def facts(self) -> dict[str, str]:

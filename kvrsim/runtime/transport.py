@@ -379,7 +379,7 @@ class DistributedTransport(Transport):
                 dist.barrier()
 
     def warmup(self) -> None:
-        """Use every edge and the collective once, then a ring: the first use of a link sets it up and blocks."""
+        """Use every edge and the collective once, then a ring: the first use of a link blocks to set it up."""
         if self.size > 1:
             with _link_errors(None, "the links between the ranks cannot be set up"):
                 self._links.first_use()

@@ -64,7 +64,7 @@ class _VirtualTransport(Transport):
         return self
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, as virtual ranks have no messages."""
 
 
 class _VirtualPlan:

@@ -137,7 +137,7 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
-    """The hybrids of two strategies that `all` stands for, with groups of these sizes."""
+    """The hybrids of two strategies in `all`, with groups of these sizes."""
     return tuple(f"tp{size}+{name}" for size in sizes for name in _IN_HYBRIDS)
 
 

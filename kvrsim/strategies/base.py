@@ -39,12 +39,12 @@ class Strategy:
     refuses: Refusal | None = None  # returns the requirement that a model and number of ranks do not meet, else None
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
     sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
-    carries_prefix: bool = False  # its own messages carry shares of the cached prefix where ranks have no more
+    carries_prefix: bool = False  # messages include shares of the cached prefix where a rank has only its share
     splits_heads: bool = False  # a rank attends to all keys with some heads, and needs these heads' K and V alone
     merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
-    query_blocks: tuple[int, ...] = (1,)  # calls of attention, one a block of the chunk's queries: the fastest of these
+    query_blocks: tuple[int, ...] = (1,)  # allowed calls of attention per chunk; the fastest is used
     near_chain: bool = False  # its best chunks are searched from those of KVR's chain, which it differs little from
     looks_up: str = "kvr-s"  # with partition_rule "table": the searched strategy that its table is made for
 
@@ -109,7 +109,7 @@ class Step:
         return self.append_to(self.chunks[rank], prefix)
 
     def append_to(self, tokens: Array, prefix: Array) -> Compute:
-        """Join the K, V of some tokens of the rank to those of the `prefix` tokens that it then holds besides."""
+        """Join the K and V of some of the rank's tokens to those of its `prefix` other tokens."""
         held = None if self.times_only else self.costs.mixer.cache_bytes(prefix + tokens)
         return Compute(name="append", device_s=self.costs.mixer.append_s(tokens, prefix), kv_bytes=held, kind="append")
 
@@ -122,7 +122,7 @@ class Step:
         return Compute(
             name="attention",
             device_s=device_s,
-            host_s=self.costs.host_attention_s * self.query_blocks[0],  # of those beyond, hidden: see LayerCosts
+            host_s=self.costs.host_attention_s * self.query_blocks[0],  # host time of further blocks is hidden
             score_elements=None if self.times_only else self.costs.mixer.score_elements(chunk, prefix + chunk) / calls,
             query_blocks=calls,
             kind="attention",

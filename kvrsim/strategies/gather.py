@@ -16,7 +16,7 @@ from kvrsim.strategies.base import Step, Strategy
 
 
 def tsp_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk, gather all K and V, attend to the whole context (masked), MLP."""
+    """Project the chunk, gather all K and V, attend to the whole context with a mask, and compute the MLP."""
     yield step.qkv(rank)
     yield step.all_gather_kv(rank)
     yield step.assemble_kv(rank)

@@ -48,7 +48,7 @@ def direct_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def whole_queries(model: ModelSpec, ranks: int) -> str | None:
-    """What a model must have for its queries to be called in blocks; None: it has."""
+    """The property that a model lacks for queries in blocks; None if it lacks none."""
     mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
     others = [one for one in mixers if not isinstance(one, Attention | Recurrence) or one.is_sparse]
     return f"attention to K and V of heads; {model.name} has {others[0].title}" if others else None

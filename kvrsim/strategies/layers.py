@@ -68,7 +68,7 @@ def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
 
 
 def _inserted(ops: Iterable[Op], load: Load) -> Iterator[Op]:
-    """A layer with a load after its projections."""
+    """Insert a load after the projections of a layer."""
     listed = list(ops)
     kinds = [op.kind if isinstance(op, Compute) else None for op in listed]
     first = kinds.index("qkv") + 1 if "qkv" in kinds else 0

@@ -73,7 +73,7 @@ def from_file(text: str, parameter: str) -> Strategy:
     return value
 
 
-_modules: dict[tuple[Path, int, int], ModuleType] = {}  # by file and its state
+_modules: dict[tuple[Path, int, int], ModuleType] = {}  # by file and modification state
 
 
 def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:

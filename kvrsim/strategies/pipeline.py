@@ -49,7 +49,7 @@ def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, 
 
 
 def context_ranks(strategy: Strategy) -> int:
-    """Ranks of each stage of a pipeline; 1 elsewhere."""
+    """Ranks per stage of a pipeline; 1 without a pipeline."""
     return 1 if strategy.pipeline is None else strategy.degrees.context or 1
 
 

@@ -54,7 +54,7 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
 
 
 def held(step: Step, rank: int) -> npt.NDArray[np.intp]:
-    """Whose K, V a rank holds in each round of a ring: its own, then that of the rank before, and so on."""
+    """Owner of the K and V that a rank holds in each round: the rank itself, then the rank before, and so on."""
     return (rank - np.arange(step.num_ranks)) % step.num_ranks
 
 

@@ -75,7 +75,7 @@ def lane_axes(
 
 
 def mark_first_token(axes: Axes, timeline: Timeline) -> None:
-    """Mark TTFT, when the last rank is done."""
+    """Mark TTFT, the time at which the last rank ends."""
     last = [span for span in timeline.spans if span.rank == timeline.num_ranks - 1 and is_solid(span)]
     ttft_s = max((span.end_s for span in last if span.kind != "transfer"), default=timeline.end_s)
     axes.axvline(ttft_s, color=INK, linewidth=1.4, zorder=6, clip_on=False)
@@ -234,7 +234,7 @@ def covered_shares(times_s: Sequence[tuple[float, float]], start_s: float, end_s
 
 
 def mean_colours(shares: Mapping[str, Array], ground: str) -> Array:
-    """RGB of each bin, 0 to 1, shape (bins, 3): the colours by their shares, and the ground where nothing is."""
+    """RGB of each bin, 0 to 1, shape (bins, 3): colours weighted by their shares, and background for the rest."""
     total: Array = np.sum(list(shares.values()), axis=0)
     mixed: Array = (1.0 - total).clip(0.0)[:, None] * _rgb(ground)
     for colour, share in shares.items():

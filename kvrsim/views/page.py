@@ -66,10 +66,10 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What a page shows."""
+    """Content of a page."""
 
     title: str  # in the window's title and at the top
-    answer: str = ""  # below the title; of several lines the first stands out
+    answer: str = ""  # below the title; the first of several lines is emphasised
     facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label; folded
     sections: Sequence[Section] = ()
     notes: Sequence[str] = ()  # what the answer rests on, and warnings
@@ -128,7 +128,7 @@ def unpacked(page: str) -> dict[str, Any]:
 
 @cache
 def asset(name: str) -> str:
-    """A style or script that the package holds."""
+    """A style or script of the package."""
     content = files("kvrsim.views").joinpath("assets", name).read_text("utf-8")
     assert "</s" not in content.lower(), f"{name} would end its element"
     return content

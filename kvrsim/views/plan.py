@@ -91,7 +91,7 @@ def answer(plan: Plan) -> str:
 
 
 def _label(plan: Plan, one: StrategyResult) -> str:
-    """Behind a bar."""
+    """Label to the right of a bar."""
     gain = "" if one.speedup is None else f"  {one.speedup:.2f} ×"
     about = [
         *([] if one.fits or not plan.feasible else ["does not fit"]),

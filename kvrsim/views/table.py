@@ -17,7 +17,7 @@ INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
 _CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
 _FEW = 8  # chunks, up to which all are written
-_ROUNDING_S = 1e-12  # less than this is rounding
+_ROUNDING_S = 1e-12  # smaller differences are rounding
 
 
 class Text(str):
@@ -167,7 +167,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
     unit = format_seconds(max(one.ttft_high_s for one in rows)).split(" ")[1]
     over = None if plan.yardstick is None else baseline_title(plan.yardstick)
-    columns = {  # and whether each is shown
+    columns = {  # columns, and whether to show each
         Column(title="strategy\n"): True,
         Column(title="partition\n(tokens)", rank=4, hint="tokens of each rank or piece"): not short,
         Column(title="TTFT\n", number=True, hint="time to first token"): True,
@@ -247,7 +247,7 @@ def ranks_table(result: SimResult) -> Table:
 
 
 def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
-    """Run this; promise that; because. emit: an engine whose launch is wanted."""
+    """Sentences: what to run, what it promises, and why. `emit` is an engine whose launch is requested."""
     best, promise = plan.first, plan.promise
     if promise is None:
         yield f"{plan.misfit[0].upper()}{plan.misfit[1:]}."

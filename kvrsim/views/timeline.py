@@ -33,7 +33,7 @@ _MOST_TICKS = 2**32  # of a timeline, so that a long one is not written with nee
 class LabelledTimeline:
     """A timeline that a page shows."""
 
-    name: str  # by which a reader chooses it
+    name: str  # by which a reader selects the timeline
     title: str  # above its lanes
     timeline: Timeline
     basis: str | None = None  # how all its seconds are known; None: as the timeline has it

@@ -131,7 +131,7 @@ class Overlap:
 class Service:
     """Service times of requests on groups of one type; arrays of shape (N,)."""
 
-    ttft_s: Array  # from start to first token, alone; inf where it does not fit in memory
+    ttft_s: Array  # from start to first token on an idle group; inf if it does not fit in memory
     busy_s: Array  # time of a group, on the mean of its GPUs, that each prompt takes before its first token
     hold_s: Array  # how long a cache that leaves keeps the group after the first token
     length_class: Indices  # row of `overlap`
@@ -192,7 +192,7 @@ class PoolRun:
 
     begin_s: Array  # start on a group
     end_s: Array  # first token
-    group: Indices  # that served it
+    group: Indices  # the group that served the request
     busy_s: float  # sum over groups of their GPUs' mean busy time
 
 
@@ -312,7 +312,7 @@ class _Dispatcher:
         return self.at_position[self.queue[0]] if self.queue else None
 
     def _end(self, group: int, requests: Sequence[int], free_s: list[float], busy_s: float, hold_s: float) -> float:
-        """Record the first tokens of requests, and hold the group after them."""
+        """Record the first tokens of requests, and keep the group busy afterwards."""
         end_s = free_s[-1]
         for request in requests:
             self.end_s[request], self.group[request] = end_s, group
@@ -329,7 +329,7 @@ class FleetRun:
     ttft_s: Array  # queueing included; inf: never served
     begin_s: Array
     pool: Indices  # index of the group that served it; -1: it fits in no group's memory
-    busy_gpu_s: float  # waiting inside a group does not count
+    busy_gpu_s: float  # without waits inside a group
 
     @property
     def horizon_s(self) -> float:

@@ -103,7 +103,7 @@ def _servers(
 
 
 def _strategy(group: GroupAnswer) -> str:
-    """The only one of groups that an engine serves."""
+    """The engine's strategy for a group's weights."""
     return "single" if group.weights == WHOLE else group.weights
 
 

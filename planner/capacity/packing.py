@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     """Tokens of one prompt in a step."""
 
     prompt: int
-    tokens: int  # that the step computes
+    tokens: int  # tokens computed in the step
     prefix: int  # tokens before them whose K, V are there: the cached prefix and earlier pieces
     context: int  # tokens of the whole prompt
     is_first: bool
@@ -74,7 +74,7 @@ class PackingRule:
     def step(
         self, begun: Begun | None, peek: Callable[[], int | None], pop: Callable[[], object]
     ) -> tuple[list[Piece], Begun | None]:
-        """The pieces of the next step, and the prompt that it leaves begun.
+        """The pieces of the next step, and the prompt that the step leaves unfinished.
 
         peek: the prompt that the queue gives next; None: it is empty. pop: takes it out.
         """

@@ -42,7 +42,7 @@ class CapacityRequest:
     limits: FleetLimits = field(default_factory=FleetLimits)
     order: Order = "first-come"  # of the queues
     tpot_s: float | None = None  # target of the fleet that decodes; None: it is not sized
-    transfer: Transfer | None = None  # of caches to that fleet; None: not counted
+    transfer: Transfer | None = None  # transfer of caches to that fleet; None: not counted
     pack_tokens: int | None = None  # most new tokens of a step that prompts share; None: prompts run one by one
     replications: int = 5  # of synthetic requests
     seed: int = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas
 
 Cause = Literal["memory", "alone", "queue", "interval", "mixed", "decode"]  # why groups do not meet the target
-LEVEL = 0.8  # of intervals
+LEVEL = 0.8  # coverage of intervals
 _MEANING = "80 % interval: the error of the prefill times, by simulation at both ends of theirs, and of sampling, by "
 MEANING_OF_TRACE = _MEANING + "block bootstrap over segments of this trace; it covers no other days"
 MEANING_OF_DRAWN = _MEANING + "Student's t over the percentiles of independent replications"
@@ -173,7 +173,7 @@ class TriedFleet:
     target_ttft_s: float  # the requested percentile
     ttft_s: tuple[float, ...]  # at the front's `percentiles`, inf: never
     utilisation: float
-    requests: int  # that were simulated
+    requests: int  # number of simulated requests
 
     def point(self) -> dict[str, Any]:
         """Plain JSON values of a point of the Pareto front."""

@@ -83,7 +83,7 @@ class Bucket:
         slo_s, services = simulator.target.slo_s, simulator.services(group.type)
         pairs = list(zip(services, members, strict=True))
         self.requests = sum(map(len, members))
-        # Late even without a queue.
+        # Requests that are late even without a queue.
         self.late_alone = sum(int((service.ttft_s[mine] > slo_s).sum()) for service, mine in pairs)
         # Average number of busy groups, if all work ends when the last request is due.
         busy_s = sum(float((service.busy_s[mine] + service.hold_s[mine]).sum()) for service, mine in pairs)
@@ -112,7 +112,7 @@ class FleetSimulator:
         self.target, self.limits = request.target, request.limits
         self.requests = sum(map(len, workloads))
         self.allowed = self.target.allowed(self.requests)  # requests of all workloads together that may be late
-        self.simulated = 0  # requests, over all simulations
+        self.simulated = 0  # number of requests in all simulations
         self._services: dict[GroupType, list[Service]] = {}
         self._buckets: dict[Fleet, Bucket] = {}
 
@@ -404,7 +404,7 @@ class FleetSearch:
         return self.fits((design for fit in best for design in self._finer(fit.design)), fits)
 
     def fit(self, design: Fleet, at_most: float = math.inf) -> Fit | None:
-        """The cheapest replicas with which a design meets the target; None: there are none."""
+        """The cheapest replicas with which a design meets the target; None if it cannot."""
         buckets = self.simulator.buckets(design)
         never_served = self.simulator.requests - sum(bucket.requests for bucket in buckets)
         allowed = self.simulator.allowed - never_served
@@ -532,7 +532,7 @@ class FleetSearch:
         return [one for one in self.types if one in best]
 
     def _options(self, bucket: Bucket, room: int, most: int, *, single: bool) -> list[tuple[int, int]]:
-        """Numbers of groups to consider, each with its late requests, which fall."""
+        """Candidate numbers of groups, each with its late requests, which decrease."""
         first = self.least_replicas(bucket, bucket.late_alone + room, most)
         if not first:
             return [] if first is None else [(0, 0)]

@@ -38,14 +38,14 @@ from planner.search.pipeline import with_step_time
 from planner.search.search import search
 
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
-_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # all usual ones take four times as long where flows share a bus
+_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # more strategies take four times as long on a bus
 _LENGTHS_PER_DOUBLING = 8  # that are simulated; times between them are interpolated
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 _TILE = 128  # tokens, rows of an attention kernel's tile
 _BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above
 _FAR = 8.0  # one rank is delayed by this many times the longest prefill to find its slack
 _TIE = 1e-9  # relative; of strategies that take as long, the first is chosen
-_GAIN = 0.002  # of TTFT; twice the pieces of a pipeline must gain more
+_GAIN = 0.002  # relative gain in TTFT that twice the pieces of a pipeline must exceed
 _PIECES_PER_STAGE = 16  # at most; filling the stages then takes less than 7 % of the time
 _SHORT = 256  # new tokens, up to which the clock of a GPU does not fall
 
@@ -246,7 +246,7 @@ class Prefills:
         return np.concatenate(candidates)[best], finish_s[best]
 
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
-        """How much later each rank alone could begin; 0 on a shared bus, where it is unknown."""
+        """Seconds by which each rank alone could begin later; 0 on a shared bus, where this is unknown."""
         slack_s = np.zeros_like(finish_s)
         if self.shared:
             return slack_s
@@ -292,7 +292,7 @@ class Prefills:
         return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
 
     def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:
-        """Candidate chunks of each length, each of shape (B, ranks)."""
+        """Candidate chunks for each length, each of shape (B, ranks)."""
         step = 2 if cached_prefix else 1  # with a long prefix, shares change less with length
         planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
         return [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]

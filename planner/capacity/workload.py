@@ -399,7 +399,7 @@ def _read_lines(file: TextIO, name: str, source: str, kind: str | None, names: M
 
 
 def _bounded(file: TextIO, source: str) -> Iterator[str]:
-    """The lines of a file, none of them longer than MAX_LINE characters."""
+    """The lines of a file, each of at most MAX_LINE characters."""
     for number in itertools.count(1):
         line = file.readline(MAX_LINE + 1)
         if not line:

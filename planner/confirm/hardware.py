@@ -27,7 +27,7 @@ NO_REFERENCE = "logits are not compared: a single process's prefill does not fit
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
 _TIMEOUT_FACTOR = 6.0  # timeouts over predicted durations
 _START_S = 120.0  # for processes to start and models to be made
-_UNKNOWN_S = 100.0  # of a prefill without a profile of this machine
+_UNKNOWN_S = 100.0  # assumed seconds of a prefill without a profile of this machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +180,7 @@ class MemoryBudget:
         weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # parts of the model are views of it
         memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # needs no times
         ranks = [replace(rank, weights=weights) for rank in memory]
-        if self.mode == "virtual":  # one device replays every rank, on the K and V of the whole context
+        if self.mode == "virtual":  # one device runs every rank on the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
             return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)
         idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)

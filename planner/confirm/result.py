@@ -63,7 +63,7 @@ class MeasuredCandidate:
 
     @property
     def median_s(self) -> float:
-        """Measured TTFT."""
+        """Median of the measured TTFTs."""
         return self.timing.median_s
 
     @property

@@ -99,7 +99,7 @@ class HardwareSearch:
         self._measured(task, measure, list(dict.fromkeys([self.seed, self.center])), float("inf"))
 
     def _measured(self, task: SearchTask, measure: Measure, candidates: Sequence[Chunks], limit_s: float) -> bool:
-        """Measure every candidate `repeats` times, round-robin, so that drift affects all alike; False: time is up."""
+        """Measure all candidates `repeats` times, round-robin against drift; False if time runs out."""
         self.stages.append({chunks: [] for chunks in candidates})
         for repetition in range(task.hardware.repeats):
             for index in range(len(candidates)):

@@ -192,7 +192,7 @@ def candidates_table(confirmation: Confirmation) -> Table:
 
 
 def _candidates(confirmation: Confirmation) -> Html:
-    """Draw the table, its names in their colours and its intervals as bars."""
+    """Draw the table with coloured names, and bars for its intervals."""
     rows, ordered = candidates_table(confirmation), sorted(confirmation.candidates, key=lambda one: one.predicted_s)
     ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in ordered]
     span = html.span_of([(min(three), max(three)) for three in ends])

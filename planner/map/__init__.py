@@ -1,1 +1,1 @@
-"""Which strategy on how many GPUs is the fastest, over contexts and bandwidths."""
+"""The fastest strategy and number of GPUs over contexts and bandwidths."""

@@ -61,7 +61,7 @@ class Winner:
     strategy: str
     ttft_s: float
     speedup_over_single: float  # TTFT of one GPU over this one's, whether or not one GPU's memory would do
-    pays: bool  # more than one GPU is used
+    pays: bool  # whether more than one GPU is fastest
     ties: tuple[str, ...]  # other strategies that fit and that a prediction cannot tell from the fastest
 
 
@@ -97,7 +97,7 @@ class StrategyMap(Answer):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Contexts, rising."""
+        """Contexts, in ascending order."""
         return tuple(sorted({point.context_len for point in self.points}))
 
     @property
@@ -124,7 +124,7 @@ class StrategyMap(Answer):
         return [winner for place in self._places.values() if (winner := self._winner(place)) is not None]
 
     def winner(self, context_len: int, bandwidth: float, num_gpus: int) -> Winner | None:
-        """The winner in one place; None: nothing fits there."""
+        """The winner in one place; None if nothing fits."""
         return self._winner(self.at(context_len, bandwidth, num_gpus))
 
     def nearest(self) -> list[MapPoint]:
@@ -144,7 +144,7 @@ class StrategyMap(Answer):
         return best
 
     def _winning(self, place: Place) -> list[MapPoint]:
-        """What wins in a place, then all others that may be as fast: one GPU, where it is among them."""
+        """The fastest in a place, then all others that may be as fast; one GPU first if it is among them."""
         usable = [point for point in self._exact(place) if point.fits]
         fastest = min(usable, key=lambda point: point.ttft_s, default=None)
         near = [point for point in usable if fastest is not None and is_tied(fastest, point)]

@@ -92,7 +92,7 @@ class _Build:
         return tuple(one for one in contending if one.name in fast)
 
     def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
-        """New tokens, from the fewest to the longest context, so dense that TTFT between them is about linear."""
+        """New tokens up to the longest context, dense enough for TTFT to be about linear between them."""
         first, last = np.log2([self.fewest, self.longest])
         even = np.rint(2.0 ** np.linspace(first, last, int(np.ceil((last - first) * _PER_DOUBLING)) + 1))
         start = tuple(sorted({int(length) for length in even}))
@@ -113,7 +113,7 @@ class _Build:
         return tuple(self._times(one, rows[each * index :][:each], points) for index, one in enumerate(strategies))
 
     def _times(self, strategy: Strategy, rows: Sequence[_Row], points: Sequence[int]) -> StrategyTimes:
-        """rows: of each batch and each prefix. Ends of intervals over TTFT lie between those of the corners."""
+        """`rows` has an axis of batches and one of prefixes; ends of intervals over TTFT are interpolated."""
         from scipy.interpolate import RegularGridInterpolator
 
         shape = (len(self.batches), len(self.prefixes), len(points))
@@ -145,7 +145,7 @@ def _rounded(seconds: Array) -> list[float]:
 
 
 def _nested(values: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-    """Values in tuples of a shape."""
+    """Values as nested tuples of a given shape."""
     if len(shape) == 1:
         return tuple(values)
     each = len(values) // shape[0]

@@ -122,7 +122,7 @@ def load_predictor(path: str | Path, argument: str = "predictor") -> TtftPredict
 
 
 def _around(points: Sequence[int], value: int) -> Around:
-    """The points around a value and their weights, without numpy, whose import takes longer than a lookup."""
+    """The grid points around a value and their weights, without numpy, which takes longer to import than a lookup."""
     low = bisect_right(points, value) - 1
     if points[low] == value:
         return [(low, 1.0)]

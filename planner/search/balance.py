@@ -113,7 +113,7 @@ class ChainWork:
         )
 
     def first_message_s(self, ranks: range, end: Array) -> Array:
-        """The first message, of `end` tokens, from each of these ranks to the next."""
+        """Seconds of the first message, of `end` tokens, from each of these ranks to the next."""
         sent_s = self._busy_s(ranks, self.costs[self._first].forwarded_kv_bytes(end))
         return sent_s + _along(self._latency_s[ranks.start : ranks.stop], end)
 
@@ -257,7 +257,7 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
 
 
 def _smooth(chain: ChainWork) -> Array:
-    """Chunks that would be balanced, if the time of a token were that of one in the middle of an even chunk."""
+    """Chunks in balance if every token took the time of a token in the middle of an even chunk."""
     request = chain.scenario.request
     share = request.new_tokens / chain.num_ranks
     ends = np.linspace(0.0, 1.0, _POINTS) * request.new_tokens

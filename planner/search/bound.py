@@ -90,7 +90,7 @@ class SendersBetweenWalls:
     def walls_for(
         self, last_end: Array, limit: Array, chunks: Array, waits: StallBounds | None, within: tuple[float, int]
     ) -> Walls:
-        """Walls from chunks of all senders but the first that take these just beyond the limit; what they need."""
+        """Walls by chunks of all senders but the first that just exceed the limit, and the seconds they need."""
 
         def ends_of(chunks: Array) -> Array:
             behind = np.cumsum(chunks[::-1], axis=0)[::-1]
@@ -179,7 +179,7 @@ def lower_bound_and_plans(
     scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array
 ) -> tuple[float, Array]:
     """The bound, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks).
-
+These chunks balance all ranks, with their waits for each other included.
     With them all ranks need about as long, their waits for each other included.
     """
     begin_s = _begin_s(scenario)
@@ -206,7 +206,7 @@ def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
 class _Tails:
     """The least seconds of work of the last rank, for each interval of its chunk x."""
 
-    whole_s: Array  # all its layers and the head
+    whole_s: Array  # of all layers and the head
     first_qkv_s: Array  # the part that may run during the fill
     after_append_s: Array  # its last layer after the append, and the head
 
@@ -225,7 +225,7 @@ class _Intervals:
         after_s = self.tails.after_append_s
         walls = bound.chain.walls_for(self.last_wall, self.goal - after_s, chunks, None, within)
         self.chunks, self.waits = walls.chunks, bound.chain.waits(walls.ends)
-        self.holds = np.minimum(self.holds, after_s + walls.others_s)  # of a TTFT below it, the waits are proven
+        self.holds = np.minimum(self.holds, after_s + walls.others_s)  # the waits are proven for TTFTs below this
 
     def improve(self) -> None:
         """Try the next target of each interval, and choose the one after it.

@@ -31,14 +31,14 @@ from planner.search.minimise import (
 
 _WORK, _LEAST = 8_000_000, 400  # messages of all partitions that a search simulates; partitions at least
 _DESCENTS = 3
-_BEHIND = ((5, 1.01), (3, 1.1))  # from this round on, a descent ends that is slower than the best by this factor
+_BEHIND = ((5, 1.01), (3, 1.1))  # from this round on, a descent this much slower than the best ends
 _ROUNDS, _IDLE_ROUNDS = 60, 2  # at most; and without a gain at the smallest steps, after which a descent ends
 _STEPS = 12  # powers of two that a round tries, of all descents together
 _HELPED = 8  # moves of a round whose sums the next one tries
 _RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # of each chunk to the one before
 _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the context between two ranks
 _SCATTERED = 40  # of each kind
-_TOGETHER = 32  # moves of all boundaries in a round
+_TOGETHER = 32  # moves of all boundaries together in a round
 _PLACES = 8  # ranks, or pairs of them squared, that seeds concentrate the context on
 _BETTER = 1e-5  # a move must gain this share of TTFT
 
@@ -159,7 +159,7 @@ class BusSearch:
         return unique_rows(rows) if len(rows) else rows
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
-        """One rank at the smallest chunk, its tokens given to a neighbour or to the last rank."""
+        """Partitions with one rank at the smallest chunk; its tokens go to a neighbour or to the last rank."""
         chunks = chunks_between(boundaries, self.tokens)
         last, rows = self.num_ranks - 1, []
         for rank in range(self.num_ranks):

@@ -41,7 +41,7 @@ class Grid:
         return self._hierarchical(min_stride)
 
     def strides(self, min_stride: int) -> Iterator[int]:
-        """A quarter of the even share, as the paper's 8 for 96 tokens on 3 ranks, halved to the minimum."""
+        """Strides: a quarter of the even share (the paper's 8 for 96 tokens on 3 ranks), halved to the minimum."""
         stride = max(min_stride, self.num_tokens // self.num_ranks // 4)
         while stride > min_stride:
             yield stride
@@ -92,7 +92,7 @@ class Grid:
     def _combinations(
         self, center: npt.NDArray[np.int64], stride: int, window: slice, best_s: float
     ) -> Iterator[Boundaries]:
-        """All shifts of the window's boundaries that leave every chunk a token, less those that are pruned."""
+        """All shifts of the window's boundaries that leave every chunk a token, without the pruned shifts."""
         count = len(center[window])
         for first in range(0, combinations(count), _BLOCK):
             moves = stride * shifts(count, first, first + _BLOCK)

@@ -38,7 +38,7 @@ class Evaluator:
     evaluations: int = 0
     most: int | None = None  # evaluations that the search will not go beyond; None: unknown
     best_s: float = math.inf
-    allowance: Allowance | None = None  # once spent, batches get infinity; None: no limit
+    allowance: Allowance | None = None  # evaluations; after they are spent, batches get infinity; None: no limit
 
     @property
     def is_spent(self) -> bool:
@@ -87,7 +87,7 @@ Row = npt.NDArray[np.int64]  # shape (num_ranks - 1,): the boundaries of one par
 
 
 class Evaluate(Protocol):
-    """TTFT of each row of boundaries; rows above `enough_s` may get a lower bound that is above it, too."""
+    """TTFT of each row of boundaries; a row above `enough_s` may get a lower bound that exceeds `enough_s`."""
 
     def __call__(self, boundaries: Boundaries, enough_s: float = ..., /) -> Array: ...
 

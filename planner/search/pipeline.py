@@ -47,7 +47,7 @@ from planner.search.search import SearchResult
 
 _STEP_TOKENS = 8192  # of chunked prefill: max_num_batched_tokens of vLLM, chunked_prefill_size of SGLang
 _GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
-_OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # seconds of an engine that every piece pays, however short
+_OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds per piece of any length
 _ONE_STAGE = 0  # layers of a pipeline are the same on every rank
 
 
@@ -96,7 +96,7 @@ _EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next o
 _REFINED, _POLISHED = 6, 3  # seeds that are refined; and polished
 _SLOW = 1.3  # how much slower than the best of all the best of a number of pieces is where seeds end
 _TIMES, _ROUNDS = 96, 48  # descents with a piece more or less, over the ends, at most 4; and rounds of each
-_MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates of a round; times pieces and stages
+_MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates per round; cells: x pieces x stages
 _BALANCING = 24
 _RANDOM, _IDLE = 0.25, 8  # of a round's candidates; and rounds without a gain, at most
 _BETTER, _NEAR = 1e-5, 1.01  # of TTFT, that they must gain; of the best, within which another number is improved

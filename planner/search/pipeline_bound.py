@@ -172,7 +172,7 @@ def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 
 def _rows_s(kinds: list[tuple[_Kind, float]], tokens: int, numbers: Array) -> Array:
-    """The least time of at least these numbers of pieces in a layer of weight 1 of any kind: lines below all times."""
+    """Least seconds of at least these numbers of pieces in any layer of weight 1: lines below all times."""
     lengths = np.arange(1.0, tokens + 1)
     scaled = [kind.rows_s / weight for kind, weight in kinds]
     slopes = np.linspace(0.0, 1.0, _SLOPES) * min(float(rows_s[-1]) for rows_s in scaled) / tokens

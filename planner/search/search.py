@@ -37,7 +37,7 @@ _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
 _FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride; and what they must gain of TTFT
-_MANY_ROUNDS = 4  # of many ranks
+_MANY_ROUNDS = 4  # rounds of a search over many ranks
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
 
 
@@ -50,7 +50,7 @@ class SearchResult:
     ttft_s: float
     report: SearchReport
     lower_bound_s: float | None = None  # proven; None: the search did not compute it
-    balanced: Array | None = None  # the analytical plan of its chain, tokens; None: likewise
+    balanced: Array | None = None  # the analytical plan of its chain, tokens; may be None as well
 
 
 def search(

@@ -48,7 +48,7 @@ _BLOCK = 2**12  # chunk lengths timed at once
 class QuantizationSteps:
     """Step function of extra time by chunk length, from tile and wave quantization, over all layers."""
 
-    chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step
+    chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step of the cost
     seconds: tuple[NonNegative, ...]  # extra time after each step, cumulative, without a prefix
     seconds_per_prefix_token: tuple[NonNegative, ...]  # what every token of prefix adds to it
 
@@ -273,7 +273,7 @@ class TableEntry(Prediction):
 
     @classmethod
     def read(cls, data: JsonObject) -> TableEntry:
-        """Check one entry; its fractions must be its partition's."""
+        """Check one entry; its fractions must match its partition."""
         entry, written = read(cls, data.without("fractions")), data.numbers("fractions")
         exact = zip(written, entry.fractions, strict=False)
         if len(written) != entry.num_gpus or any(abs(a - b) > _CLOSE for a, b in exact):
@@ -330,7 +330,7 @@ class PartitionTable(GridFile):
         return Partition(chunk_lens=lookup.partition)
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
-        """Notes if the table has another setting than the strategy's scenario, or does not reach its context."""
+        """Notes where the table's setting differs from the scenario's, or the context exceeds the table."""
         others = self.setting.differences(per_rank, strategy.looks_up)
         notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
         request = per_rank.request

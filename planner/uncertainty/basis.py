@@ -151,7 +151,7 @@ def _inside(fit: OperationFit, sizes: Mapping[str, float]) -> bool:
     return all(seen[key][0] <= size <= seen[key][1] for key, size in sizes.items() if key in seen and size)
 
 
-# -- Breakdown of a simulated prefill: seconds of every part, and what each rank waited for.
+# -- Breakdown of a simulated prefill: seconds of every part, and each rank's waits
 
 _RESUME, _LAUNCHES, _ENGINE = Part("resume"), Part("launches"), Part("engine")
 _ROUNDING = 1e-9

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
 FIRST_PLAN_SAMPLE = 10_000  # a plan's samples begin here, apart from those of `simulate`
-_MOST_SLOTS = 2.0**24  # of time, all samples, GPUs and links together: 24 bytes each
+_MOST_SLOTS = 2.0**24  # time slots of all samples, GPUs and links, 24 bytes each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Disturbance:
 
     @classmethod
     def of(cls, noise: str | Noise | None, num_samples: int, seed: int) -> Disturbance | None:
-        """The disturbance of a noise as a user wrote it; None without a noise."""
+        """The disturbance of a user's noise; None without noise."""
         parsed = noise_of(noise)
         return None if parsed is None else cls(noise=parsed, seed=seed, num_samples=num_samples)
 

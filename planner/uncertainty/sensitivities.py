@@ -52,7 +52,7 @@ _ROOFLINE_FACTOR = 3.0  # a real TTFT may lie this far above the datasheet's lim
 _SD_OF_MEAN_ERROR = math.sqrt(math.pi / 2)  # standard deviation over mean absolute error of a normal distribution
 _NOTHING = 1e-9  # of log TTFT
 
-ErrorSource = Part | str  # a part of the device's time, or the name of a source that concerns several parts
+ErrorSource = Part | str  # a part of the device's time, or the name of a source that affects several parts
 PartErrors = Mapping[Part, float]  # log_sd of the parts that one source changes
 
 
@@ -76,7 +76,7 @@ class Sensitivities:
     by_source: Mapping[ErrorSource, Sensitivity]
     # Sources that count only in a difference of two strategies: end-to-end errors contain them.
     in_differences: Mapping[ErrorSource, Sensitivity] = field(default_factory=dict)
-    ratio_log_sd: float  # of the ratio of two TTFTs, besides the sources
+    ratio_log_sd: float  # of the ratio of two TTFTs, without the sources
 
 
 UNKNOWN = Sensitivities(by_source={}, ratio_log_sd=RUN_TO_RUN)  # only the variation between runs is known
@@ -149,7 +149,7 @@ class _Runs:
         self._log_s: float | None = None  # of the scenario as it is
 
     def device(self) -> tuple[dict[ErrorSource, Sensitivity], dict[ErrorSource, Sensitivity]]:
-        """Sensitivities to each part of the device's time alone, and to all together: two columns per source."""
+        """Sensitivities to each part of the device's time, and to all together: two columns per source."""
         scenario = self.scenario
         assert scenario.profile is not None, "a roofline has no measured parts"
         cost, parts = listing(scenario.cost)

@@ -41,7 +41,7 @@ class Row:
     link: Link  # as the publication names it; "none" for one GPU
     ttft_s: float
     used_for_calibration: bool
-    blind_until: str  # until this date nothing was fitted to the row or chosen by it; "": never blind
+    blind_until: str  # no fit or choice used the row before this date; "": it was never blind
     profile: str  # calibration profile for the machine and software
 
     @property
@@ -88,7 +88,7 @@ def _row(fields: dict[str, str]) -> Row:
     )
 
 
-MOST_MAPE = 0.05  # of the rows used for calibration: worse is a regression
+MOST_MAPE = 0.05  # of the rows used for calibration; above is a regression
 _BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # links with the CUDA-direct link off
 _CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # how rows that say only KVR are read
 

@@ -115,7 +115,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
 
 @cache
 def _measured() -> CalibrationProfile:
-    """The profile of what is measured elsewhere."""
+    """The profile with the constants that were measured elsewhere."""
     profile = load_profile(_MEASURED)
     return replace(profile, kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, measured=())))
 
@@ -159,7 +159,7 @@ ENGINE = _SHIPPED / "engines" / "hf-2023.json"
 LEFT_OUT = DATA / "a100_eager_left_out.json"
 _MOST = np.log([2.039e12, 1.0, 1.0, 1.0, 1.0, 100.0])  # NVIDIA A100 80GB SXM: HBM bytes/s
 _STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # how far each constant may move at first
-PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # of constants that the rows may not determine
+PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # of constants that the rows may leave undetermined
 _PRIOR_SD = np.log(2.0)
 _ROUNDS = 4
 _LEAST_GAIN = 2e-3  # of a round; less ends the fit

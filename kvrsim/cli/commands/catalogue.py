@@ -40,7 +40,7 @@ class Shelf:
     cells: Callable[[Any], dict[str, str]]  # a row of the list by the titles of its columns; prose comes last
     show: Callable[[Any], None]
     row: Callable[[Any], dict[str, Any]] | None = None  # JSON in the list; None: to_json
-    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda things: ()  # below the list
+    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda things: ()  # printed below the list
 
     def list_screen(self, things: Sequence[Any]) -> list[Part]:
         """One row per thing, and the notes."""

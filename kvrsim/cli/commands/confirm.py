@@ -113,7 +113,7 @@ def confirm(
                 reporter=Reporter(note=warn_once, progress=progress),
             )
     except KvrsimError as error:
-        if answer.json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
+        if answer.json and error.exit_code == NOT_MET and is_first_rank():  # for example, a rank failed
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
     if is_first_rank():
@@ -139,7 +139,7 @@ def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path,
         show_search(result)
 
 
-_SHOWN_WRONG = 3  # pairs that were measured in another order than predicted
+_SHOWN_WRONG = 3  # number of pairs listed whose measured order is not the predicted one
 
 
 def confirmation_screen(result: Confirmation) -> list[Part]:

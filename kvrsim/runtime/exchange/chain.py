@@ -46,7 +46,7 @@ class Chain(Exchange):
 
 
 class DirectChain(Chain):
-    """Without forwarding: every rank sends its own K and V to all later ranks. A state goes down the chain."""
+    """A chain without forwarding: each rank sends its K and V to all later ranks; a state goes rank by rank."""
 
     @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:

@@ -115,7 +115,7 @@ class Pipeline(Exchange):
         return StageForward(forward, stage_of(plan, forward.geometry, rank, size))
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
-        """Make a view of the same memory for each piece; return the last one's, which is the stage's."""
+        """Make a view of the same memory for each piece; return that of the last piece, which covers the stage."""
         layers = self.stage.layers
         if memory is not None and len(memory) > len(layers):  # the whole model's
             memory = memory[layers.start : layers.stop]

@@ -30,7 +30,7 @@ class RingAttention(OwnAttentionExchange):
         return self._blocks
 
     def attend(self, query: Any, scale: float | None) -> Any:
-        """Attend to the own block while it goes to the next rank, and so on round the ring; merge in fp32."""
+        """Attend to the own block while it is sent to the next rank, then to each received block; merge in fp32."""
         layer, transport, lens = self.layer, self.transport, self.plan.partition.chunk_lens
         assert layer is not None
         buffer, merged = self.buffer(layer), Merged()

@@ -171,7 +171,7 @@ def _generic(name: str) -> str:
 
 
 def check_plan(model_type: str) -> None:
-    """Raise InputError where transformers has no tensor-parallel plan for the architecture that can be followed."""
+    """Raise InputError where transformers has no usable tensor-parallel plan for the architecture."""
     from transformers import AutoConfig
 
     plan, family = AutoConfig.for_model(model_type).base_model_tp_plan or {}, family_of(model_type)
