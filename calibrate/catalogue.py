@@ -338,7 +338,7 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 )
 # Text models that transformers has inside of larger models alone.
 _TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-# What classes need and their configurations' defaults leave out, as in a published model of the type.
+# Values that classes need and default configurations lack, from a published model of the type.
 NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
 MAX_WHOLE = 10**18
 
-# Plain ASCII: float() and int() alone would read "1_000", "inf" and other alphabets' digits.
+# ASCII only: float() and int() alone would accept "1_000", "inf" and digits of other alphabets.
 _WHOLE_TEXT = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # pandas writes 4096.0 in a column with gaps
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _LFS_POINTER = "version https://git-lfs.github.com/spec/"
@@ -230,7 +230,7 @@ ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
 RING = "_p2p_ring"  # suffix of `kernel`: an all-gather made of messages between neighbours
 SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
 
-# For each operation the columns that it needs beyond those of every row.
+# Columns that an operation needs in addition to those of every row.
 NEEDED: dict[str, tuple[str, ...]] = {
     "gemm": ("dtype", "tokens", "in_features", "out_features"),
     **dict.fromkeys(

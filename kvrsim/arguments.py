@@ -288,7 +288,7 @@ def replaced(group: type, name: str, *, default: Any) -> Any:
 
 
 def switch(help: str, section: str = "Output", default: bool | None = False, *, spelling: tuple[str, ...] = ()) -> Any:
-    """Declare an argument that is False unless it is given."""
+    """Declare an argument that is False by default."""
     return option("", help, section, flag, default, spelling=spelling)
 
 
@@ -522,7 +522,7 @@ class PredictorArgs(DeploymentArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs(ScenarioArgs):
-    """What measured prefills are about where their rows do not say."""
+    """Values of measured prefills for fields that their rows lack."""
 
     ctx: Any = option("LEN", "Context length in tokens, of rows that do not say theirs.", "Question", tokens)
     gpus: Any = option("N", "Number of GPUs. Default: 1.", "Question", whole)
@@ -557,7 +557,7 @@ SEED = option(
 
 @dataclass(frozen=True, kw_only=True)
 class TargetArgs(Arguments):
-    """What a TTFT is promised for."""
+    """What a TTFT target applies to."""
 
     slo: Any = option(
         "TIME",

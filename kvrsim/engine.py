@@ -101,7 +101,7 @@ class Engine:
         return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
     def host_of(self, model_type: str) -> HostRates:
-        """What it adds to a prefill of a model of that type."""
+        """Host seconds that the engine adds to a prefill of a model of that type."""
         factor = self.model_types.get(model_type, 1.0)
         return self.host if factor == 1 else replace(self.host, launch_s=factor * self.host.launch_s)
 

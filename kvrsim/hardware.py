@@ -180,11 +180,11 @@ class LinkSpec:
 
     name: str  # as in links.json
     bandwidth_bytes_per_s: float  # payload in one direction
-    latency_s: NonNegative  # from the first byte sent to the first received, software included
+    latency_s: NonNegative  # from the first byte sent to the first byte received, with software
     source: str  # citation, or whose figure it is
     short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
     gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
-    all_reduce: AllReduceRates | None = None  # of all-reduces over such links; None: as two all-gathers
+    all_reduce: AllReduceRates | None = None  # over such links; None: as two all-gathers
     like: str | None = None  # a link of the same kind, whose measured latencies hold and whose rates hold in proportion
     profile: str | None = None  # whose measurement these figures are; None: a datasheet's or a user's
 
@@ -223,7 +223,7 @@ class Path:
         return np.maximum(nbytes * (1.0 / self.short_bytes_per_s), long_s - self.latency_s)
 
     def gather_step_s(self, nbytes: Array, num_ranks: int) -> Array:
-        """How long one step of a ring all-gather keeps the path busy."""
+        """Seconds that one step of a ring all-gather keeps the path busy."""
         return self.busy_s(nbytes) if self.gather is None else self.gather.step_s(nbytes, num_ranks)
 
     @property
@@ -469,7 +469,7 @@ class UnevenCluster(Cluster):
         return cls(**same, slow_gpus=gpus, slow_links=links)
 
     def slowness(self, rank: int) -> float:
-        """Compute time of a rank over that of the others."""
+        """Compute time of a rank relative to the others."""
         return next((gpu.factor for gpu in self.slow_gpus if gpu.rank == rank), 1.0)
 
     def path(self, src: int, dst: int) -> Path:

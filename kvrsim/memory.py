@@ -122,7 +122,7 @@ def _rank_memory(
 
 
 def _score_bytes(program: Program, rank: int, width: int, *, whole: int) -> int:
-    """The largest score matrix of the rank's program; `whole`: its elements where the program says nothing."""
+    """Bytes of the largest score matrix of the program; `whole` elements if the program states none."""
     ops = [op for kind in program.layers for op in kind[rank] if isinstance(op, Compute | RingPass)]
     elements = max((float(op.score_elements[0]) for op in ops if op.score_elements is not None), default=float(whole))
     return round(elements) * EAGER_SCORE_PEAK_BYTES * width // 2
@@ -205,7 +205,7 @@ def _expert_bytes(scenario: Scenario, chunk: int, together: int) -> int:
 
 
 def _mlp_elements(layer: LayerSpec) -> int:
-    """The MLP's tensors, of all experts that a token passes through."""
+    """Elements of the MLP's tensors, for all experts that a token passes through."""
     if not layer.mlp:
         return 0
     return _mlp_widths(layer) * max(1, layer.num_experts_per_tok)

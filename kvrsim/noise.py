@@ -1,4 +1,4 @@
-"""What disturbs a prefill: its model, its text form, random draws and statistics."""
+"""Noise of a prefill: its model, its text form, random draws and statistics."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class SideTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """All that disturbs a prefill; the fixed part is known to the planner, the random part is drawn."""
+    """All noise of a prefill; the planner knows the fixed part, the random part is drawn."""
 
     side_traffic: SideTraffic | None = None
     compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's duration; the mean stays
     message_jitter: float = 0.0  # the same of a message's time on its link
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
-    name: str = field(default="", compare=False)  # as the user gave it
+    name: str = field(default="", compare=False)  # the text that the user gave
 
     @property
     def is_random(self) -> bool:
@@ -215,7 +215,7 @@ class _Slots:
     def draw_to(self, num_slots: int) -> None:
         """Draw at least this number of slots of every sample."""
         while self.pairs.shape[1] < num_slots:
-            # The pair and whether there is traffic are drawn apart: more duty only adds to it.
+            # Pair and presence of traffic are drawn separately, so that more duty only adds traffic.
             block = [
                 np.where(rng.random(_BLOCK) < self.traffic.duty, rng.integers(0, self.num_pairs, _BLOCK), -1)
                 for rng in self.generators

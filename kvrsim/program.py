@@ -126,7 +126,7 @@ class Collective:
 
     name: str  # what a timeline calls it
     seconds: Array  # that it holds the compute stream, shape (B,)
-    nbytes: Array  # that each of the GPUs sends
+    nbytes: Array  # bytes that each GPU sends
     host_s: float = 0.0
 
 

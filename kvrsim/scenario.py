@@ -41,7 +41,7 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prefill, checked when it is made: InputError names the parameter."""
+    """One prefill. The constructor raises InputError naming a wrong parameter."""
 
     context_len: int  # tokens of the whole context, the cached prefix included
     batch: int = 1  # sequences prefilled together, each of context_len tokens
@@ -317,7 +317,7 @@ class Scenario:
             other = replace(self, engine=replace(self.engine, host=host, model_types={}))
         else:
             other = self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
-        alike = (host.launch_s, host.resume_s) == (self.host.launch_s, self.host.resume_s)  # which the pace depends on
+        alike = (host.launch_s, host.resume_s) == (self.host.launch_s, self.host.resume_s)  # the pace depends on these
         return other._with_costs_of(self) if alike else other
 
     def _with_costs_of(self, other: Scenario) -> Scenario:

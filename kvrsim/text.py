@@ -21,7 +21,7 @@ def _spelled(character: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """The text as words of a Markdown page: no HTML, no link, no emphasis, no line or table cell of its own."""
+    """The text as plain words of a Markdown page: no HTML, link or emphasis, and no new line or table cell."""
     words = " ".join(printable(text).split())
     escaped = _MARKDOWN.sub(r"\\\1", words)
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

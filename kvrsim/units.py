@@ -17,12 +17,12 @@ from typing import Any, TypeVar, cast
 from kvrsim.errors import InputError
 
 T = TypeVar("T")
-MAX_TOKENS = 2**40  # no context is longer
+MAX_TOKENS = 2**40  # largest accepted context
 MAX_BYTES = 2**60
 MAX_BYTES_PER_S = 1e18
 MAX_SECONDS = 1e9
 
-# Plain ASCII digits and a short exponent, so that no text is slow or large to convert.
+# ASCII digits and a short exponent, so that every text converts quickly to a small value.
 _QUANTITY = re.compile(r"([0-9]{1,24}(?:\.[0-9]{0,24})?(?:[eE][+-]?[0-9]{1,2})?) ?([A-Za-zµμ/]*)", re.ASCII)
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -447,7 +447,7 @@ def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsi
     table = None if given is None else checked(given, "table", TABLE)
     if not isinstance(table, str):
         return table
-    from planner.table.table import load_table  # only where a file is named
+    from planner.table.table import load_table  # imported only if a file is named
 
     return load_table(table)
 

@@ -62,7 +62,7 @@ class Candidate:
     search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the fields alone, without what was computed from them."""
+        """Pickle only the fields, without cached results."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
@@ -99,7 +99,7 @@ class Candidate:
 
     @property
     def waits(self) -> tuple[float, ...]:
-        """Seconds until each GPU has finished in which it does not compute."""
+        """Seconds that each GPU does not compute before it ends."""
         pairs = zip(self.compute_s, self.finish_s, strict=True)
         return tuple(waited_s(*pair) for pair in pairs for _ in range(self.per_rank.gpus_per_rank))
 
@@ -375,7 +375,7 @@ class Comparison(NamedTuple):
 
 
 def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> Comparison:
-    """Each strategy with its best partition; one that is near KVR's chain starts from the chain's.
+    """Search each strategy's best partition; strategies near KVR's chain start at the chain's partition.
 
     limited: every partition is rough at first: even pieces, or the chain's analytical plan. Those that could be the
     best, or the best that engines have, are then searched, the likeliest first, as long as the budget lasts. The budget
@@ -525,7 +525,7 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
 
 
 def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
-    """Those that need no table and that the machine and the model allow; and a note on the others."""
+    """Strategies without a table that machine and model allow, and a note on the others."""
     allowed, reasons = [], dict[str, list[str]]()
     for name in names:
         strategy = get_strategy(name, "strategies")

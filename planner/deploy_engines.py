@@ -52,12 +52,12 @@ class DeployEngine:
             return False
 
     def has_kind(self, degrees: Degrees) -> bool:
-        """Whether it has layouts of this kind with some model."""
+        """Whether the engine has layouts of this kind with some model."""
         splits = degrees.scheme is None or degrees.scheme in self.context_models
         return splits and (self.uneven_pieces or degrees.pieces != "searched")
 
     def lacks(self, strategy: Strategy, scenario: Scenario) -> str | None:
-        """What the engine has not got of a strategy's layout; None: it runs it."""
+        """The feature of a strategy's layout that the engine lacks; None if the engine runs the layout."""
         if not strategy.degrees.is_deployable or strategy.approximate is not None:
             return "the way in which it splits the context"
         layout, model_type = layout_on_gpus(strategy, scenario), scenario.model.model_type

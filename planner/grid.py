@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # files are looked up without the planner
 
 SCHEMA_VERSION = 1
 _FEW_PIPELINES, _EACH_S = 1000, 4e-5  # that a grid point simulates to refine pieces; seconds of each
-_EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
+_EXPOSED = 0.05  # of TTFT without communication; above this share balanced chunks may be far from the best
 
 
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:

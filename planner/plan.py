@@ -385,7 +385,7 @@ def _pipeline_bound(one: Candidate) -> PipelineBound | None:
 
 
 def _chain_bound(best: Candidate, kvr_lower_s: float | None) -> ChainBound | None:
-    """The bound of the best strategy's partitions; None where nothing is proven."""
+    """The bound of the best strategy's partitions; None if nothing is proven."""
     strategy = best.strategy
     if not strategy.chains or not best.per_rank.chain_is_proven:
         return None

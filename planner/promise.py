@@ -64,7 +64,7 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
 
 
 def promise_of(ttft_high_s: float, target: TargetArgs) -> Promise:
-    """The TTFT that 90 % of prefills keep: on idle GPUs, or with Poisson arrivals of such prompts, first come.
+    """The TTFT that 90 % of prefills keep, on idle GPUs or with Poisson arrivals in first-come order.
 
     ttft_high_s: what one prefill takes at most, one-sided 90 %. Under load every prefill is taken to be that slow, and
     the GPUs to prefill one prompt after another. Pipelines and batches serve more.

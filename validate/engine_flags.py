@@ -109,7 +109,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     refused, differs = {}, {}
     for (what, _, layout), answer in zip(listed, content["answers"], strict=True):
         planned = {name: getattr(layout, name) for name in SIZES}
-        if not layout.is_mixture:  # an engine resolves these of a dense model, too, where nothing follows from them
+        if not layout.is_mixture:  # without effect in a dense model, though an engine resolves these
             answer = answer | {name: 1 for name in ("expert_parallel", "expert_data") if name in answer}
             planned |= {"expert_parallel": 1, "expert_data": 1}
         other = {name: answer[name] for name in SIZES if name in answer and answer[name] != planned[name]}

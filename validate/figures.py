@@ -313,7 +313,7 @@ def appendix(predictions: Predictions) -> list[str]:
 
 
 def draw_ttft(predictions: Predictions, model: str) -> Any:
-    """Draw TTFT above, how much faster than TSP beneath; one column per number of GPUs."""
+    """Draw TTFT in the upper row and the speed-up over TSP in the lower; one column per number of GPUs."""
     scope, contexts = predictions.scope, predictions.scope.curve(model)
     subtitle = "Lines: predicted; bands: prediction interval. Markers: printed in the paper's appendix; bars: rounding."
     figure = _figure(6.2, f"{model}: TTFT over NVLink by context", subtitle)

@@ -83,7 +83,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A check, what it must show, and what to do if it does not."""
+    """A check, its criterion, and the remedy if it fails."""
 
     run: Callable[[Machine], Finding]  # its name is the step's
     must_show: str

@@ -1,4 +1,4 @@
-"""Pages of docs/results: templates of prose, Markdown tables, and the commands of kvrsim whose results they show."""
+"""Pages of docs/results: templates of prose, with Markdown tables and the kvrsim commands that produce the results."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def compare() -> Comparison:
 
 
 def part(comparison: Comparison) -> list[str]:
-    """The accuracy page's part on serving engines, Markdown lines."""
+    """Part of the accuracy page on serving engines, as Markdown lines."""
     settings = (
         (name, f"{fit.left_out}s", f"{fit.left_out_median_ape:.1%}", f"{fit.left_out_mape:.1%}", f"{fit.coverage:.0%}")
         for name, fit in comparison.fits.items()

@@ -46,7 +46,7 @@ _PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])  # of the engines' common mean, by te
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
 _MODEL_SD = 1.5  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
-_VERSION_ROWS = 5.0  # that pull the factor of a version towards 1
+_VERSION_ROWS = 5.0  # prior rows with which the factor of a version is pulled towards 1
 _NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
 _DISAGGREGATED = 0.3  # weight of prefills of disaggregated fleets: their TTFT also holds the transfer of K and V
 _PROBE_S = 1e-6  # of a launch, by which launches are counted
@@ -62,7 +62,7 @@ class Settings:
     rows: pandas.DataFrame
     kernels_s: Array
     launches: Array  # of the decoder layers
-    collectives: Array  # of tensor parallelism
+    collectives: Array  # seconds of tensor parallelism's collectives
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -285,7 +285,7 @@ def records(settings: Settings) -> list[Engine]:
     return made
 
 
-_LEAST = (0.5, 0.5, 0.3, 0.12)  # standard deviations of terms between engines, of which there are three
+_LEAST = (0.5, 0.5, 0.3, 0.12)  # standard deviations of terms between engines, because there are only three engines
 _PROVENANCE = {
     "command": "python -m validate.silicon SETTINGS.csv --configs FOLDER --fit",
     "launches": "added to the kernels: what a prefill takes more than its kernels is about the same at 1k and at 8k"

@@ -1,1 +1,1 @@
-"""From measurements to a profile: one module per kind of operation, and a report."""
+"""Fit a profile to measurements: one module per kind of operation, and a report."""

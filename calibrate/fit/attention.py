@@ -65,12 +65,12 @@ _TURNS = 2  # of constants and factors
 _POOR_FORM = 0.05  # mean error on the fitted rows, above which factors by size are tried
 _A_DOUBLING = 2  # classes of size
 _KNOT_ERROR = 0.01
-_LEAST_SHARE = 0.3  # of a call's time that depends on its elements; calls with less are not used
+_LEAST_SHARE = 0.3  # least share of a call's time that depends on its elements; other calls are not used
 
 Rates = TypeVar("Rates", bound=AttentionRates)
 Sized = TypeVar("Sized", EagerRates, BlockedRates)
 
-# Bounds of what may be fitted, in seconds or as shares; append_bytes_per_s ends at the datasheet's HBM rate.
+# Bounds of fitted constants, in seconds or as shares; append_bytes_per_s ends at the datasheet's HBM rate.
 _BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         **{"launch_s": (5e-7, 3e-5), "tile_s": (1e-8, 3e-5), "block_s": (2e-7, 5e-5), "query_s": (1e-12, 1e-7)},

@@ -28,7 +28,7 @@ from kvrsim.kernels.elementwise import ELEMENTWISE_OPS, ElementwiseRates
 from kvrsim.kernels.profile import OperationFit
 from kvrsim.program import Array
 
-PROMISED_TOKENS = 128  # from here on, a prefill's chunks: what the profile's error is about
+PROMISED_TOKENS = 128  # least tokens of a chunk for which the profile states its error
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
 _LIKE = {"copy": "residual"}  # a kind that is rarely measured, and one with the same access pattern
 _ENOUGH = 3  # rows of a kind

@@ -241,7 +241,7 @@ class Comparison:
         )
 
     def by(self, size: Array, edges: Sequence[float], what: str) -> list[Comparison]:
-        """One comparison per class of sizes, from each edge to below the next; empty classes are dropped."""
+        """One comparison per class of sizes, each from one edge to below the next; empty classes are dropped."""
         classes = []
         for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
             mask = (size >= low) & (size < high)
@@ -314,7 +314,7 @@ def element_bytes_of(rows: Iterable[Measurement]) -> int:
 
 
 def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
-    """FLOP/s in the best of these dtypes as the datasheet has it; InputError where it has none."""
+    """FLOP/s on the datasheet of the best of these dtypes. Raises InputError if it lists none."""
     known = [flops for dtype, flops in gpu.peak_flops if dtype in dtypes]
     if not known:
         raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")

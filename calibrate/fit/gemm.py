@@ -1,7 +1,7 @@
 """fit_gemm: GemmRates from measured matrix products; fit_clock: how far and how fast the clock falls under load.
 
 The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
-A CPU, whose few threads know no waves, has one small tile. Times are those at the burst clock.
+A CPU, where few threads run without waves, has one small tile. Times are those at the burst clock.
 
 A collector runs a product again and again without a pause, so a row of L seconds was measured after `warmups` x L
 seconds under load and during `repeats` x L more. Short products are timed at the burst clock, long ones at the
@@ -63,7 +63,7 @@ _CLASSES = (64, 128, 512, 2048, 8192)
 _MOST_TYPE_ROWS = 4000  # of a quantised type
 _TYPE_STARTS = 8
 _MOST_SHARE = 0.92  # of the datasheet's rate in full waves; no product of random data on a GPU reaches more
-_LONG_SUM = 16384  # features that are summed over in a product whose waves are full
+_LONG_SUM = 16384  # features in the sum of a product with full waves
 _SEEN = ("tokens", "in_features", "out_features")
 
 # Datasheets' rates of quantised types, as multiples of the rate of a type that GpuSpec has.
@@ -76,7 +76,7 @@ _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
 }
 
 # -- tables of measured shapes
-MAX_KNOTS = 40  # of a shape's table
+MAX_KNOTS = 40  # most knots of a shape's table
 TYPE_KNOTS = 10  # of one in a quantised type
 _LEAST_KNOTS = 4
 _KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
@@ -307,7 +307,7 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
 
 
 def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
-    """Rows of measured shapes, each predicted by tables made without a tenth of the row counts."""
+    """Rows of measured shapes, each predicted by tables that lack its tenth of the row counts."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
     wanted = rows.tokens >= PROMISED_ROWS
     wanted &= np.array([shape in shapes for shape in rows.shapes])
@@ -360,7 +360,7 @@ def builtin_shapes() -> frozenset[Shape]:
 
 
 def model_shapes(name: str) -> Iterator[Shape]:
-    """Weight matrices of one model, as serving engines multiply with them: Q, K, V in one, gate and up in one."""
+    """Weight matrices of one model as serving engines multiply them: joint Q, K, V, and joint gate and up."""
     for layer in load_model(name).layer_kinds:
         dense: tuple[Sequence[Gemm], ...] = () if layer.num_experts else (layer.mlp,)
         mixer = () if layer.mixer is None else (layer.mixer.projections, *((gemm,) for gemm in layer.mixer.output))
@@ -446,7 +446,7 @@ def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measureme
 
 
 def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Clock | None) -> Array:
-    """Seconds at the burst clock of what loops took that ran so often before they were timed, and meanwhile."""
+    """Seconds at the burst clock, from loops with these numbers of warm-up and timed runs."""
     if clock is None:
         return measured_s
     loops, burst_s = _Loops(warmups=warmups, repeats=repeats), measured_s
@@ -463,6 +463,6 @@ class _Loops(Columns):
     repeats: Array
 
     def mean_s(self, clock: Clock, busy_s: Array) -> Array:
-        """What a loop says one operation takes that takes `busy_s` at the burst clock."""
+        """Mean seconds that a loop measures for an operation of `busy_s` seconds at the burst clock."""
         before_s = clock.stretched_s(self.warmups * busy_s)
         return (clock.stretched_s((self.warmups + self.repeats) * busy_s) - before_s) / self.repeats

@@ -28,7 +28,7 @@ from kvrsim.program import Array
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
 LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
 _CLASSES = (1, 2**16, 2**21, 2**25)
-_LATENCY_SHARE = 0.9  # of what the smallest all-reduce takes
+_LATENCY_SHARE = 0.9  # share of the smallest all-reduce's time
 _KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
 
 
@@ -136,7 +136,7 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
 
 
 def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
-    times = np.minimum.accumulate(seconds[::-1])[::-1]  # no larger one takes less
+    times = np.minimum.accumulate(seconds[::-1])[::-1]  # no larger message takes less
     latency_s = rounded(_LATENCY_SHARE * float(times[0]))
     knots = thinned(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
     return MeasuredAllReduce(

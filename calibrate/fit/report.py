@@ -66,7 +66,7 @@ class FitReport:
 
     @property
     def layers_note(self) -> tuple[str, ...]:
-        """How well whole layers, which nothing was fitted to, are predicted."""
+        """Note on the error of whole layers, which no fit used."""
         if self.layers is None:
             return ()
         errors = self.layers.errors()

@@ -41,7 +41,7 @@ from kvrsim.program import Array
 LEAST_CHUNK = 128  # fewer queries take a negligible part of a layer
 _BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
 _MOST_START_S = 2e-4  # more is a host that launches slowly (Grace), which engines' launch_s has
-_NOISE = 0.1  # each share of the heads has an autotuned kernel of its own
+_NOISE = 0.1  # each share of the heads has its own autotuned kernel
 _MOST_ROWS = 2000
 _STARTS = 4
 _CLASSES = (1024, 4096, 16384, 65536)
@@ -205,7 +205,7 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
 
 
 def _mixer(config: str, table: str) -> Any:
-    """The mixer that a table's module is."""
+    """The mixer of a table's module."""
     mixers: list[Any] = [layer.mixer for layer in load_model(config).layers]
     if "hca" in table:
         return next(one for one in mixers if getattr(one, "compress_ratio", 0) and one.indexer is None)

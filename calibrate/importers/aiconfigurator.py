@@ -488,7 +488,7 @@ class SparseRows(Columns):
         return self.prefix + self.chunk
 
     def text(self, column: str) -> Array:
-        """One of the further columns."""
+        """Text of one of the further columns."""
         return self.texts[column]
 
 

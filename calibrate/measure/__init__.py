@@ -1,1 +1,1 @@
-"""What is timed, how often, and on which ranks."""
+"""Measurements of a machine: the points, the repeats, and the ranks."""

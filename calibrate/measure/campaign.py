@@ -23,9 +23,9 @@ from kvrsim.io.journal import Journal
 from kvrsim.runtime.host import busy_note
 
 LEAST_SAMPLES = 3  # of a point
-_MOST_SAMPLES = 25  # of a point
+_MOST_SAMPLES = 25  # samples per point
 _ERROR = 0.01  # accepted relative standard error of a median
-_MOST_OF_BUDGET = 0.2  # that a point may take
+_MOST_OF_BUDGET = 0.2  # share of the budget that one point may take
 
 Point = Any  # a hashable value of the bench, whose text names it for people
 Seconds = Mapping[str, float]  # of one repetition, by what was timed

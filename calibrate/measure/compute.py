@@ -177,7 +177,7 @@ class ComputeBench:
         return not self.timer.clock.host_is_device and at.kind != "host" and forward_s < HEAT_S
 
     def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:
-        """Medians of the layers' parts; what depends on the chunk alone is put together."""
+        """Median rows of the layers' parts; parts that depend only on the chunk are merged over prefixes."""
         setup = self.setup
         return compute_rows(samples, setup.model, dtype=setup.dtype, device=device_name(setup.device, setup.threads))
 
@@ -204,7 +204,7 @@ class ComputeBench:
 def compute_rows(
     samples: Mapping[Point, Sequence[Seconds]], model: ModelSpec, *, dtype: str, device: str
 ) -> list[Measurement]:
-    """Medians, means and interquartile ranges; parts that depend on the chunk alone from all points of that chunk.
+    """Medians, means and interquartile ranges; parts that depend only on the chunk use all points of that chunk.
 
     Where layers were also timed without marks, their parts are scaled to add up to those times.
     """

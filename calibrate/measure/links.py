@@ -51,7 +51,7 @@ Kind = Literal["send", "pairs", "gather", "reduce", "issue"]
 SOURCE = "kvrsim calibrate links"
 SMALLEST_BYTES = 2**10
 STEP = 4  # from one size to the next
-_COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # what their rows are
+_COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # operation of their rows
 _LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce: hidden states of a few tokens
 _FP32_BYTES = 4  # of an element that is added up
 _LARGE_SIZES = 2  # of the largest, at which several messages are sent at once
@@ -145,7 +145,7 @@ def _row(operation: str, kernel: str, device: str, seconds: Sequence[float], **f
 
 
 def flow_text(flow: Flow) -> str:
-    """0>1"""
+    """Format a flow, such as 0>1."""
     return f"{flow[0]}>{flow[1]}"
 
 

@@ -251,7 +251,7 @@ def check_prefills(
     return PrefillCheck(rows=tuple(rows))
 
 
-# -- an engine fitted to the cases
+# -- fit of an engine to the cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,7 +326,7 @@ class FittedTerm:
 
     @property
     def span(self) -> tuple[float, float]:
-        """The ends of the 80 % interval of its value."""
+        """Ends of the 80 % interval of the term's value."""
         factor = float(np.exp(DEVIATES_OF_80_PERCENT * self.log_sd))
         return self.value / factor, self.value * factor
 

@@ -75,7 +75,7 @@ class PrefillRow:
 
     @property
     def case(self) -> str:
-        """The row in words."""
+        """Describe the row's case."""
         gpus = self.num_gpus or 1
         parts = [f"{self.model} {self.context_len} {self.strategy_name} on {gpus} GPU{'s' * (gpus > 1)}"]
         parts += [f"batch {self.batch}"] if (self.batch or 1) > 1 else []
@@ -85,7 +85,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillDefaults:
-    """What rows are about where their file does not say; None: it has to."""
+    """Values for fields that a file lacks; None: the file must have the field."""
 
     model: str | None = None
     gpu: str | None = None
@@ -123,7 +123,7 @@ class Output:
     requests: list[tuple[int, float]] = field(default_factory=list)  # prompt tokens and seconds of single requests
 
     def add(self, where: str, ttft_s: float, **sizes: Any) -> None:
-        """One row; what it does not say is taken from the name of the file."""
+        """Add one row; missing values are taken from the name of the file."""
         named = {key: value for key, value in in_name(self.path).items() if key in _ROW_SIZES}
         self.rows.append(PrefillRow(ttft_s=ttft_s, where=where, **{**named, **sizes}))
 
@@ -191,7 +191,7 @@ class OutputFormat:
     read: Callable[[JsonObject, Output], None]
 
 
-# -- readers of what each benchmark writes
+# -- readers of each benchmark's output
 
 _BUSY = 0.1  # share of the time that prefills take of a server; above it requests queue noticeably
 _MIXED = 0.05  # spread of prompt lengths, relative, above which one mean stands for unlike prompts
@@ -294,7 +294,7 @@ def _note_queues(rate: object, concurrency: object, typical_s: float, output: Ou
 
 
 def _sglang(data: JsonObject, output: Output) -> None:
-    """prefill_latency, seconds of one batch inside the process: no server, tokeniser or HTTP is in it."""
+    """Read prefill_latency, the seconds of one batch inside the process, without server, tokeniser or HTTP."""
     output.add(
         data.where,
         data.number("prefill_latency"),

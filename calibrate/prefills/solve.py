@@ -126,7 +126,7 @@ class _Problem:
         return self.known[key]
 
     def slopes(self, point: Array, errors: Array) -> Array:
-        """How each row's error moves with each term, shape (rows, terms); `errors`: those at the point."""
+        """Derivatives of each row's error by the terms, shape (rows, terms); `errors` are those at the point."""
         steps = np.eye(len(point)) * _STEP
         return np.array([(self.errors(point + step) - errors) / _STEP for step in steps]).T
 

@@ -22,7 +22,7 @@ def page(profiles: Sequence[CalibrationProfile]) -> str:
 
 
 def write_page() -> None:
-    """Rewrite the page from the profiles as they are."""
+    """Rewrite the page from the shipped profiles."""
     write_atomically(PAGE, page([load_profile(name) for name in builtin_profiles()]).encode(), argument="page")
 
 

@@ -248,9 +248,9 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error_line(error, command_of(arguments, _program()))}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail(_interrupted(), INTERRUPTED)
-    except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
+    except (BrokenPipeError, SystemExit) as error:  # Typer turns a broken pipe into an exit
         if isinstance(error, SystemExit) and error.code in (0, *ENDED):
-            return int(error.code or 0)  # completion; or a signal, while ranks were at work
+            return int(error.code or 0)  # of completion, or of a signal while ranks ran
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return BROKEN_PIPE
     except OSError as error:  # a full disk, say

@@ -45,7 +45,7 @@ _NAMED = {  # folder or file of kvrsim/data with the names of an option's values
     **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},
     **{"link": "links", "strategy": "strategies", "strategies": "strategies"},
 }
-_PLACES = ("model", "cluster")  # of a question, that may be given without their names
+_PLACES = ("model", "cluster")  # positions of a question, which may be given without names
 JSON = switch("Print one JSON object instead of tables.")
 
 

@@ -55,7 +55,7 @@ class Progress:
         return time.monotonic() - self._started_s
 
     def __call__(self, done: float, total: float | None, text: str) -> None:
-        """Show how much is done of which total (None: unknown), and of what."""
+        """Show the finished part of a total (None: unknown), with a text."""
         with self._lock:
             if text != self._state[2]:
                 self._since_s = self.elapsed_s
@@ -80,7 +80,7 @@ class Progress:
         return line
 
     def _draw(self) -> None:
-        """Show the state, if it is time for it."""
+        """Show the state, at most once per interval."""
         done, total, text = self._state
         if not text:
             return

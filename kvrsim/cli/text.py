@@ -179,7 +179,7 @@ def _drawn(part: str | Table | Facts, gap: int) -> Any:
 
 
 def _console(width: int | None = None) -> Console:
-    """A given width, else COLUMNS, else the terminal's; without a terminal there is no limit."""
+    """Console of a given width, else of COLUMNS, else of the terminal; unlimited without a terminal."""
     from rich.console import Console
 
     if width is None and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
@@ -188,7 +188,7 @@ def _console(width: int | None = None) -> Console:
 
 
 def show_tree(name: str, content: Mapping[str, Any]) -> None:
-    """Keys and values, nested ones indented."""
+    """Print keys and values, nested ones indented."""
     table = facts()
     table.rows += _branch(content, indent="  ")
     show(Text(name, "bold"), table)
@@ -255,7 +255,7 @@ def measured_header(question: Question, conditions: Mapping[str, str]) -> tuple[
 
 
 def headline(text: str) -> Text:
-    """The answer itself, which stands out."""
+    """The answer, emphasised."""
     return Text(text, style="bold")
 
 

@@ -292,7 +292,7 @@ class BatchEvaluator:
                 return
 
     def _skip_forward(self, steps: Block, periods: int) -> None:
-        """Let that many periods pass in which no rank waits.
+        """Skip that many periods in which no rank waits.
 
         In a program that runs forward, a rank waits only for earlier ranks, and the time of each of its points is the
         latest, over all periods so far, of an arrival then and its own time since. From one period per earlier rank on,

@@ -30,7 +30,7 @@ _EVALUATED, _LEAST_PERIODS = 4, 8  # periods of a steady program that are evalua
 
 
 def run_shared(program: Program, cluster: Cluster) -> Array:
-    """When each rank has finished, seconds, shape (num_ranks, B), on a cluster whose flows share a bus.
+    """Finish time of each rank in seconds, shape (num_ranks, B), on a cluster whose flows share a bus.
 
     TTFT is the last rank's. Equal to the event executor's to rounding.
     """
@@ -304,7 +304,7 @@ class _Graph:
 
 
 class _Targets:
-    """Arrivals at waits that something causes, by its row and column in a table of causes."""
+    """Arrivals that a cause (its row and column in a table of causes) triggers at waits."""
 
     def __init__(
         self, targets: Mapping[tuple[int, int], Sequence[_Target]], shape: tuple[int, int], *, is_complete: bool
@@ -498,7 +498,7 @@ class _Run:
             self._deliver(arrivals)
 
     def _deliver(self, arrivals: _Arrivals) -> None:
-        """Let ranks go on whose waits are over with these, and whoever waits for them to come further."""
+        """Release ranks whose waits end with these arrivals, and ranks that wait for those ranks."""
         places, waits, time_s = arrivals
         while places.size:
             at = waits * self.size + places

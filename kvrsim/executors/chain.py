@@ -109,7 +109,7 @@ class _ChainRun:
         self.num_layers = len(scenario.share.layer_kind_index)
         self.clock = np.zeros(self.append_s.shape)  # of each rank's device
         self.host_s = np.zeros((len(chunks), 1))  # issued so far by each rank's host
-        # When each message has begun to move; of those that overlap, when it has left.
+        # Start time of each message; with overlap, departure time.
         self.moved_s = np.full(self.link_s.shape, -np.inf)
 
     def finish_s(self, *, last_only: bool) -> tuple[Array, Flags]:
@@ -171,7 +171,7 @@ class _ChainRun:
             self._issue(rank, host_s_of(op))
 
     def _issue(self, rank: int, host_s: float) -> None:
-        """No earlier than the host has issued it."""
+        """Let a rank wait until its host has issued the operation."""
         if host_s:
             self.host_s[rank] += host_s
             np.maximum(self.clock[rank], self.host_s[rank], out=self.clock[rank])
@@ -221,7 +221,7 @@ class _ChainRun:
         return alone_s[-1:] if last_only else alone_s
 
     def _after_rendezvous(self, more: int, *, last_only: bool) -> Array:
-        """When ranks go on to the rest that many layers later; messages follow those before and behind them."""
+        """Times at which ranks start the rest that many layers later; messages wait for neighbours on both sides."""
         around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])

@@ -412,7 +412,7 @@ class RankProcess:
                 self._waited("ring", layer, op.payload)
 
     def _pass_on(self, layer: int | None, nbytes: float, payload: Payload) -> Process:
-        """Hand the piece to the next rank once it has come to the round; ends when the next piece is there, too."""
+        """Pass the piece to the next rank once both are in the round; return when the next piece has also arrived."""
         dst, meeting = self._after(self._all), self._join(self._all)
         yield meeting.joined[dst]
         left = self.env.event()
@@ -422,7 +422,7 @@ class RankProcess:
         yield meeting.pieces[self.rank].get()
 
     def _all_to_all(self, layer: int | None, op: AllToAll) -> Process:
-        """One message after another, then wait for the others'."""
+        """Send the messages in turn, then wait for the others' messages."""
         self.host_s += op.host_s
         yield from self._until(max(self.clock_s, self.host_s))
         meeting = self._join(self._all)
@@ -448,7 +448,7 @@ class RankProcess:
         self.network.note(self.rank, "wait", op.name, "collective", layer, start_s, self.clock_s)
 
     def _load(self, layer: int | None, op: Load) -> None:
-        """Nobody else sees it, as each rank loads over a link of its own: advance the clock alone."""
+        """Advance only the clock: each rank loads over a link of its own, so no other rank is affected."""
         left_s = self.loaded_s + op.seconds.item()
         start_s, self.clock_s = self.clock_s, max(self.clock_s, left_s + op.latency_s)
         self.loaded_s = left_s if op.ahead else self.clock_s

@@ -65,7 +65,7 @@ class _Segments:
     """Segments of all pieces, kinds and context ranks; arrays (M, kinds, context ranks, B)."""
 
     def __init__(self, kinds: Sequence[Sequence[Segment]], shape: tuple[int, ...]) -> None:
-        """kinds: by kind, by context rank; shape: pieces, and partitions."""
+        """`kinds` by kind and context rank; `shape` is the number of pieces and of partitions."""
 
         def together(name: str) -> Array:
             rows = [np.stack([np.broadcast_to(getattr(one, name), shape) for one in ranks], axis=1) for ranks in kinds]
@@ -221,7 +221,7 @@ class _PipelineRun:
         return clock.reshape(-1, self.shape[-1])
 
     def _in_turn(self, begin_s: Array) -> Array:
-        """All pieces of one stage after the other."""
+        """Run all pieces of each stage in turn."""
         ends_s, there_s, into_s = [], np.full(1, -np.inf), self.into_s.reshape(-1, *self.shape)
         each = (one.reshape(self.num_stages, *self.shape[:2], -1) for one in (self.device_s, self.floor_s))
         sent_s = self.sent_s.reshape(self.num_stages, self.num_pieces, 1, -1)
@@ -234,7 +234,7 @@ class _PipelineRun:
         return np.stack(ends_s)
 
     def _in_steps(self, begin_s: Array) -> Array:
-        """All stages that are at work in a step; arrays of stages have one before the first, and one after the last."""
+        """Run all stages that work in a step; arrays of stages have one more stage at both ends."""
         apart, pieces, last = 2 if self.rendezvous else 1, self.num_pieces, self.num_stages - 1
         clock = np.concatenate([np.full((1, *begin_s.shape), -np.inf), *[begin_s[None]] * (last + 2)])
         link_s, arrival_s = np.full_like(clock, -np.inf), np.full_like(clock, -np.inf)

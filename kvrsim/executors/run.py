@@ -1,4 +1,4 @@
-"""From a scenario, a strategy and chunks to seconds: `Runner` picks the executor.
+"""`Runner` computes seconds of a scenario, a strategy and chunks; it chooses the executor.
 
 | executor | what it runs |
 |---|---|
@@ -78,7 +78,7 @@ class Runner:
         if draw is None and self.chain is not None:
             return self._chain_finish_s(self.chain, chunks, last_only, enough_s)
         if draw is None and self.strategy.pipeline is not None:
-            from kvrsim.executors.pipeline import run_pipeline  # only where there are stages
+            from kvrsim.executors.pipeline import run_pipeline  # imports only for pipelines
 
             cost = self.cost or self.scenario.cost
             finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost, stage_layers)
@@ -181,7 +181,7 @@ class Run:
 
     @cached_property
     def program(self) -> Program:
-        """What the ranks did."""
+        """The operations of all ranks."""
         return build_program(self.scenario, self.strategy, columns(self.partition.chunk_lens))
 
     @property

@@ -1,6 +1,6 @@
-"""Reading a file that may be anything, and writing one whole or not at all.
+"""Read a file of any content, and write files atomically.
 
-Neither a kill nor a power cut leaves half of what is written.
+Neither a kill nor a power cut leaves a file that is half written.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def to_json(value: Any) -> Any:
 
 
 def fields_to_json(value: Any, *names: str) -> dict[str, Any]:
-    """The fields of a dataclass as plain JSON values: all, or these in this order."""
+    """Fields of a dataclass as plain JSON values: all fields, or the named ones in their order."""
     return {name: to_json(getattr(value, name)) for name in names or [field.name for field in fields(value)]}
 
 
@@ -236,7 +236,7 @@ class JsonObject:
         return self.inner(value, key)
 
     def inner(self, value: Mapping[str, Any], path: str) -> JsonObject:
-        """An object at a path inside this one."""
+        """Return the object at a path inside this object."""
         return JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{path}.")
 
 

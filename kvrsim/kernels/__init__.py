@@ -1,1 +1,1 @@
-"""Seconds of each operation: what a profile has measured, what a model calls for, and what a layer costs."""
+"""Seconds of each operation: a profile's rates, a model's calls, and the cost of a layer."""

@@ -132,7 +132,7 @@ class EagerRates:
     """QK^T, scaling, masking, softmax and PV as kernels of their own over the whole, masked rectangle."""
 
     flops_per_s: float  # of QK^T and PV
-    bytes_per_s: float  # at which the score matrix crosses device memory, again and again
+    bytes_per_s: float  # rate of the score matrix's repeated passes over device memory
     start_s: NonNegative  # of all its kernels together, on the device
     measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, per score element, by model type
@@ -175,7 +175,7 @@ class BlockedRates:
     rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
     start_s: NonNegative  # of a call
     query_s: NonNegative  # of a query and head, whatever its keys
-    key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
+    key_block: int  # keys per block; a block on the diagonal is computed whole (a huge block: all masked keys, too)
     skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
     join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
     block_flops_per_s: float | None = None  # rate on another rank's block, all visible; None: that of the rectangle
@@ -236,7 +236,7 @@ class BlockedRates:
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
         cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
         if self.skips_masked:
-            # Behind a window neither part is more than what is not masked.
+            # With a window, neither part has more elements than are unmasked.
             behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
             dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
             return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
@@ -375,7 +375,7 @@ AttentionRates = EagerRates | BlockedRates | FlashRates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentRates:
-    """Flash kernels for expanded and, where they were measured, for absorbed latent attention."""
+    """Flash kernels for expanded latent attention and, if measured, for absorbed latent attention."""
 
     expanded: FlashRates
     absorbed: FlashRates | None = None  # None: expanded stands for both
@@ -636,7 +636,7 @@ class LatentCost(MergedCost):
         return self._absorb(one) + np.minimum(bytes_s, self._to_latents_s(one, keys - one))
 
     def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """The block's latents are expanded first."""
+        """Seconds on a block, whose latents are expanded first."""
         attention_s = self.expand_s(keys) + self._expanded_s(chunk, keys, chunk * keys, own=False)
         return np.where(keys > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
 

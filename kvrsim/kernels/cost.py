@@ -34,7 +34,7 @@ class KernelTraits:
     element_bytes: int  # of the request's dtype
     fused: bool = True  # norm, rotary embedding and activation are one kernel each, products of one input one product
     fused_merge: bool = True  # one kernel merges partial results of attention
-    measures_merge: bool = False  # the time of that kernel was measured
+    measures_merge: bool = False  # whether the merging kernel was measured
     whole_attention: bool = False  # attention's times hold the repeating of shared KV heads and the transposed output
     copies: CacheCopies = NO_COPIES  # of K and V on their way into the cache
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted, per score element, by model type

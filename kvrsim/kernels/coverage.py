@@ -140,13 +140,13 @@ def precision_notes(model: ModelSpec, dtype: str, profile: CalibrationProfile | 
 
 
 def _matrices(layer: LayerSpec) -> tuple[Gemm, ...]:
-    """All but the router, which is never quantised."""
+    """All matrices except the router, which is never quantised."""
     mixer = () if layer.mixer is None else layer.mixer.matrices
     return (*mixer, *layer.mlp, *layer.shared_mlp)
 
 
 def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gemm, ...]:
-    """Without routed experts that have rates of their own (see expert_notes)."""
+    """Products, without routed experts that have rates of their own (see expert_notes)."""
     rates = None if profile is None else profile.kernels.experts
     if layer.num_experts and rates is not None and rates.covers(layer.mlp[0].compute, 2):
         return tuple(gemm for gemm in _matrices(layer) if gemm not in layer.mlp)
@@ -154,7 +154,7 @@ def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gem
 
 
 def _priced_precision(compute: str, half: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
-    """Which rates stand for a type that the profile has none of."""
+    """The rates used for a type that the profile lacks."""
     if profile is None:
         return
     priced = profile.kernels.priced_as(compute)

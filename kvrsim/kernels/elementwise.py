@@ -160,7 +160,7 @@ def eager_kernels(model: ModelSpec, mixer: Attention, *, repeats: bool) -> int:
 def before_mixer(
     model: ModelSpec, layer: LayerSpec, *, fused: bool, repeats_rotary: bool = False
 ) -> tuple[Traffic, ...]:
-    """Norms of the layer's input, norms inside the mixer, and rotary embedding of one token.
+    """Traffic of the layer's norms, norms inside the mixer, and rotary embedding, per token.
 
     repeats_rotary: cos and sin are repeated for every head.
     """

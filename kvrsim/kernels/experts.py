@@ -58,7 +58,7 @@ class ExpertsCall:
 
     @property
     def up_features(self) -> int:
-        """Features that an expert's first product makes."""
+        """Output features of an expert's first product."""
         return (1 + self.gated) * self.intermediate_size
 
     @property
@@ -90,7 +90,7 @@ class ExpertsCall:
         return self.tokens * (batch * self.num_experts_per_tok * self.imbalance)
 
     def active(self, rows: Array) -> Array:
-        """Experts that have at least one of that many rows, drawn independently."""
+        """Expected number of experts that receive any of that many rows, drawn independently."""
         return np.asarray(self.num_experts * -np.expm1(-rows / self.num_experts))
 
 
@@ -177,10 +177,10 @@ _MOST_IMBALANCE = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlacement:
-    """How routed experts lie on the GPUs of a run, and how tokens come to them."""
+    """Placement of routed experts on the GPUs of a run, and exchange of their tokens."""
 
     layout: Layout = ONE_LAYOUT
-    gather: Group | None = None  # of one GPU per rank that shares the experts; None: their tokens are not gathered
+    gather: Group | None = None  # one GPU per rank that shares the experts; None: their tokens are not gathered
     tokens: int = 0  # of each sequence, that all ranks compute together
     load: float = 1.0  # sequences of all data groups over those of the busiest
     imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance

@@ -36,7 +36,7 @@ class LayerKernels(NamedTuple):
 
 
 def mixer_cost(mixer: Mixer, setting: LayerSetting) -> MixerCost:
-    """The costs of a mixer by its kind."""
+    """Cost class of a mixer, by its kind."""
     if isinstance(mixer, Recurrence):
         return RecurrentCost(setting, mixer)
     if isinstance(mixer, CompressedAttention) or mixer.is_sparse:

@@ -117,7 +117,7 @@ class MixerCost(ABC):
         """The chunk's own part of the cache into a buffer."""
         return self._copy_s(chunk * self.traits.copies.own, kernels=1)
 
-    # -- tokens see each other
+    # -- token mixing
     @property
     @abstractmethod
     def kernels(self) -> int:

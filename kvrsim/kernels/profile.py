@@ -213,7 +213,7 @@ class CalibrationProfile:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What a request may be computed in: what was measured, and fp8 where there are rates of FP8 products."""
+        """Types that a request may have: the measured ones, and fp8 if there are rates of FP8 products."""
         measured = self.kernels.priced_as("fp8") in ("fp8", "fp8_block")
         return (*self.valid.dtypes, *(("fp8",) if measured and "fp8" not in self.valid.dtypes else ()))
 

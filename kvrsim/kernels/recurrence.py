@@ -31,7 +31,7 @@ SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 # queries, keys and values, 3 of the state.
 _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 RECURRENCES = tuple(SCAN_CHUNK)
-# Kinds without rates, each with the kind whose rates are used.
+# Kinds without rates take those of a similar kind.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 _SIZES = (
@@ -48,7 +48,7 @@ class RecurrenceCall:
     """What one recurrence covers: tokens of each sequence."""
 
     tokens: Array
-    kind: str  # one of RECURRENCES, as of kvrsim.model.mixers.Recurrence
+    kind: str  # one of RECURRENCES, see kvrsim.model.mixers.Recurrence
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
@@ -150,7 +150,7 @@ class ScanRates:
     """
 
     start_s: NonNegative  # of all kernels of a scan together
-    chunk_s: NonNegative  # of a chunk's step: from the state before it to the state behind it
+    chunk_s: NonNegative  # of a chunk's step, from the state before the chunk to the state after it
     flops_per_s: float  # of RecurrenceCall.scan_flops, where the cache holds all
     cached_bytes: NonNegative  # of RecurrenceCall.scan_elements that the cache holds
     bytes_per_s: float  # for the elements that exceed the cache
@@ -200,7 +200,7 @@ class RecurrenceRates:
             raise InputError("kinds", "none", f"rates of one or more of {', '.join(RECURRENCES)}")
 
     def priced_as(self, kind: str) -> str:
-        """The kind whose rates stand for one: itself, or one alike."""
+        """The kind whose rates are used: the kind itself, or a similar one."""
         return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
 
     def of(self, call: RecurrenceCall) -> KindRates:
@@ -225,7 +225,7 @@ def _described(kind: str, rates: KindRates) -> str:
 
 
 class RecurrentCost(MixerCost):
-    """A convolution of the chunk, then a scan that waits for the state before it."""
+    """Cost of a convolution of the chunk, then of a scan that waits for the state before the chunk."""
 
     mixer: Recurrence
 
@@ -235,7 +235,7 @@ class RecurrentCost(MixerCost):
         return SCAN_KERNELS + _AROUND_KERNELS.get(self.mixer.kind, 0) + (self.mixer.conv_channels > 0)
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
-        """A state is replaced."""
+        """No time, because a state is replaced in place."""
         return 0.0 * chunk
 
     def local_op_s(self, chunk: Array) -> Array:

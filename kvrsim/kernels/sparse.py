@@ -66,7 +66,7 @@ class SparseCall:
 
     @property
     def chooses(self) -> Array:
-        """1 where any query sees more keys than it attends to, and scores them itself; else 0."""
+        """1 where the layer computes scores and some query sees more keys than it attends to; else 0."""
         if self.top_k is None or not self.index_heads:
             return np.zeros_like(self.keys)
         return np.where(self.keys > self.top_k, 1.0, 0.0)

@@ -152,7 +152,7 @@ def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
 
 
 def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> ModelSpec:
-    """What one of `size` GPUs holds of a model (Shoeybi et al., 2019; GQA: a KV head lies on several GPUs).
+    """The part of a model on one of `size` GPUs (Shoeybi et al., 2019; GQA: a KV head lies on several GPUs).
 
     Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.
     Raises InputError where the heads do not divide.

@@ -148,7 +148,7 @@ class _Rule:
 
     weights: WeightFormat
     only: Modules | None = None  # None: all linear layers
-    head: bool = False  # the head among them
+    head: bool = False  # whether the head is quantised
 
 
 def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:

@@ -59,7 +59,7 @@ def translated(config: JsonObject) -> JsonObject:
             if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
                 raise config.error(old, "an array of zeros and ones, an entry per layer", flags)
             fields.setdefault(new, [on if flag else off for flag in flags])
-    for old, (new, off, on) in remote.get("listed", {}).items():  # an array of the numbers of layers, from 1
+    for old, (new, off, on) in remote.get("listed", {}).items():  # an array of layer numbers, from 1
         layers, count = _value(fields, old), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
         if isinstance(layers, list):
             fields.setdefault(new, [on if number + 1 in layers else off for number in range(count)])

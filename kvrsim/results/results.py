@@ -153,7 +153,7 @@ class Remedy:
 class Shortfall:
     """What the strategy that is the nearest to fitting lacks, and remedies."""
 
-    strategy: str  # the nearest of those that were compared
+    strategy: str  # the compared strategy that comes nearest to fitting
     peak_bytes: int  # of its GPU that needs the most
     over_bytes: int  # more than the memory limit
     would_fit: tuple[Remedy, ...]  # nothing that was tried, if empty
@@ -199,7 +199,7 @@ def stages_to_json(partition: tuple[int, ...], layers: tuple[int, ...] | None) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """One rank's share of a simulated prefill."""
+    """One rank's part in a simulated prefill."""
 
     rank: int
     chunk_len: int  # tokens
@@ -272,7 +272,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
     wait_s: tuple[float, ...]  # per GPU; see RankReport
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
-    noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
+    noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
     bound: PipelineBound | None = None  # where pieces and stages were searched
     layout: Layout  # of all GPUs
     searched: bool = True  # False: the partition is a rough one, as the strategy cannot be the best or the budget ended

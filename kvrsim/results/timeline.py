@@ -105,7 +105,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last span ends."""
+        """Time at which the last span ends."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def of(self, rank: int, kind: SpanKind) -> Iterator[Span]:

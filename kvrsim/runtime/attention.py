@@ -328,7 +328,7 @@ class _ComputingMask(torch.Tensor):  # type: ignore[misc]
 
 
 def _pass_flash_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before Falcon's forward: pass the mask that computes in place of none, or of one without padding."""
+    """Hook before Falcon's forward: pass the mask that computes, in place of none or of one without padding."""
     _no_mask(attention_mask=kwargs.get("attention_mask"))
     return args, kwargs | {"attention_mask": _computing_mask(module, chunk_attention)}
 

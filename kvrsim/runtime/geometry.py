@@ -39,7 +39,7 @@ class KvLayout:
         return self.num_key_value_heads * (self.head_dim + self.v_head_dim)
 
     def first_seen(self, start: int) -> int:
-        """Return the first token that a query at `start` sees; tokens before it are not needed from there on."""
+        """Return the first token that a query at `start` sees; later queries need no earlier token."""
         return 0 if self.sliding_window is None else max(0, start - self.sliding_window + 1)
 
     def share(self, size: int) -> KvLayout:
@@ -83,7 +83,7 @@ class Family:
     mixers: tuple[tuple[str, str], ...] = (("self_attn", "o_proj"),)
     is_latent: bool = False  # whether attention keeps a latent (kv_lora_rank, qk_rope_head_dim) in place of K and V
     state: Callable[[Any], StateLayout] | None = None  # of recurrent layers, from the config; None: no such layers
-    eager_only: str | None = None  # why transformers computes its attention with "eager" alone
+    eager_only: str | None = None  # reason why transformers supports only "eager" attention
 
 
 def _gated_delta_state(config: Any) -> StateLayout:

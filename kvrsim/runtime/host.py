@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
 
 
 def busy_note() -> tuple[str, ...]:
-    """Return a note where processes keep cores of this host busy now, before anything is timed; else nothing."""
+    """Return a note if processes keep cores of this host busy before the measurement; else None."""
     if started_by_torchrun():  # other ranks are starting
         return ()
     first_s = _busy_s()

@@ -200,7 +200,7 @@ class CacheListener:
         """The chunk's K and V are written, or a scan is about to begin: the prefix is needed now."""
 
     def after_scan(self, layer: int) -> None:
-        """The state after the chunk is written."""
+        """Write the state after the chunk."""
 
 
 class PrefixCache(Cache):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Prefills on the ranks: measured in turn, and compared with one process."""
+"""Prefills on the ranks: measure them in turn, and compare them with one process."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Stopwatch:
     """One rank's part in timed prefills of several plans of one batch, in the same memory."""
 
     def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
-        """plans: memory holds each of these, so other plans that need no more may be timed, too."""
+        """`plans` determine the size of the memory; other plans that need no more may be timed as well."""
         self.transport, self.forward, self.seed = transport, forward, seed
         self.one_host = len(set(transport.exchange(platform.node()))) == 1  # else the ranks share no clock
         geometry, size = forward.geometry, transport.size

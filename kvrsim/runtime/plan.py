@@ -155,9 +155,9 @@ class Timing:
     """Prefills of one plan, measured repeatedly."""
 
     plan: RunPlan
-    ttft_s: tuple[float, ...] = ()  # per repetition, in the order in which they ran, without warm-ups
+    ttft_s: tuple[float, ...] = ()  # per repetition, in order of measurement, without warm-ups
     parts: tuple[tuple[Parts, ...], ...] = ()  # of virtual ranks: per repetition, per rank
-    timeline: Timeline | None = None  # of one more prefill, with its layers hooked; None: of virtual ranks
+    timeline: Timeline | None = None  # of one more prefill with hooks in its layers; None: virtual ranks
     difference: Difference | None = None  # from one process; None: not compared
 
     @property
@@ -173,7 +173,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What the ranks have measured, and on what."""
+    """Measurements of the ranks, and the machine."""
 
     timings: tuple[Timing, ...]  # by plan
     conditions: Mapping[str, str]  # machine, libraries, transport, model: all that the figures depend on

@@ -39,7 +39,7 @@ class Pending(Protocol):
     """A message in flight."""
 
     def wait(self) -> None:
-        """Return when the tensor holds the message, or may be overwritten; raises LinkError."""
+        """Return when the tensor has received the message, or may be overwritten. Raises LinkError."""
 
 
 class Ring:
@@ -116,7 +116,7 @@ class Transport(Ring):
         self.ring_all_reduce(flat, torch.empty_like(flat[: -(-len(flat) // self.size)]))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank: data classes, and what JSON can hold."""
+        """Return every rank's value, ordered by rank: data classes, and values that JSON can hold."""
         raise NotImplementedError
 
     def barrier(self) -> None:
@@ -430,7 +430,7 @@ def _link_errors(peer: int | None, what: str) -> Iterator[None]:
 
 
 class _Stamped:
-    """A message and the stamp that goes before it: the time before which the receiver must not see it."""
+    """A message and its stamp, sent first: the time before which the receiver must not see the message."""
 
     def __init__(self, stamp: Any, *messages: Pending) -> None:
         self.stamp, self.messages = stamp, messages  # stamp None: of the sender
@@ -450,7 +450,7 @@ class EmulatedTransport(WrappedTransport):
     """
 
     def __init__(self, inner: Transport, link: EmulatedLink) -> None:
-        """Raise InputError over NCCL, and where ranks run on several hosts."""
+        """Raise InputError with NCCL, or where ranks run on several hosts."""
         if inner.name == "nccl":
             raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
         hosts = set(inner.exchange(platform.node()))

@@ -228,7 +228,7 @@ class Step:
 
     @property
     def begins(self) -> Array:
-        """All ranks' starts, shape (p, B)."""
+        """Starts of all ranks' chunks, shape (p, B)."""
         return self._stacked("_begins", self.starts)
 
     def _stacked(self, name: str, arrays: Sequence[Array]) -> Array:

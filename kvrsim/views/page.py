@@ -51,7 +51,7 @@ _STYLES = {
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
 _LONG = 28  # characters of a fact that takes two places
-_SHORT = 3  # facts that are shown while the others are folded
+_SHORT = 3  # number of facts that are always visible; the rest is folded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +186,7 @@ class Html(str):
 
 
 def text(content: str) -> Html:
-    """Text as markup: escaped, with control characters spelled out."""
+    """Text as markup, escaped, with control characters spelled out."""
     return content if isinstance(content, Html) else Html(escape(printable(content)))
 
 
@@ -263,7 +263,7 @@ def _cell(column: Column, cell: str | Cell) -> Html:
     return tag("td", cell, class_=names)
 
 
-# Values in words, and small bars
+# Values as text, and small bars
 
 _BAR = 150  # pixels
 _FAR = 3.0  # times the lowest upper end, above which an interval has no bar
@@ -374,6 +374,6 @@ class Summary:
 
 
 def question_line(answer: Plan | SimResult) -> str:
-    """The question in one line."""
+    """The question, in one line."""
     question = answer.question
     return " · ".join((question.model, question.short(), answer.cluster.describe(), *question.kernels()))

@@ -62,7 +62,7 @@ def figure(plan: Plan) -> Figure:
 
 
 def page(plan: Plan) -> Page:
-    """The interactive page, of a plan that has its timelines."""
+    """The interactive page of a plan that has its timelines."""
     if not plan.timelines:
         raise InputError("plot", "an .html page", "a plan with timelines of all strategies: plan(timeline=True)")
     return plan_page(plan)

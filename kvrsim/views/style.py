@@ -145,7 +145,7 @@ def _mixed(one: str, other: str, share: float) -> str:
 
 @contextmanager
 def styled(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
-    """Figures made and saved inside this context have kvrsim's style, and `more` of matplotlib's settings."""
+    """Within this context figures have kvrsim's style, and `more` settings of matplotlib."""
     import matplotlib
 
     with matplotlib.rc_context(_RC | dict(more or {})):

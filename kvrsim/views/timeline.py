@@ -26,7 +26,7 @@ _KEYS = (
     " [←] [→] [↑] [↓] go from operation to operation."
 )
 _FINEST_S = 1e-9
-_MOST_TICKS = 2**32  # of a timeline, so that a long one is not written with needless digits
+_MOST_TICKS = 2**32  # ticks of a timeline, few enough to write a long one without needless digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class Sequences:
 
     @property
     def steps(self) -> Array:
-        """Steps of each sequence: the first token is the prefill's."""
+        """Decode steps of each sequence, one less than its tokens because prefill computes the first."""
         return np.where(np.isfinite(self.first_token_s), np.maximum(0.0, self.output_tokens - 1.0), 0.0)
 
     @property
@@ -101,7 +101,7 @@ class Sequences:
         return math.ceil(float((self.steps * tokens).sum() / self.steps.sum()))
 
     def most_at_once(self, tpot_s: float) -> int:
-        """The most sequences that are decoded at one time."""
+        """The most sequences that are ever decoded at once."""
         some = self.steps > 0
         begin_s = np.sort(self.first_token_s[some])
         end_s = np.sort((self.first_token_s + self.steps * tpot_s)[some])
@@ -120,7 +120,7 @@ class DecodeFleet:
     limited_by: Literal["memory", "tpot", "requests"]  # what keeps the batch from being larger
     step_s: float  # of a full batch
     tpot_s: float  # the target
-    context_tokens: int  # mean, that the batch and its step are for
+    context_tokens: int  # mean context that the batch and its step are computed for
     sequences_at_once: int  # at most
     tokens_per_s: float  # of the whole fleet with full batches
     cost_per_hour: float | None  # None: no price was given

@@ -88,7 +88,7 @@ class FleetLimits:
 class Overlap:
     """When the ranks of a group are free for the next prompt, by the class of a prompt."""
 
-    finish: tuple[tuple[float, ...], ...]  # [class][rank]: when the rank is free (f_i), over T; rounded up
+    finish: tuple[tuple[float, ...], ...]  # [class][rank]: time at which the rank is free (f_i), over T; rounded up
     slack: tuple[tuple[float, ...], ...]  # [class][rank]: how much later it could start (w_i), over T; rounded down
     holds: bool = False  # whether a message holds its sender
 
@@ -133,7 +133,7 @@ class Service:
 
     ttft_s: Array  # from start to first token on an idle group; inf if it does not fit in memory
     busy_s: Array  # time of a group, on the mean of its GPUs, that each prompt takes before its first token
-    hold_s: Array  # how long a cache that leaves keeps the group after the first token
+    hold_s: Array  # time after the first token during which a cache that leaves keeps the group busy
     length_class: Indices  # row of `overlap`
     strategies: tuple[str, ...]  # of each class
     overlap: Overlap

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A prompt of which some pieces have run."""
+    """A prompt with some finished pieces."""
 
     prompt: int
     done: int  # new tokens so far
@@ -173,11 +173,11 @@ class StepCosts:
         self.hop_s = [*(_with_zero(path.busy_s(nbytes)) for path in paths), [0.0] * (budget + 1)]
         self.latency_s = [*(path.latency_s for path in paths), 0.0]
         self.head_s = tables.head_s()
-        # What a token takes at least without attention, on the mean of the stages.
+        # Least time of a token without attention, on the mean of the stages.
         self.least_token_s = float((np.mean(rows, axis=0) / tables.tokens).min())
 
     def step(self, pieces: Sequence[Piece]) -> StepCost:
-        """What a step of these pieces takes."""
+        """Seconds of a step with these pieces."""
         tokens = sum(piece.tokens for piece in pieces)
         begun = [piece.context for piece in pieces if piece.is_first]
         spots = [self._spot(piece.tokens, piece.prefix) for piece in pieces]
@@ -240,7 +240,7 @@ class Packing:
     """How groups pack prompts."""
 
     costs: StepCosts
-    most_tokens: float  # that all prompts of a step may have in memory
+    most_tokens: float  # tokens that the prompts of a step may hold in memory
 
 
 class _Tables:

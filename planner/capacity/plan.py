@@ -156,7 +156,7 @@ def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
 def _would_meet(
     nearest: FleetAnswer, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes
 ) -> Iterator[str]:
-    """Targets that can be met: a longer TTFT, a lower percentile, or a cap on the context."""
+    """Targets that the fleet could meet: a longer TTFT, a lower percentile, or a cap on the context."""
     target = request.target
     if math.isfinite(nearest.target_ttft_s):
         yield f"--slo-ttft {format_seconds(nearest.target_ttft_s * 1.01).replace(' ', '')}, with {nearest.describe()}"

@@ -29,7 +29,7 @@ class Target:
     percentile: float  # up to 100: all of them
 
     def allowed(self, requests: int) -> int:
-        """Requests that may be late."""
+        """Number of requests that may be late."""
         return requests - max(1, math.ceil(self.percentile / 100 * requests - 1e-9))
 
 

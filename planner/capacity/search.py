@@ -56,7 +56,7 @@ from planner.capacity.times import ServiceTimes
 from planner.capacity.workload import Workload
 
 MANY = 250_000  # requests of all workloads, above which fewer designs are tried
-RATES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # times the arrivals that were asked for
+RATES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # multiples of the requested arrivals
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -291,7 +291,7 @@ class FleetSimulator:
         return decode_fleet(self.times.scenario, self.limits, sequences, self.request.tpot_s)
 
     def meets(self, fleet: Fleet) -> bool:
-        """Whether at most the allowed number of requests is late."""
+        """Whether the number of late requests is allowed."""
         return int((self.ttft_s(fleet) > self.target.slo_s).sum()) <= self.allowed
 
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:

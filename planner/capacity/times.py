@@ -42,7 +42,7 @@ _ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # more strategies take four times 
 _LENGTHS_PER_DOUBLING = 8  # that are simulated; times between them are interpolated
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 _TILE = 128  # tokens, rows of an attention kernel's tile
-_BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above
+_BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares of the shorter and the longer length
 _FAR = 8.0  # one rank is delayed by this many times the longest prefill to find its slack
 _TIE = 1e-9  # relative; of strategies that take as long, the first is chosen
 _GAIN = 0.002  # relative gain in TTFT that twice the pieces of a pipeline must exceed
@@ -59,7 +59,7 @@ class StrategyPolicy:
 
     names: tuple[str | Strategy, ...] | None = None  # None: the usual ones
     engines: tuple[DeployEngine, ...] = ()
-    deployable: bool = False  # whether some engine must have them, whichever
+    deployable: bool = False  # whether some engine must have the strategies
     packs: bool = False  # whether groups pack prompts into steps, so that only strategies of whole steps can run
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class StrategyPolicy:
         return {weights: tuple(strategies) for weights, strategies in layouts.items()}
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
-        """Exact strategies that run on these GPUs and that only `all` or their own names bring in."""
+        """Exact strategies for these GPUs that only `all` or their own names select."""
         if self.names is not None or scenario.num_gpus == 1:
             return ()
         usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S has even chunks too
@@ -314,7 +314,7 @@ class Prefills:
         return finish_s, slack_s
 
     def _searched(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
-        """Chunks as searched at the power of two below; `shares`: those that are known."""
+        """Chunks as searched at the next lower power of two; `shares` are the known ones."""
         near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
         if near not in shares:
             shares[near] = self._shares(cached_prefix, near) if self.num_ranks > 1 else np.ones(1)
@@ -326,7 +326,7 @@ class Prefills:
 
 
 def _alike(tokens: Array) -> Iterable[Lengths]:
-    """Indices of prompts of about the same length: between two powers of two, ascending in each."""
+    """Indices of prompts of similar length: between two powers of two, each group in ascending order."""
     octave = np.ceil(np.log2(np.maximum(tokens, _SHORT)))
     for one in np.unique(octave):
         rows = np.flatnonzero(octave == one)
@@ -539,7 +539,7 @@ class PackedTimes(ServiceTimes):
 def service_times(
     scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy | None = None, pack: int | None = None
 ) -> ServiceTimes:
-    """Times that cover all workloads; pack: most new tokens of a packed step; None: prompts run one by one."""
+    """Times for all workloads; `pack` limits new tokens of a packed step, None runs prompts one by one."""
     longest_new = max(int(workload.new_tokens.max()) for workload in workloads)
     longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
     if pack is None:
@@ -548,7 +548,7 @@ def service_times(
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:
-    """Both ends, powers of two, and seven lengths between any two of these."""
+    """Both ends, the powers of two between them, and seven lengths between each pair."""
     ends = np.floor(np.log2(least)) * _LENGTHS_PER_DOUBLING, np.ceil(np.log2(most)) * _LENGTHS_PER_DOUBLING
     inner = np.rint(2.0 ** (np.arange(ends[0], ends[1] + 1) / _LENGTHS_PER_DOUBLING)).astype(np.int64)
     return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))

@@ -272,7 +272,7 @@ class Source:
 
 
 def _lengths(text: str, argument: str) -> _Draw:
-    """A function that draws lengths."""
+    """Return a function that draws lengths."""
     kind, _, rest = text.partition(":")
     if kind == "lognormal":
         parts = rest.split(":")

@@ -18,7 +18,7 @@ from planner.search.minimise import Evaluator, around, chunk_lens, chunks_betwee
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # measured by default
 REPLAYED = (*STRATEGIES, "kvr-b")  # what one device can replay rank by rank
 _LOOKS_UP = "kvr-p"  # its partition is in a table, which is not read here
-_APART = 1 / 16  # of the even chunk: partitions that differ by less have no significant difference in a measurement
+_APART = 1 / 16  # of the even chunk: a measurement cannot distinguish partitions that differ by less
 
 
 def strategies_here(

@@ -188,7 +188,7 @@ class MemoryBudget:
         return sum(sorted(map(self._peak, everyone))[-self.num_ranks :])
 
     def _peak(self, rank: RankMemory) -> int:
-        """Only a GPU holds a CUDA context."""
+        """Peak of device memory; only a GPU holds a CUDA context."""
         return rank.total if self.on_gpu else rank.total - rank.runtime
 
     def fits(self, candidate: Candidate) -> bool:
@@ -201,7 +201,7 @@ class MemoryBudget:
         return self.fits(Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole))
 
     def check(self, candidates: Sequence[Candidate]) -> None:
-        """Raise InputError, naming what to change, where none of the candidates fits."""
+        """Raise InputError with possible remedies if none of the candidates fits."""
         needed = {one.strategy.name: self.needed_bytes(one) for one in candidates}
         name = min(needed, key=lambda name: needed[name])
         if needed[name] <= self.limit_bytes:

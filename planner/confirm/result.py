@@ -143,7 +143,7 @@ class Confirmation(Answer):
 
     @property
     def wrong_pairs(self) -> list[tuple[str, str]]:
-        """Names of those pairs that were predicted in the other order, or as equal."""
+        """Names of pairs whose predicted order was the reverse, or a tie."""
         pairs = self.significant_pairs
         return [(fast.strategy, slow.strategy) for fast, slow in pairs if fast.predicted_s >= slow.predicted_s]
 

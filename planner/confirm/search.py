@@ -255,7 +255,7 @@ def search_here(
 
 
 def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:
-    """Write a table of one entry, its times predicted as in every table; the measured ones are under "_measured"."""
+    """Write a table of one entry with predicted times, as in every table; measured times are under "_measured"."""
     chunks, steps = result.search.best, quantization_steps(scenario)
     predicted_s = Evaluator(scenario, KVR_S).one(chunks)
     draft = replace(draft_of(scenario, KVR_S), partition=chunks, ttft_s=predicted_s)

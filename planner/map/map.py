@@ -107,7 +107,7 @@ class StrategyMap(Answer):
 
     @property
     def gpu_counts(self) -> tuple[int, ...]:
-        """Numbers of GPUs, rising."""
+        """Numbers of GPUs, in ascending order."""
         return tuple(sorted({point.num_gpus for point in self.points}))
 
     @property

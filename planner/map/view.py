@@ -165,7 +165,7 @@ def map_data(grid: StrategyMap) -> dict[str, Any]:
 
 
 def _ties(points: Iterable[MapPoint]) -> Iterable[tuple[str, str]]:
-    """All pairs that a prediction cannot tell apart, the faster one first."""
+    """All pairs that a prediction cannot distinguish, the faster one first."""
     for faster, slower in combinations(sorted(points, key=lambda point: point.ttft_s), 2):
         if slower.ttft_s <= _FAR * faster.ttft_s and is_tied(faster, slower):
             yield faster.strategy, slower.strategy

@@ -40,7 +40,7 @@ def make_predictor(
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
 ) -> TtftPredictor:
-    """The predictor of a scenario, whose context and batch are the largest that it answers for.
+    """Make the predictor of a scenario, whose context and batch are the largest of the grid.
 
     strategy: "best", the fastest of those that fit and that some engine has, or one by name.
     pool: who works; None: this process. Raises InputError where no strategy fits in memory.

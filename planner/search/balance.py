@@ -14,7 +14,7 @@ from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 
 _INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, and next to it: other chunks move it
-_NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, either side of where a straight line crosses the limit
+_NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, on either side of the linear crossing of the limit
 _WIDER = 2.0  # widths of a bracket beyond one that holds no crossing
 _DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swing
 

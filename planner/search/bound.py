@@ -179,8 +179,8 @@ def lower_bound_and_plans(
     scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array
 ) -> tuple[float, Array]:
     """The bound, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks).
-These chunks balance all ranks, with their waits for each other included.
-    With them all ranks need about as long, their waits for each other included.
+
+    These chunks balance all ranks, with their waits for each other included.
     """
     begin_s = _begin_s(scenario)
     bound = _Bound(scenario, strategy, ttft_s - begin_s, warm_start)

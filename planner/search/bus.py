@@ -39,7 +39,7 @@ _RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # of each chunk to the one 
 _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the context between two ranks
 _SCATTERED = 40  # of each kind
 _TOGETHER = 32  # moves of all boundaries together in a round
-_PLACES = 8  # ranks, or pairs of them squared, that seeds concentrate the context on
+_PLACES = 8  # number of ranks (or square of pairs) on which seeds concentrate the context
 _BETTER = 1e-5  # a move must gain this share of TTFT
 
 
@@ -133,7 +133,7 @@ class BusSearch:
         return [one.step >> power for power in range(most) if one.step >> power >= self.stride]
 
     def _take(self, one: _Descent, steps: list[int], rows: Boundaries, found_s: Array) -> None:
-        """Move to the best candidate and keep the other moves that helped for the next round; or take smaller steps."""
+        """Move to the best candidate and keep the other improving moves for the next round, else reduce the steps."""
         order = np.argsort(found_s, kind="stable")[:_HELPED]
         order = order[found_s[order] < one.best_s * (1.0 - _BETTER)]
         one.also = rows[:0]

@@ -95,7 +95,7 @@ class Evaluate(Protocol):
 _SHIFTS = np.array([-2, -1, 0, 1, 2])  # in strides, as in the paper
 _MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
 _APART = 0.1  # of the tokens
-_MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
+_MOST_GROUPS = 160  # groups of boundaries per step, for at most that many boundaries
 
 
 def chunks_between(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:

@@ -57,7 +57,7 @@ _TOLERANCE = 1e-5  # of the solver, with room
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeastTimes:
-    """The least seconds of a kind of layer."""
+    """Least seconds of a kind of layer."""
 
     count: int
     all_s: float  # of all pieces
@@ -90,7 +90,7 @@ def layers_s(kinds: list[LeastTimes], num_stages: int) -> float:
 
 
 def _row(kinds: list[LeastTimes], place: int) -> Array:
-    """Seconds that a layer of each kind adds to a path whose stage of all pieces is `place` stages before its own."""
+    """Seconds that a layer of each kind adds to a path; all pieces pass `place` stages before the path's own."""
     if place == 0:
         return np.array([kind.all_s for kind in kinds])
     return np.array([kind.last_s if place > 0 else kind.first_s for kind in kinds])

@@ -279,7 +279,7 @@ class _Search:
         return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float), enough_s)
 
     def _floor(self) -> Floor:
-        """The least TTFT by one rank: its work without the last layer after the append and its last message."""
+        """The least TTFT by one rank: its work up to its last message, without the last layer after the append."""
         if not self.strategy.chains:
             return lambda _rank, _start, end: np.zeros_like(end)
         chain = ChainWork(self.scenario, self.strategy)

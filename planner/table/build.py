@@ -43,7 +43,7 @@ from planner.table.table import (
 from planner.uncertainty.intervals import interval_of
 from planner.uncertainty.sensitivities import sensitivities
 
-_AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # of TTFT, within which partitions count as equal
+_AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # differences in TTFT within which partitions count as equal
 _EVEN_IS_AS_FAST = 0.02  # of TTFT, by which even chunks may be slower where no profile tells partitions apart
 _BLENDS = 64  # of two partitions
 _NEAR = 0.25  # of a chunk, over which the cost of a token is averaged

@@ -62,7 +62,7 @@ class QuantizationSteps:
                 raise InputError(key, values, "numbers that do not fall, as many as chunk_lens")
 
     def extra_s(self, chunk_len: int, prefix: float) -> float:
-        """Extra time of a chunk, the sum of all steps below its length."""
+        """Extra time of a chunk: the sum of all steps below its length."""
         passed = bisect_left(self.chunk_lens, chunk_len)
         return self._after(passed, prefix)
 
@@ -139,7 +139,7 @@ _NO_FIGURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSetting:
-    """Everything that the entries of a table share."""
+    """Setting that all entries of a table share."""
 
     model: str
     profile: str  # its name, or "roofline"
@@ -255,7 +255,7 @@ class TableEntry(Prediction):
     partition: tuple[int, ...]  # new tokens per rank
     speedup_over_tsp: float
     speedup_over_even: float  # the same strategy's TTFT with even chunks over this one's
-    gap: NonNegative | None  # ttft_s over a TTFT that no partition beats, less one; None: no bound is known
+    gap: NonNegative | None  # ttft_s over a proven lower bound, less one; None: no bound is known
     # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/table.py.
     levels: tuple[float, ...]
     token_s: tuple[float, ...]  # seconds per rank that one more token costs, between jumps
@@ -345,7 +345,7 @@ class PartitionTable(GridFile):
 
 
 def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
-    """Read a file that `kvrsim table build` has written; InputError names the argument, file and key."""
+    """Read a file of `kvrsim table build`. Raises InputError naming the argument, file and key."""
     return PartitionTable.load(path, argument)
 
 

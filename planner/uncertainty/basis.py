@@ -22,7 +22,7 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.sensitivities import UNCOMPARED_KINDS
 
-_ALL = 0.995  # share of an operation's seconds, from which on they have a single basis
+_ALL = 0.995  # share of an operation's seconds from which on a single basis is stated
 _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 
 

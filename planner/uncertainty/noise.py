@@ -58,7 +58,7 @@ class Disturbance:
     def distribution(
         self, scenario: Scenario, strategy: Strategy, partition: Partition, quiet_s: float, *, first: int = 0
     ) -> Distribution:
-        """TTFTs of all samples, numbered from `first`; `quiet_s`: without the random part. scenario: per rank."""
+        """TTFTs of all samples, numbered from `first`; `quiet_s` is without the random part. scenario: per rank."""
         if not self.noise.is_random:
             return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
         num_gpus = scenario.cluster.num_gpus

@@ -296,7 +296,7 @@ def _slower_host(scenario: Scenario, seconds: Mapping[str, float]) -> Callable[[
 
 
 def _links(scenario: Scenario) -> Perturbation:
-    """Latency and bandwidth of all links; one GPU has none."""
+    """Sensitivity to latency and bandwidth of all links; one GPU has none."""
     if scenario.num_gpus == 1:
         log_sd = 0.0
     elif not scenario.links_are_measured or scenario.profile is None:

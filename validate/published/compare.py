@@ -244,7 +244,7 @@ def _residual() -> Residual:
 
 
 def _plot(result: Mapping[str, Any], path: Path) -> None:
-    """Predicted over reported TTFT, both logarithmic, with 10 % either way."""
+    """Plot predicted over reported TTFT on logarithmic axes, with lines at 10 % either way."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(6.4, 5.2), layout="constrained")

@@ -228,14 +228,14 @@ def ape(logs: Errors) -> Array:
 
 
 def speedup_errors(logs: Errors) -> Array:
-    """Relative errors, without sign, of KVR-S's speed-up over TSP."""
+    """Absolute relative errors of KVR-S's speed-up over TSP."""
     tsp = {(row.model, row.context_len, row.num_gpus): error for row, error in logs.items() if row.strategy == "tsp"}
     ratios = [tsp[row.model, row.context_len, row.num_gpus] - logs[row] for row in logs if row.strategy == "kvr-s"]
     return np.abs(np.expm1(ratios))
 
 
 def p80_ape(left_out: Errors) -> float:
-    """80th percentile of the errors without sign; each model counts the same, however many rows it has."""
+    """80th percentile of the absolute errors; each model has the same weight, whatever its number of rows."""
     by_model = _by_model(left_out)
     sizes = np.concatenate(list(by_model.values()))
     weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in by_model.values()])
@@ -259,7 +259,7 @@ def _by_model(logs: Errors) -> dict[str, Array]:
 
 
 def family(row: Row) -> str:
-    """Models of one architecture, such as "llama"."""
+    """Family of models with one architecture, such as "llama"."""
     return row.model.split("-")[0]
 
 

@@ -32,7 +32,7 @@ _NUMBERS = ("parameters", "active", "context", "before", "layer")  # columns tha
 
 @dataclass(frozen=True, kw_only=True)
 class Shelf:
-    """Things of one kind: how they are loaded, and how they are printed."""
+    """Loader and printers of one kind of things."""
 
     names: Iterable[str]
     load: Callable[..., Any]  # of a name or path; `argument` is what errors name
@@ -262,7 +262,7 @@ def models_add(
 
 
 def show_model(model: ModelSpec) -> None:
-    """Its numbers in words, then each kind of layer with its matrices."""
+    """Print the model's numbers, then each kind of layer with its matrices."""
     from kvrsim.model.spec import describe_mixers, describe_parameters, mixer_title
 
     active, state = model.active_parameters, model.cache_bytes(0, 2)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvrsim.results.results import Plan
     from planner.candidates import Candidate
 
-FIELDS = {  # of the form: the parameter of kvrsim.plan, its label, and an example
+FIELDS = {  # fields of the form: the parameter of kvrsim.plan, its label, and an example
     "model": ("Model", "llama-3.1-70b"),
     "cluster": ("Cluster", "h100-nvlink"),
     "ctx": ("Context", "16k, or 1k:64k:x4"),
@@ -49,7 +49,7 @@ _MOST_ANSWERS = 64  # in memory
 
 
 class SupersededError(Exception):
-    """A newer question ended this one."""
+    """The question was replaced by a newer one."""
 
 
 @dataclass(slots=True)

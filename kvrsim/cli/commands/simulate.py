@@ -61,7 +61,7 @@ def simulate(
 
 
 _MOST_CAUSES = 4  # of the interval, that are listed
-_WIDE = 0.005  # of TTFT, from which on a cause is listed
+_WIDE = 0.005  # share of TTFT from which on a cause is listed
 
 
 def simulation_screen(result: SimResult) -> list[Part]:

@@ -103,7 +103,7 @@ def show_(answer: OutputArgs, *, file: Any = FILE) -> None:
 
 
 def show_lookup(result: TableLookup) -> None:
-    """The partition and where it is from."""
+    """Print the partition and its origin."""
     table = facts()
     table.add_row("partition:", headline(", ".join(map(str, result.partition))))
     table.add_row("shares:", " ".join(f"{share:.3f}" for share in result.fractions))
@@ -118,7 +118,7 @@ def show_lookup(result: TableLookup) -> None:
 
 
 def table_screen(table: PartitionTable) -> list[Part]:
-    """What it was built for, and one row per entry."""
+    """The table's scenario, and one row per entry."""
     rows = columns("GPUs", "context", numbers=True)
     columns("partition", into=rows)
     columns("TTFT", "vs TSP", "vs even", "gap", numbers=True, into=rows)

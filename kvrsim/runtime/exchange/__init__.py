@@ -68,7 +68,7 @@ class Exchange(CacheListener):
         self.chunk = self.chunk_of(plan, transport.rank, transport.size)
         self.cache = None if self.chunk is None else self.make_cache(self.chunk, memory)
 
-    # What the strategy decides before any rank runs.
+    # Decisions of the strategy before any rank runs.
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:

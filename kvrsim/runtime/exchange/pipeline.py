@@ -31,7 +31,7 @@ class StageForward(ModelForward):
     """
 
     def __init__(self, whole: ModelForward, layers: range) -> None:
-        """layers: those of the whole model that the stage has; the others' weights go when the whole model goes.
+        """`layers` are the stage's layers of the whole model; the weights of others are freed with the whole model.
 
         Raises InputError for a stage without a layer that keeps K and V, by which transformers counts the tokens.
         """

@@ -196,7 +196,7 @@ class TensorParallel(Exchange):
         if not isinstance(forward, ShardForward):
             forward = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
         super().__init__(forward, transport, plan, clock, memory)
-        self._scratch: Any = None  # of a sum, made once
+        self._scratch: Any = None  # buffer of sums, allocated once
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
