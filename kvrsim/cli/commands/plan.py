@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def plan(
 
     if deploy.emit is not None:
         _check_length(args)
-    with pool_of(workers) as pool, Progress() as progress:
+    with nullcontext() if noise.noise is None else pool_of(workers) as pool, Progress() as progress:
         search = Search(on_progress=progress, engine=_engine(deploy))
         timelines: Any = "all" if files.is_page else "best" if files.is_given else None
         scenario, result = plan_of(args, compared, noise, users, timelines=timelines, search=search, pool=pool)
