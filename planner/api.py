@@ -125,7 +125,7 @@ def plan_of(
         timelines=timelines,
         warnings=warnings,
         seed=noise.seed,
-        target=compared,
+        args=compared,
     )
     return scenario, with_users(result, scenario, users)
 

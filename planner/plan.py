@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from kvrsim.arguments import TargetArgs
+from kvrsim.arguments import PlanArgs
 from kvrsim.notes import note
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
@@ -63,7 +63,7 @@ def make_plan(
     timelines: Literal["best", "all"] | None = None,
     warnings: Sequence[str] = (),
     seed: int = 0,
-    target: TargetArgs | None = None,
+    args: PlanArgs | None = None,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
@@ -72,7 +72,7 @@ def make_plan(
     disturbance: noise; strategies are then ranked by their mean TTFT under it.
     timelines: whose spans the plan carries.
     seed: for the record of the question; a disturbance has its own.
-    target: load and target of the promise.
+    args: of `plan`, for what no other parameter gives: load and target of the promise.
     """
     search = search or Search()
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
@@ -97,7 +97,7 @@ def make_plan(
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
-        promise=promise_of(first.ttft_high_s, target or TargetArgs()) if first.fits else None,
+        promise=promise_of(first.ttft_high_s, args or PlanArgs()) if first.fits else None,
         limits=limits_of(ranking.best),
     )
 

@@ -68,7 +68,7 @@ def refusal(path: Path) -> str:
 
 
 def test_builtin_names() -> None:
-    assert set(builtin_gpus()) == {"a100-40gb", "a100-80gb", "h100", "h20", "h200", "l40s", "b200", *NEW}
+    assert {"a100-40gb", "a100-80gb", "h100", "h20", "h200", "l40s", "b200", *NEW} <= set(builtin_gpus())
     assert {"nvlink3", "nvlink4", "nvlink5", "pcie4-x16", "pcie5-x16"} <= set(LINKS)
     assert {"a100-nvlink", "h100-nvlink", "l40s-pcie", "a100-10gbs-bus"} <= set(builtin_clusters())
 
