@@ -32,7 +32,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import _HARMLESS, fill, freeze
 
 FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
-# Numbers that say which layer is of which kind, not how wide it is.
+# Numbers that give the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -200,7 +200,7 @@ class Kind:
                 self.data["defaults"][key] = freeze(values[key])
 
     def _fixed(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
-        """What a file must have for this variant: all that the class reads but numbers and lists of layers."""
+        """Fields that a file must share with this variant: all that the class reads but numbers and lists of layers."""
         values = vars(self.cls.from_dict(dict(config)))
         fixed = {}
         for key in sorted((reads & set(self.defaults)) | (set(config) - set(self.defaults))):

@@ -187,7 +187,7 @@ class CsvTable:
         return cls(path=Path("DataFrame"), where=where, columns=columns, rows=tuple(rows))
 
     def need(self, columns: Iterable[str]) -> None:
-        """Refuse a table that lacks one of these columns."""
+        """Raise InputError for a table that lacks one of these columns."""
         for name in columns:
             if name not in self.columns:
                 raise InputError(f"{self.where}: header", ", ".join(self.columns), f"a column {name} among the others")
@@ -292,7 +292,7 @@ class Measurement:
 
     @property
     def expected_s(self) -> float:
-        """Seconds that one of many adds to their sum: the mean, as far as it is known."""
+        """Mean seconds if known: the expected share of one run in a sum of many."""
         return self.median_s if self.mean_s is None else self.mean_s
 
     @property
@@ -402,7 +402,7 @@ def _read_row(row: CsvRow) -> Measurement:
 class Layout:
     """A kind of CSV that measurements are read from."""
 
-    name: str  # for people
+    name: str  # for messages
     signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
     read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
 
@@ -452,7 +452,7 @@ def _parse_origin(text: str, where: str) -> dict[str, Any]:
     return origin
 
 
-_TABLES = "aiconfigurator:"  # what a source that is no file begins with
+_TABLES = "aiconfigurator:"  # prefix of a source that is not a file
 _MAX_TEXT = 300  # of a line of provenance
 _REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # in the provenance of a profile
 

@@ -258,7 +258,7 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
 class Option:
     """What is known of an argument besides its name and its default."""
 
-    metavar: str  # how its value looks on the command line; empty: a flag
+    metavar: str  # form of the value on the command line; empty: a flag
     help: str  # one sentence or two, in which other arguments are named as options
     section: str  # of help, one of kvrsim.choices.SECTIONS
     check: Check
@@ -501,7 +501,7 @@ class ScenariosArgs(ScenarioArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredArgs(ScenarioArgs):
-    """A scenario on as many GPUs as a small machine has ranks."""
+    """Arguments of a scenario on a small machine, with one GPU per rank."""
 
     gpus: Any = option("N", "Number of ranks.", "Question", whole, 2)
 

@@ -46,7 +46,7 @@ class GatherRates:
     hop_s: NonNegative  # of each of its p - 1 steps
     small_bytes_per_s: float  # of the latency-bound protocol
     large_bytes_per_s: float  # of the pipelined one, for endless messages
-    setup_s: NonNegative  # of the pipeline
+    setup_s: NonNegative  # of the pipeline's start
     own_share: NonNegative  # the copy of a rank's own piece, as a share of one link crossing
 
     def step_s(self, piece_bytes: Array, num_ranks: int) -> Array:
@@ -73,7 +73,7 @@ class MeasuredAllReduce:
 
     num_gpus: Annotated[int, Range(least=2, most=2**16)]
     latency_s: NonNegative  # of the smallest
-    nbytes: tuple[Bytes, ...]  # of the tensor, rising
+    nbytes: tuple[Bytes, ...]  # of the tensor, ascending
     bytes_per_s: tuple[float, ...]  # of the fastest method for that size, without latency
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class MemoryLimit:
     other processes on the GPU.
     """
 
-    gpu_memory_bytes: int  # of one GPU in all
+    gpu_memory_bytes: int  # total memory of one GPU
     memory_fraction: float  # share of the memory that may be used, above 0 and at most 1
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class Path:
     all_reduce: AllReduceRates | None = None  # see LinkSpec
 
     def busy_s(self, nbytes: Array) -> Array:
-        """How long a message of that size keeps the path busy; it arrives `latency_s` later.
+        """Seconds that a message of that size keeps the path busy; it arrives `latency_s` later.
 
         Where a short message is faster than the bandwidth, the time from end to end is
         max(latency + n / short, n / bandwidth).
@@ -444,7 +444,7 @@ class SlowGpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
-    """A link between two GPUs that has less bandwidth than the others, both ways."""
+    """A link between two GPUs with less bandwidth than the others, in both directions."""
 
     first: int  # the lower rank
     second: int  # the higher rank
@@ -485,7 +485,7 @@ class UnevenCluster(Cluster):
         return (low, high) == (link.first, link.second)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the cluster in one line."""
         slow = [f"GPU {gpu.rank} {gpu.factor:g} times slower" for gpu in self.slow_gpus]
         slow += [f"link {link.first}-{link.second} {link.factor:g} times slower" for link in self.slow_links]
         return f"{Cluster.describe(self)}; {', '.join(slow)}"

@@ -26,7 +26,7 @@ from typing import Literal
 
 from kvrsim.errors import InputError
 
-ENGINE_SCHEMES = ("zigzag", "interleave")  # of context parallelism, as serving engines have it
+ENGINE_SCHEMES = ("zigzag", "interleave")  # of context parallelism in serving engines
 Exchange = Literal["none", "all-to-all", "gather"]
 Pieces = Literal["none", "even", "searched"]
 _PART = re.compile(r"(tp|pp|cp|dp|ep|edp)([1-9]\d{0,4})?(-s|-i)?")
@@ -147,7 +147,7 @@ class Layout:
     context: int = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # which splits the context; None: nothing does
     pieces: Pieces = "none"  # in which the context goes through the layers
-    expert_tensor: int = 1  # GPUs that each expert is sliced over; with expert_parallel 1 as well: no mixture, or whole
+    expert_tensor: int = 1  # GPUs that share one expert; with expert_parallel 1, the experts are whole or absent
     expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole
     is_mixture: bool = False  # whether the model has routed experts
 

@@ -64,7 +64,7 @@ def memory_of(
     if strategy.pipeline is not None:
         ranks = list(_stage_memories(scenario, strategy, partition))
     else:
-        if program is None:  # without times, unless they choose the calls of attention
+        if program is None:  # times only if they determine the calls of attention
             cost = no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
             program = build_program(scenario, strategy, columns(partition.chunk_lens), cost)
         in_flight = np.array([bytes_in_flight(kind) for kind in program.layers])

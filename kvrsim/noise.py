@@ -407,7 +407,7 @@ class Estimate:
     """A figure of the distribution, and 95 % confidence limits from the samples."""
 
     value_s: float
-    low_s: float | None  # None: too few samples to say
+    low_s: float | None  # None: too few samples
     high_s: float | None
 
 

@@ -1,4 +1,4 @@
-"""The operations that strategies are written in, and what a program sends, holds and computes.
+"""Operations of strategies' programs, and the bytes and seconds of a program.
 
 A strategy is a list of these operations per rank and kind of layer, run once per layer. Every number in an operation
 may be an array over a batch of partitions, shape (B,), so that one program describes thousands of candidates; the
@@ -109,7 +109,7 @@ class RingPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllToAll:
-    """Some of the chunk to every other rank, the next first, one after another as each rank has one way out.
+    """Messages from a rank's chunk to every other rank, the next first, in turn because each rank has one way out.
 
     Every message waits for its receiver to come to the collective, and a rank goes on when all of its own have
     left and those for it have come.
@@ -171,7 +171,7 @@ def host_s_of(op: Op) -> float:
 
 
 def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
-    """Work that loses `share` of its rate for the first `flight_s` seconds, while messages are sent and received."""
+    """Seconds of work that loses `share` of its rate for the first `flight_s` seconds, while messages are in flight."""
     return work_s + np.minimum(share / (1.0 - share) * work_s, share * flight_s) if share else work_s
 
 
@@ -207,7 +207,7 @@ def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
 
 
 def _query_blocks(ops: Sequence[Op]) -> int:
-    """Calls of attention in a layer where they are in blocks, of the first partition of a batch; 0 elsewhere."""
+    """Attention calls per layer if in blocks, of the first partition of a batch; else 0."""
     calls = (op.query_blocks[0] for op in ops if isinstance(op, Compute) and op.query_blocks is not None)
     return int(max(calls, default=0))
 

@@ -33,7 +33,7 @@ MAX_BATCH = 2**20
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element; InputError where the dtype is not one of DTYPES."""
+    """Bytes of one element. Raises InputError where the dtype is not one of DTYPES."""
     if dtype not in DTYPE_BYTES:
         raise InputError("dtype", dtype, ", ".join(DTYPES))
     return DTYPE_BYTES[dtype]
@@ -147,7 +147,7 @@ class Scenario:
     kernel: str  # attention kernel, one of KERNELS
     layout: Layout | None = None  # of all GPUs; None before a strategy is applied
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
-    gather: Group | None = None  # ranks whose tokens are gathered for the experts that they share
+    gather: Group | None = None  # ranks whose tokens are gathered for shared experts
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
     engine: Engine | None = None  # what serves the model; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
@@ -197,7 +197,7 @@ class Scenario:
 
     @property
     def memory_limit(self) -> MemoryLimit:
-        """The limit of a GPU's peak memory; InputError for a fraction out of range."""
+        """The limit of a GPU's peak memory. Raises InputError for a fraction out of range."""
         return MemoryLimit(gpu_memory_bytes=self.cluster.gpu.memory_bytes, memory_fraction=self.memory_fraction)
 
     def on_gpus(self, num_gpus: int) -> Scenario:
@@ -332,7 +332,7 @@ class Scenario:
 
     @cached_property
     def pace(self) -> float:
-        """Seconds of products and attention at the clock that they run at, over those at the burst clock.
+        """Factor on the seconds of products and attention from the clock's fall below the burst clock.
 
         The clock falls with the time under load since the prefill began. One factor stands for the whole prefill, of a
         GPU that has an even share of its work: ranks that are well balanced work about as long.
@@ -404,7 +404,7 @@ class Scenario:
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
-        if cost is None or cost is vars(self).get("cost"):  # whose GPU may have no peak for the dtype
+        if cost is None or cost is vars(self).get("cost"):  # its GPU may lack a peak for the dtype
             return self._layer_costs
         return self._layer_costs_by(cost)
 

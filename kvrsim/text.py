@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# C0 and C1 control characters but for tab and newline, DEL, and what turns the direction of writing.
+# C0 and C1 control characters except tab and newline, DEL, and characters that reverse the writing direction.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _MARKDOWN = re.compile(r"([\\`*\[\]|])")
 

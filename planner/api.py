@@ -1,4 +1,4 @@
-"""The functions of the Python API: from what a user writes to a Scenario, and on to the planner.
+"""The functions of the Python API: they turn arguments into a Scenario and call the planner.
 
 `kvrsim` offers them under its own name. Arguments are declared in kvrsim/arguments.py; all are keywords. Each function
 loads its part of the planner when it is called.

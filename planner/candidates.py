@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
 ROUGH = "rough"  # method of pieces that were not searched
-_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # of TTFT, that a search is taken to gain over a rough partition
+_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # of TTFT, assumed gain of a search over a rough partition
 _MOST_GAIN_OF_CHAIN = 0.001  # over the analytical plan of KVR's chain, where its bound is proven
 CHUNKED = "pp1"  # one stage that takes the context in steps: chunked prefill
-_SHORT_PIECES = 64  # pieces per stage, whose activations are the least of a pipeline
+_SHORT_PIECES = 64  # pieces per stage with which a pipeline's activations are least
 RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
 
 
@@ -57,7 +57,7 @@ class Candidate:
     """A strategy with a partition for a scenario."""
 
     scenario: Scenario  # on all GPUs that take part
-    strategy: Strategy  # a searched pipeline has the layers of its stages
+    strategy: Strategy  # for a searched pipeline, with the layers of its stages
     partition: Partition
     search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
 
@@ -220,7 +220,7 @@ class Search:
     stride: int | None = None  # tokens; searched boundaries are multiples; None: chosen for the context
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
-    on_candidate: Callable[[Candidate], object] | None = None  # called as soon as a strategy, or a better one, is known
+    on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
     budget_s: float = 1.5  # model work that the default comparison refines partitions for
     allowance: Allowance | None = None  # of one search; None: it ends by itself
     engine: ForEngine | None = None  # whose best strategy is searched next to the best; None: that of any engine
@@ -236,7 +236,7 @@ class Search:
     def choose_partition(
         self, per_rank: Scenario, strategy: Strategy, warm_start: Partition | None = None
     ) -> Partition | SearchResult:
-        """The partition given, checked; else even, looked up, or the result of a search.
+        """The given partition, checked; else an even one, one from a table, or the result of a search.
 
         Raises InputError for a strategy without its table, and for a partition that does not fit.
         """

@@ -37,7 +37,7 @@ class Server:
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline; None: even
     role: Role | None = None  # where one fleet prefills and another one decodes
     max_sequences: int | None = None  # at once; None: the engine's own
-    config: str = "trtllm.yaml"  # name of the file with what trtllm-serve has no options for
+    config: str = "trtllm.yaml"  # name of the file with settings that trtllm-serve has no options for
 
     @property
     def args(self) -> tuple[str, ...]:
@@ -159,8 +159,8 @@ class Launch:
     engine: str
     version: str  # that was looked at
     strategy: str  # of a fleet: its first groups'
-    command: str  # for a shell: the launcher and the arguments
-    args: tuple[str, ...]  # after the launcher
+    command: str  # launcher and arguments, quoted for a shell
+    args: tuple[str, ...]  # arguments after the launcher
     files: Mapping[str, str] = field(default_factory=dict)  # contents by name
     notes: tuple[str, ...] = ()
 

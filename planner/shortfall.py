@@ -70,7 +70,7 @@ def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
 
 
 def _ports(cluster: Cluster) -> float:
-    """The most GPUs that --gpus accepts: a switch has no more than its cluster."""
+    """The most GPUs that --gpus accepts; a switch has no more ports than its cluster has GPUs."""
     if cluster.topology != "switch":
         return math.inf
     return load_cluster(cluster.name).num_gpus if cluster.name in builtin_clusters() else cluster.num_gpus

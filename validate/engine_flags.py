@@ -153,7 +153,7 @@ def page(engines: Sequence[Resolved]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Resolve all launches and write the page; 1 where one is refused or resolved otherwise."""
+    """Resolve all launches and write the page; return 1 if an engine refuses one or resolves it differently."""
     engines = []
     for argument in arguments:
         name, _, python = argument.partition("=")

@@ -98,7 +98,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
     keys = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows.itertuples():
-            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # some configurations name no type
+            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # some configurations lack a type
             key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep, dtype)
             keys.append(key)
             if key not in seconds:
@@ -144,7 +144,7 @@ class EngineConstants:
     versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on all seconds
 
     def seconds(self, settings: Settings, rows: Flags) -> Array:
-        """Predicted prefills of some of the settings."""
+        """Predict the prefills of some settings."""
         own, launches_s = self._without_models(settings, rows)
         frame = settings.rows[rows]
         pairs = zip(frame.engine, frame.model_type, frame.engine_version, strict=True)

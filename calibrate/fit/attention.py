@@ -420,7 +420,7 @@ def fit_blocked(
 
 def _blocked(values: Constants, key_block: int, skips_masked: bool) -> BlockedRates:
     rates: dict[str, Any] = {name: value if value >= _NOTHING_S else 0.0 for name, value in values.items()}
-    if not skips_masked:  # what the rates mean by it
+    if not skips_masked:  # masked scores are computed
         rates["rectangle_flops_per_s"] = min(rates["rectangle_flops_per_s"], rates["causal_flops_per_s"])
     return BlockedRates(**rates, key_block=key_block, skips_masked=skips_masked)
 
@@ -452,7 +452,7 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak: float) -> Sized:
 
 
 def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
-    """Medians of classes of size, with few knots, such that longer calls never take less time."""
+    """Medians by classes of size, with few knots, so that longer calls never take less time."""
     classes = np.round(_A_DOUBLING * np.log2(sizes))
     members = [classes == one for one in np.unique(classes)]
     places = np.array([np.mean(np.log(sizes[some])) for some in members])

@@ -27,7 +27,7 @@ _MOST_ROWS = 3000  # of a type
 _STARTS = 6
 _FEW_MODELS = 3  # below which shares of experts are held out instead of models
 _LONG = 1024  # tokens from which engines are compared
-_ENOUGH = 20  # common shapes
+_ENOUGH = 20  # common shapes that suffice for a comparison
 _TOKENS = (64, 256, 1024, 4096)
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 

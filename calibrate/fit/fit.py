@@ -36,7 +36,7 @@ _SEED = 0  # of starts and folds: the same rows give the same fit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of a fit: moved on a logarithmic scale, or on a linear one where it may be 0."""
+    """A parameter of a fit, on a logarithmic scale, or on a linear scale if it may be 0."""
 
     name: str
     start: float
@@ -190,7 +190,7 @@ class Fit(Generic[Rates]):
 class Errors:
     """A line of a fit's report: relative errors of predicted seconds."""
 
-    label: str  # which rows, predicted by what
+    label: str  # names the rows and the predictor
     num_rows: int
     mape: float  # mean absolute error, as a fraction
     median_ape: float
@@ -269,7 +269,7 @@ class Fitted(Generic[Rates]):
     source: str  # who measured, in a few words
     own: Comparison  # on the rows of the fit
     cross_validated: Comparison  # on held-out rows: the error that a profile states
-    interpolated: Comparison | None = None  # the same for shapes whose times the profile has as tables
+    interpolated: Comparison | None = None  # of shapes whose times the profile holds as tables
     checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
     seen: Mapping[str, Span]  # smallest and largest of each size
     gather: Gather | None = None  # of all-gathers: how they worked
@@ -349,7 +349,7 @@ def mean_rate(rates: Array) -> float:
 
 
 def root_mean_square(values: Sequence[float]) -> float | None:
-    """None without values."""
+    """Root mean square; None without values."""
     return float(np.sqrt(np.mean(np.square(values)))) if values else None
 
 

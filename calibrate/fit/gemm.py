@@ -48,7 +48,7 @@ from kvrsim.model.load import builtin_models, load_model
 from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
-FINE_TILES = ((16, 64),)  # where work goes in no waves: a prediction hardly steps
+FINE_TILES = ((16, 64),)  # tiles without waves, with almost no steps
 STEP = 64  # number of rows for which a prediction is constant
 PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
 HALF_BYTES = 2
@@ -77,7 +77,7 @@ _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
 
 # -- tables of measured shapes
 MAX_KNOTS = 40  # most knots of a shape's table
-TYPE_KNOTS = 10  # of one in a quantised type
+TYPE_KNOTS = 10  # most knots of a quantised type's table
 _LEAST_KNOTS = 4
 _KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
 

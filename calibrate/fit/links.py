@@ -70,7 +70,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
     """Fit GatherRates to the fastest kernel's all-gathers inside a node, with rates at most the datasheet's.
 
-    `cross_validated` holds sizes out, a tenth at a time; a check holds counts of ranks out.
+    `cross_validated` leaves out a tenth of the sizes at a time; a check leaves out numbers of ranks.
     """
     found, why = _fastest(usable_link_rows(rows, "all_gather"))
     nbytes, ranks = column(found, "bytes"), column(found, "ranks")

@@ -92,7 +92,7 @@ _KINDS = {
 }
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # appending is part of the flash kernels' times
-_IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # as cache_append rows have been measured
+_IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # as in measured cache_append rows
 _MOST_LINK_ERROR = 0.4  # mean, on held-out transfers: GPUs that share a host's bus do not behave like a ring
 _DATASHEET_LOG_SD = 0.3  # uncertainty of what was not measured
 _HAND_LOG_SD = 0.5
@@ -245,7 +245,7 @@ class UsableRows:
     eager: list[Measurement]  # attention of separate kernels
     head_dim: int  # of attention
     narrow: list[Measurement]  # flash calls with heads narrower than the usual width
-    elementwise: list[Measurement]  # with copies into the cache
+    elementwise: list[Measurement]  # includes copies into the cache
     prepare: list[Measurement]
     blocks: list[Measurement]  # of a ring
     merges: list[Measurement]  # of their results
@@ -262,7 +262,7 @@ class UsableRows:
         *,
         own: bool = False,
     ) -> UsableRows:
-        """All of them checked; InputError naming `argument`, also where gemm or attention is missing.
+        """Group checked rows. Raises InputError naming `argument` for bad rows, or if gemm or attention is missing.
 
         With choices.attention_kernel "eager" all attention rows are eager; None: rows with eager in their kernel;
         otherwise rows of exactly the kernel eager. Rows of the kernel sdpa are sdpa, except with "eager". Half

@@ -15,7 +15,7 @@ from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 
 _SHORT_TOKENS = 8192  # longer scans are predicted by a fit to these
-_LONG_TOKENS = 1024  # from here on, a prefill's chunks
+_LONG_TOKENS = 1024  # least tokens of a prefill's chunk
 _NO_OTHER_LOG_SD = 0.5  # of one kind by another's rates, where one alone was measured
 _STARTS = 8
 _NOISE = 0.1  # kernels are tuned to some head counts better than to others

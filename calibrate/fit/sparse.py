@@ -162,7 +162,7 @@ class ModuleRows:
 
     @property
     def call(self) -> SparseCall:
-        """What is between the products."""
+        """The call between the products."""
         return sparse_call(self.mixer, self.rows.chunk, self.rows.prefix)
 
     def products_s(self, profile: CalibrationProfile) -> Array:

@@ -248,7 +248,7 @@ _LOOPS = {"sglang": ((25, 50), (25, 50)), "trtllm": ((3, 6), (5, 5)), "vllm": ((
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertRows(Columns):
-    """Calls of routed experts, all of one type."""
+    """Calls of routed experts of one type."""
 
     kind: str  # a key of GEMM_TYPES, or HALF
     source: str
@@ -398,7 +398,7 @@ def read_latent(text: str, form: LatentForm, argument: str = "measurements") -> 
 
 # -- recurrences
 
-# By kind: table and file.
+# Table and file, by kind.
 TABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"gated_delta": ("linear_attention", "gdn_perf.parquet"), "kda": ("kda", "kda_perf.parquet")}
 )
@@ -635,7 +635,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A SOURCE in its parts."""
+    """The parts of a SOURCE."""
 
     text: str
     argument: str
@@ -708,7 +708,7 @@ def _numbers(written: Any, where: str) -> Any:
 
 
 def _refuse(faulty: Any, written: Any, where: str, accepted: str) -> None:
-    """Raise InputError for the first row that is faulty, if there is one."""
+    """Raise InputError for the first faulty row, if any."""
     if faulty.any():
         row = faulty.to_numpy().argmax()
         raise InputError(f"{where}, row {row}", written.iloc[row], accepted)

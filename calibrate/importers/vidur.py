@@ -31,7 +31,7 @@ def _origin(table: CsvTable) -> dict[str, str]:
 
 
 def _one_line(text: str) -> str:
-    """A text that can stand in a CSV cell, from one that a path has."""
+    """Make a path's text fit into a CSV cell."""
     return "".join(letter if letter.isprintable() else " " for letter in text).strip() or "unknown"
 
 

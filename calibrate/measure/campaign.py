@@ -58,7 +58,7 @@ class Bench(Protocol):
 class Campaign:
     """What is measured, and where the rows are written."""
 
-    title: str  # for people
+    title: str  # for messages
     build: Callable[[], Bench]
     about: Mapping[str, Any]  # command, versions, machine and date: the CSV and the journal begin with it
     origin: Callable[[list[Measurement]], Mapping[str, Any]]  # what the CSV says of its rows besides
@@ -66,7 +66,7 @@ class Campaign:
     gpus: Sequence[int] = ()  # CUDA's numbers of the GPUs that are timed, whose clock and power are logged
 
     def journal(self) -> Journal:
-        """Samples of this campaign; who has used the CSV removes it."""
+        """Journal of this campaign's samples; the user of the CSV removes it."""
         about = {key: value for key, value in self.about.items() if key != "date"}
         return Journal(Path(f"{self.output}.journal"), {"campaign": self.title} | about)
 
@@ -76,7 +76,7 @@ class Outcome:
     """Result of a campaign."""
 
     rows: list[Measurement]
-    samples: int  # in all
+    samples: int  # total number
     skipped: Mapping[str, str]  # points that were not measured, and why
     device: Mapping[str, Any]  # clock, power and throttling of the GPUs; empty: not known
     notes: tuple[str, ...]  # such as that other processes use the machine

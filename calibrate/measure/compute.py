@@ -81,7 +81,7 @@ def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
 
 
 def _chunks(max_context: int) -> list[int]:
-    """64, 96, 128, 192 ...: powers of two, and at odd indices the sizes half-way between them."""
+    """64, 96, 128, 192 ...: powers of two, and the sizes half-way between them at odd indices."""
     chunks, chunk = [], _LEAST_CHUNK
     while chunk <= max_context:
         chunks += [one for one in (chunk, chunk * 3 // 2) if one <= max_context]
@@ -173,7 +173,7 @@ class ComputeBench:
         return found
 
     def _heats(self, at: Point, forward_s: float) -> bool:
-        """Whether the device has to be heated first; the host's time is its own."""
+        """Whether the device must be heated first; host times need no heating."""
         return not self.timer.clock.host_is_device and at.kind != "host" and forward_s < HEAT_S
 
     def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:

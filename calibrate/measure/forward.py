@@ -103,7 +103,7 @@ class ForwardTimer:
         return timer
 
     def layer_s(self, at: Point, *, heat: bool = False) -> float:
-        """Device seconds of a layer of which only its ends and attention's are marked."""
+        """Device seconds of a layer with marks only at its ends and at attention's ends."""
         return self.forward(at, bare=True, heat=heat)["layer"]
 
     def check_memory(self, at: Point) -> None:

@@ -54,9 +54,9 @@ STEP = 4  # from one size to the next
 _COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # operation of their rows
 _LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce: hidden states of a few tokens
 _FP32_BYTES = 4  # of an element that is added up
-_LARGE_SIZES = 2  # of the largest, at which several messages are sent at once
+_LARGE_SIZES = 2  # number of the largest sizes at which several messages are sent at once
 _LEAST_S = 2e-2  # of a sample: shorter ones depend on the state of the processor when they begin
-_LEAST_REPEATS = 3  # the median of which excludes one that another process disturbed
+_LEAST_REPEATS = 3  # with three, the median excludes one disturbed repeat
 _MOST_REPEATS = 200
 _LONG_S = 0.1  # of a transfer: longer ones are not repeated
 _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, bytes/s of a long one
@@ -297,7 +297,7 @@ class LinkBench:
 
 Slowdowns = Mapping[tuple[str, int], float]  # by shape (separate, both or chain) and count of simultaneous messages
 
-_SHARED = 0.5  # between 0, where messages at once keep their rates, and 1, where they share one
+_SHARED = 0.5  # threshold between 0, where simultaneous messages keep their rates, and 1, where they share one rate
 _SHAPES = {"separate": "of separate pairs", "chain": "along a chain", "both": "in both directions of a pair"}
 
 
@@ -345,7 +345,7 @@ def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
 
 
 def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measurements") -> LinkSpec:
-    """A link without a datasheet: the highest bandwidth of a message, and the time of the smallest one.
+    """Make a link without a datasheet: a message's highest bandwidth, and the smallest message's time.
 
     Of the median over the pairs, for each size. InputError naming `argument` where no row is a message by itself.
     """

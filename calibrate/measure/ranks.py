@@ -96,7 +96,7 @@ class LinkRank:
         self._warm_up(edges, min(setup.max_bytes, _WARM_BYTES))
 
     def _device(self, kind: str) -> str:
-        """The rank's own GPU, or the processor."""
+        """The rank's own GPU, or the CPU."""
         if kind != "cuda":
             return kind
         found = torch.cuda.device_count()

@@ -202,7 +202,7 @@ class Errors:
 class CheckedRow:
     """One measured prefill and its prediction."""
 
-    case: str  # in words
+    case: str  # description of the case
     measured_s: float
     predicted_s: float
     low_s: float  # of the 80 % prediction interval
@@ -227,7 +227,7 @@ class PrefillCheck:
 
     @property
     def coverage(self) -> float:
-        """Share of the measurements that their intervals hold."""
+        """Share of the measurements inside their intervals."""
         return float(np.mean([row.low_s <= row.measured_s <= row.high_s for row in self.rows]))
 
     def to_dict(self) -> dict[str, Any]:

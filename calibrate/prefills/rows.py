@@ -187,7 +187,7 @@ class OutputFormat:
     """One kind of output, and how it is read."""
 
     title: str  # the tool that writes it
-    keys: tuple[str, ...]  # that tell it from the others; each is there
+    keys: tuple[str, ...]  # keys that only this format has, all of them required
     read: Callable[[JsonObject, Output], None]
 
 
@@ -271,7 +271,7 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
 
 
 def _waits(data: JsonObject, count: int) -> list[float] | None:
-    """Seconds of each request in the server's queue, 0 where it is null; None: the file has none."""
+    """Seconds of each request in the server's queue, 0 where it is null; None if the file has no such field."""
     listed: list[float | None] = data.get("server_queue_times", list[NonNegative | None], [])
     if all(one is None for one in listed):
         return None
@@ -400,7 +400,7 @@ def read_prefills(
 
 
 def _is_json(path: str | Path) -> bool:
-    """Whether a file begins as JSON does; a file that cannot be read is left to the reader of CSV files."""
+    """Whether a file begins like JSON; the reader of CSV files reports a file that cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(_JSON_STARTS)

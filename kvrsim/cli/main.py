@@ -106,7 +106,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Commands by what they are for, none of them imported; then options."""
+        """List commands by purpose, without importing them, then options."""
         width = max(map(len, COMMANDS))
         for title, commands in GROUPS.items():
             with formatter.section(title):
@@ -133,7 +133,7 @@ class _Commands(dict[str, Any]):
 
 
 def made(name: str) -> Any:
-    """A command, as Typer makes one of a program."""
+    """A command, made by Typer from a program."""
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
     command = getattr(import_module(f"{_ROOM}.{module}"), attribute)
@@ -230,7 +230,7 @@ def _open_closed_streams() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code and raises nothing."""
+    """Run one command and return its exit code; raises nothing."""
     from kvrsim.cli.output import NOT_WRITTEN
 
     arguments = list(arguments)
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     except (BrokenPipeError, SystemExit) as error:  # Typer turns a broken pipe into an exit
         if isinstance(error, SystemExit) and error.code in (0, *ENDED):
             return int(error.code or 0)  # of completion, or of a signal while ranks ran
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
         return BROKEN_PIPE
     except OSError as error:  # a full disk, say
         return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)

@@ -127,7 +127,7 @@ def _place(name: str, declared: Field[Any]) -> inspect.Parameter:
 
 
 def _parameter(name: str, declared: Field[Any], default: Any) -> inspect.Parameter:
-    """An argument as Typer reads it from a function's signature; values are text, which its check reads."""
+    """An argument as a parameter of Typer; values are text, which the argument's check reads."""
     known: Option = declared.metadata["option"]
     is_required = default is MISSING
     if not (is_required or default is None or isinstance(default, bool)):
@@ -205,7 +205,7 @@ class TimelineArgs(Arguments):
 
     @property
     def is_given(self) -> bool:
-        """Whether either file is."""
+        """Whether one of the files is given."""
         return self.trace is not None or self.plot is not None
 
 

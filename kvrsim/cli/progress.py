@@ -23,7 +23,7 @@ class Progress:
     """
 
     def __init__(self, text: str = "", *, is_timed: bool = False) -> None:
-        """Show a text at once, or nothing for PATIENCE_S. is_timed: no thread, which would disturb what is timed."""
+        """Show a text at once, or after PATIENCE_S; `is_timed` avoids a thread, which would disturb a measurement."""
         self._started_s = time.monotonic()
         self._patience_s = 0.0 if text else PATIENCE_S
         self._next_line_s = FIRST_LINE_S

@@ -140,7 +140,7 @@ def _stacked(table: Table) -> Iterator[str | Facts]:
 
 
 def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
-    """Columns of the screen below which figures would be cut; prose: the least for cells that may wrap at blanks."""
+    """Least columns of the screen that do not cut figures; `prose` lets cells wrap at blanks."""
     from rich.cells import cell_len
 
     rows, total = table.texts(), gap * (len(table.columns) - 1)
@@ -231,7 +231,7 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
 
 
 def round_up_percent(share: float) -> str:
-    """A share in percent with two decimals, never less than it is: it is part of a proof."""
+    """A share in percent, rounded up to two decimals because it is part of a proof."""
     return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"
 
 
@@ -267,7 +267,7 @@ def likely(low_s: float, ttft_s: float, high_s: float, coverage: float | None) -
 
 
 def rests_on_line(question: Question, *more: str) -> str:
-    """What a prediction rests on, in one line, and where more is said."""
+    """Basis of a prediction in one line, and where to read more."""
     from kvrsim.engine import NO_ENGINE
     from kvrsim.kernels.profile import builtin_profiles
     from kvrsim.scenario import ROOFLINE

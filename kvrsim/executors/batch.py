@@ -403,7 +403,7 @@ class BatchEvaluator:
             self.arrivals.setdefault((index, dst), deque()).append(arrival_s)
 
     def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
-        """Wait for a message; False where it is not on its way yet."""
+        """Wait for a message; return False if it is not on its way yet."""
         edge = (recv.src, index)
         if offer := self.offers.pop(edge, None):
             # Both streams have waited for every message before, so the link is free.

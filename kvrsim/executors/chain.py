@@ -52,7 +52,7 @@ class Chain:
 
     @staticmethod
     def suits(scenario: Scenario, strategy: Strategy, cluster: Cluster) -> bool:
-        """Whether it is a chain of KV-Runahead with alike layers on links that are not shared; see for_strategy."""
+        """Whether the program is a chain of KV-Runahead with alike layers on unshared links; see for_strategy."""
         return (
             strategy.layer is KVR_S.layer
             and strategy.pipeline is None
@@ -195,7 +195,7 @@ class _ChainRun:
             np.full_like(begun_s, -self.send_host_s),
             *(least(stream_s(op)) - host_s_of(op) for op in (*self.rest, *self.before)),
         ]
-        ahead_s = np.cumsum(gains_s, axis=0)  # more than at the receive, after each operation
+        ahead_s = np.cumsum(gains_s, axis=0)  # lead of the device after each operation, relative to the receive
         leads = (ahead_s.min(axis=0) >= self.host_s - begun_s) & (ahead_s[-1] >= 0)
         return np.asarray(leads.all(axis=0))
 

@@ -126,7 +126,7 @@ class Meeting:
 
 
 class Network:
-    """All links between ranks, what waits on them, and the spans that were recorded."""
+    """All links between ranks, the messages waiting for them, and recorded spans."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class RankProcess:
         return self.network.noise.compute_end_s(self.rank, number, np.array([start_s]), device_s.reshape(1)).item()
 
     def _waited(self, name: str, layer: int | None, op: SpanOp = "stall") -> None:
-        """The stream was held until now."""
+        """Record that the stream was held until now."""
         self.network.note(self.rank, "wait", name, op, layer, self.clock_s, self.env.now)
         self.clock_s = max(self.clock_s, self.env.now)
 
@@ -440,7 +440,7 @@ class RankProcess:
         self._waited("all-to-all", layer, op.payload)
 
     def _collective(self, layer: int | None, op: Collective) -> None:
-        """Nobody outside of the rank's own group sees it: advance the clock alone."""
+        """Advance only the clock: no rank outside the group takes part."""
         start_s = max(self.clock_s, self.host_s)
         self.network.note(self.rank, "wait", "host", "stall", layer, self.clock_s, start_s)
         self.host_s += op.host_s

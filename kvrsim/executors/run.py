@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.results.timeline import Timeline
 
 BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
-_MANY = 1024  # partitions, from which on their arrays are large
+_MANY = 1024  # number of partitions from which on their arrays are large
 _KEPT = 3 * 2**20  # numbers: 24 MiB, of which no page is touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
 _CHAIN_CELLS, _LEAST_ROWS = 2**15, 128  # of a chain: partitions times ranks that are evaluated together
@@ -107,7 +107,7 @@ class Runner:
             from kvrsim.kernels.cost import WeightedCost  # seldom
 
             cost = chain.costs.cost
-            rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # which has weights for all rows
+            rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # weights apply to all rows
             program = build_program(self.scenario, self.strategy, list(chunks[:, rows]), cost)
             finish_s[:, ~holds] = run_batch(program, self.cluster)[-len(finish_s) :, ~holds[rows]]
         return finish_s

@@ -229,7 +229,7 @@ class JsonObject:
         return [self.inner(value, f"{key}[{index}]") for index, value in enumerate(values)]
 
     def child(self, key: str) -> JsonObject:
-        """The object under a key, required."""
+        """Return the object under a required key."""
         value = self.fields.get(key)
         if not isinstance(value, dict):
             raise self.error(key, "an object ({...})")

@@ -59,7 +59,7 @@ class AttentionCall:
     head_dim: int  # of queries and keys
     v_head_dim: int | None = None  # of values; None: as of keys
     score_bytes: float  # that an eager kernel moves per element of the score matrix
-    reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
+    reach: int | None = None  # most keys that a query sees, its own included; None: all up to its own
     own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
     latent: bool = False  # keys and values are made of one latent per token, or are the latents
     part_of_chunk: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
@@ -89,7 +89,7 @@ class AttentionCall:
         return seconds if cost.compute_scale == 1.0 else cost.compute_scale * seconds
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
+        """Seconds by FLOPs of the unmasked part; if eager, the larger of all FLOPs and the score matrix's traffic."""
         heads = cost.traits.batch * self.num_attention_heads
         flops_s = 4.0 * heads * self.mean_head_dim / cost.flops_per_s
         if cost.traits.kernel != "eager":
@@ -378,7 +378,7 @@ class LatentRates:
     """Flash kernels for expanded latent attention and, if measured, for absorbed latent attention."""
 
     expanded: FlashRates
-    absorbed: FlashRates | None = None  # None: expanded stands for both
+    absorbed: FlashRates | None = None  # None: `expanded` holds for both
 
     def of(self, call: AttentionCall) -> FlashRates:
         """The rates that price a call."""
@@ -438,7 +438,7 @@ class MergedCost(MixerCost):
         return self._merging_s(chunk, merge(self.mixer, fused=self.traits.fused_merge, part=part))
 
     def upcast_s(self, chunk: Array) -> Array:
-        """The chunk's output to fp32, or back; measured results are in fp32 already where the request is."""
+        """Seconds to convert the chunk's output to fp32 or back; measured rates in fp32 include this."""
         if self.traits.measures_merge and self.setting.element_bytes == _FP32_BYTES:
             return 0.0 * chunk
         return self._merging_s(chunk, upcast(self.mixer))
@@ -457,7 +457,7 @@ class MergedCost(MixerCost):
         return start if self.traits.kernel == "flash" else total - chunk
 
     def _merging_s(self, chunk: Array, step: Traffic) -> Array:
-        """No faster than PyTorch's kernels, unless one kernel of an engine merges the results."""
+        """Seconds of a merge, no faster than PyTorch's kernels unless one engine kernel merges the results."""
         seconds = self.cost.traffic_s(chunk, (step,))
         if self.traits.fused_merge:
             return seconds
@@ -613,7 +613,7 @@ class LatentCost(MergedCost):
         return 4 + (self.traits.copies.own > 0)
 
     def local_op_s(self, chunk: Array) -> Array:
-        """Keys and values of the chunk."""
+        """Seconds of keys and values of the chunk."""
         return self.expand_s(chunk)
 
     def expand_s(self, tokens: Array) -> Array:
@@ -664,7 +664,7 @@ class LatentCost(MergedCost):
         return self.cost.call_s(call)
 
     def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
-        """All heads attend to the latents."""
+        """Seconds in which all heads attend to the latents."""
         mixer = self.mixer
         call = AttentionCall(
             chunk=chunk,

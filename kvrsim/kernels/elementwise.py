@@ -100,7 +100,7 @@ class CacheCopies:
 
     keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
     append: NonNegative  # more where a chunk is appended to a prefix (torch.cat)
-    gather: NonNegative  # more where gathered pieces are put together (a list of outputs, then torch.cat)
+    gather: NonNegative  # additional bytes where gathered pieces are joined (a list of outputs, then torch.cat)
     own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
 
 
@@ -239,7 +239,7 @@ def _rotated(mixer: Mixer) -> tuple[int, ...]:
 
 
 def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Traffic:
-    """One token's result of a block into that of the blocks before.
+    """Merge one token's result of a block into the result of earlier blocks.
 
     fused: one kernel does it. part: the block has results for a part of the rank's queries.
     """

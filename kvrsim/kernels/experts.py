@@ -126,7 +126,7 @@ class ExpertRates:
     types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
-        """Whether there are rates of a type or of one that stands for it; `element_bytes` is the dtype's."""
+        """Whether there are rates of a type or a substitute; `element_bytes` is the dtype's."""
         return element_bytes == 2 if compute is None else self.priced_as(compute) is not None
 
     def seconds(self, call: ExpertsCall, batch: int, element_bytes: int) -> Array:

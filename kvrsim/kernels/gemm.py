@@ -71,7 +71,7 @@ _ALIKE = {
 
 
 def alike(compute: str | None) -> tuple[str, ...]:
-    """A type of product and those that stand for it where it has no rates, in this order; none of half precision."""
+    """A type of product, then its substitutes in order; empty for half precision."""
     return () if compute is None else (compute, *_ALIKE[compute])
 
 
@@ -211,7 +211,7 @@ class GemmRates:
         return np.asarray(np.ceil(tiles / self.concurrent_tiles) * wave_s)
 
     def measured_shape(self, product: Product) -> MeasuredShape | None:
-        """The times of the product's weight matrix; None: it was not measured."""
+        """The times of the product's weight matrix; None if not measured."""
         wanted = product.in_features, product.out_features
         same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == wanted)
         return next(same, None) if product.num_matrices == 1 else None

@@ -58,7 +58,7 @@ class LayerCosts:
         self._mixer = None if layer.mixer is None else mixer_cost(layer.mixer, setting)
         self.experts = RoutedExperts(layer, setting.cost, setting.placement) if layer.num_experts else None
         model, traits = setting.model, setting.cost.traits
-        # Cos and sin are repeated for every head, for which the host waits for the device.
+        # Cos and sin are repeated for every head, and the host waits for the device each time.
         self._repeats_rotary = traits.repeats_rotary and model.model_type == "falcon" and model.rotary
         before = before_mixer(model, layer, fused=traits.fused, repeats_rotary=self._repeats_rotary)
         projections = () if self._mixer is None else products_of(self._mixer.projections, fused=traits.fused)
@@ -119,7 +119,7 @@ class LayerCosts:
 
     @property
     def packs(self) -> bool:
-        """Whether packing for an exchange is counted: where the runtime's own copies were measured."""
+        """Whether packing for an exchange counts, as where the runtime's own copies were measured."""
         return self._mixer is not None and self.cost.traits.copies.own > 0
 
     def all_to_all_pack_s(self, tokens: Array, features: int) -> Array:
@@ -160,7 +160,7 @@ class LayerCosts:
         prefix = np.full_like(chunk, self.setting.cached_prefix)
         return self.merging.share_s(chunk, start, prefix, self.setting.prefix.share)
 
-    # -- after tokens have seen each other
+    # -- after token mixing
     def output_mlp_s(self, chunk: Array) -> Array:
         """Output projection, norm, MLP, residuals; routed experts too, unless ranks exchange tokens for them."""
         seconds = self._after(chunk) + self._launch_after_s

@@ -73,7 +73,7 @@ class KernelRates:
     copies: CacheCopies
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim.kernels.elementwise
-    whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
+    whole_attention: bool = False  # whether the rates include repeated KV heads and a transposed output
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
     experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as products one by one
@@ -142,7 +142,7 @@ class ValidRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """How far the profile's TTFTs are from those it was fitted to, as fractions of TTFT.
+    """Errors of the profile against the TTFTs of its fit, as fractions of TTFT.
 
     Cross-validated: each model's rows predicted by a fit without that model.
     """
@@ -169,7 +169,7 @@ Gather = Literal["ring", "collective"]  # an all-gather: sends between neighbour
 class OperationFit:
     """How well one kind of operation is known."""
 
-    source: str  # where its numbers come from, in a few words
+    source: str  # origin of the numbers, in a few words
     num_rows: Whole  # measurements; 0: counted or set by hand
     mape: RelativeError  # mean absolute error, as a fraction
     cross_validated_mape: RelativeError  # the same on rows left out of the fit

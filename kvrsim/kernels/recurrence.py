@@ -23,7 +23,7 @@ from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
-# Tokens; by kind of recurrence.
+# Tokens per chunk, by kind of recurrence.
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 # Around a scan, as SGLang launches them (gdn_backend.py, fla/chunk.py): split of the projections, gates, whether there
@@ -166,7 +166,7 @@ class ScanRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionRates:
-    """Start and bytes, which cross device memory as far as the device's cache does not hold them."""
+    """Start and bytes; bytes beyond the device's cache cross device memory."""
 
     start_s: NonNegative
     cached_bytes_per_s: float  # where the cache holds all
@@ -247,7 +247,7 @@ class RecurrentCost(MixerCost):
         return self.cost.call_s(ScanCall(tokens=chunk, **self._sizes))
 
     def decode_s(self, keys: Array) -> Array:
-        """The state is read and written once."""
+        """Seconds of one reading and one writing of the state."""
         width = self.setting.element_bytes
         nbytes = 2.0 * self.mixer.state_bytes(width) * 2 / width  # element-wise rates count elements of two bytes
         return self.cost.traffic_s(np.ones_like(keys), (Traffic("copy", nbytes, 1),))

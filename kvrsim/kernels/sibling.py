@@ -14,7 +14,7 @@ _SLOTS = ("concurrent_tiles", "num_sms")
 
 
 def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuSpec) -> CalibrationProfile:
-    """The profile of `measured` with the rates of `gpu`, each as far below the datasheet as it was measured.
+    """The profile of `measured` with the rates of `gpu`, at the measured fraction of the datasheet.
 
     Rates of arithmetic scale with the peak of the tensor cores, and rates of bytes with the memory's bandwidth; tiles
     run on as many multiprocessors as the GPU has. Launches keep their seconds. Times of single products are dropped.

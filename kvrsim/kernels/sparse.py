@@ -30,7 +30,7 @@ _SCORE_BYTES = 4.0  # of a score, fp32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseCall:
-    """Queries of a chunk, the keys that they see, and those that they attend to."""
+    """Queries of a chunk, the keys that they see, and the keys that they attend to."""
 
     chunk: Array  # queries
     prefix: Array  # tokens before the first query

@@ -109,7 +109,7 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
 def _way_back(cluster: Cluster, first: int, last: int) -> Path:
     """The worst path of a ring of GPUs, that between its ends: in a chain the longest, elsewhere like the others."""
     if first == last or last >= cluster.num_gpus:
-        return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # of a ring of one, which is never used
+        return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # a ring of one rank is never used
     return cluster.path(first, last)
 
 

@@ -32,7 +32,7 @@ def _groups(features: int, size: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """What a file, or a request for FP8, says about a model's weights and KV cache."""
+    """Quantisation of a model's weights and KV cache, from a file or a request for FP8."""
 
     method: str  # as the file names it, such as "awq"
     formats: tuple[WeightFormat, ...]  # formats of the matrices; empty for a method that kvrsim does not know
@@ -58,7 +58,7 @@ class Gemm:
     out_features: int  # width of the output
     bias: bool = False  # whether a vector of out_features is added
     weights: WeightFormat | None = None  # how they are stored, if quantised; None: in the request's dtype
-    groups: int = 1  # blocks on the diagonal, each of in_features / groups inputs; 1: a full matrix
+    groups: int = 1  # blocks on the diagonal, each with in_features / groups inputs; 1: a full matrix
     split: Split = "whole"  # over the GPUs of a tensor-parallel group
 
     @property

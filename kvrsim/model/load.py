@@ -216,7 +216,7 @@ def read_type(config: JsonObject, name: str) -> ModelSpec:
     data = model_type_data(plain.text("model_type"))
     if data is not None and not plain.has("num_key_value_heads"):
         usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
-        if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # not a group: each head has its own
+        if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no group: each head has its own
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
     model = None if data is None else fill(data, plain, name, own="as" not in remote_type(config))
     return adapted(config, _from_class(plain, name) if model is None else model)

@@ -231,7 +231,7 @@ class CompressedAttention(_Mixer):
     head_dim: int
     rotary_dim: int  # rotated part of head_dim
     sliding_window: int
-    compress_ratio: int  # tokens per entry; 0: the layer has the window alone
+    compress_ratio: int  # tokens per entry; 0: the layer has only the window
     indexer: Indexer | None = None  # chooses entries; None: a query attends to all of them
 
     @property

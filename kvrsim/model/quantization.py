@@ -66,7 +66,7 @@ class Modules:
 
 
 def in_text_model(name: str) -> str:
-    """A module's name without what a checkpoint puts before its layers, such as "model.language_model."."""
+    """A module's name without a checkpoint's prefix of layers, such as "model.language_model."."""
     return _BEFORE_LAYERS.sub("", name)
 
 

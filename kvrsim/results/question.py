@@ -67,7 +67,7 @@ class Question:
         return content | {"cluster": self._cluster()} | dict(self.options)
 
     def _cluster(self) -> dict[str, Any]:
-        """The figures of the cluster that times depend on most; answers have the whole cluster next to the question."""
+        """The figures of the cluster with the largest effect on times; answers contain the whole cluster."""
         network = self.cluster.network
         content = fields_to_json(self.cluster, "name", "num_gpus", "topology", "gpus_per_node")
         content |= {"gpu": self.cluster.gpu.name, "link": fields_to_json(self.cluster.link, *_LINK)}
@@ -103,7 +103,7 @@ class Question:
         return self._computed(), f"profile {self.profile}", *self.served()
 
     def served(self) -> tuple[str, ...]:
-        """The engine, if there is one, in words."""
+        """Describe the engine, if there is one."""
         return () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
 
     def settings(self) -> tuple[str, ...]:

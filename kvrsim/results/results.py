@@ -55,7 +55,7 @@ class OnFirstUse:
             return getattr(self, name)
 
     def __reduce__(self) -> Any:
-        """Pickle the values, not their functions."""
+        """Pickle the values without their functions."""
         names = [one.name for one in fields(self) if one.name != "later"]  # type: ignore[arg-type]
         return partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
@@ -154,7 +154,7 @@ class Shortfall:
     """What the strategy that is the nearest to fitting lacks, and remedies."""
 
     strategy: str  # the compared strategy that comes nearest to fitting
-    peak_bytes: int  # of its GPU that needs the most
+    peak_bytes: int  # of the strategy's GPU that needs the most
     over_bytes: int  # more than the memory limit
     would_fit: tuple[Remedy, ...]  # nothing that was tried, if empty
 
@@ -381,7 +381,7 @@ class Plan(Answer, OnFirstUse):
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
     timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of all strategies
-    noise: NoiseReport | None = None  # where it was planned for a noise
+    noise: NoiseReport | None = None  # if planned under noise
     promise: Promise | None = None  # of the best strategy; None: nothing fits
     limits: tuple[Limit, ...] = ()  # of its TTFT, the largest share first
     shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit

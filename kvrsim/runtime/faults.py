@@ -15,7 +15,7 @@ from kvrsim.errors import InputError, KvrsimError
 FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]
 _KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "silent", "link")
 
-# Messages of gloo, NCCL and torch's stores, and their meaning; the first pattern that matches counts.
+# Messages of gloo, NCCL and torch's stores, with their meaning; the first matching pattern applies.
 _MEANINGS = (
     (r"[Cc]onnection (?:was )?(?:closed|reset)|Broken pipe|pair closure|GLHF", "the connection was closed"),
     (r"[Tt]im(?:ed out|eout)\D*?(\d+) ?ms", "no answer within {seconds:g} s"),

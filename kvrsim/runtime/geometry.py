@@ -163,7 +163,7 @@ class Geometry:
     model_type: str  # Hugging Face architecture
     layouts: tuple[Layout, ...]  # by layer
     num_attention_heads: int  # query heads
-    attention: Attention = "sdpa"  # kernel that the model was loaded with
+    attention: Attention = "sdpa"  # attention kernel of the loaded model
     alibi: bool = False  # whether attention adds biases that grow with the distance
     dtype: torch.dtype = torch.float32  # of K and V
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -14,7 +14,7 @@ from kvrsim.version import __version__
 
 # Cores that other processes may keep busy without disturbing a measurement: a part of one, or a share of a large host.
 _BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
-_SAMPLE_S = 0.3  # the system's CPU accounting is too coarse for shorter ones
+_SAMPLE_S = 0.3  # the system's CPU accounting is too coarse for a shorter sample
 
 
 def num_gpus() -> int:
@@ -61,7 +61,7 @@ def device_name(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that measured times and messages depend on."""
+    """Return the versions of software that affects measured times and messages."""
     import torch
     import transformers
 

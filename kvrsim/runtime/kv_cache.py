@@ -101,7 +101,7 @@ class KvBuffer:
         return self.data[start - self.first : end - self.first]
 
     def views(self, rows: Any) -> tuple[Any, Any]:
-        """Return K and V in rows of this layout, this buffer's or another's: [B, Hkv, S, D]."""
+        """Return K and V in rows of this layout (this buffer's or another's): [B, Hkv, S, D]."""
         heads, batch = self.layout.num_key_value_heads, self.chunk.batch
         widths = (self.layout.head_dim, self.layout.v_head_dim)
         columns = rows.split([batch * heads * width for width in widths], dim=1)
@@ -243,7 +243,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
         return cls(buffers, listener)
 
     def parts(self) -> Iterator[tuple[Any, Any] | None]:
-        """Yield what each layer keeps up to the end of the chunk: K and V in the model's own layout, or its states."""
+        """Yield the cache of each layer up to the end of the chunk: K and V in the model's layout, or its states."""
         for buffer in self.buffers:
             yield None if buffer is None else buffer.parts()
 

@@ -217,7 +217,7 @@ _OPS: dict[str, SpanOp] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTrace:
-    """One rank's prefill."""
+    """Marks of one rank's prefill."""
 
     rank: int
     start_s: float  # time.monotonic() of the first mark; processes of one host share this clock

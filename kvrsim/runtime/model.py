@@ -89,7 +89,7 @@ def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
 
 
 class ModelForward:
-    """The forward of a Hugging Face model, unchanged; only the last rank computes logits, of the last token.
+    """The unchanged forward of a Hugging Face model; only the last rank computes logits, for the last token.
 
     Called with the tokens [B, c] from `start` on; returns the last one's logits [B, vocabulary] if `is_last`. own: has
     the `positions` of the tokens, where they are not those from `start` on, and their attention, `attend`.

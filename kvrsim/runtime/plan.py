@@ -45,7 +45,7 @@ class RunPlan:
     strategy: str  # one of the values of RUN_STRATEGIES
     partition: Partition
     batch: int = 1  # prompts of equal length
-    gather: Gather = "ring"  # an all-gather: between neighbours, or the backend's own
+    gather: Gather = "ring"  # all-gather between neighbours, or the backend's own
     stage_layers: tuple[int, ...] | None = None  # of each pipeline stage; None: as even as possible
     query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one each
 
@@ -146,7 +146,7 @@ class Difference:
     """How far a prefill on several ranks is from the same in one process."""
 
     logits: float  # largest difference of the last token's logits
-    logits_scale: float  # largest logit, by magnitude
+    logits_scale: float  # largest magnitude of a logit
     kv_cache: float  # largest difference in K, V and states, on the rank that emits the first token, over all layers
 
 

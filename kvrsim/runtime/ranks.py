@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.transport import DistributedTransport
 
 Command = tuple[str, dict[str, Any]]  # a method of the worker, and its arguments
-OnProgress = Callable[[int, int, str], object]  # steps done, steps in all, what they are
+OnProgress = Callable[[int, int, str], object]  # finished steps, total steps, a text
 RankFunction = Callable[..., Any]  # (transport, *arguments) -> data classes, or what JSON can hold
 Pipe = Any  # multiprocessing.connection.Connection, whose type differs between systems
 
@@ -182,7 +182,7 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, make: Callable[..., Any], *, start_s: float) -> None:
-        """Raise RankError where a rank fails, or is not ready in time."""
+        """Start the ranks. Raises RankError where a rank fails, or is not ready in time."""
         self._handled = _unwind_on_ending_signals()
         self._folder = tempfile.mkdtemp(prefix="kvrsim-")
         self._pipes: dict[int, Pipe] = {}
@@ -206,7 +206,7 @@ class RankPool:
     def ask(
         self, ranks: Collection[int], command: Command, timeout_s: float, on_progress: OnProgress | None = None
     ) -> dict[int, Any]:
-        """Return each rank's answer to a command; what ranks report meanwhile goes to `on_progress`.
+        """Return each rank's answer to a command; reports of progress go to `on_progress`.
 
         Raises RankError naming the rank that dies, fails or has not answered in time; the pool is closed then.
         """
@@ -215,7 +215,7 @@ class RankPool:
         content = pickle.dumps((*command, timeout_s))
         try:
             for rank in ranks:
-                with contextlib.suppress(BrokenPipeError):  # collecting says why
+                with contextlib.suppress(BrokenPipeError):  # the answer will contain the error
                     self._pipes[rank].send_bytes(content)
             return self._collect(ranks, timeout_s, on_progress)
         except BaseException:  # an interrupt too: answers to this command must not be taken for the next one's
@@ -313,7 +313,7 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
         send("result", None)
         while True:
             method, arguments, timeout_s = pickle.loads(commands.get())
-            # Works without the interpreter's lock, which a library that hangs may hold.
+            # A thread could not stop this rank: a library that hangs may hold the interpreter's lock.
             faulthandler.dump_traceback_later(timeout_s + _LATE_S, exit=True, file=log)
             send("result", getattr(worker, method)(**arguments))
             faulthandler.cancel_dump_traceback_later()
@@ -336,7 +336,7 @@ def _listen(pipe: Pipe, commands: queue.SimpleQueue[bytes], folder: str) -> None
 
 
 def _bind_to_loopback() -> None:
-    """Make gloo and NCCL listen on the loopback interface alone; overrides the environment."""
+    """Make gloo and NCCL listen only on the loopback interface; overrides the environment."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:

@@ -218,7 +218,7 @@ class LinkGroups:
 
     def _synchronize(self) -> None:
         if self.backend == "nccl":
-            torch.cuda.synchronize()  # wait() has only put the device's streams in order
+            torch.cuda.synchronize()  # wait() only orders the device's streams
 
     def _group(self, ranks: Sequence[int], *, is_edge: bool) -> Any:
         options = {}

@@ -48,7 +48,7 @@ _IN_HYBRIDS = (
 
 
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
-    """A strategy by its name, or as it is.
+    """Return a strategy by its name; a Strategy is returned unchanged.
 
     Names are those of kvrsim's strategies and of installed packages', "FILE.py:NAME", and layouts such as tp8+kvr-s or
     dp8+ep8 (kvrsim.layout). Raises InputError naming the parameter where there is none, or where another strategy has
@@ -114,7 +114,7 @@ def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
 
 
 def label_of(strategy: str | Strategy) -> str:
-    """The name by which a strategy was given, for the record of a question."""
+    """The name that the user gave a strategy, for the record of a question."""
     return strategy if isinstance(strategy, str) else strategy.name
 
 

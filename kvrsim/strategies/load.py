@@ -48,9 +48,9 @@ def installed(name: str) -> Strategy:
 
 
 def from_file(text: str, parameter: str) -> Strategy:
-    """The strategy of "FILE.py:NAME"; raises InputError for a file or name that is missing, or that is something else.
+    """Load the strategy of "FILE.py:NAME". Raises InputError if the file or name is missing or no Strategy.
 
-    The file is run once, and again where it has changed.
+    The file runs once, and again after a change.
     """
     matched = _FILE.fullmatch(text)
     assert matched is not None, "see is_file"
@@ -92,7 +92,7 @@ def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:
 
 def where(error: BaseException) -> str:
     """An error of a user's file in one line: "line 3 of mine.py: NameError: name 'x' is not defined"."""
-    import traceback  # only for mistakes
+    import traceback  # imported only for mistakes
 
     if isinstance(error, SyntaxError):
         return f"line {error.lineno} of {Path(error.filename or '').name}: SyntaxError: {error.msg}"

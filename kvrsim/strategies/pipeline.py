@@ -99,7 +99,7 @@ class PieceOps:
         )
 
     def ends(self, scenario: Scenario, cost: CostModel) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-        """What every rank does before the first piece, and what the last rank does after the last one."""
+        """Operations of every rank before the first piece, and of the last rank after the last piece."""
         last_share = shares(self.lengths[-1], len(self.embedding))[-1]
         epilogue = last(scenario, last_share, self.starts[-1] + self.lengths[-1], cost)
         return request(scenario, self.lengths[0]), epilogue

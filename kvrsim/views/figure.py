@@ -146,7 +146,7 @@ _BAR = 0.34  # inches a bar, with its gap
 _COMPUTING = "#166c94"
 _LONGEST = 2.0  # times the longest bar that fits
 _LETTER_bars = 0.0115  # of the axes, about
-_MOST_NAMES = 32  # of ranks; with more, some are left out
+_MOST_NAMES = 32  # most names of ranks; with more ranks, some are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

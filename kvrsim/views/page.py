@@ -73,10 +73,10 @@ class Page:
     facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label; folded
     sections: Sequence[Section] = ()
     notes: Sequence[str] = ()  # what the answer rests on, and warnings
-    data: Mapping[str, Any] = field(default_factory=dict)  # for the scripts: plain JSON values
+    data: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values for the scripts
     scripts: Sequence[str] = ()  # files of assets, in the order in which they run
     live: bool = False  # whether scripts ask the server that the page is from (`kvrsim serve`)
-    strategies: Sequence[str] = ()  # whose colours the page needs beyond those of kvrsim's own, such as hybrids
+    strategies: Sequence[str] = ()  # strategies whose colours kvrsim's own lack, such as hybrids
 
 
 def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
@@ -196,7 +196,7 @@ def join(parts: Iterable[str]) -> Html:
 
 
 def tag(name: str, /, *children: str, **attributes: str | int | float | bool | None) -> Html:
-    """An element: `tag("p", "a < b", class_="dim")`.
+    """Make an element: `tag("p", "a < b", class_="dim")`.
 
     attributes: class_ is class, data_value is data-value; True is an attribute without a value, None and False none.
     A page's policy allows neither `style` nor handlers such as `onclick`, so neither is taken.

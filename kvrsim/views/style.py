@@ -1,4 +1,4 @@
-"""What all figures and pages share: one colour a strategy and a kind of operation, font and text colours.
+"""Style of all figures and pages: a colour per strategy and per kind of operation, font and text colours.
 
 The colours can be told apart with normal vision and with each of the three kinds of colour blindness, and stand out
 from the ground (tests/kvrsim/views/test_style.py). This module does not need matplotlib.

@@ -112,7 +112,7 @@ def interval_title(coverage: float | None) -> str:
 
 
 def format_interval(low_s: float, high_s: float) -> str:
-    """Both ends, in the unit of the upper: "612–771 ms", "0.819–1.05 s"."""
+    """Format both ends in the unit of the upper end: "612–771 ms", "0.819–1.05 s"."""
     low, high = format_seconds(low_s), format_seconds(high_s)
     number, unit = low.split(" ")
     if not high.endswith(f" {unit}"):
@@ -121,7 +121,7 @@ def format_interval(low_s: float, high_s: float) -> str:
 
 
 def format_partition(chunks: Sequence[int], room: int = 14) -> str:
-    """All chunks where there is room, "8 × 2048" where they are equal, else the first and the last."""
+    """All chunks if there is room, "8 × 2048" if they are equal, else the first and the last."""
     if len(chunks) > 1 and len(set(chunks)) == 1:
         return f"{len(chunks)} × {chunks[0]}"
     full = ", ".join(map(str, chunks))
@@ -157,7 +157,7 @@ MOST_ROWS = 5  # of the first screen
 
 
 def strategies_table(plan: Plan, *, short: bool = False) -> Table:
-    """One row per strategy, best first as the plan has them, the best in bold.
+    """One row per strategy in the plan's order, the best in bold.
 
     short: the fastest that fit, at most five of them with the best one; all times in one unit.
     """
@@ -281,7 +281,7 @@ def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
 
 
 def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
-    """What engines have next to what is faster in theory."""
+    """Strategies that engines have, next to those that are faster in theory."""
     best = plan.first
     if best.engines:
         engines = ", ".join(f"{name} {version.split()[0]}" for name, version in best.engines.items())

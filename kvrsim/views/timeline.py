@@ -37,7 +37,7 @@ class LabelledTimeline:
     title: str  # above its lanes
     timeline: Timeline
     basis: str | None = None  # how all its seconds are known; None: as the timeline has it
-    memory: str | None = None  # name under which a page has its memory; None: its own
+    memory: str | None = None  # name of its memory on the page; None: its own name
 
 
 def gantt_section(*, several: bool) -> Section:

@@ -36,7 +36,7 @@ MEANING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvTransfer:
-    """What goes from the fleet that prefills to the one that decodes."""
+    """Transfer of caches from the fleet that prefills to the fleet that decodes."""
 
     bytes_per_s_a_gpu: float  # as given
     mean_bytes: float  # of a request's cache
@@ -96,7 +96,7 @@ class Sequences:
 
     @property
     def mean_context(self) -> int:
-        """Tokens that a step attends to, of an average step."""
+        """Tokens that an average step attends to."""
         tokens = self.context_len + self.output_tokens / 2
         return math.ceil(float((self.steps * tokens).sum() / self.steps.sum()))
 

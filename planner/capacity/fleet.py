@@ -34,7 +34,7 @@ class GroupType(NamedTuple):
     """The GPUs of a group, and how the weights lie on them."""
 
     gpus: int
-    weights: str = WHOLE  # WHOLE, or as engines name it: tp4, tp2+pp4; the rest of the GPUs split the context
+    weights: str = WHOLE  # WHOLE, or an engine's name: tp4, tp2+pp4; the other GPUs split the context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Overlap:
 
     @classmethod
     def whole(cls) -> Overlap:
-        """No overlap: all ranks are busy until the first token; one class."""
+        """Timing without overlap: all ranks are busy until the first token, in one class."""
         return cls(finish=((1.0,),), slack=((0.0,),))
 
     @property
@@ -296,7 +296,7 @@ class _Dispatcher:
         return self._end(group, (request,), free_s, self.prompt_busy_s[request], self.hold_s[request])
 
     def _step(self, group: int, now: float) -> float:
-        """Fill a step and run it; returns when the first stage is free."""
+        """Fill a step and run it; return the time at which the first stage is free."""
         assert self.packing is not None
         pieces, self.begun[group] = self.rule.step(self.begun[group], self._peek, lambda: heappop(self.queue))
         for piece in pieces:

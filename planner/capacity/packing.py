@@ -33,7 +33,7 @@ from planner.grid import largest
 
 ACCEPTED = "single, tp, pipelines (pp, pp-s), or these in groups (tp4+pp): each rank takes whole steps"
 _PER_PIECE = ("append", "attention")  # kinds of operations that a step runs once per piece
-_MOST_HEADS = 256  # prompts that end in a step, up to which logits are tabulated
+_MOST_HEADS = 256  # most prompts that end in a step for which logits are tabulated
 
 
 class Piece(NamedTuple):
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
     prompt: int
     tokens: int  # tokens computed in the step
-    prefix: int  # tokens before them whose K, V are there: the cached prefix and earlier pieces
+    prefix: int  # tokens before them with K and V: the cached prefix and earlier pieces
     context: int  # tokens of the whole prompt
     is_first: bool
 
@@ -108,7 +108,7 @@ def takes_steps(strategy: Strategy) -> bool:
 
 
 def check_packs(scenario: Scenario, strategy: Strategy, argument: str = "strategies") -> None:
-    """Raise InputError where prompts cannot share a step of the strategy or engine, or with such prefixes."""
+    """Raise InputError where prompts cannot share a step of the strategy or engine, or not with such prefixes."""
     if not takes_steps(strategy):
         raise InputError(argument, strategy.name, f"with `pack_tokens`, {ACCEPTED}")
     if scenario.prefix_placement.place != "all":
@@ -119,7 +119,7 @@ def check_packs(scenario: Scenario, strategy: Strategy, argument: str = "strateg
 
 
 def most_tokens_in_memory(per_rank: Scenario, strategy: Strategy, pack_tokens: int, most: int) -> int:
-    """The most tokens whose K, V fit next to the weights and the activations of a step, up to `most`; 0: none do.
+    """Most tokens, up to `most`, whose K and V fit with the weights and activations of a step; 0 if none.
 
     As for one prompt of that many tokens in pieces of a step. per_rank: the scenario of one rank of the strategy.
     """
@@ -139,9 +139,9 @@ class StepCost(NamedTuple):
     """What one step takes."""
 
     tokens: int
-    waits_s: float  # on every stage, before its first layer, for the prompts that begin
+    waits_s: float  # on every stage, before its first layer, per prompt that begins
     stages_s: list[float]  # of each stage's device
-    head_s: float  # more on the last stage
+    head_s: float  # additional time on the last stage
 
 
 class StepCosts:
@@ -297,7 +297,7 @@ def _at(table: list[list[float]], spot: tuple[int, int, float]) -> float:
 
 
 def _with_zero(row: Array) -> list[float]:
-    """A row that is indexed by tokens, from 0."""
+    """A row indexed by tokens, starting at 0 tokens."""
     return [0.0, *row.tolist()]
 
 

@@ -173,7 +173,7 @@ def _would_meet(
 
 
 def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> FleetLimits:
-    """The limits with the group sizes that some strategy can run on; raises InputError where there are none."""
+    """Keep the group sizes that some strategy supports. Raises InputError if there are none."""
     sizes = tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))
     if not sizes:
         named = ",".join(label_of(one) for one in policy.names or ())
@@ -183,7 +183,7 @@ def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> 
 
 
 def _stretch(workloads: Sequence[Workload]) -> Workload | None:
-    """The busiest stretch of a long workload, on which designs are searched; None: the workload is short."""
+    """The busiest stretch of a long workload, which the search of designs uses; None for a short workload."""
     first = workloads[0]
     if len(workloads) == 1 and len(first) <= LONG:
         return None

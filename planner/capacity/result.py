@@ -78,7 +78,7 @@ class GroupAnswer:
     gpus_per_group: int
     replicas: int
     weights: str  # how the weights lie on a group: whole, or as engines name it, such as tp4 or tp2+pp4
-    strategy: str  # the one that takes most of their time
+    strategy: str  # the strategy with the largest share of their time
     strategies: Mapping[str, float]  # share of their time, by strategy
     context_range: tuple[int, int]  # new tokens (context less cached prefix), both ends included
     requests: int  # served by them
@@ -129,7 +129,7 @@ class FleetAnswer:
     p50_kv_transfer_s: float | None  # from the first token until the cache has left; None: not counted
     p99_kv_transfer_s: float | None
     engine: str | None = None  # engines that have the strategies of all groups, with commas between; None: none
-    decode: DecodeFleet | None = None  # None: not asked for
+    decode: DecodeFleet | None = None  # None if not requested
     interval: FleetInterval | None = None  # None: not simulated; it is that of the answer
     growth: Growth | None = None  # None: not simulated
     fleet: Fleet = field(default=(), repr=False, compare=False)
@@ -137,7 +137,7 @@ class FleetAnswer:
 
     @property
     def total_gpus(self) -> int:
-        """GPUs that prefill and GPUs that decode."""
+        """Number of GPUs that prefill and GPUs that decode."""
         return self.num_gpus + (self.decode.num_gpus if self.decode else 0)
 
     @property
@@ -264,7 +264,7 @@ class CapacityPlan(Displayed):
         return self.answer is not None and all(one.code != "decode" for one in self.infeasible)
 
     def assumptions(self) -> dict[str, str]:
-        """What the answer rests on, in sentences."""
+        """Assumptions of the answer, in sentences."""
         return {
             "decoding": self.request.decoding,
             "dispatch": self.request.dispatch,

@@ -105,7 +105,7 @@ class Bucket:
 
 
 class FleetSimulator:
-    """Simulations of pools and fleets on given workloads (one, or replications), each run once and remembered."""
+    """Simulations of pools and fleets on given workloads (one, or replications); results are cached."""
 
     def __init__(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> None:
         self.request, self.workloads, self.times = request, workloads, times

@@ -16,7 +16,7 @@ from planner.confirm.hardware import Hardware, Mode
 from planner.search.minimise import Evaluator, around, chunk_lens, chunks_between
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # measured by default
-REPLAYED = (*STRATEGIES, "kvr-b")  # what one device can replay rank by rank
+REPLAYED = (*STRATEGIES, "kvr-b")  # strategies that one device can replay rank by rank
 _LOOKS_UP = "kvr-p"  # its partition is in a table, which is not read here
 _APART = 1 / 16  # of the even chunk: a measurement cannot distinguish partitions that differ by less
 

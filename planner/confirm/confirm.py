@@ -1,4 +1,4 @@
-"""Confirming a plan: its candidates are measured on this machine, round-robin, and compared with their predictions."""
+"""Confirm a plan: measure its candidates on this machine, round-robin, and compare them with their predictions."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def composed_s(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> tupl
 
 def composed_timeline(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Timeline:
     """Return the timeline of the median repetition."""
-    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
+    from kvrsim.executors.event import EventSimulation  # loads SimPy
 
     order = np.argsort(composed_s(candidate, repeats))
     median_program = _measured_program(candidate, [repeats[order[(len(order) - 1) // 2]]])

@@ -164,7 +164,7 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, scenario: Scenario, hardware: Hardware, mode: Mode) -> MemoryBudget:
-        """Return a GPU's memory, or what is free on this host, times the scenario's memory fraction."""
+        """Return a GPU's memory, or this host's free memory, times the scenario's memory fraction."""
         num_ranks, on_gpu = 1 if mode == "virtual" else scenario.cluster.num_gpus, hardware.device == "cuda"
         if started_by_torchrun():
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -216,7 +216,7 @@ class MemoryBudget:
 
     @property
     def name(self) -> str:
-        """The budget as text."""
+        """Describe the budget."""
         return f"{format_bytes(self.limit_bytes)} that may be used of {'a GPU' if self.on_gpu else 'this host'}"
 
 

@@ -29,7 +29,7 @@ _ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of sums in another ord
 class Targets:
     """Limits that a confirmation has to meet."""
 
-    regret: float = 0.03  # of the choice's TTFT, where it is significant
+    regret: float = 0.03  # least significant regret, as a share of the choice's TTFT
     error: float = 0.07  # median absolute relative error of the predicted TTFTs
     logits: float | None = None  # largest difference over the largest logit; None: by the dtype
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _FIRST, _LAST = 1 / 8, 1 / 64  # strides, as shares of the even chunk; smaller ones do not change TTFT measurably
 _MOST = 12  # partitions of a stage: those that are predicted to be the fastest
 _HOPELESS = 1.15  # times the centre's predicted TTFT, above which a partition is not measured
-_FINAL_SHARE = 0.85  # of the time budget, after which no other stage is begun
+_FINAL_SHARE = 0.85  # share of the time budget after which no stage begins
 
 Chunks = tuple[int, ...]  # tokens per rank
 Measure = Callable[[Chunks], tuple[float, float]]  # -> TTFT of one prefill, and seconds since the search began
@@ -50,7 +50,7 @@ Measure = Callable[[Chunks], tuple[float, float]]  # -> TTFT of one prefill, and
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTask:
-    """What the ranks search."""
+    """The search that the ranks run."""
 
     scenario: Scenario
     hardware: Hardware
@@ -112,7 +112,7 @@ class HardwareSearch:
 
 
 def _strides(seed: Partition) -> Iterator[int]:
-    """Yield strides from an eighth of the even chunk down, halved."""
+    """Yield strides: an eighth of the even chunk, then halves."""
     share = seed.num_tokens / len(seed.chunk_lens)
     stride = max(1, round(share * _FIRST))
     while True:

@@ -75,7 +75,7 @@ def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mappin
     axes.set_ylabel("GPUs", fontsize=9, color=DIM)
 
 
-_FAR = 2.0  # times a TTFT, from where on another is no tie with it
+_FAR = 2.0  # TTFTs that differ by this factor are never ties
 _DIGITS = 4
 _MOST_ROWS = 300  # of a table
 

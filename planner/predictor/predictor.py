@@ -55,7 +55,7 @@ class TtftPredictor(GridFile):
 
     kvrsim_version: str  # that built it
     longest_context: int  # tokens, cached prefix and new ones together
-    new_tokens: tuple[int, ...]  # points, rising, as are those below
+    new_tokens: tuple[int, ...]  # grid points, ascending, as are those below
     cached_prefix: tuple[Whole, ...]
     batch: tuple[int, ...]
     strategies: tuple[StrategyTimes, ...]

@@ -85,7 +85,7 @@ class SendersBetweenWalls:
         self.holds = not chain.scenario.sends_overlap
         self.first_start = float(chain.scenario.request.cached_prefix)
         self.total = float(chain.scenario.request.context_len)
-        self.floors = self.first_start + np.arange(1.0, chain.num_ranks)[:, None]  # a token for every rank
+        self.floors = self.first_start + np.arange(1.0, chain.num_ranks)[:, None]  # every rank has at least one token
 
     def walls_for(
         self, last_end: Array, limit: Array, chunks: Array, waits: StallBounds | None, within: tuple[float, int]
@@ -167,7 +167,7 @@ _CLOSE = 2.5e-3  # of the TTFT reached; a bound within it is not improved
 
 
 def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
-    """A TTFT that no partition beats; `ttft_s`: one that some partition reaches.
+    """A TTFT that no partition beats; `ttft_s` is one that some partition reaches.
 
     warm_start: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
     """
@@ -212,7 +212,7 @@ class _Tails:
 
 
 class _Intervals:
-    """Intervals of x and what is proven for each; the last axis of every array is the interval."""
+    """Intervals of x with their proven bounds; the last axis of every array is the interval."""
 
     def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
         """Bound the stalls without a fill first; `chunks` are the start values of all senders but the first."""
@@ -246,7 +246,7 @@ class _Intervals:
         self.above, self.above_by = np.where(is_below, (self.above, self.above_by), (goal, by))
         self.chunks, self.holds = walls.chunks, np.where(is_below, self.holds, holds)
         self.waits = self.waits.where(is_below, chain.waits(walls.ends))
-        # A later target makes the chunks of all others longer, and what is left to the first rank as much shorter.
+        # A later target makes the chunks of all others longer, and the rest for the first rank shorter.
         first = np.where(walls.free > 0, (1.0 - walls.free) * goal, goal + 1.2 * (first_s - goal) / len(chain.senders))
         alone = np.maximum(first, ends_s)
         share = np.clip(self.below_by / (self.below_by - self.above_by), 0.05, 0.95)
@@ -254,7 +254,7 @@ class _Intervals:
         self.goal = np.where(np.isnan(share), np.clip(alone, 0.5 * (self.below + goal), self.above), between)
 
     def _last_s(self) -> Array:
-        """Condition 3, but for what the host issues and loads."""
+        """Condition 3 without the host's and the loads' times."""
         waits_s = np.maximum(0.0, self.waits.fills_s[-1] - self.tails.first_qkv_s)
         return np.asarray(self.tails.whole_s + waits_s)
 
@@ -293,7 +293,7 @@ class _Bound:
         self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
-        """The bound of the layers and the head: that of the weakest interval of x, after dividing the weak ones."""
+        """The bound of the layers and the head, at the weakest interval of x after dividing weak intervals."""
         tokens = float(self.scenario.request.new_tokens)
         if self.num_ranks == 1:
             only = np.array([tokens])

@@ -276,7 +276,7 @@ def first_step(num_tokens: int, share: int, stride: int) -> int:
 def best_of(
     candidates: Boundaries, center: Row, center_s: float, num_tokens: int, evaluate: Evaluate
 ) -> tuple[Row, float]:
-    """The best candidate, or the best sum of the moves that gained on their own."""
+    """The best candidate, or the best sum of the moves that gained alone."""
     if not len(candidates):
         return center, center_s
     ttft_s = evaluate(candidates, center_s)

@@ -48,7 +48,7 @@ from planner.search.search import SearchResult
 _STEP_TOKENS = 8192  # of chunked prefill: max_num_batched_tokens of vLLM, chunked_prefill_size of SGLang
 _GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
 _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds per piece of any length
-_ONE_STAGE = 0  # layers of a pipeline are the same on every rank
+_ONE_STAGE = 0  # index of a layout with the same layers on every rank
 
 
 class PieceWork:
@@ -366,7 +366,7 @@ class _Search:
         return rows
 
     def _one_more_or_less(self, row: Row) -> list[Row]:
-        """The best with a piece less, and with one more: joined or divided, or with the others longer or shorter."""
+        """The best row with a piece less or more: pieces joined or divided, or the others longer or shorter."""
         ends, others = np.split(row, [-self.num_stages])
         edges = np.concatenate([[0], ends, [self.end]])
         pieces, middles = np.diff(edges), (edges[:-1] + edges[1:]) // 2

@@ -127,7 +127,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
-    speed = sum(1 / scenario.cluster.slowness(stage) for stage in range(num_stages))  # in stages that are not slow
+    speed = sum(1 / scenario.cluster.slowness(stage) for stage in range(num_stages))  # in stages on unslowed GPUs
     mean_s = (_work_s(kinds, tokens, fewest) + (speed - 1) * least_s) / speed
     sent_s = [_sent_s(path, tokens * nbytes, most) - path.busy_s(nbytes) for path in paths]
     links_s = least_s + num_stages * step_s + np.max(sent_s, axis=0, initial=0.0)

@@ -1,4 +1,4 @@
-"""Build a PartitionTable: every entry searched on its own, on several processes, then compared with its neighbours.
+"""Build a PartitionTable: search every entry alone, on several processes, then compare it with its neighbours.
 
 Where many partitions are as fast, a search ends at any of them. Of those within a thousandth of the best, an entry
 takes the one nearest to the balanced plan, so that interpolation makes sense. Where even chunks come within 2 % of the

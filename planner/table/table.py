@@ -419,7 +419,7 @@ def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -
 
 
 def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableEntry, TableEntry]:
-    """The entries around a context; twice the same at an entry and before the first.
+    """The entries around a context; the same entry twice at its context and before the first.
 
     Beyond the last, it and the last one of at most half its length: closer ones differ by quantization only.
     """

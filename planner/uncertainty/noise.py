@@ -1,4 +1,4 @@
-"""TTFTs under a noise: samples of one partition, and the limits of what is simulated."""
+"""TTFTs under a noise: samples of one partition, and the limits of the simulation."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _PER_DOUBLING = 0.02  # log_sd added for each doubling outside the measured rang
 _NOMINAL_LINKS = 0.2  # log_sd of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
 # Kinds that no end-to-end measurement of an engine covers; unmeasured, they are estimated from FLOPs and bytes.
 UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
-_ESTIMATED = 0.5  # their log_sd then
+_ESTIMATED = 0.5  # log_sd of estimated sources
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # host rates that scale with the host's speed
 _SOURCES = {  # error sources by the engine's terms
     "request_s": "request",

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _ROWS = "Write the measurements as CSV."
-_COMPUTE_SHARE = 0.75  # of the minutes of `all`
+_COMPUTE_SHARE = 0.75  # share of the minutes of `all`
 _NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one
 
 
@@ -416,7 +416,7 @@ def calibrate_all(
     if links is not None and link is not None:
         raise InputError("link", link, "nothing where --links is given")
     if links is not None:
-        read_source(links, "links")  # complain before the work
+        read_source(links, "links")  # raises before the work starts
     setup = layers.setup()
     num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
     stem = Path(output).with_suffix("")

@@ -35,7 +35,7 @@ class Shelf:
     """Loader and printers of one kind of things."""
 
     names: Iterable[str]
-    load: Callable[..., Any]  # of a name or path; `argument` is what errors name
+    load: Callable[..., Any]  # loads a thing by name or path; errors name `argument`
     to_json: Callable[[Any], dict[str, Any]]
     cells: Callable[[Any], dict[str, str]]  # a row of the list by the titles of its columns; prose comes last
     show: Callable[[Any], None]

@@ -59,7 +59,7 @@ class Exchange(CacheListener):
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
     ) -> None:
-        """memory: per layer, used by other prefills in turn; None: its own. Raises InputError as `chunk_of`."""
+        """memory: per layer, shared in turn with other prefills; None: its own. Raises InputError as `chunk_of`."""
         self.forward, self.transport, self.plan, self.clock = forward, transport, plan, clock
         self.geometry, self.rank = forward.geometry, transport.rank
         self.layer: int | None = None  # that the rank has reached

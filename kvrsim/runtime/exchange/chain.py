@@ -38,7 +38,7 @@ class Chain(Exchange):
         self.forward_state(layer)
 
     def post_after(self, layer: int) -> None:
-        """Post the receives of the next layer that has any."""
+        """Post the receives of the next layer that has receives."""
         for later in self.geometry.linked_layers:
             if later > layer:
                 self.post(later)
@@ -54,7 +54,7 @@ class DirectChain(Chain):
         return [(src, dst) for src in range(size) for dst in range(src + 1, size)]
 
     def incoming(self, layer: int) -> list[tuple[int, Any]]:
-        """Return each earlier rank's piece, as far as the chunk sees it; pieces arrive in place."""
+        """Return the visible part of each earlier rank's piece; pieces arrive in place."""
         buffer = self.buffer(layer)
         if not isinstance(buffer, KvBuffer):
             return super().incoming(layer)

@@ -36,7 +36,7 @@ class Gathered(Exchange):
         return super().make_cache(replace(chunk, visible_len=chunk.total_len if dense else chunk.end), memory)
 
     def before_attention(self, layer: int) -> None:
-        """Gather K and V; wait for a state."""
+        """Gather K and V, or wait for a state."""
         if self.transport.size == 1:
             return
         buffer, boundaries = self.buffer(layer), self.plan.partition.boundaries

@@ -107,7 +107,7 @@ class ShardForward(ModelForward):
             module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
 
     def _columns_of(self, name: str, module: Any) -> tuple[int, int]:
-        """Return the rank's outputs. A KV head lies on several ranks where there are more ranks than KV heads."""
+        """Return the rank's outputs. With more ranks than KV heads, several ranks have the same KV head."""
         size = self.share.size
         if name.rsplit(".", 1)[-1] not in _KV_PROJECTIONS or self.kv_heads >= size:
             return self.share.bounds(module.out_features)
@@ -207,7 +207,7 @@ class TensorParallel(Exchange):
 
     @classmethod
     def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
-        """Return the forward of a share of every matrix."""
+        """Return the forward of a share of every matrix of the model."""
         return ShardForward(forward, Share(rank=rank, size=size), own=True)
 
     @classmethod
