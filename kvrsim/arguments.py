@@ -147,7 +147,7 @@ def named(*kinds: str, what: str = "a name or path") -> Check:
     return check
 
 
-def strategies(value: object, parameter: str) -> list[object]:
+def strategy_list(value: object, parameter: str) -> list[object]:
     """Read names or Strategies in a list, names in a text with commas between, or one Strategy; each once."""
     accepted = "names, such as ['tsp', 'kvr-s'], or Strategies"
     values: list[object]
@@ -582,7 +582,7 @@ class PlanArgs(TargetArgs):
         "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that"
         " runs here and could fit in memory.",
         "Question",
-        strategies,
+        strategy_list,
     )
     table: Any = TABLE
     method: Any = option(
@@ -694,7 +694,7 @@ class MapArgs(Arguments):
         spelling=("--link-bandwidth", "--link-bandwidths"),
     )
     strategies: Any = option(
-        "NAMES|all|FILE.py:NAME", "Strategies to compare with one GPU.", "Question", strategies, MAP_STRATEGIES
+        "NAMES|all|FILE.py:NAME", "Strategies to compare with one GPU.", "Question", strategy_list, MAP_STRATEGIES
     )
 
 

@@ -33,7 +33,7 @@ from kvrsim.arguments import (
     flag,
     function,
     named,
-    strategies,
+    strategy_list,
     takes,
 )
 from kvrsim.builder import build_scenario, build_scenarios
@@ -328,7 +328,7 @@ def map_of(
     )
 
 
-@takes(DeploymentArgs, FleetArgs, fixed=OF_REQUESTS, strategies=strategies, on_progress=function)
+@takes(DeploymentArgs, FleetArgs, fixed=OF_REQUESTS, strategies=strategy_list, on_progress=function)
 def capacity(
     args: DeploymentArgs,
     fleet: FleetArgs,
@@ -389,7 +389,7 @@ def capacity_of(
     return plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=on_progress)
 
 
-@takes(MeasuredArgs, strategies=strategies, top=count(2**20), virtual=flag)
+@takes(MeasuredArgs, strategies=strategy_list, top=count(2**20), virtual=flag)
 def confirm(
     args: MeasuredArgs,
     *,

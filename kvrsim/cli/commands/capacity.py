@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import OF_REQUESTS, DeploymentArgs, FleetArgs, PoolArgs, option, strategies
+from kvrsim.arguments import OF_REQUESTS, DeploymentArgs, FleetArgs, PoolArgs, option, strategy_list
 from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
@@ -28,7 +28,7 @@ _PLOT = "Draw the fleets by cost and TTFT: FILE.png, FILE.svg, FILE.pdf, or the 
 class AnswerArgs(OutputArgs):
     """What groups may run, and how the answer is printed and drawn."""
 
-    strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategies)
+    strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategy_list)
     plot: Any = option("FILE", _PLOT, check=picture_or_page, spelling=("--plot", "--html"))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import Arguments, MeasuredArgs, count, number, option, quantity, strategies, switch
+from kvrsim.arguments import Arguments, MeasuredArgs, count, number, option, quantity, strategy_list, switch
 from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, warn_once, write_files
@@ -42,7 +42,7 @@ _share = quantity(parse_share)
 class ConfirmArgs(Arguments):
     """What is measured, and the targets."""
 
-    strategies: Any = option("NAMES|all", _STRATEGIES, "Question", strategies)
+    strategies: Any = option("NAMES|all", _STRATEGIES, "Question", strategy_list)
     max_regret: Any = option("SHARE", _REGRET, "Target", _share, "3%")
     max_error: Any = option("SHARE", "Fail if the median error of the predictions is larger.", "Target", _share, "7%")
     max_logit_error: Any = option("SHARE", _LOGITS, "Target", _share)
