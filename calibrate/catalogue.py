@@ -133,7 +133,7 @@ class Kind:
         self.data: dict[str, Any] = {
             "model_type": model_type,
             "transformers": transformers.__version__,
-            # other names of keys; some classes have the name that their map replaces as a field
+            # other names of keys; in some classes the replaced name is a field itself
             "aliases": {key: name for key, name in names.items() if name in self.defaults}
             | {name: key for key, name in names.items() if name not in self.defaults and key in self.defaults},
             "legacy": _legacy(self.cls),
@@ -294,7 +294,7 @@ class Kind:
 
 
 def _legacy(cls: Any) -> list[str]:
-    """Keys that a class reads besides its fields, such as those of older files."""
+    """Keys that a class reads in addition to its fields, such as keys of older files."""
     modeling = import_module(cls.__module__.replace("configuration_", "modeling_"))
     keys = re.findall(r"kwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(cls))
     keys += re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(modeling))

@@ -275,10 +275,10 @@ class Measurement:
     head_dim: int | None = None  # attention: elements of one head
     batch: int = 1  # sequences at once
     tokens: int | None = None  # rows of a gemm or of an element-wise kernel
-    in_features: int | None = None  # gemm, head: the dimension that is summed over
+    in_features: int | None = None  # gemm, head: the summed dimension
     out_features: int | None = None  # gemm, head: columns of the result
     bytes: int | None = None  # kernel: read and written; all_gather: all pieces; all_reduce, send_recv: the tensor
-    ranks: int | None = None  # GPUs that take part
+    ranks: int | None = None  # number of GPUs in the collective
     nodes: int | None = None  # 1: all in one node; 2: across nodes
     src: int | None = None  # send_recv: the rank that sends
     dst: int | None = None  # send_recv: the rank that receives

@@ -41,7 +41,7 @@ FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
 Order = Literal["first-come", "shortest-first"]  # of a queue
 ORDERS: tuple[Order, ...] = get_args(Order)
 
-MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # that a map compares by default
+MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # default strategies of a map
 
 SECTIONS = (  # of the options in help, in this order
     *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),

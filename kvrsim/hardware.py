@@ -50,7 +50,7 @@ class GatherRates:
     own_share: NonNegative  # the copy of a rank's own piece, as a share of one link crossing
 
     def step_s(self, piece_bytes: Array, num_ranks: int) -> Array:
-        """One of the p - 1 steps of the ring, for pieces of that size; the launch comes before the first."""
+        """Seconds of one of the p - 1 steps of the ring, for pieces of that size, without the launch."""
         steps = num_ranks - 1
         nbytes = (steps + self.own_share) * piece_bytes
         large_s = (np.sqrt(nbytes / self.large_bytes_per_s) + np.sqrt(self.setup_s)) ** 2
@@ -393,7 +393,7 @@ def load_cluster(
 
 
 def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
-    """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None: it is no size.
+    """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None if the text is no size.
 
     A node is that of the built-in cluster of the GPU. Nodes are joined as those of the built-in cluster of several
     nodes, or else over InfiniBand of 400 Gb/s per GPU.

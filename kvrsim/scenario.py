@@ -332,7 +332,7 @@ class Scenario:
 
     @cached_property
     def pace(self) -> float:
-        """Factor on the seconds of products and attention from the clock's fall below the burst clock.
+        """Seconds of products and attention over those at the burst clock, as the clock falls under load.
 
         The clock falls with the time under load since the prefill began. One factor stands for the whole prefill, of a
         GPU that has an even share of its work: ranks that are well balanced work about as long.

@@ -275,7 +275,7 @@ def _with_coverage(fit: EngineFit, errors: Sequence[ServingError]) -> EngineFit:
 
 
 def _errors_only(source: str, left_out: str, own: Array, without: Array) -> EngineFit:
-    """A fit without widths; relative errors of all rows, and of rows predicted without `left_out`."""
+    """A fit without widths: relative errors of all rows, and of rows predicted without `left_out`."""
     return EngineFit(
         source=source,
         num_rows=len(own),

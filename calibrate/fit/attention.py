@@ -61,7 +61,7 @@ _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_
 
 # -- factors by size of the call
 MAX_KNOTS = 20
-_TURNS = 2  # of constants and factors
+_TURNS = 2  # alternations between constants and factors
 _POOR_FORM = 0.05  # mean error on the fitted rows, above which factors by size are tried
 _A_DOUBLING = 2  # classes of size
 _KNOT_ERROR = 0.01

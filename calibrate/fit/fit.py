@@ -150,7 +150,7 @@ class Fit(Generic[Rates]):
 
     @cached_property
     def rates(self) -> Rates:
-        """Fitted to all rows."""
+        """Rates of the fit to all rows."""
         return self.make(self.constants)
 
     def fitted(self, some: Some) -> Rates:
@@ -277,7 +277,7 @@ class Fitted(Generic[Rates]):
 
     @property
     def operation(self) -> OperationFit:
-        """The errors as a profile has them."""
+        """The errors in the form of a profile."""
         own, held_out = self.own.errors(), self.cross_validated.errors()
         return OperationFit(
             source=self.source,
@@ -298,7 +298,7 @@ class Fitted(Generic[Rates]):
 
 
 def column(rows: Iterable[Measurement], name: str) -> Array:
-    """One field of the rows, as floats."""
+    """One field of all rows, as floats."""
     return np.array([getattr(row, name) for row in rows], dtype=float)
 
 

@@ -86,7 +86,7 @@ _LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
 _LEAST_ROWS, _MOST_ROWS = 200, 3000
 _LONG_S, _SHORT_S = 0.3, 0.03  # under load; without rows on both sides nothing can be said
 _NO_FALL = 0.96  # share, from which on the fall is not told from the spread of shapes
-_LONGEST_S = 1.0  # time constant; a fall that seems slower is one over sizes
+_LONGEST_S = 1.0  # longest time constant; a slower fall is an effect of sizes
 _TURNS = 12  # steps of the iteration that inverts a loop's mean
 
 Shape = tuple[int, int]  # in_features, out_features
@@ -184,7 +184,7 @@ def usable_gemm(
 ) -> list[Measurement]:
     """Products in these dtypes (None: dtypes_of(rows)) of at least one step of rows.
 
-    Of wide matrices where there are enough of them, but with `narrow` of all.
+    Only wide matrices if there are enough; all matrices with `narrow`.
     """
     wanted = dtypes_of(rows) if dtypes is None else dtypes
     found = [row for row in rows if row.operation == "gemm" and row.dtype in wanted and (row.tokens or 0) >= STEP]

@@ -465,7 +465,7 @@ class _OperationFits:
         return rates
 
     def _keep_shapes(self) -> Collection[Shape]:
-        """Those requested, else all or the built-in models'."""
+        """The requested shapes, else all, or the built-in models'."""
         if self.choices.keep_shapes is not None:
             return self.choices.keep_shapes
         shapes = {(row.in_features or 0, row.out_features or 0) for row in self.rows.gemm}
@@ -494,7 +494,7 @@ class _OperationFits:
         return self.use([row for row in self.rows.blocks if row.kernel == kernel])
 
     def _flash(self, rows: Sequence[Measurement], head_dim: int) -> Fitted[Any]:
-        """Tiles over a GPU's multiprocessors; a CPU's blocks are small, and so are those of fp32 kernels."""
+        """Flash rates with tiles over a GPU's multiprocessors; blocks of a CPU and of fp32 kernels are small."""
         if not has_waves(self.gpu) or self.rows.dtypes != HALF:
             return fit_blocked(rows, self.gpu, name="flash", skips_masked=True, head_dim=head_dim)
         return fit_flash(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LAYERS = "layers, sum of parts"
-_MAX_POINTS = 3000  # of one operation in the picture
+_MAX_POINTS = 3000  # most points of one operation in the picture
 
 TITLES = {
     "gemm": "matrix products",
@@ -180,7 +180,7 @@ def _plain(value: float) -> str:
 
 
 def _constants(profile: CalibrationProfile, kind: str) -> str:
-    """What was found, in a sentence."""
+    """Describe the constants in a sentence."""
     kernels, links, host = profile.kernels, profile.links, profile.host
     match kind:
         case "gemm":

@@ -550,7 +550,7 @@ class Package:
 
     @classmethod
     def find(cls, word: str, place: Path | None, argument: str) -> Package:
-        """The package of a word, at a place or installed; InputError where it is missing."""
+        """Find the package of a name, at a place or installed. Raises InputError if it is missing."""
         name, module = PACKAGES[word], f"{word}_core"
         if place is None:
             spec = importlib.util.find_spec(module)

@@ -78,7 +78,7 @@ class Outcome:
     rows: list[Measurement]
     samples: int  # total number
     skipped: Mapping[str, str]  # points that were not measured, and why
-    device: Mapping[str, Any]  # clock, power and throttling of the GPUs; empty: not known
+    device: Mapping[str, Any]  # clock, power and throttling of the GPUs; empty if unknown
     notes: tuple[str, ...]  # such as that other processes use the machine
 
     @property

@@ -25,7 +25,7 @@ SOURCE = "kvrsim calibrate compute"
 BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
 
 _LEAST_CHUNK = 64
-_PROBE = 256  # tokens of the forward that shows how fast the device is
+_PROBE = 256  # tokens of a first forward that measures the device's speed
 _MARKED_S = 2e-2  # seconds of a forward below which its layers are also timed without marks, which take a large part
 _HOST = ("host_layer", "host_prepare")  # of the host; all else is of the device
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too

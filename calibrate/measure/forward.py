@@ -161,7 +161,7 @@ class ForwardTimer:
     def _prepared(
         self, model: Any, geometry: Geometry, at: Point, listener: CacheListener | None
     ) -> Callable[[], object]:
-        """A forward of the point, to be run again and again."""
+        """Prepare a forward of the point that can run again and again."""
         device = geometry.device
         cache = PrefixCache.stub(geometry, Chunk(start=at.prefix, length=at.chunk), listener)
         tokens = torch.randint(0, self.setup.model.vocab_size, (1, at.chunk), device=device)

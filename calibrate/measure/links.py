@@ -200,7 +200,7 @@ def sizes_to(max_bytes: int) -> list[int]:
 def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
     """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two.
 
-    Both ways between neighbours; pairs that share no rank; the chain that a prefix takes; the ring of an all-gather.
+    Both directions between neighbours, pairs without a common rank, the chain of a prefix, the ring of an all-gather.
     """
     chain = tuple((rank, rank + 1) for rank in range(num_ranks - 1))
     found: Iterable[tuple[Flow, ...]] = (

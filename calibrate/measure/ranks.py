@@ -24,7 +24,7 @@ from kvrsim.runtime.ranks import RankPool, RankSlot
 from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Ring
 from kvrsim.scenario import dtype_bytes
 
-Flow = tuple[int, int]  # from a rank to another
+Flow = tuple[int, int]  # source and destination rank
 
 
 def counts_to(num_ranks: int) -> list[int]:
@@ -67,7 +67,7 @@ class LinkSetup:
 
 
 class LinkRank:
-    """Buffers, and the links to every other rank and of all-gathers; all of them used once before it is ready.
+    """Buffers, and the links to every other rank and of all-gathers; each is used once before the rank is ready.
 
     Ranks synchronise over a gloo group, on the host.
     """
@@ -300,7 +300,7 @@ class PendingRank:
         self._receive = self.transport.irecv_prev(self.message)
 
     def complete(self) -> None:
-        """Send the message, or wait for it."""
+        """Send the message or wait for its arrival."""
         if self.rank == 1:
             self.transport.isend_next(self.message).wait()
         else:

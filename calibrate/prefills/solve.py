@@ -52,7 +52,7 @@ class Solution:
 
     values: Array  # (terms,): the most probable
     log_sd: Array  # (terms,): their uncertainty after the rows
-    narrowed: Array  # (terms,): the same over the prior's, 1 where the rows say nothing
+    narrowed: Array  # (terms,): log_sd over the prior's, 1 where the rows determine nothing
     noise_log_sd: float  # of a row; that of a normal distribution which holds 80 % within as much
     before_s: Array  # (rows,): seconds at the prior's medians
     after_s: Array  # (rows,): with the terms

@@ -54,7 +54,7 @@ class Recipe:
     """The sources and settings of one shipped profile."""
 
     name: str
-    data: JsonObject  # as in recipes.json, sources of aisimulate with the wheel
+    data: JsonObject  # as in recipes.json; sources of aisimulate include the wheel
     vidur: Path  # a clone of microsoft/vidur
 
     @classmethod

@@ -138,7 +138,7 @@ def made(name: str) -> Any:
     module, _, attribute = where.partition(":")
     command = getattr(import_module(f"{_ROOM}.{module}"), attribute)
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.callback()(lambda: None)  # so that one command is one of a group
+    program.callback()(lambda: None)  # keeps a single command in a group
     if isinstance(command, typer.Typer):
         for one in command.registered_commands:
             one.cls = Command

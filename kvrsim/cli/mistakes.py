@@ -13,7 +13,7 @@ from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
 _QUOTED_NAME = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)`")
-_SAME = {"strategy": "strategies", "strategies": "strategy"}  # a command has one of the two
+_SAME = {"strategy": "strategies", "strategies": "strategy"}  # each command has one of the two
 _LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
 _SIZE = re.compile(r"--(tp|pp|cp|dp)(?:-size)?")  # as engines name the sizes of a deployment
 _MANY_NAMES = re.compile(r"[\w.+@-]+(?:, [\w.+@-]+){11,}")

@@ -584,5 +584,5 @@ def _column(values: Sequence[float] | Array, like: Array) -> Array:
 
 
 def _shifted(rows: Array, by: int) -> Array:
-    """The rows of the ranks that many places before each rank, round the ring."""
+    """Rows of the ranks that number of places before each rank on the ring."""
     return np.concatenate([rows[-by:], rows[:-by]]) if by else rows

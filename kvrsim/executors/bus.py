@@ -90,7 +90,7 @@ class _Later:
     floor_s: Value = -np.inf
 
     def plus(self, seconds: Value) -> _Later:
-        """That much later."""
+        """The state, later by that time."""
         return _Later(self.delay_s + seconds, self.floor_s + seconds)
 
     def at_least(self, seconds: Value) -> _Later:
@@ -425,7 +425,7 @@ class _Run:
         assert all(arrivals.values()), "a message that nobody receives"
         self.arrivals = _Targets(arrivals, after.shape, is_complete=True)
         sources = {(target.rank, lane) for (_, lane), targets in arrivals.items() for target in targets}
-        # Whether each wait is for one message, and messages arrive in the order of a rank's waits.
+        # Whether each wait is for one message, and messages arrive in the order of the rank's waits.
         self.in_order = len(sources) == len({rank for rank, _ in sources}) and bool(
             np.isin(self.missing, (-1, 1)).all()
         )
@@ -522,7 +522,7 @@ class _Run:
         return _joined(causes)
 
     def _work_beside(self, places: Index, waits: Index, over_s: Array) -> None:
-        """Rounds of a ring end when the messages are there and the work is done; changes over_s."""
+        """End rounds of a ring when their messages have arrived and their work is done; changes over_s in place."""
         works = self.work_of.take(waits * self.num_ranks + self.rank_of.take(places))
         some = np.flatnonzero(works >= 0)
         came_s, there_s = self.came_s.take(places.take(some)), over_s.take(some)

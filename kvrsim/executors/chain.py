@@ -133,7 +133,7 @@ class _ChainRun:
         return finish_s, np.broadcast_to(holds, last_s.shape)
 
     def _run(self, ops: Sequence[Op]) -> None:
-        """Take all ranks through operations that wait for nobody."""
+        """Run all ranks through operations without waits."""
         for op in ops:
             self.clock += stream_s(op)
             if host_s := host_s_of(op):
@@ -162,7 +162,7 @@ class _ChainRun:
         self._append(len(self.clock) - 1, as_issued=as_issued)
 
     def _append(self, rank: int, *, as_issued: bool) -> None:
-        """Take one rank from its receive to its send."""
+        """Run one rank from its receive to its send."""
         if not as_issued:
             self.clock[rank] += self.append_s[rank]
             return

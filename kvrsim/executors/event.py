@@ -369,7 +369,7 @@ class RankProcess:
         return range(self.program.num_ranks)
 
     def _after(self, ranks: range) -> int:
-        """The next rank on the ring of these ranks."""
+        """The next rank on the ring."""
         return ranks[(self.rank - ranks[0] + 1) % len(ranks)]
 
     def _join(self, ranks: range) -> Meeting:

@@ -154,7 +154,7 @@ class _PipelineRun:
         self.device_s, self.floor_s = _flat(device_s), _flat(floor_s + received_s[:, :, None])
 
     def _prepare_messages(self, ops: PieceOps, cluster: Cluster) -> None:
-        """Into each stage: nothing into the first one, and into one behind the last."""
+        """Prepare the messages into each stage: none into the first stage, and one more behind the last."""
         ranks = range((self.num_stages - 1) * self.context)
         links = _Links.of((cluster.path(rank, rank + self.context) for rank in ranks), self.context)
         nbytes, none = np.stack(ops.sent_bytes, axis=1), np.zeros((1, *self.shape))

@@ -65,7 +65,7 @@ class Runner:
         program: Callable[[], Program] | None = None,
         stage_layers: npt.NDArray[np.int64] | None = None,
     ) -> Array:
-        """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
+        """Finish time of each rank, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
         chunks: tokens, shape (ranks or pieces, B). last_only: the last rank alone may be returned, whose time is TTFT.
         enough_s: a partition whose TTFT exceeds it may get a lower bound on its TTFT that exceeds it, too.

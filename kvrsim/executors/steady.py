@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrsim.program import Array, Load, Program, Recv, Send
 
-_MOST_KINDS = 16  # layers of the longest period
+_MOST_KINDS = 16  # most layers of a period
 _LEAST_REPEATED = 4  # layers, below which a period is not worth a check
 _SAME = 1e-13  # relative difference of two advances that rounding can cause
 

@@ -37,7 +37,7 @@ def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) ->
 
 
 def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
-    """Write to a temporary neighbour, then rename: a reader sees the old file or the new one.
+    """Write to a temporary file in the same folder, then rename: a reader sees the old file or the new one.
 
     A symbolic link keeps pointing where it points, and its target is written. A file that exists keeps its mode; a new
     one gets what the umask leaves of 0666. When this returns, the content is on the disk. Raises InputError naming

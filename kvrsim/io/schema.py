@@ -188,7 +188,7 @@ class JsonObject:
         return replace(self, fields={key: value for key, value in self.fields.items() if key not in keys})
 
     def get(self, key: str, annotation: Any, default: Any = _REQUIRED) -> Any:
-        """The value of a key as its annotation says; without a default the key is required."""
+        """Return the value of a key, checked by its annotation; without a default the key is required."""
         value = self.fields.get(key)
         if value is None and default is not _REQUIRED:
             return default

@@ -35,7 +35,7 @@ class KernelTraits:
     fused: bool = True  # norm, rotary embedding and activation are one kernel each, products of one input one product
     fused_merge: bool = True  # one kernel merges partial results of attention
     measures_merge: bool = False  # whether the merging kernel was measured
-    whole_attention: bool = False  # attention's times hold the repeating of shared KV heads and the transposed output
+    whole_attention: bool = False  # attention's times include repeated KV heads and the transposed output
     copies: CacheCopies = NO_COPIES  # of K and V on their way into the cache
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted, per score element, by model type
     head_on_all_tokens: bool = False  # logits are computed for every token of the last chunk
@@ -77,7 +77,7 @@ class CostModel(Protocol):
         """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
 
     def head_s(self, tokens: Array, product: Product) -> Array:
-        """Logits of `tokens` tokens, no faster than the weights can be read."""
+        """Seconds of the logits of `tokens` tokens, at least those of reading the weights."""
 
     def call_s(self, call: Call) -> Array: ...
 

@@ -52,7 +52,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 
 ElementwiseOp = Literal["norm", "rotary", "activation", "residual", "copy", "embedding"]
 ELEMENTWISE_OPS: tuple[ElementwiseOp, ...] = get_args(ElementwiseOp)
-_RATE = {"unit": "bytes_per_s"}  # of fields whose name has none
+_RATE = {"unit": "bytes_per_s"}  # unit of fields whose name has none
 
 
 class Traffic(NamedTuple):
@@ -99,7 +99,7 @@ class CacheCopies:
     """How often K and V are copied, each time read and written, on their way into the cache."""
 
     keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
-    append: NonNegative  # more where a chunk is appended to a prefix (torch.cat)
+    append: NonNegative  # additional bytes where a chunk is appended to a prefix (torch.cat)
     gather: NonNegative  # additional bytes where gathered pieces are joined (a list of outputs, then torch.cat)
     own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
 

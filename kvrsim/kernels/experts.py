@@ -86,7 +86,7 @@ class ExpertsCall:
         return np.maximum(flops_s, weights * (width.weight / cost.bytes_per_s))
 
     def rows(self, batch: int) -> Array:
-        """Tokens of the busiest GPU, each as often as its experts are here."""
+        """Rows of the busiest GPU: each token counts once per local expert."""
         return self.tokens * (batch * self.num_experts_per_tok * self.imbalance)
 
     def active(self, rows: Array) -> Array:
@@ -201,7 +201,7 @@ ONE_GPU = ExpertPlacement()
 
 
 def check_imbalance(imbalance: float | None) -> None:
-    """Raise InputError for an odd imbalance."""
+    """Raise InputError for an imbalance out of range."""
     if imbalance is not None and not 1.0 <= imbalance <= _MOST_IMBALANCE:
         raise InputError("expert_imbalance", imbalance, f"a number from 1 to {_MOST_IMBALANCE:g}")
 
@@ -275,7 +275,7 @@ class RoutedExperts:
         )
 
     def rows(self, chunk: Array, batch: int, together: Array | None = None) -> Array:
-        """Rows of the busiest GPU; as of `seconds`."""
+        """Rows of the busiest GPU; arguments as in `seconds`."""
         return self.call(chunk, together).rows(batch)
 
     @property
@@ -295,7 +295,7 @@ class RoutedExperts:
 
     @property
     def combined_bytes(self) -> float:
-        """Bytes of a token's results on their way back."""
+        """Bytes of a token's results on their return."""
         return float(self.cost.traits.element_bytes * self.layer.mlp[-1].out_features)
 
 

@@ -56,7 +56,7 @@ GEMM_TYPES: Mapping[str, ElementBytes] = {
     "mxfp4_fp8": ElementBytes(weight=0.5 + 1 / 32, input=1.0 + 1 / 32, output=2.0, quantised=3.0 + 1 / 32),
 }
 
-# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
+# Substitutes for a type without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
 # the arithmetic computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
 _ALIKE = {
     "fp8": ("fp8_block", "int8_wo"),

@@ -72,7 +72,7 @@ class MixerCost(ABC):
         return self.mixer.projections
 
     def local_op_s(self, chunk: Array) -> Array | None:
-        """What else the mixer does to the chunk before tokens see each other; None: nothing."""
+        """Seconds of the mixer's other operations before token mixing; None without such operations."""
         return None
 
     # -- the cache

@@ -82,7 +82,7 @@ class PrefixAccessPlan:
 
     @property
     def is_local(self) -> bool:
-        """Whether every rank has the whole prefix from the beginning."""
+        """Whether every rank has the whole prefix from the start."""
         return self.access == "whole" and self.source is None
 
     @property

@@ -38,7 +38,7 @@ class SparseCall:
     head_dim: int  # of queries and keys
     v_head_dim: int  # of values
     top_k: int | None = None  # keys that a query attends to, of those it sees; None: all
-    window: int = 0  # tokens that it attends to besides
+    window: int = 0  # recent tokens that every query also attends to
     compress_ratio: int = 1  # tokens for which one key stands
     block: int = 1  # tokens that are chosen together
     index_heads: int = 0  # of the indexer; 0 without scores, as where another layer's choice is used

@@ -155,7 +155,7 @@ class Shortfall:
 
     strategy: str  # the compared strategy that comes nearest to fitting
     peak_bytes: int  # of the strategy's GPU that needs the most
-    over_bytes: int  # more than the memory limit
+    over_bytes: int  # bytes above the memory limit
     would_fit: tuple[Remedy, ...]  # nothing that was tried, if empty
 
 

@@ -231,7 +231,7 @@ class RankPool:
         for process in self._processes.values():
             process.join(max(0.0, end_s - time.monotonic()))
             if process.is_alive():
-                process.kill()  # also ends one that is stopped
+                process.kill()  # also ends a stopped process
                 process.join(_JOIN_S)
         self._processes = {}
         shutil.rmtree(self._folder, ignore_errors=True)

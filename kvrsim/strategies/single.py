@@ -10,7 +10,7 @@ from kvrsim.strategies.base import Step, Strategy
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project, attend, MLP; a cached prefix is there already."""
+    """Project, attend, MLP; the cached prefix is on the GPU."""
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.starts[rank])
     yield step.attention(rank, prefix=step.starts[rank])

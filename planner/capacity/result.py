@@ -94,7 +94,7 @@ class FleetInterval:
     """The 80 % prediction interval of the requested percentile: error of the prefill times and sampling together."""
 
     low_s: float
-    high_s: float | None  # None: with prefills at the upper end of their interval, the percentile is never served
+    high_s: float | None  # None: with prefills at their upper end, it is never served
     safe: bool  # whether it ends below the target
 
 
@@ -102,7 +102,7 @@ class FleetInterval:
 class Growth:
     """How much more traffic a fleet serves within the target, and what the next step needs."""
 
-    serves: float  # times the traffic
+    serves: float  # served multiple of the traffic
     next: float | None  # times the traffic that it does not serve; None: it serves all that were simulated
     num_gpus: int | None = None  # that prefill with more of the same groups, at the next; None: more than allowed
     decode_gpus: int = 0  # that decode at the next

@@ -73,7 +73,7 @@ def confirm(
         for (name, one), timing in zip(candidates.items(), report.timings, strict=True)
     ]
     best = next(one for one in ranking.ranked if one.strategy.name in candidates)
-    if best is not ranking.ranked[0]:  # the plan's choice is not measured
+    if best is not ranking.ranked[0]:  # the plan's choice was not measured
         chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
     else:
         chosen = list(candidates).index(best.strategy.name)

@@ -129,7 +129,7 @@ class BusSearch:
         return True
 
     def _steps(self, one: _Descent, most: int) -> list[int]:
-        """The steps of a round, from the largest that helps down."""
+        """Steps of a round, in descending order from the largest useful one."""
         return [one.step >> power for power in range(most) if one.step >> power >= self.stride]
 
     def _take(self, one: _Descent, steps: list[int], rows: Boundaries, found_s: Array) -> None:

@@ -259,7 +259,7 @@ def command() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FitArgs(Arguments):
-    """What is fitted, and where it is written."""
+    """What to fit, and where to write the result."""
 
     gpu: Any = option("NAME|PATH", "The GPU measured. Default: the one named in the rows.", "Machine")
     link: Any = option("NAME|PATH", "The link measured. Default: the one of the GPU's cluster.", "Machine")
@@ -504,7 +504,7 @@ def prefills(
 
 
 _RATIOS = ("kernel_scale", "sustained_share")
-_FEW = 4  # rows below which left-out errors say little
+_FEW = 4  # number of rows below which left-out errors are uncertain
 
 
 def show_fit(fit: PrefillFit, output: str) -> None:

@@ -133,7 +133,7 @@ _RULES = {
 
 
 def show_strategy(one: Mapping[str, Any]) -> None:
-    """What each rank computes, sends and holds, and who can run it."""
+    """Print what each rank computes, sends and holds, and which engines run the strategy."""
     rows = {
         "partition": _RULES[one["partition_rule"]],
         "each rank": one["each_rank"],

@@ -152,7 +152,7 @@ def show_built(table: PartitionTable, output: str) -> None:
 
 
 def summary_of(table: PartitionTable) -> Facts:
-    """What the table has, and what fits."""
+    """Summary of the table, and whether all entries fit."""
     entries, summary = table.entries, facts()
     ends = min(one.context_len for one in entries), max(one.context_len for one in entries)
     contexts = " to ".join(dict.fromkeys(map(format_tokens, ends)))

@@ -27,7 +27,7 @@ class NotACheckoutError(KvrsimError):
 
 @app.callback()
 def _validate() -> None:
-    """So that one command is one of a group."""
+    """Make a group, because Typer would run a single command without its name."""
 
 
 @app.command("published")

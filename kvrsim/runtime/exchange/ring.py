@@ -84,7 +84,7 @@ class StripedRing(RingAttention):
         return (plan.context_len - 1) % size
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Leave out the first query for a later rank's stripe, of which it sees nothing."""
+        """Leave out the first query for a later rank's stripe, which that query cannot see."""
         skipped = int(owner > self.rank)
         return skipped, self.plan.partition.chunk_lens[self.rank] - skipped, True
 
