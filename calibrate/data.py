@@ -256,7 +256,7 @@ _WHOLE = {
     **dict.fromkeys(("prefix", "src", "dst", "warmups"), (0, MAX_WHOLE)),
     "nodes": (1, 2),
 }
-_ONE = ("batch", "messages")  # that are 1 where nothing is said
+_ONE = ("batch", "messages")  # columns that default to 1
 _ORIGIN = "# origin "
 
 

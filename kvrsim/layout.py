@@ -42,8 +42,8 @@ class Degrees:
     tensor: int | None = 1  # GPUs that split every matrix
     pipeline: int | None = 1  # stages of layers
     context: int | None = 1  # ranks that split the context, or each piece of it
-    scheme: str | None = None  # which splits the context; None: nothing does
-    pieces: Pieces = "none"  # in which the context goes through the layers
+    scheme: str | None = None  # scheme that splits the context; None: none does
+    pieces: Pieces = "none"  # how the context is divided on its way through the layers
     experts: Literal["default", "ep", "edp"] = "default"  # what the name says of experts
     num_experts_groups: int | None = None  # N of epN and edpN; None: as many as there are
 
@@ -146,7 +146,7 @@ class Layout:
     pipeline: int = 1  # stages of layers
     context: int = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # which splits the context; None: nothing does
-    pieces: Pieces = "none"  # in which the context goes through the layers
+    pieces: Pieces = "none"  # how the context is divided on its way through the layers
     expert_tensor: int = 1  # GPUs that share one expert; with expert_parallel 1, the experts are whole or absent
     expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole
     is_mixture: bool = False  # whether the model has routed experts
@@ -158,7 +158,7 @@ class Layout:
 
     @property
     def effort(self) -> tuple[int, int, bool]:
-        """What deploying it takes: GPUs, stages, and whether the context goes through them in pieces."""
+        """Sort key of the work of deploying it: GPUs, stages, and whether the context is divided into pieces."""
         return self.num_gpus, self.pipeline, self.pieces != "none"
 
     @property

@@ -85,7 +85,7 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
 def _rank_memory(
     scenario: Scenario, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
 ) -> RankMemory:
-    """`in_flight`: bytes in flight on the rank in a layer of each kind."""
+    """`in_flight` is the bytes in flight on the rank, in a layer of each kind."""
     model, request = scenario.share, scenario.request
     width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
     access = scenario.prefix_access_plan
@@ -250,6 +250,6 @@ def _scores(scenario: Scenario, chunk: int, attended: int) -> int:
 
 
 def _logits_bytes(scenario: Scenario, chunk: int, width: int) -> int:
-    """Half precision and the fp32 copy that Hugging Face returns."""
+    """Bytes of logits in half precision and of the fp32 copy that Hugging Face returns."""
     tokens = chunk if scenario.traits.head_on_all_tokens else 1
     return tokens * scenario.model.vocab_size * (width + 4)

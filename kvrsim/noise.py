@@ -138,7 +138,7 @@ class NoiseDraw:
         self.message_jitter = _Jitter(noise.message_jitter, (_MESSAGES,), roots) if noise.message_jitter else None
 
     def only(self, index: int) -> NoiseDraw:
-        """One of the samples alone."""
+        """The draw of a single sample."""
         return NoiseDraw(self.noise, self.num_ranks, seed=self.seed, samples=(self.samples[index],))
 
     @property

@@ -214,7 +214,7 @@ def _query_blocks(ops: Sequence[Op]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """All that every rank does from the prompt to the first token.
+    """All operations of every rank from the prompt to the first token.
 
     Most strategies have a block per kind of layer. Where ranks hold different layers, a block is a step of all
     ranks, and `layer_numbers` says which layer it is on each.
@@ -243,7 +243,7 @@ class Program:
 
     @property
     def layer_counts(self) -> npt.NDArray[np.intp]:
-        """How often each kind of layer runs."""
+        """Number of layers of each kind."""
         return np.bincount(np.array(self.layer_kind_index, dtype=int), minlength=len(self.layers))
 
     @property

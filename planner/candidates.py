@@ -221,7 +221,7 @@ class Search:
     table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
-    budget_s: float = 1.5  # model work that the default comparison refines partitions for
+    budget_s: float = 1.5  # model work that the default comparison spends on better partitions
     allowance: Allowance | None = None  # of one search; None: it ends by itself
     engine: ForEngine | None = None  # whose best strategy is searched next to the best; None: that of any engine
 

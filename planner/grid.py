@@ -1,4 +1,4 @@
-"""Candidates over a grid of scenarios: and the file of a grid: what tables, maps and predictors share."""
+"""Candidates over a grid of scenarios, and the file of a grid: shared by tables, maps and predictors."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class _ChainRun:
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
         np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
-        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from layer to layer
+        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from one layer to the next
         last_s = passed_s[-1] + self.append_s[-1]
         back[-1] = last_s + around_s[-1]  # the last one alone
         if last_only and more >= 2 * len(self.moved_s):

@@ -138,7 +138,7 @@ class EagerRates:
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, per score element, by model type
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """All elements of all heads' score matrices, masked ones too."""
+        """Seconds of all elements of all heads' score matrices, masked ones included."""
         element_s = 4.0 * call.mean_head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
         if self.measured is None:
@@ -288,7 +288,7 @@ class FlashRates:
     barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
     append_bytes_per_s: float  # at which the chunk's own K, V are read and written into the cache
     query_s: NonNegative = 0.0  # per query and head, independent of the keys
-    split_s: NonNegative = 0.0  # of joining what was split
+    split_s: NonNegative = 0.0  # for joining the parts of split keys
     split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = (
         1.0  # of a step in the chunk's own square, in steps elsewhere

@@ -242,7 +242,7 @@ class RoutedExperts:
 
     @property
     def kernels(self) -> int:
-        """That a call launches: products, activations, and what sorts tokens by expert and adds up the results."""
+        """Number of kernels of a call: products, activations, sorting of tokens by expert, and sums of results."""
         fused = self.cost.traits.fused
         products, steps = counted_experts(self.call(np.ones(1)), fused=fused)
         return launches(products, fused=fused) + sum(step.kernels for step in steps) + _ROUTING_KERNELS
@@ -300,7 +300,7 @@ class RoutedExperts:
 
 
 def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
-    """Routed experts as one product after another, each of its share of the tokens, and their activation.
+    """Routed experts as separate products, each for its share of the tokens, and their activation.
 
     Nothing is counted for permuting the rows and summing them up.
     """

@@ -50,7 +50,7 @@ class SparseCall:
 
     @property
     def seen(self) -> Array:
-        """Keys that a query sees, in the mean."""
+        """Mean number of keys that a query sees."""
         return (self.prefix + 0.5 * self.chunk) / self.compress_ratio
 
     @property
@@ -250,7 +250,7 @@ class SparseCost(MixerCost):
 
     @property
     def kernels(self) -> int:
-        """Scores and choice, attention, the absorbed products, and the cache's copy."""
+        """Number of kernels: scores and choice, attention, the absorbed products, and the cache's copy."""
         indexer = self.mixer.indexer
         chosen = 0 if indexer is None or indexer.shared else 2
         return chosen + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)

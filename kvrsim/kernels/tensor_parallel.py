@@ -18,7 +18,7 @@ class Ring:
 
     size: int  # GPUs
     path: Path  # between neighbours; the slowest, where they differ
-    flows: int = 1  # that share a bus while it runs; elsewhere 1
+    flows: int = 1  # flows that share a bus during a collective; 1 without a bus
 
     def gather_s(self, nbytes: Array) -> Array:
         """An all-gather, or a reduce-scatter, of `nbytes` in all: p - 1 steps of a p-th each."""

@@ -91,7 +91,7 @@ def _hub_folder(name: str) -> Path | None:
 
 
 def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
-    """A built-in name, a Hugging Face id of a known shape, a config.json, or a folder that holds one.
+    """Load a built-in name, a Hugging Face id of a known shape, a config.json, or a folder with a config.json.
 
     A built-in name wins over a folder of the same name: write ./NAME for the folder. InputError names `argument` and
     the key.
@@ -251,7 +251,7 @@ def _from_class(config: JsonObject, name: str) -> ModelSpec:
 
 
 def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
-    """The configuration of the text model, and what of the file it leaves out; the file itself if it has one model.
+    """The configuration of the text model, and a note on the omitted rest; a file with one model is unchanged.
 
     A text_config without a model_type is that of the outer file's text model, such as "llama4_text" of "llama4".
     """

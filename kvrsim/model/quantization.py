@@ -389,7 +389,7 @@ def _nearest(named: dict[str, WeightFormat], path: str) -> WeightFormat | None:
 
 
 def _compressed_tensors(data: JsonObject) -> list[_Rule]:
-    """A format for each group of modules; "Linear" is all, the head included."""
+    """A format for each group of modules; "Linear" means all, with the head."""
     if not data.has("config_groups"):
         return []
     rules, groups = [], data.child("config_groups")

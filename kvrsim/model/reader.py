@@ -108,7 +108,7 @@ class _Values(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _Trace(FlopCounterMode):  # type: ignore[misc]
-    """What a prefill of TOKENS tokens does, in order."""
+    """Modules and products of a prefill of TOKENS tokens, in order of execution."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(display=False)
@@ -274,7 +274,7 @@ def _symbol(value: int, *candidates: Any) -> int:
 
 
 def _attribute(source: Any, *names: str) -> Any:
-    """The first attribute that is there and a number."""
+    """The first of these attributes that exists and is a number."""
     for name in names:
         try:
             value = getattr(source, name, None)

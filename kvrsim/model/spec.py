@@ -71,7 +71,7 @@ class ModelSpec:
     learned_positions: int = 0  # rows of a learned position embedding, instead of rotary embeddings; 0: none
     parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
     final_norm_parameters: int  # weights (and biases) of the norm before the head
-    embedding_norm_parameters: int = 0  # and of a norm after the embedding; 0: none
+    embedding_norm_parameters: int = 0  # of a norm after the embedding; 0: none
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one per layer, first layer first
     quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none

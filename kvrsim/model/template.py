@@ -48,7 +48,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
-    """The value again, with these numbers in its expressions; ZeroDivisionError, KeyError."""
+    """Compute the value with these numbers in its expressions. Raises ZeroDivisionError or KeyError."""
     if isinstance(data, dict):
         ((name, own),) = data.items()
         return _CLASSES[name](**{key: thaw(value, numbers) for key, value in own.items()})
@@ -180,7 +180,7 @@ def _check(kind: LayerSpec, config: JsonObject) -> None:
 def _order(
     order: Mapping[str, Any], given: Mapping[str, Any], numbers: Mapping[str, int], num_layers: int
 ) -> list[int] | None:
-    """The kind of each layer: by lists in the configuration, else by a repeating sequence; None: not known."""
+    """The kind of each layer, by lists in the configuration or by a repeating sequence; None if unknown."""
     if num_layers > MAX_LAYERS:
         return None
     lists = {key: given[key] for key in order["seen"] if isinstance(given.get(key), list)}

@@ -20,7 +20,7 @@ _LINK = ("name", "bandwidth_bytes_per_s", "latency_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """The scenario's part of a question, and what the command adds to it."""
+    """The scenario's part of a question, and the command's additions."""
 
     model: str
     profile: str
@@ -74,7 +74,7 @@ class Question:
         return content | {"network": None if network is None else fields_to_json(network, *_LINK)}
 
     def header(self) -> dict[str, Any]:
-        """What every answer begins with, as plain JSON values."""
+        """The first fields of every answer, as plain JSON values."""
         return {"question": self.to_dict(), "version": __version__}
 
     def measured_header(self, *, predicted: bool) -> dict[str, Any]:

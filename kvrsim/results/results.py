@@ -390,7 +390,7 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def ties(self) -> tuple[str, ...]:
-        """Strategies as exact and feasible as the best, whose difference from it is within its prediction interval."""
+        """Exact, feasible strategies whose difference from the best is within its prediction interval."""
         return tuple(one.strategy for one in self.strategies if one.is_tied)
 
     @property

@@ -69,7 +69,7 @@ class RankError(KvrsimError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left; torch raises a plain RuntimeError for the host's."""
+    """Whether a device or the host ran out of memory; torch raises a plain RuntimeError for the host's memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error).lower()

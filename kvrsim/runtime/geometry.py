@@ -251,7 +251,7 @@ class Geometry:
 
 
 def _layouts(config: Any, attention: Attention) -> list[Layout]:
-    """Read by layer what transformers' own cache keeps for this model."""
+    """Read the layout of transformers' own cache for each layer of this model."""
     from transformers.cache_utils import (
         DummyLayer,
         DynamicCache,

@@ -93,7 +93,7 @@ def _busy_s() -> float:
             user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])
     except (OSError, ValueError):
         return 0.0
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")  # steal: by other guests of the host
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")  # steal: time of other guests of the host
 
 
 def free_memory() -> float:

@@ -49,7 +49,7 @@ class Mark:
 
 
 class Clock:
-    """Records the marks of one forward pass at a time, by the monotonic clock: for a CPU."""
+    """Records the marks of one forward pass at a time by the monotonic clock, for a CPU."""
 
     host_is_device = True  # the host computes itself, so that device_s and host_s are equal
 
@@ -62,7 +62,7 @@ class Clock:
         self.moments = []
 
     def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
-        """Record this moment; message: peer and nbytes."""
+        """Record this moment; `message` holds peer and nbytes."""
         self._record(dict(name=name, layer=layer, **message), None)
 
     def wait(self) -> None:
@@ -267,7 +267,7 @@ def _own_spans(trace: RankTrace, strategy: str, offset_s: float) -> Iterator[Spa
 
 
 def _payload(strategy: str, *, is_state: bool) -> SpanOp:
-    """Return what ranks wait for and send."""
+    """Return the payload of the ranks' messages."""
     if strategy == "tp":
         return "collective"
     if strategy == "pp":

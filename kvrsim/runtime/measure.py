@@ -284,7 +284,7 @@ def _distance(ours: Any, theirs: Any) -> float:
 
 
 def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
-    """Make a model on the device of the rank."""
+    """Load a model on the device of the rank."""
     kernel, seed, init_std = choice.attention, choice.seed, choice.init_std
     return ModelForward(load_model(choice.config, choice.dtype, transport.device, kernel, seed, init_std))
 

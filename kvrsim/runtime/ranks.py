@@ -66,7 +66,7 @@ class Launch:
     device: str = "cpu"  # "cpu", or "cuda": rank r takes GPU r modulo their number
     backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
     timeout_s: float = 60.0  # for a message: longer than any rank computes between two messages
-    deadline_s: float = 600.0  # for the start, and again for all that follows
+    deadline_s: float = 600.0  # for the start, and again for the work
     threads: int = 1  # of each rank's CPU computation
     pin: bool = False  # whether each rank computes on its own cores, where there are enough
 
@@ -170,7 +170,7 @@ def started_by_torchrun() -> bool:
 
 
 def available_cores() -> list[int]:
-    """Return the cores that this process may run on; empty where the system does not tell."""
+    """Return the cores that this process may run on; empty if the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -285,7 +285,7 @@ class RankPool:
 
 def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
     """Run a rank's process: obey the commands that come over the pipe until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     if sys.platform == "linux":  # the server ends with the pool's process; a stopped rank then goes on, and ends, too
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGCONT)
         if (alive := getattr(forkserver._forkserver, "_forkserver_alive_fd", None)) is not None:

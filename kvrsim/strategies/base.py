@@ -140,7 +140,7 @@ class Step:
         )
 
     def _attention(self, name: str, tokens: Array, prefix: Array, *, some: Flags | None = None) -> Compute:
-        """`some`: where there is anything to do; None: everywhere."""
+        """Compute attention; `some` marks chunks with any work, None means all."""
         device_s = self.costs.mixer.attention_s(tokens, prefix)
         return Compute(
             name=name,

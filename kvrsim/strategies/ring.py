@@ -27,7 +27,7 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     """Attend to every rank's K, V, one after another, while they go round, and merge the results in fp32.
 
     blocks_s: attention to the other ranks' K, V in the order of `held`, with merging, shape (p - 1, B).
-    calls: for which of them the host issues it, shape (p - 1,).
+    calls: whether the host issues each call, shape (p - 1,).
     A rank's share of the cached prefix goes with its piece, for a call of all queries; both results merge at once.
     """
     held_lens = step.lengths[held(step, rank)]

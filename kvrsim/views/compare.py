@@ -20,7 +20,7 @@ class SavedStrategy(Prediction):
 
     strategy: str
     peak_bytes: tuple[float, ...] = ()  # of each GPU
-    engines: Mapping[str, str] = field(default_factory=dict)  # that have it
+    engines: Mapping[str, str] = field(default_factory=dict)  # engines that have the strategy
 
     @classmethod
     def of(cls, data: JsonObject) -> SavedStrategy:

@@ -295,7 +295,7 @@ def in_words(value: object, name: str = "") -> str:
 
 
 def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
-    """A name with its colour; colour_of: the strategy whose colour it has, where it is not its own."""
+    """A name with its colour, or with the colour of the strategy `colour_of`."""
     dot = tag("rect", width=10, height=10, rx=2, fill=f"var({variable('strategy', colour_of or name)})")
     square = tag("svg", dot, class_="dot", width=10, height=10, aria_hidden="true")
     return tag("span", square, f" {name}", class_="strategy")

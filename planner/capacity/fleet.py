@@ -68,7 +68,7 @@ def gpus_of(fleet: Fleet) -> int:
 class FleetLimits:
     """The fleets that are allowed, and what they cost."""
 
-    sizes: tuple[int, ...] = (1, 2, 4, 8)  # GPUs per group
+    sizes: tuple[int, ...] = (1, 2, 4, 8)  # numbers of GPUs per group
     max_gpus: int = 512
     prices: Mapping[int, float] = field(default_factory=dict)  # of a GPU per hour, by group size; empty: unknown
     by_cost: bool = False  # minimise cost rather than the number of GPUs

@@ -20,7 +20,7 @@ class _Servers:
 
     name: str  # of their script
     server: Server
-    what: str  # in words: how many, of what, for which prompts
+    what: str  # description: how many, of what, for which prompts
     notes: tuple[str, ...] = ()
 
 

@@ -136,7 +136,7 @@ def most_tokens_in_memory(per_rank: Scenario, strategy: Strategy, pack_tokens: i
 
 
 class StepCost(NamedTuple):
-    """What one step takes."""
+    """Seconds of one step, by part."""
 
     tokens: int
     waits_s: float  # on every stage, before its first layer, per prompt that begins
@@ -314,7 +314,7 @@ def _is_per_piece(op: Op) -> bool:
 
 
 def _device_s(op: Op) -> Array:
-    """How long an operation holds the stream of its rank."""
+    """Seconds that an operation holds the stream of its rank."""
     assert isinstance(op, Compute | Collective)
     return op.device_s if isinstance(op, Compute) else op.seconds
 

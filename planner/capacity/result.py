@@ -220,7 +220,7 @@ class CapacityPlan(Displayed):
     scenario: Scenario  # of the longest context on the largest group
     request: CapacityRequest
     answer: FleetAnswer | None  # None: no fleet meets the target
-    nearest_miss: FleetAnswer | None  # None: there is an answer
+    nearest_miss: FleetAnswer | None  # None if some fleet meets the target
     alternatives: tuple[FleetAnswer, ...]  # other fleets that meet the target, best first
     infeasible: tuple[Infeasible, ...]
     workload: Mapping[str, Any]  # summary of the requests

@@ -113,7 +113,7 @@ class StrategyPolicy:
         named = [one for one in self.names or () if one != "all"]
         every = "all" in (self.names or ())
         candidates: tuple[Strategy, ...]
-        if scenario.num_gpus == 1:  # where all strategies of single GPUs are `single`
+        if scenario.num_gpus == 1:  # on one GPU, all strategies of single GPUs are `single`
             alone = not named or every or any(get_strategy(one).group_size in (1, None) for one in named)
             candidates = (STRATEGIES["single"],) if alone else ()
         elif every:
@@ -147,7 +147,7 @@ class TimeGrid:
     strategy: tuple[str, ...]  # the fastest at each length
     ttft_s: Array
     finish: Array  # finish time of each rank over ttft_s
-    slack_s: Array  # how much later each rank could begin without delaying any rank
+    slack_s: Array  # seconds by which each rank could begin later without delaying any rank
     most_new_tokens: int  # the most that fit in memory; 0: none
 
     @classmethod
@@ -197,7 +197,7 @@ class Prefills:
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
-        """Times at all lengths behind one cached prefix; None: not even one token fits in memory."""
+        """Times at all lengths after one cached prefix; None if no token fits in memory."""
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return None
         padded = np.maximum(lengths, self.num_ranks)  # a rank has at least one token
@@ -288,7 +288,7 @@ class Prefills:
         return finish_s
 
     def _host_s(self, chunks: Array, scenario: Scenario) -> Array:
-        """What the engine takes for these prompts' tokens, less what it takes for the scenario's; shape (B, 1)."""
+        """The engine's seconds for these prompts' tokens, less those for the scenario's; shape (B, 1)."""
         return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
 
     def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:

@@ -28,7 +28,7 @@ class RunResult:
     question: Question
     strategy: Strategy
     num_gpus: int  # that the strategy uses
-    timing: Timing  # TTFT of each repetition, and what else was measured
+    timing: Timing  # TTFT of each repetition, and other measurements
     predicted_s: float | None  # by the profile; None: without a profile
     conditions: Mapping[str, str]
     warnings: tuple[str, ...]  # such as that other processes used the machine

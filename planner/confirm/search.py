@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _FIRST, _LAST = 1 / 8, 1 / 64  # strides, as shares of the even chunk; smaller ones do not change TTFT measurably
 _MOST = 12  # partitions of a stage: those that are predicted to be the fastest
-_HOPELESS = 1.15  # times the centre's predicted TTFT, above which a partition is not measured
+_HOPELESS = 1.15  # a partition whose prediction exceeds the centre's by this factor is not measured
 _FINAL_SHARE = 0.85  # share of the time budget after which no stage begins
 
 Chunks = tuple[int, ...]  # tokens per rank
@@ -144,7 +144,7 @@ class RankSampler:
         linked = transport if link is None else EmulatedTransport(transport, link)
         forward = forward_of(task.hardware.choice(task.scenario), transport)
         self.task, self.transport = task, transport
-        whole = replace(self._plan(task.seed.chunk_lens), strategy="tsp")  # which holds every token on every rank
+        whole = replace(self._plan(task.seed.chunk_lens), strategy="tsp")  # tsp holds every token on every rank
         self.stopwatch = Stopwatch(linked, forward, [whole], task.hardware.seed)
         self.warm: set[Chunks] = set()
         self.known = deque(task.known)

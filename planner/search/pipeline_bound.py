@@ -67,7 +67,7 @@ class LeastTimes:
 
 def layers_s(kinds: list[LeastTimes], num_stages: int) -> float:
     """What the layers take at least along some path, whatever layers the stages have."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # a tenth of a second, which most plans do without
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes a tenth of a second, and most plans need no bound
 
     width, scale_s = len(kinds), sum(kind.count * kind.all_s for kind in kinds) / num_stages
     paths = np.empty((num_stages, num_stages * width + 1))

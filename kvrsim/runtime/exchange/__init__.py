@@ -121,7 +121,7 @@ class Exchange(CacheListener):
         return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
 
     def scratch(self) -> list[Any]:
-        """Return the memory that one layer at a time needs besides the cache, made once."""
+        """Return the memory that one layer at a time needs in addition to the cache, allocated once."""
         return []
 
     def own_part(self, kept: KvPairs) -> KvPairs:
@@ -231,7 +231,7 @@ class OwnAttentionExchange(Exchange):
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
-        """Raise InputError where attention is not plain, to all tokens' K and V of heads, in every layer."""
+        """Raise InputError where a layer has other than plain attention to all tokens' K and V of heads."""
         super().check(plan, geometry)
         reason = geometry.why_no_own_attention()
         for layout in geometry.layouts:
