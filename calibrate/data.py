@@ -283,12 +283,12 @@ class Measurement:
     src: int | None = None  # send_recv: the rank that sends
     dst: int | None = None  # send_recv: the rank that receives
     messages: int = 1  # send_recv: transfers of that size in flight at once
-    warmups: int | None = None  # how often it ran just before it was timed; None: not known
-    repeats: int | None = None  # how often it ran without a pause while it was timed; None: not known
+    warmups: int | None = None  # runs just before the timed ones; None: unknown
+    repeats: int | None = None  # timed runs without a pause; None: unknown
     median_s: float  # seconds, median of the repeats
     mean_s: float | None = None  # seconds, mean of the repeats, outliers drawn in; None: not known
     spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
-    source: str  # who measured it, and with what
+    source: str  # authors and tool of the measurement
 
     @property
     def expected_s(self) -> float:

@@ -36,7 +36,7 @@ from kvrsim.units import (
 DEFAULT_DTYPE = "fp16"  # of checkpoints that do not state another
 PAPER_MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-7b-mqa", "llama-7b-gqa8", "falcon-1b", "falcon-7b")
 PAPER_PROFILE = "a100-eager"  # of the KV-Runahead paper's machine
-_MEASURED = "measured"  # what a link is called that no datasheet speaks of
+_MEASURED = "measured"  # name of a link without a datasheet
 DEFAULT_PROFILES = (  # one per GPU
     *("a100-flash", "h100-flash", "h200-flash", "b200-flash", "gb200-flash", "b300-flash", "gb300-flash"),
     *("l40s-flash", "rtx-pro-6000-flash"),

@@ -48,7 +48,7 @@ SECTIONS = (  # of the options in help, in this order
     "Output",
 )
 ALL_OPTIONS = "kvrsim.all_options"  # key of a command's context where its help shows every option
-FEW_OPTIONS = 8  # that a command's short help shows: all that are required, and the first that it has of these
+FEW_OPTIONS = 8  # options in a command's short help: all required ones, then the first ones of these
 FIRST_OPTIONS = (
     *("requests", "slo_ttft", "percentile", "max_gpus", "price_per_gpu_hour", "tpot", "emit", "plot", "ctx", "gpus"),
     *("strategy", "strategies", "partition", "slo", "explain", "breakdown", "check", "measurements", "top", "engine"),

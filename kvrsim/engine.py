@@ -173,7 +173,7 @@ class HostRates:
     layer_s: NonNegative  # seconds to issue one decoder layer
     gather_piece_s: NonNegative  # more, per rank that takes part, for the all-gathers of one layer
     resume_s: NonNegative = (
-        0.0  # that the device idles after communication that held it, until what follows has been issued
+        0.0  # the device idles after communication that held it, until the next operation has been issued
     )
     request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
     token_s: NonNegative = 0.0  # more per token of the request, such as for a tokeniser; the device waits
@@ -181,8 +181,8 @@ class HostRates:
     prepare_s: NonNegative | None = None  # host time per pass; None: not measured, taken as step_s
     message_s: NonNegative = 0.0  # to issue one send or one receive
     kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
-    launch_s: NonNegative = 0.0  # that each of these kernels takes longer on the device, whatever it computes
-    collective_s: NonNegative = 0.0  # that each collective of tensor parallelism takes more than its kernel
+    launch_s: NonNegative = 0.0  # additional device time of each of these kernels
+    collective_s: NonNegative = 0.0  # additional time of each collective of tensor parallelism
 
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)

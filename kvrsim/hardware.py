@@ -186,7 +186,7 @@ class LinkSpec:
     gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
     all_reduce: AllReduceRates | None = None  # over such links; None: as two all-gathers
     like: str | None = None  # a link of the same kind, whose measured latencies hold and whose rates hold in proportion
-    profile: str | None = None  # whose measurement these figures are; None: a datasheet's or a user's
+    profile: str | None = None  # profile with these measured figures; None: a datasheet's or a user's
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < math.inf:

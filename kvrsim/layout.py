@@ -44,7 +44,7 @@ class Degrees:
     context: int | None = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # scheme that splits the context; None: none does
     pieces: Pieces = "none"  # how the context is divided on its way through the layers
-    experts: Literal["default", "ep", "edp"] = "default"  # what the name says of experts
+    experts: Literal["default", "ep", "edp"] = "default"  # placement of experts in the name
     num_experts_groups: int | None = None  # N of epN and edpN; None: as many as there are
 
     @property
@@ -145,7 +145,7 @@ class Layout:
     tensor: int = 1  # GPUs that split every matrix of attention and of dense MLPs
     pipeline: int = 1  # stages of layers
     context: int = 1  # ranks that split the context, or each piece of it
-    scheme: str | None = None  # which splits the context; None: nothing does
+    scheme: str | None = None  # scheme that splits the context; None: none does
     pieces: Pieces = "none"  # how the context is divided on its way through the layers
     expert_tensor: int = 1  # GPUs that share one expert; with expert_parallel 1, the experts are whole or absent
     expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole

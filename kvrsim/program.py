@@ -34,7 +34,7 @@ Payload = Literal["KV", "activations", "heads", "state", "tokens"]
 class Compute:
     """Work on the rank's own compute stream."""
 
-    name: str  # what a timeline calls it
+    name: str  # name in a timeline
     device_s: Array  # seconds of device time, shape (B,)
     host_s: float = 0.0  # seconds that the host needs to issue it
     kv_bytes: Array | None = None  # K, V of the layer that the rank holds from then on, shape (B,); None: as before
@@ -124,8 +124,8 @@ class AllToAll:
 class Collective:
     """One among the GPUs that the rank stands for: they do all else alike, so they come to it together."""
 
-    name: str  # what a timeline calls it
-    seconds: Array  # that it holds the compute stream, shape (B,)
+    name: str  # name in a timeline
+    seconds: Array  # time on the compute stream, shape (B,)
     nbytes: Array  # bytes that each GPU sends
     host_s: float = 0.0
 
@@ -139,7 +139,7 @@ class Load:
     with the one before.
     """
 
-    name: str  # where from, as a timeline calls it
+    name: str  # source, as named in a timeline
     nbytes: Array  # shape (1,): the same in all partitions
     seconds: Array  # time on the rank's link, shape (1,)
     latency_s: float = 0.0  # from the end on the link to the arrival
@@ -223,7 +223,7 @@ class Program:
     strategy: str
     prologue: tuple[tuple[Op, ...], ...]  # per rank: embedding
     layers: tuple[tuple[tuple[Op, ...], ...], ...]  # per kind of layer, per rank
-    layer_kind_index: tuple[int, ...]  # which kind each layer is, in order
+    layer_kind_index: tuple[int, ...]  # kind of each layer, in order
     epilogue: tuple[tuple[Op, ...], ...]  # per rank: final norm and head, on the last rank
     layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # per rank, of each block; None: in order
 

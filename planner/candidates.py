@@ -218,12 +218,12 @@ class Search:
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
     method: str = "auto"  # of searches over single GPUs, one of METHODS
     stride: int | None = None  # tokens; searched boundaries are multiples; None: chosen for the context
-    table: PartitionLookup | None = None  # where kvr-p looks its partition up
+    table: PartitionLookup | None = None  # table of partitions for kvr-p
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
     budget_s: float = 1.5  # model work that the default comparison spends on better partitions
     allowance: Allowance | None = None  # of one search; None: it ends by itself
-    engine: ForEngine | None = None  # whose best strategy is searched next to the best; None: that of any engine
+    engine: ForEngine | None = None  # engine whose best strategy is searched as well; None: any engine
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""
@@ -371,7 +371,7 @@ class Comparison(NamedTuple):
     """The best candidate of each strategy, and what the budget of a search left."""
 
     by_name: dict[str, Candidate]
-    unsearched: tuple[str, ...] = ()  # that could be the best, the likeliest first
+    unsearched: tuple[str, ...] = ()  # strategies that could be the best, likeliest first
 
 
 def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> Comparison:

@@ -35,7 +35,7 @@ class Server:
     max_len: int  # tokens of the longest sequence, its output included
     pieces: tuple[int, ...] = ()  # tokens of a prompt's steps; empty: the engine chooses
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline; None: even
-    role: Role | None = None  # where one fleet prefills and another one decodes
+    role: Role | None = None  # role of a fleet if one fleet prefills and another one decodes
     max_sequences: int | None = None  # at once; None: the engine's own
     config: str = "trtllm.yaml"  # name of the file with settings that trtllm-serve has no options for
 
@@ -157,7 +157,7 @@ class Launch:
     """How an engine is started for a strategy, or for the groups of a fleet."""
 
     engine: str
-    version: str  # that was looked at
+    version: str  # checked version
     strategy: str  # of a fleet: its first groups'
     command: str  # launcher and arguments, quoted for a shell
     args: tuple[str, ...]  # arguments after the launcher

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # files are looked up without the planner
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
-_FEW_PIPELINES, _EACH_S = 1000, 4e-5  # that a grid point simulates to refine pieces; seconds of each
+_FEW_PIPELINES, _EACH_S = 1000, 4e-5  # most simulations per grid point to refine pieces, and seconds of each
 _EXPOSED = 0.05  # of TTFT without communication; above this share balanced chunks may be far from the best
 
 
@@ -56,7 +56,7 @@ class GridFile:
     """A frozen dataclass that is written as versioned JSON, one line per row of its grid."""
 
     __slots__ = ()
-    file_format: ClassVar[str]  # what the file is
+    file_format: ClassVar[str]  # name of the file format
     command: ClassVar[str]  # command that writes the file
     rows: ClassVar[str]  # the field with the rows
 

@@ -108,8 +108,8 @@ class Ranking:
 
     scenario: Scenario
     candidates: tuple[Candidate, ...]
-    unsearched: tuple[str, ...]  # that could be the best, but for the budget
-    engine: ForEngine | None  # that the plan is launched on
+    unsearched: tuple[str, ...]  # strategies that could be the best, which the budget did not cover
+    engine: ForEngine | None  # engine of the plan's launch
     noisy: Mapping[str, Distribution]  # TTFT under the plan's noise by strategy; empty: no noise
 
     @classmethod

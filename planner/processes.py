@@ -99,7 +99,7 @@ class Pool:
         calls = [delayed(call)(*each) for each in arguments]
         options = {"initializer": _begin_worker, "initargs": (os.getpid(),)} if self.backend == "loky" else {}
         with parallel_config(backend=self.backend, **options):
-            if self.backend == "ray":  # whose joblib backend cannot return generators
+            if self.backend == "ray":  # joblib's Ray backend cannot return generators
                 for first in range(0, len(calls), _ROUND * self.jobs):
                     yield from Parallel(n_jobs=self.jobs, batch_size=1)(calls[first : first + _ROUND * self.jobs])
                 return

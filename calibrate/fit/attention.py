@@ -85,7 +85,7 @@ class FlashPreset:
     """A kind of flash kernel: its structure (from its source), start values, and which constants are fitted."""
 
     structure: Mapping[str, Any]  # of FlashRates
-    tiles_per_sm: int  # that a multiprocessor runs at once
+    tiles_per_sm: int  # tiles that a multiprocessor runs at once
     start: Mapping[str, float]
     fitted: tuple[str, ...]
 

@@ -136,7 +136,7 @@ class Fit(Generic[Rates]):
     seconds: Callable[[Rates, Some], Array]
     weighted: bool = False  # by the square root of the seconds: long operations make a prefill
     starts: int = 1
-    noise: float = 0.03  # as of `solve`
+    noise: float = 0.03  # see `solve`
     warm: bool = False  # whether fits to some of the rows start at the constants of the fit to all rows
 
     @property
@@ -266,14 +266,14 @@ class Fitted(Generic[Rates]):
     """Rates of one kind of operation, and how well they are known."""
 
     rates: Rates
-    source: str  # who measured, in a few words
+    source: str  # authors of the measurements, in a few words
     own: Comparison  # on the rows of the fit
     cross_validated: Comparison  # on held-out rows: the error that a profile states
     interpolated: Comparison | None = None  # of shapes whose times the profile holds as tables
     checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
     seen: Mapping[str, Span]  # smallest and largest of each size
     gather: Gather | None = None  # of all-gathers: how they worked
-    systematic_log_sd: float | None = None  # as OperationFit has it
+    systematic_log_sd: float | None = None  # see OperationFit
 
     @property
     def operation(self) -> OperationFit:

@@ -116,7 +116,7 @@ class Label:
 
     name: str
     description: str | None = None  # None: the devices measured
-    not_covered: str = ""  # what was not measured is added
+    not_covered: str = ""  # operations that were not measured are added
     provenance: Mapping[str, str] | None = None  # more than the rows say
 
 
@@ -126,7 +126,7 @@ class AssumedElementwise:
 
     hbm_share: PositiveShare  # of the datasheet's bytes per second
     start_s: NonNegative  # of each kernel
-    source: str  # whose assumption it is
+    source: str  # author of the assumption
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

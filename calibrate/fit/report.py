@@ -61,7 +61,7 @@ class FitReport:
     profile: CalibrationProfile
     lines: Mapping[str, Sequence[Errors]]  # by operation
     fits: Mapping[str, Comparison]  # by operation
-    notes: tuple[str, ...]  # what was dropped, or taken from elsewhere
+    notes: tuple[str, ...]  # omitted rows, and values from other sources
     layers: Comparison | None = None  # whole layers by the sum of their parts; None: none were measured
 
     @property

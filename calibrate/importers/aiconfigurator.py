@@ -108,7 +108,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         found = source.table(table, file, version if file != _NCCL_FILE else None)
         if found is not None:
             rows = read(found)
-            if file == _DECODE_FILE:  # as the kernels of a prefill, if they do both
+            if file == _DECODE_FILE:  # with the kernels of a prefill, if they do both
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
             measured += [with_loop(row, framework, source.system) for row in rows]
@@ -415,7 +415,7 @@ class RecurrenceRows(Columns):
 
     kind: str
     source: str
-    kernel: npt.NDArray[Any]  # what ran
+    kernel: npt.NDArray[Any]  # name of the measured kernel
     batch: Array
     tokens: Array  # of each sequence
     num_key_heads: Array

@@ -309,7 +309,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
     if hardware.backend == "nccl" and (device == "cpu" or emulated):
         raise InputError("backend", hardware.backend, "gloo, on a CPU and over emulated links")
     measured = None if scenario.profile is None else scenario.profile.cluster
-    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # as in the measurement
+    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # threads of the measurement
     return Hardware(
         config=args.model,
         device=device,

@@ -29,7 +29,7 @@ class Progress:
         self._next_line_s = FIRST_LINE_S
         self._bar: Bar | None = None
         self._state: tuple[float, float | None, str] = (0, None, text)
-        self._since_s = 0.0  # when the work with the present text began
+        self._since_s = 0.0  # start of the work with the present text
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = None if is_timed else threading.Thread(target=self._keep_time, daemon=True)

@@ -125,7 +125,7 @@ def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = 
         [compiled(rank, ops) for rank, ops in enumerate(block)]
         for block in (program.prologue, *program.layers, program.epilogue)
     ]
-    if draw is not None and draw.jitters_compute:  # which may shorten a compute, so that the host may delay any
+    if draw is not None and draw.jitters_compute:  # jitter may shorten a compute, so that any host may delay its device
         return blocks
     freed = {id(steps): _without_host(steps) for steps in known.values()}
     for rank in range(program.num_ranks):

@@ -372,7 +372,7 @@ class _Run:
         self.there_s = np.full(self.missing.size, -np.inf)  # by wait and place: the last arrival so far
         self.over_s = np.full((most + 2) * self.size, np.inf)  # by how many waits came before, and place
         self.passed = np.zeros(self.size, dtype=np.intp)  # waits
-        self.ready_s = np.zeros(self.size)  # when a rank comes to its wait
+        self.ready_s = np.zeros(self.size)  # time at which a rank comes to its wait
         self.came_s = np.zeros(self.size)  # time at which the rank came to its previous wait
         self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
         self._prepare_lanes(graph, np.concatenate([np.zeros_like(least_s[:1]), least_s]))
@@ -417,9 +417,9 @@ class _Run:
         ]
         self.owner_place = owners.take(self.lane_of) * self.num_rows + self.row_of_slot
         self.number = np.zeros(self.lane_of.size, dtype=np.intp)  # of the lane's next message
-        self.enters_s = np.full(self.lane_of.size, np.inf)  # when it enters the bus
+        self.enters_s = np.full(self.lane_of.size, np.inf)  # time at which that message enters the bus
         self.leaves_at = np.full(self.lane_of.size, np.inf)  # served_s when the message on the bus leaves
-        self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # when each message has left, by number and slot
+        self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # departure of each message, by number and slot
         messages = {(number, lane): post for lane, posts in enumerate(lanes) for number, post in enumerate(posts)}
         arrivals = {at: graph.targets.pop(post.key, []) for at, post in messages.items()}
         assert all(arrivals.values()), "a message that nobody receives"

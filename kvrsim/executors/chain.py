@@ -116,7 +116,7 @@ class _ChainRun:
         """See Chain.finish_s."""
         self._run(self.prologue)
         self._run(self.before)
-        layers = self.num_layers  # that are left, from their receive on
+        layers = self.num_layers  # remaining layers, from their receive on
         holds = self._device_leads(exact=False)
         if not holds.all():
             self._pass_on(as_issued=True)
@@ -271,7 +271,7 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
         to_first = np.zeros_like(x)  # from each node back to the first one
         np.cumsum(back[:-1], axis=0, out=to_first[1:])
         far, begun = x + to_first, np.full_like(x, -np.inf)
-        for further in reversed(range(len(x))):  # what begins that many nodes behind comes back, per period less a loop
+        for further in reversed(range(len(x))):  # round trips to nodes further on, per period without a loop
             count = len(x) - further
             begun[:count] -= loops[:count]
             np.maximum(begun[:count], far[further:], out=begun[:count])

@@ -176,7 +176,7 @@ class Run:
     scenario: Scenario
     strategy: Strategy
     partition: Partition
-    finish_s: tuple[float, ...]  # when each rank has finished
+    finish_s: tuple[float, ...]  # end of each rank
     timeline: Timeline | None = None  # None: not recorded
 
     @cached_property

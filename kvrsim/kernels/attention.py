@@ -58,7 +58,7 @@ class AttentionCall:
     num_key_value_heads: int
     head_dim: int  # of queries and keys
     v_head_dim: int | None = None  # of values; None: as of keys
-    score_bytes: float  # that an eager kernel moves per element of the score matrix
+    score_bytes: float  # bytes that an eager kernel moves per element of the score matrix
     reach: int | None = None  # most keys that a query sees, its own included; None: all up to its own
     own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
     latent: bool = False  # keys and values are made of one latent per token, or are the latents
@@ -286,7 +286,7 @@ class FlashRates:
     block_s: float  # of a step with heads of 128
     alone_share: PositiveShare  # of block_s where a tile has a multiprocessor for itself
     barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
-    append_bytes_per_s: float  # at which the chunk's own K, V are read and written into the cache
+    append_bytes_per_s: float  # rate of reading the chunk's own K, V and writing them into the cache
     query_s: NonNegative = 0.0  # per query and head, independent of the keys
     split_s: NonNegative = 0.0  # for joining the parts of split keys
     split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy

@@ -47,8 +47,8 @@ class Part(NamedTuple):
     """What the time of a device is made of, for sensitivities and breakdowns."""
 
     kind: str  # one of OPERATION_KINDS
-    product: Product | None = None  # which matrix product, of kind gemm
-    variant: str | None = None  # which recurrence, of kind recurrence
+    product: Product | None = None  # the matrix product, for kind gemm
+    variant: str | None = None  # the recurrence, for kind recurrence
 
 
 ELEMENTWISE = Part("elementwise")

@@ -60,7 +60,7 @@ class Traffic(NamedTuple):
 
     op: ElementwiseOp | Literal["merge"]
     nbytes: float  # read and written, per token
-    kernels: int  # that do it
+    kernels: int  # number of kernels of the operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,8 +99,8 @@ class GroupedRates:
     """Rates of grouped products in one type."""
 
     flops_per_s: float  # of full tiles of endless sums
-    weight_bytes_per_s: float  # at which the experts' weights are read
-    row_bytes_per_s: float  # at which rows are moved: permuted, quantised, activated, summed up
+    weight_bytes_per_s: float  # rate of reading the experts' weights
+    row_bytes_per_s: float  # rate of moving rows: permuted, quantised, activated, summed up
     tile_rows: NonNegative  # of a tile; on average half of the last tile of each expert is empty
     tile_features: NonNegative  # features to sum over that take as long as the start and the end of a tile
     start_s: NonNegative  # of all kernels together

@@ -161,12 +161,12 @@ class GemmRates:
     """What matrix products reach on one device with one library."""
 
     flops_per_s: float  # of the whole device in full waves, at the burst clock
-    bytes_per_s: float  # at which weights and activations cross device memory
+    bytes_per_s: float  # rate of weights and activations over device memory
     launch_s: NonNegative  # of every kernel, on the device
     concurrent_tiles: int  # tiles that run at a time: multiprocessors
     tiles: tuple[Tile, ...] = ()  # empty: flops_per_s alone gives the time
     measured: tuple[MeasuredShape, ...] = ()
-    head_bytes_per_s: float | None = None  # at which one token's logits read their weights; None: as bytes_per_s
+    head_bytes_per_s: float | None = None  # rate of reading weights for one token's logits; None: bytes_per_s
 
     def __post_init__(self) -> None:
         if self.measured and not self.tiles:

@@ -75,8 +75,8 @@ class PrefixAccessPlan:
     """How a rank's attention reaches the cached prefix, in every layer with K and V."""
 
     access: PrefixAccess = "whole"
-    num_ranks: int = 1  # that the prefix is shared by
-    source: Path | None = None  # that each rank loads over, from outside; None: it lies on the GPUs
+    num_ranks: int = 1  # number of ranks that share the prefix
+    source: Path | None = None  # path over which each rank loads from outside; None: the prefix is on the GPUs
     source_name: PrefixPlace = "all"
     peers: Path | None = None  # link over which a rank reads the others' shares; None if it does not need them
 

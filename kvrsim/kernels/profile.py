@@ -120,7 +120,7 @@ class LinkRates:
     link: str  # name of the LinkSpec that was measured
     bandwidth_bytes_per_s: float  # one way
     latency_s: NonNegative
-    short_bytes_per_s: float | None  # at which short messages add time, see LinkSpec; None: as long ones
+    short_bytes_per_s: float | None  # rate for short messages, see LinkSpec; None: as for long ones
     gather: GatherRates | None  # of ring all-gathers; None: each step as a message
     all_reduce: AllReduceRates | None = None  # inside one node; None: not measured, as two all-gathers
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
@@ -181,7 +181,7 @@ class OperationFit:
         None  # of log(seconds in other tables of the GPU / seconds in this one's), common to all sizes; None: no other
     )
     seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
-    gather: Gather | None = None  # how the all-gathers that were fitted worked; None: not known, or none are
+    gather: Gather | None = None  # kind of the fitted all-gathers; None if unknown or not fitted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -201,7 +201,7 @@ class CalibrationProfile:
     provenance: Mapping[str, str]  # source, command, date, versions
     run_to_run_log_sd: RelativeError | None = None  # of log seconds of a layer, again and again; None: not measured
     cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
-    engine: Engine | str | None = None  # that a prediction takes if none is named; None: `host` has been measured
+    engine: Engine | str | None = None  # default engine of a prediction; None: `host` has been measured
 
     def __repr__(self) -> str:
         return f"<CalibrationProfile: {self.name}>"

@@ -169,8 +169,8 @@ class ConvolutionRates:
     """Start and bytes; bytes beyond the device's cache cross device memory."""
 
     start_s: NonNegative
-    cached_bytes_per_s: float  # where the cache holds all
-    cached_bytes: NonNegative  # that it holds
+    cached_bytes_per_s: float  # rate of elements in the cache
+    cached_bytes: NonNegative  # capacity of the cache
     bytes_per_s: float  # for the elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:

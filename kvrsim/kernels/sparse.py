@@ -144,7 +144,7 @@ class AttendRates:
     start_s: NonNegative
     flops_per_s: float  # of QK^T and PV
     query_keys: NonNegative  # constant time per query, expressed in keys
-    full_queries: NonNegative  # that fill the device
+    full_queries: NonNegative  # number of queries that fill the device
     least_heads: NonNegative  # fewer heads take as long as this number
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:

@@ -57,7 +57,7 @@ class Gemm:
     in_features: int  # width of the input
     out_features: int  # width of the output
     bias: bool = False  # whether a vector of out_features is added
-    weights: WeightFormat | None = None  # how they are stored, if quantised; None: in the request's dtype
+    weights: WeightFormat | None = None  # their format if quantised; None: the request's dtype
     groups: int = 1  # blocks on the diagonal, each with in_features / groups inputs; 1: a full matrix
     split: Split = "whole"  # over the GPUs of a tensor-parallel group
 

@@ -287,7 +287,7 @@ class Recurrence(_Mixer):
     num_value_heads: int  # each with a state of its own
     key_head_dim: int  # width of a key; for Mamba-2 ssm_state_size
     value_head_dim: int
-    conv_channels: int  # that pass through a short convolution along the tokens; 0: none
+    conv_channels: int  # channels of the short convolution along the tokens; 0 without one
     conv_kernel: int  # tokens of the convolution
 
     @property

@@ -63,7 +63,7 @@ def translated(config: JsonObject) -> JsonObject:
         layers, count = _value(fields, old), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
         if isinstance(layers, list):
             fields.setdefault(new, [on if number + 1 in layers else off for number in range(count)])
-    for old, (new, off, on) in remote.get("leading", {}).items():  # how many layers differ, at the beginning
+    for old, (new, off, on) in remote.get("leading", {}).items():  # the number of differing layers at the start
         if config.has(old):
             leading, count = config.integer(old, minimum=0), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
             fields.setdefault(new, [on if number < leading else off for number in range(count)])

@@ -14,7 +14,7 @@ from kvrsim.model.mixers import Mixer, Recurrence
 class LayerSpec:
     """One kind of decoder layer: a mixer, an MLP or both; layers of the same kind are equal and hash alike."""
 
-    mixer: Mixer | None  # how tokens see each other; None: the layer is an MLP alone
+    mixer: Mixer | None  # None: the layer is an MLP alone
     mlp: tuple[Gemm, ...]  # the dense MLP, or ONE expert of a mixture of experts; (): the layer is a mixer alone
     num_experts: int = 0  # routed experts, each like `mlp`; 0: dense
     num_experts_per_tok: int = 0  # routed experts that a token passes through; 0: dense

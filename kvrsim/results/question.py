@@ -31,10 +31,10 @@ class Question:
     cached_prefix: int  # tokens
     prefix_placement: str  # where their K and V lie, as the option is written
     dtype: str
-    quantization: str | None  # how the model's weights are quantised, such as "awq, 4 bits"; None: they are not
+    quantization: str | None  # such as "awq, 4 bits"; None: not quantised
     attention: str  # kernel
     memory_fraction: float  # share of each GPU's memory that the prefill may use
-    engine: str  # what serves the model; "none": the kernels, and the host that the profile has
+    engine: str  # engine that serves the model; "none": the kernels and the profile's host
     seed: int
     options: tuple[tuple[str, Any], ...] = ()  # the command's own options, plain JSON values by name
 

@@ -177,7 +177,7 @@ class StrategyPrediction(Prediction):
     strategy: str
     partition: tuple[int, ...]  # new tokens per rank; a pipeline's pieces
     layers: tuple[int, ...] | None = None  # per stage of a pipeline; None: it is no pipeline
-    prefix_access: PrefixAccess | None = None  # how ranks attend to a cached prefix; None: it lies where it is used
+    prefix_access: PrefixAccess | None = None  # access of ranks to a cached prefix; None: every rank has what it needs
     query_blocks: tuple[int, ...] | None = None  # per rank, of the layer that has the most; None: one attention call
     mean_ttft_s: float | None = None  # of closed-loop users; None if not requested
 
@@ -229,9 +229,9 @@ class SimResult(StrategyPrediction, Answer):
     interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
     breakdown: Breakdown | None = field(default=None, repr=False)
-    noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
+    noise: Noise | None = None  # the noise of `ttft_s` and `per_rank`, which show one sample
     noisy: Distribution | None = None  # TTFTs of all samples
-    users: ClosedLoop | None = None  # that `mean_ttft_s` is of
+    users: ClosedLoop | None = None  # the users of `mean_ttft_s`
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
@@ -271,12 +271,12 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
     exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
     wait_s: tuple[float, ...]  # per GPU; see RankReport
-    approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
+    approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
-    bound: PipelineBound | None = None  # where pieces and stages were searched
+    bound: PipelineBound | None = None  # only where pieces and stages were searched
     layout: Layout  # of all GPUs
     searched: bool = True  # False: the partition is a rough one, as the strategy cannot be the best or the budget ended
-    engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
+    engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
 
     def __repr__(self) -> str:
@@ -349,7 +349,7 @@ class Limit:
 
     operation: str
     share: float  # of TTFT
-    remedy: str  # what makes it faster
+    remedy: str  # change that makes it faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +376,7 @@ class Plan(Answer, OnFirstUse):
     not_compared: tuple[str, ...]  # strategies that "all" adds
     bounds: Bounds
     search: SearchReport
-    rests_on: str  # what the profile was measured on, and its errors
+    rests_on: str  # the profile's measurements and errors
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
@@ -384,8 +384,8 @@ class Plan(Answer, OnFirstUse):
     noise: NoiseReport | None = None  # if planned under noise
     promise: Promise | None = None  # of the best strategy; None: nothing fits
     limits: tuple[Limit, ...] = ()  # of its TTFT, the largest share first
-    shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit
-    users: ClosedLoop | None = None  # that every strategy's `mean_ttft_s` is of
+    shortfall: Shortfall | None = None  # if nothing fits: the missing memory, and settings that would fit
+    users: ClosedLoop | None = None  # the users of every strategy's `mean_ttft_s`
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
 
     @property

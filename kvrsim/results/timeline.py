@@ -37,7 +37,7 @@ class Span:
 
     rank: int  # rank that computes or waits; of a transfer, the sender
     kind: SpanKind
-    op: SpanOp  # what a compute span works on, what a transfer carries, what a wait is for
+    op: SpanOp  # subject of a compute, payload of a transfer, or cause of a wait
     name: str  # the operation, such as "attention" or "kv to rank 3"
     layer: int | None  # decoder layer, None for embedding and head
     start_s: float
@@ -60,11 +60,11 @@ class BreakdownRow:
 
     rank: int
     kind: str  # an operation, such as "gemm" or "recurrence", "resume" (after communication) or "wait"
-    what: str  # which matrix product or kind of recurrence, or what is waited for
+    what: str  # the matrix product, the kind of recurrence, or the cause of a wait
     seconds: float
     share: float  # of TTFT
     roofline_share: float | None  # least seconds by the datasheet over seconds; None: no work of the device
-    basis: Basis  # how the seconds are known
+    basis: Basis  # basis of the seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Timeline:
     num_ranks: int
     spans: tuple[Span, ...]
     gpus_per_rank: int = 1  # GPUs per rank, which do everything alike
-    bases: tuple[str, ...] = ()  # how each span's seconds are known, such as "interpolated"; empty: not determined
+    bases: tuple[str, ...] = ()  # basis of each span's seconds, such as "interpolated"; empty: not determined
 
     def rank_name(self, rank: int) -> str:
         return f"rank {rank}" if self.gpus_per_rank == 1 else f"rank {rank}, {self.gpus_per_rank} GPUs"

@@ -146,7 +146,7 @@ def block_attention(
     if query.is_cuda and kernel != "eager":
         result = _block_on_cuda(query, key, value, scale, causal=causal)
         if result is not None:
-            return result[0], result[1][:, :, : query.shape[2]]  # which the memory-efficient kernel pads
+            return result[0], result[1][:, :, : query.shape[2]]  # the memory-efficient kernel pads the queries
     if kernel == "eager" or query.is_cuda:
         return _eager(query, key, value, scale, _mask(query, key.shape[2]) if causal else None)
     return (_flash_cpu if causal else _of_prefix)(query, key, value, scale, causal=causal)

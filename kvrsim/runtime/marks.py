@@ -42,8 +42,8 @@ class Mark:
 
     name: str
     layer: int | None = None  # decoder layer; None: outside the layers
-    device_s: float  # when the device finished all that was issued before; seconds since the first mark
-    host_s: float  # when the host issued it; seconds since the first mark
+    device_s: float  # time at which the device finished all earlier work; seconds since the first mark
+    host_s: float  # time at which the host issued the mark; seconds since the first mark
     peer: int | None = None  # of "send" and "received": the other rank; None: all ranks
     nbytes: float = 0.0  # of "send"
 
@@ -199,7 +199,7 @@ _COMPUTE = {
     ("sent", "output"): "scan",
     ("output", "layer_end"): "output+mlp",
     ("layer", "layer_end"): "output+mlp",  # of a layer without attention
-    ("updated", "token"): "compute",  # where there is no model to hook: all that follows the exchange
+    ("updated", "token"): "compute",  # without a model to hook: all that follows the exchange
     ("updated", "update"): "compute",
     ("start", "layer"): "embedding",
     **dict.fromkeys((("start", "wait"), ("received", "layer"), ("sent", "layer")), "embedding"),  # of split models

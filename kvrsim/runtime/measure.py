@@ -276,7 +276,7 @@ def cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
             common = min(a.shape[axis], b.shape[axis])
             a, b = (part.narrow(axis, part.shape[axis] - common, common) for part in (a, b))
             distances.append(_distance(a, b.to(a.device)))
-    return float(torch.tensor(distances).max())  # which lets "not a number" through, unlike max()
+    return float(torch.tensor(distances).max())  # unlike max(), this keeps NaN
 
 
 def _distance(ours: Any, theirs: Any) -> float:

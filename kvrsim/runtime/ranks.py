@@ -289,7 +289,7 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
     if sys.platform == "linux":  # the server ends with the pool's process; a stopped rank then goes on, and ends, too
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGCONT)
         if (alive := getattr(forkserver._forkserver, "_forkserver_alive_fd", None)) is not None:
-            os.close(alive)  # which would keep the server running as long as this rank
+            os.close(alive)  # open, it would keep the server running as long as this rank
     if not os.path.exists(folder):  # the pool was interrupted before this process began
         os._exit(0)
     log = _log_path(folder, rank).open("ab", buffering=0)  # output of libraries is not for the user

@@ -231,7 +231,7 @@ class LinkGroups:
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.max_ctas = MAX_BLOCKS
-        options._timeout = self._timeout  # which torch takes for NCCL in place of the group's
+        options._timeout = self._timeout  # torch takes this time-out for NCCL in place of the group's
         return options
 
 

@@ -29,11 +29,11 @@ class Strategy:
 
     name: str  # as on the command line
     title: str  # one line for people
-    source: str  # where it is described
-    partition_rule: PartitionRule  # where its partition comes from
+    source: str  # publication or code that describes it
+    partition_rule: PartitionRule  # origin of its partition
     layer: LayerProgram  # the operations of one rank in one layer
     gathers_kv: bool  # every rank has the K and V of the whole context before its attention
-    degrees: Degrees = _ALL_RANKS  # what its name says of the layout
+    degrees: Degrees = _ALL_RANKS  # layout sizes in its name
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
     stage_layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: as even as possible
     refuses: Refusal | None = None  # returns the requirement that a model and number of ranks do not meet, else None
@@ -42,7 +42,7 @@ class Strategy:
     carries_prefix: bool = False  # messages include shares of the cached prefix where a rank has only its share
     splits_heads: bool = False  # a rank attends to all keys with some heads, and needs these heads' K and V alone
     merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
-    approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
+    approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
     query_blocks: tuple[int, ...] = (1,)  # allowed calls of attention per chunk; the fastest is used
     near_chain: bool = False  # its best chunks are searched from those of KVR's chain, which it differs little from

@@ -72,7 +72,7 @@ class Page:
     answer: str = ""  # below the title; the first of several lines is emphasised
     facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label; folded
     sections: Sequence[Section] = ()
-    notes: Sequence[str] = ()  # what the answer rests on, and warnings
+    notes: Sequence[str] = ()  # assumptions of the answer, and warnings
     data: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values for the scripts
     scripts: Sequence[str] = ()  # files of assets, in the order in which they run
     live: bool = False  # whether scripts ask the server that the page is from (`kvrsim serve`)

@@ -47,7 +47,7 @@ class Column:
     title: str  # may have two lines
     number: bool = False  # aligned to the right; sorted from the smallest
     wraps: bool = False  # prose, which may take several lines
-    hint: str = ""  # what the column means; a page shows it at the pointer
+    hint: str = ""  # meaning of the column; a page shows it at the pointer
     rank: int = 1  # above 1 a phone leaves it out; a narrow terminal leaves out the highest first
 
     @property

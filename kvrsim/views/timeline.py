@@ -36,7 +36,7 @@ class LabelledTimeline:
     name: str  # by which a reader selects the timeline
     title: str  # above its lanes
     timeline: Timeline
-    basis: str | None = None  # how all its seconds are known; None: as the timeline has it
+    basis: str | None = None  # basis of all its seconds; None: that of the timeline
     memory: str | None = None  # name of its memory on the page; None: its own name
 
 

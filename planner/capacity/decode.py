@@ -117,7 +117,7 @@ class DecodeFleet:
     replicas: int
     strategy: str
     batch: int  # sequences of a group
-    limited_by: Literal["memory", "tpot", "requests"]  # what keeps the batch from being larger
+    limited_by: Literal["memory", "tpot", "requests"]  # limit of the batch
     step_s: float  # of a full batch
     tpot_s: float  # the target
     context_tokens: int  # mean context that the batch and its step are computed for

@@ -256,7 +256,7 @@ class _Dispatcher:
             num_ranks = packing.costs.num_stages
             lengths = service.new_tokens.tolist(), service.cached_prefix.tolist()
             self.rule = PackingRule(*lengths, packing.costs.budget, packing.most_tokens)
-        self.free_s = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]  # when each rank or stage is free
+        self.free_s = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]  # time at which each rank or stage is free
         self.begun: list[Begun | None] = [None] * pool.replicas
 
     def run(self) -> PoolRun:
@@ -264,7 +264,7 @@ class _Dispatcher:
         arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
         serve = self._prompt if self.packing is None else self._step
         idle = [(-_NEVER, group) for group in range(self.pool.replicas)]
-        busy: list[tuple[float, int]] = []  # when the first rank of each other group is free
+        busy: list[tuple[float, int]] = []  # time at which the first rank of each other group is free
         queue, arrived, now = self.queue, 0, -_NEVER
         while True:
             next_s = arrivals[arrived]

@@ -77,7 +77,7 @@ class GroupAnswer:
 
     gpus_per_group: int
     replicas: int
-    weights: str  # how the weights lie on a group: whole, or as engines name it, such as tp4 or tp2+pp4
+    weights: str  # placement of the weights on a group: whole, or an engine's name such as tp4 or tp2+pp4
     strategy: str  # the strategy with the largest share of their time
     strategies: Mapping[str, float]  # share of their time, by strategy
     context_range: tuple[int, int]  # new tokens (context less cached prefix), both ends included
@@ -104,8 +104,8 @@ class Growth:
 
     serves: float  # served multiple of the traffic
     next: float | None  # times the traffic that it does not serve; None: it serves all that were simulated
-    num_gpus: int | None = None  # that prefill with more of the same groups, at the next; None: more than allowed
-    decode_gpus: int = 0  # that decode at the next
+    num_gpus: int | None = None  # GPUs that prefill in the next larger fleet; None: more than allowed
+    decode_gpus: int = 0  # GPUs that decode in the next larger fleet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from planner.search.search import search
 
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
 _ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # more strategies take four times as long on a bus
-_LENGTHS_PER_DOUBLING = 8  # that are simulated; times between them are interpolated
+_LENGTHS_PER_DOUBLING = 8  # simulated lengths; times between them are interpolated
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 _TILE = 128  # tokens, rows of an attention kernel's tile
 _BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares of the shorter and the longer length

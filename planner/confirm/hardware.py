@@ -158,7 +158,7 @@ class MemoryBudget:
     """Memory that ranks share, of a GPU or of this host."""
 
     limit_bytes: float  # usable by all of them
-    num_ranks: int  # that share it, those without a chunk included
+    num_ranks: int  # ranks that share it, those without a chunk included
     on_gpu: bool
     mode: Mode
 

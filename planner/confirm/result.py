@@ -169,7 +169,7 @@ class Confirmation(Answer):
     def max_logit_error(self) -> float | None:
         """The largest difference of any candidate's logits from a single process's; None: not compared."""
         errors = [one.timing.difference.logits for one in self.candidates if one.timing.difference is not None]
-        return float(np.max(errors)) if errors else None  # which keeps NaN, unlike max()
+        return float(np.max(errors)) if errors else None  # unlike max(), this keeps NaN
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class RunResult:
 
     question: Question
     strategy: Strategy
-    num_gpus: int  # that the strategy uses
+    num_gpus: int  # GPUs of the strategy
     timing: Timing  # TTFT of each repetition, and other measurements
     predicted_s: float | None  # by the profile; None: without a profile
     conditions: Mapping[str, str]

@@ -57,7 +57,7 @@ class SearchTask:
     seed: Partition  # the plan's
     budget_s: float
     journal: Path
-    known: Sequence[tuple[float, float]] = ()  # what `measure` has returned so far in an interrupted search
+    known: Sequence[tuple[float, float]] = ()  # earlier results of `measure` in an interrupted search
 
     def facts(self) -> dict[str, str]:
         """Return the facts that determine the ranks' prefills, and so must be equal on all ranks."""

@@ -37,7 +37,7 @@ class MapPoint(Prediction):
 
     context_len: int  # tokens
     link_bandwidth_bytes_per_s: float  # one way
-    num_gpus: int  # that the strategy may use; `single` uses one of them
+    num_gpus: int  # GPUs of the strategy; `single` uses one
     strategy: str
     peak_bytes: int  # of the GPU that needs the most
     sensitivities: Sensitivities = field(default=UNKNOWN, repr=False, compare=False)

@@ -160,7 +160,7 @@ class _Row:
     """A strategy's TTFTs for one batch and cached prefix."""
 
     ttft_s: tuple[float, ...]  # at each grid point
-    most_new_tokens: int  # that fit in memory
+    most_new_tokens: int  # most tokens that fit in memory
     ends: tuple[tuple[float, float], ...]  # of the interval over TTFT, at the sampled points; empty: not simulated
 
 

@@ -53,7 +53,7 @@ class TtftPredictor(GridFile):
     command: ClassVar[str] = "kvrsim predictor build"
     rows: ClassVar[str] = "strategies"
 
-    kvrsim_version: str  # that built it
+    kvrsim_version: str  # version that built it
     longest_context: int  # tokens, cached prefix and new ones together
     new_tokens: tuple[int, ...]  # grid points, ascending, as are those below
     cached_prefix: tuple[Whole, ...]

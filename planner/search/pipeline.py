@@ -94,7 +94,7 @@ PAGE = 64  # tokens; ends of pieces are multiples, and engines' page sizes divid
 MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
 _EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
 _REFINED, _POLISHED = 6, 3  # seeds that are refined; and polished
-_SLOW = 1.3  # how much slower than the best of all the best of a number of pieces is where seeds end
+_SLOW = 1.3  # a number of pieces whose best is this much slower than the best of all ends the seeds
 _TIMES, _ROUNDS = 96, 48  # descents with a piece more or less, over the ends, at most 4; and rounds of each
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates per round; cells: x pieces x stages
 _BALANCING = 24
@@ -223,7 +223,7 @@ class _Search:
         seeds = self._seeds()
         if self._is_hopeless(seeds[0][1]):
             return seeds[0]
-        few = self._most(len(seeds[0][0])) < _MOST_MOVES // 2  # where a candidate takes long
+        few = self._most(len(seeds[0][0])) < _MOST_MOVES // 2  # a candidate takes long
         refined = sorted((self._refined(row) for row, _ in seeds[: _REFINED // (1 + few)]), key=lambda one: one[1])
         if self._is_hopeless(refined[0][1]):
             return refined[0]

@@ -50,7 +50,7 @@ class QuantizationSteps:
 
     chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step of the cost
     seconds: tuple[NonNegative, ...]  # extra time after each step, cumulative, without a prefix
-    seconds_per_prefix_token: tuple[NonNegative, ...]  # what every token of prefix adds to it
+    seconds_per_prefix_token: tuple[NonNegative, ...]  # addition per token of prefix
 
     def __post_init__(self) -> None:
         lengths = list(self.chunk_lens)
@@ -155,7 +155,7 @@ class TableSetting:
     cached_prefix: Whole  # tokens
     prefix_placement: str = "all"  # where its K and V lie
     engine: str = NO_ENGINE  # its name, or "none"
-    strategy: str = KVR_S.name  # whose partitions were searched
+    strategy: str = KVR_S.name  # strategy of the searched partitions
     expert_parallel: str = "off"  # or its imbalance
     fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
 
@@ -295,7 +295,7 @@ class PartitionTable(GridFile):
     file_format: ClassVar[str] = "kvrsim partition table"
     command: ClassVar[str] = "kvrsim table build"
     rows: ClassVar[str] = "entries"
-    kvrsim_version: str  # that built it
+    kvrsim_version: str  # version that built it
     setting: TableSetting
     steps: QuantizationSteps
     entries: tuple[TableEntry, ...]  # rising in num_gpus, then context_len; none twice

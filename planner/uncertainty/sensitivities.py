@@ -241,7 +241,7 @@ def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource
     UNCOMPARED_KINDS.
     """
     engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
-    if engine is not None and engine.fit is not None and engine.fit.widths:  # whose errors contain the kernels'
+    if engine is not None and engine.fit is not None and engine.fit.widths:  # the engine's errors contain the kernels'
         return {}
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
     if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):

@@ -522,7 +522,7 @@ TERM_MEANINGS = {  # of an engine's record
     "collective_s": "each collective of tensor parallelism, next to its kernel",
     "kernel_scale": "kernels' seconds over the profile's",
 }
-_UNKNOWN = {  # what the ranges of whole TTFTs are for, as in EngineFit.widths
+_UNKNOWN = {  # kinds of uncertainty in ranges of whole TTFTs, as in EngineFit.widths
     "setting": "measured over predicted",
     "model": "the same for a model_type that was not measured",
     "gpu": "the same on a GPU that was not measured",

@@ -62,7 +62,7 @@ class Exchange(CacheListener):
         """memory: per layer, shared in turn with other prefills; None: its own. Raises InputError as `chunk_of`."""
         self.forward, self.transport, self.plan, self.clock = forward, transport, plan, clock
         self.geometry, self.rank = forward.geometry, transport.rank
-        self.layer: int | None = None  # that the rank has reached
+        self.layer: int | None = None  # the layer that the rank has reached
         self._receives: dict[int, list[tuple[int, Pending]]] = {}  # by layer: source and message
         self._sends: list[Pending] = []
         self.chunk = self.chunk_of(plan, transport.rank, transport.size)
