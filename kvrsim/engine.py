@@ -35,7 +35,7 @@ WIDTHS = ("setting", "model", "gpu", "version", "short")  # rows left out of a f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFit:
-    """How far predictions with the engine are from prefills that were measured on it."""
+    """Errors of predictions with the engine against prefills that were measured on it."""
 
     source: str  # where the prefills were published, or who measured them
     num_rows: Whole
@@ -71,7 +71,7 @@ class Engine:
     name: str
     title: str  # engine and version in words
     description: str  # one sentence: machines, models and rows that it rests on
-    not_covered: str  # one sentence: what it does not stand for
+    not_covered: str  # one sentence: cases without measurements
     host: HostRates
     kernel_scale: Mapping[str, float] = field(default_factory=dict)
     model_types: Mapping[str, float] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
 
 
 def _distance(one: str, other: str) -> tuple[int, ...]:
-    """How far apart two versions are, number by number."""
+    """Difference between two versions, number by number."""
     pairs = zip_longest(*([int(part) for part in re.findall(r"\d+", text)] for text in (one, other)), fillvalue=0)
     return tuple(abs(a - b) for a, b in pairs)
 

@@ -247,7 +247,7 @@ class Scenario:
 
     @cached_property
     def expert_placement(self) -> ExpertPlacement:
-        """How routed experts lie on the GPUs."""
+        """Placement of routed experts on the GPUs."""
         layout = self.layout or (self._spread_over_all if self.expert_parallel else Layout())
         return ExpertPlacement(
             layout=layout,
@@ -265,7 +265,7 @@ class Scenario:
 
     @cached_property
     def prefix_access_plan(self) -> PrefixAccessPlan:
-        """How attention comes to the cached prefix."""
+        """Access of attention to the cached prefix."""
         placement = self.prefix_placement if self.request.cached_prefix else ON_EVERY_RANK
         return plan_prefix_access(placement, self.prefix_access, self.cluster)
 
@@ -306,7 +306,7 @@ class Scenario:
 
     @property
     def host(self) -> HostRates:
-        """What the software adds: the engine's, or what the profile was measured with."""
+        """Host costs: the engine's, or those of the profile."""
         if self.engine is not None:
             return self.engine.host_of(self.model.model_type)
         return NO_HOST if self.profile is None else self.profile.host
@@ -353,7 +353,7 @@ class Scenario:
 
     @property
     def traits(self) -> KernelTraits:
-        """What all kernels have in common."""
+        """Traits that all kernels share."""
         batch, element_bytes = self.request.batch, self.request.dtype_bytes
         if self.profile is None:
             return KernelTraits(kernel=self.kernel, batch=batch, element_bytes=element_bytes)

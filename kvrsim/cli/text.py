@@ -73,7 +73,7 @@ def show(*parts: Part) -> None:
 
 
 def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
-    """What `show` prints, at a width."""
+    """Lines of `show` at a width."""
     from rich.segment import Segment, Segments
 
     drawn = []
@@ -154,7 +154,7 @@ def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
 
 
 def _drawn(part: str | Table | Facts, gap: int) -> Any:
-    """What Rich draws."""
+    """Renderables for Rich."""
     from rich.table import Table as Grid
     from rich.text import Text as Styled
 
@@ -213,7 +213,7 @@ def _plain(value: Any) -> str:
 
 
 def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
-    """What was measured, in one line, for a chart."""
+    """Subtitle of a chart: the measured task, in one line."""
     return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
 
 
@@ -246,7 +246,7 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
 
 
 def measured_header(question: Question, conditions: Mapping[str, str]) -> tuple[Text, Text]:
-    """What was measured on this machine, in two lines; the profile is of the prediction, if there is one."""
+    """Header of a measurement in two lines, with the prediction's profile if there is one."""
     from kvrsim.scenario import ROOFLINE
 
     first, _ = header(question, question.cluster)
@@ -281,7 +281,7 @@ def rests_on_line(question: Question, *more: str) -> str:
 
 
 def coverage_text(coverage: float | None) -> str:
-    """How far 80 % intervals were right; coverage: as of interval_title."""
+    """Note on the coverage of 80 % intervals; `coverage` as in interval_title."""
     share = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of held-out TTFTs"
     return f"intervals made to hold 80 % {share}"
 
@@ -305,7 +305,7 @@ def add_users(table: Facts, loop: ClosedLoop | None, mean_ttft_s: float | None) 
 
 
 def add_misfits(table: Facts, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:
-    """What does not fit in memory."""
+    """Note on a lack of memory."""
     for line in over_memory(memory, limit):
         table.add_row("", f"{strategy}, {line}")
 
@@ -336,6 +336,6 @@ def _parts(rank_memory: RankMemory) -> list[str]:
 
 
 def mean_change(noisy: Distribution) -> str:
-    """How much longer the mean TTFT is under noise."""
+    """Note on the mean TTFT under noise, relative to that without noise."""
     more = round(noisy.mean.value_s / noisy.quiet_s - 1, 4) + 0.0  # no "-0.0%"
     return f"mean {more:+.1%} over noise-free"

@@ -221,7 +221,7 @@ class _Rank:
     loaded_s: Array | float = 0.0  # time at which the loads so far have left their link
 
     def issue(self, host_s: float) -> Array:
-        """When the device has come to an operation that the host takes that long to issue."""
+        """Time at which the device reaches an operation with that issue time on the host."""
         self.host_s += host_s
         return np.maximum(self.clock, self.host_s) if self.host_s else self.clock
 
@@ -426,7 +426,7 @@ class BatchEvaluator:
         rank.loaded_s = left_s if load.ahead else rank.clock.copy()
 
     def _left_s(self, edge: Edge, start_s: Array, busy_s: Array) -> Array:
-        """When a message that starts then has left, which noise may delay."""
+        """Departure of a message that starts then, which noise may delay."""
         if self.draw is None:
             return start_s + busy_s
         number = self.num_messages[edge] = self.num_messages.get(edge, -1) + 1
@@ -543,11 +543,11 @@ class BatchEvaluator:
         return rows[..., None] if self.draw is not None else rows
 
     def _free_s(self, edges: _Edges) -> Array:
-        """When these links are free."""
+        """Time at which these links are free."""
         return np.array([self.links_s.get(edge, self.never) for edge in edges.pairs])
 
     def _sent_s(self, edges: _Edges, start_s: Array, busy_s: Array) -> Array:
-        """When each rank's message over its edge has left."""
+        """Departure of each rank's message over its edge."""
         if self.draw is None:
             return start_s + busy_s
         return np.stack([self._left_s(edge, start_s[index], busy_s[index]) for index, edge in enumerate(edges.pairs)])

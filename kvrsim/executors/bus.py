@@ -207,7 +207,7 @@ class _Graph:
         self.lanes[(rank, *way)].append(_Post(len(self.tracks[rank].missing), later, busy_s, key))
 
     def _issue(self, track: _Track, host_s: float) -> _Later:
-        """When the device has come to an operation that the host takes that long to issue."""
+        """Time at which the device reaches an operation with that issue time on the host."""
         track.host_s += host_s
         track.lags = track.lags or host_s > 0
         return track.now.at_least(track.host_s) if track.lags else track.now
@@ -470,12 +470,12 @@ class _Run:
         return self.ready_s.reshape(self.num_ranks, -1)
 
     def passed_s(self, marks: Sequence[_Mark]) -> Array:
-        """When each rank has passed its mark, shape (ranks, B)."""
+        """Time at which each rank has passed its mark, shape (ranks, B)."""
         over_s = self.over_s.reshape(-1, self.num_ranks, self.num_rows)
         return np.stack([over_s[mark.num_waits, rank] for rank, mark in enumerate(marks)])
 
     def all_left_s(self, periods: int) -> Array:
-        """When all messages of each period have left, shape (periods, B); each has as many messages per lane."""
+        """Departure of all messages of each period, shape (periods, B); each has as many messages per lane."""
         left_s = self.left_s.reshape(len(self.left_s), -1, self.num_rows)
         lanes = [left_s[:count, lane].reshape(periods, -1, self.num_rows) for lane, count in enumerate(self.num_posts)]
         return np.asarray(np.concatenate(lanes, axis=1).max(axis=1))
@@ -552,7 +552,7 @@ class _Run:
         return self.notices.of(causes, self.row_of.take(places), ready_s, self.num_rows)
 
     def _next_s(self, slots: Index, number: Index) -> Array:
-        """When these messages may enter; infinite: the wait before is not over, or there is no message."""
+        """Time at which these messages may enter; infinite before the previous wait ends, or without a message."""
         after = self.after.take(number * self.num_lanes + self.lane_of.take(slots))
         at = number * self.number.size + slots
         ready_s = self.over_s.take(after * self.size + self.owner_place.take(slots)) + self.post_s.take(at)

@@ -200,7 +200,7 @@ class _ChainRun:
         return np.asarray(leads.all(axis=0))
 
     def _after(self, layers: int, *, last_only: bool) -> Array:
-        """When each rank, or the last one alone, has finished that many layers from the receive on."""
+        """End of each rank, or only of the last, that many layers later, counted from the receive."""
         self._pass_on(as_issued=False)
         after = self._after_overlap if self.overlaps else self._after_rendezvous
         finish_s = after(layers - 1, last_only=last_only)
@@ -210,7 +210,7 @@ class _ChainRun:
         return finish_s
 
     def _after_overlap(self, more: int, *, last_only: bool) -> Array:
-        """When ranks have appended that many layers later; every time is convex in their number."""
+        """Time at which ranks have appended that many layers later; every time is convex in their number."""
         layer_s = self.before_s + self.append_s + self.rest_s
         alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # without any wait
         on_s = self.latency_s + self.append_s[1:]  # from the end of a message to the end of its append
@@ -284,7 +284,7 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
 
 
 def _busy_s(paths: Sequence[Path], nbytes: Array) -> Array:
-    """How long each message keeps its path busy, shape (ranks - 1, B); nbytes: that each rank sends."""
+    """Seconds that each message keeps its path busy, shape (ranks - 1, B); `nbytes` are the ranks' bytes."""
     parts, first = [], 0
     for path, same in groupby(paths):
         after = first + len(list(same))

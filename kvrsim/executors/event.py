@@ -91,7 +91,7 @@ class FairBus:
 
 
 class Link:
-    """What a pair of ranks sends over: one message at a time, first in, first out, alone or on a bus."""
+    """The link of a pair of ranks: one message at a time, first in, first out, on its own or on a bus."""
 
     def __init__(
         self, env: simpy.Environment, path: Path, bus: FairBus | None = None, ends_s: EndsAt | None = None

@@ -214,7 +214,7 @@ class _PipelineRun:
         host_s[:, 0] = [each_s[list(own)].sum() for own in layers]
 
     def finish_s(self) -> Array:
-        """When each rank has finished, shape (ranks, B)."""
+        """Finish time of each rank, shape (ranks, B)."""
         begin_s = np.broadcast_to(_end_s(self.prologue, 0.0, 0.0), self.shape[1:])
         clock = self._in_steps(begin_s) if self.rendezvous or self.gathers else self._in_turn(begin_s)
         clock[-1, -1] = _end_s(self.epilogue, clock[-1, -1], self.host_s)

@@ -186,7 +186,7 @@ class Run:
 
     @property
     def ttft_s(self) -> float:
-        """When the last rank has finished."""
+        """Time at which the last rank ends."""
         return self.finish_s[-1]
 
 

@@ -49,7 +49,7 @@ _NOT_COUNTED = np.full(1, np.nan)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCall:
-    """What one attention call covers."""
+    """Size of one attention call."""
 
     chunk: Array  # queries
     prefix: Array  # keys before the first query's own, as far as the window lets any query see
@@ -230,7 +230,7 @@ class BlockedRates:
         )
 
     def _covered(self, call: AttentionCall) -> Array:
-        """What one head covers, in elements of the rectangle."""
+        """Elements of the rectangle of one head."""
         if not call.own:
             whole = call.chunk * call.prefix
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)

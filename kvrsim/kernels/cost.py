@@ -44,7 +44,7 @@ class KernelTraits:
 
 
 class Part(NamedTuple):
-    """What the time of a device is made of, for sensitivities and breakdowns."""
+    """Part of a device's time, for sensitivities and breakdowns."""
 
     kind: str  # one of OPERATION_KINDS
     product: Product | None = None  # the matrix product, for kind gemm

@@ -81,7 +81,7 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
 
 
 def _priced(types: list[str | None], profile: CalibrationProfile) -> Iterator[str]:
-    """How experts with rates are priced; coverage_notes names the others."""
+    """Note on the rates of experts; coverage_notes names experts without rates."""
     rates, fit = profile.kernels.experts, profile.operations.get("experts")
     covered = [kind for kind in types if rates is not None and rates.covers(kind, 2)]
     if rates is None or not covered:

@@ -56,7 +56,7 @@ _RATE = {"unit": "bytes_per_s"}  # unit of fields whose name has none
 
 
 class Traffic(NamedTuple):
-    """What one step of a layer moves through device memory."""
+    """Bytes of one step of a layer through device memory."""
 
     op: ElementwiseOp | Literal["merge"]
     nbytes: float  # read and written, per token
@@ -96,7 +96,7 @@ class ElementwiseRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheCopies:
-    """How often K and V are copied, each time read and written, on their way into the cache."""
+    """Number of copies of K and V on their way into the cache; each copy reads and writes them."""
 
     keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
     append: NonNegative  # additional bytes where a chunk is appended to a prefix (torch.cat)

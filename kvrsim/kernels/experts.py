@@ -120,7 +120,7 @@ class GroupedRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRates:
-    """What grouped products reach, by type."""
+    """Rates of grouped products by type."""
 
     half: GroupedRates  # fp16, bf16
     types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class RoutedExperts:
 
     @property
     def exchange(self) -> Exchange:
-        """How tokens come to experts of other ranks."""
+        """How tokens reach experts of other ranks."""
         return self.placement.layout.exchange
 
     @property

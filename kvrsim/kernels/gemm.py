@@ -116,7 +116,7 @@ class MeasuredShape:
 
 
 def pieces(amount: Array, size: float | Array) -> Array:
-    """How many pieces of a size cover an amount; a fit has a size for each of its rows."""
+    """Number of pieces of a size that cover an amount; a fit has a size for each of its rows."""
     # Of a power of 2, which most are, the inverse is exact, and the product faster.
     if isinstance(size, int | float) and math.frexp(size)[0] == 0.5:
         return np.asarray(np.ceil(amount * (1.0 / size)))
@@ -158,7 +158,7 @@ def summed(costs: Sequence[RowCost]) -> RowCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmRates:
-    """What matrix products reach on one device with one library."""
+    """Rates of matrix products on one device with one library."""
 
     flops_per_s: float  # of the whole device in full waves, at the burst clock
     bytes_per_s: float  # rate of weights and activations over device memory

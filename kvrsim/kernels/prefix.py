@@ -113,7 +113,7 @@ class PrefixAccessPlan:
         )
 
     def load_state(self, state_bytes: Array) -> Load | None:
-        """What the first rank loads for a layer whose prefix is a state; None: it has it."""
+        """The first rank's load for a layer whose prefix is a state; None if the rank has the state."""
         return self._from_source(state_bytes)
 
     def _from_source(self, nbytes: Array) -> Load | None:
@@ -153,7 +153,7 @@ def _between(cluster: Cluster) -> Path:
 
 
 def placement_notes(placement: PrefixPlacement, cluster: Cluster, cached_prefix: int) -> list[str]:
-    """What a prediction rests on where the prefix does not lie on every rank; nothing without a prefix."""
+    """Notes on a prefix that is not on every rank; none without a prefix."""
     if placement.place == "all" or not cached_prefix:
         return []
     path = placement.path(cluster)

@@ -65,7 +65,7 @@ GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRates:
-    """What the device reaches; every rate at or below the datasheet's."""
+    """Rates of the device, at most the datasheet's."""
 
     gemm: GemmRates  # projections, MLP and head
     attention: AttentionByKernel
@@ -115,7 +115,7 @@ class KernelRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRates:
-    """What a point-to-point message reaches."""
+    """Rates of a point-to-point message."""
 
     link: str  # name of the LinkSpec that was measured
     bandwidth_bytes_per_s: float  # one way
@@ -131,7 +131,7 @@ class LinkRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidRange:
-    """What the calibration has seen; outside it a prediction is an extrapolation."""
+    """Range of the calibration; outside this range a prediction is an extrapolation."""
 
     context_len: TokenSpan  # tokens, smallest and largest
     num_gpus: TokenSpan
@@ -167,7 +167,7 @@ Gather = Literal["ring", "collective"]  # an all-gather: sends between neighbour
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationFit:
-    """How well one kind of operation is known."""
+    """Source and errors of one kind of operation."""
 
     source: str  # origin of the numbers, in a few words
     num_rows: Whole  # measurements; 0: counted or set by hand

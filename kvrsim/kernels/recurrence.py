@@ -45,7 +45,7 @@ _FP32 = 2  # elements of half precision in one of fp32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrenceCall:
-    """What one recurrence covers: tokens of each sequence."""
+    """Size of one recurrence: tokens of each sequence."""
 
     tokens: Array
     kind: str  # one of RECURRENCES, see kvrsim.model.mixers.Recurrence

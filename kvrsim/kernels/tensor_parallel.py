@@ -28,7 +28,7 @@ class Ring:
         return (self.size - 1) * step_s
 
     def gathered_bytes(self, nbytes: Array) -> Array:
-        """What each GPU sends meanwhile."""
+        """Bytes that each GPU sends during the collective."""
         return nbytes * ((self.size - 1) / self.size)
 
 
@@ -56,7 +56,7 @@ class Group:
         return self._launch_s + self.across.gather_s(nbytes / self.inside.size) + self.inside.gather_s(nbytes)
 
     def sent_bytes(self, nbytes: Array) -> Array:
-        """What each GPU sends during an all-gather of `nbytes` in all; twice that during an all-reduce."""
+        """Bytes that each GPU sends during an all-gather of `nbytes` in total; an all-reduce sends twice as many."""
         return self.inside.gathered_bytes(nbytes) + self.across.gathered_bytes(nbytes / self.inside.size)
 
     @property

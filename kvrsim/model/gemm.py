@@ -83,7 +83,7 @@ class Gemm:
         return self.weights.nbytes(self.in_features // self.groups, self.out_features) + bias
 
     def share(self, size: int) -> Gemm:
-        """What one of `size` GPUs holds of a matrix that is split by columns or rows, or not at all."""
+        """The part of a matrix on one of `size` GPUs, split by columns or rows, or not at all."""
         groups = max(1, self.groups // size)
         if self.split == "columns":
             in_features = self.in_features * groups // self.groups

@@ -166,7 +166,7 @@ def config_path(name: str, argument: str) -> Path:
 
 
 def read_config(config: JsonObject, name: str) -> ModelSpec:
-    """The model that a config.json describes, of several the text model; InputError names the file and the key."""
+    """Read the model of a config.json, or its text model. Raises InputError naming the file and the key."""
     text, left_out = read_text_part(config)
     if not text.has("model_type"):
         raise text.error("model_type", "the model_type of a decoder-only model")
@@ -202,7 +202,7 @@ def _dtype_of(config: JsonObject) -> str | None:
 
 @cache
 def model_type_data(model_type: str) -> dict[str, Any] | None:
-    """What kvrsim knows of a model type (see kvrsim/model/template.py); None: nothing."""
+    """The data of a model type (see kvrsim/model/template.py); None if there are none."""
     path = _DATA / "types" / f"{model_type}.json"
     if "/" in model_type or "\0" in model_type or len(model_type) > 100 or not path.is_file():
         return None

@@ -95,7 +95,7 @@ class _Mixer:
         return self.cache_bytes(tokens, element_bytes)
 
     def share(self, size: int) -> Self:
-        """What one of `size` GPUs holds: its heads; latents, shared keys and what makes them are on every GPU."""
+        """The mixer on one of `size` GPUs: a share of the heads; latents and shared keys are on every GPU."""
         return replace(  # type: ignore[type-var]  # every subclass is a dataclass
             self,
             projections=tuple(gemm.share(size) for gemm in self.projections),
@@ -320,7 +320,7 @@ class Recurrence(_Mixer):
         return np.where(np.asarray(tokens) > 0, self.state_bytes(element_bytes), 0.0)
 
     def share(self, size: int) -> Recurrence:
-        """What one of `size` GPUs holds: its heads; a key head or group that does not divide lies on several."""
+        """The mixer on one of `size` GPUs: a share of the heads; a key head that does not divide is on several GPUs."""
         keys = max(1, self.num_key_heads // size)
         values = self.num_value_heads * self.value_head_dim
         queries_keys = self.conv_channels - values  # channels of queries and keys

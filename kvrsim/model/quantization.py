@@ -144,7 +144,7 @@ _MOST_NAMES, _LONGEST_NAME = 100_000, 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """Which matrices have a format."""
+    """The matrices that have a format."""
 
     weights: WeightFormat
     only: Modules | None = None  # None: all linear layers

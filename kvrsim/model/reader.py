@@ -185,7 +185,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         return super()._count_flops(func_packet, out, args, kwargs)
 
     def starts(self, place: str) -> int:
-        """When the first module or product within a module begins."""
+        """Position in the order at which the first module or product within a module begins."""
         return min(number for name, number in self.order.items() if f"{name}.".startswith(f"{place}."))
 
     def within(self, place: str) -> int:
@@ -405,7 +405,7 @@ class _Reader:
         return tensor
 
     def _weights(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """What tokens are multiplied with in a module, by the name of the module or of the parameter."""
+        """Weights of the products in a module, by the name of the module or of the parameter."""
         found = {}
         for place, inside in module.named_modules():
             for key, one in inside._parameters.items():
@@ -635,7 +635,7 @@ class _Reader:
         return self._attention(parts, indexer, cached)
 
     def _states(self, parts: _Parts) -> list[torch.Tensor]:
-        """What a mixer keeps or returns besides its output, where the class's cache has no place for it."""
+        """Values that a mixer keeps or returns besides its output, for which the class's cache has no place."""
         own = [one.recurrent_states for one in parts.module.modules() if hasattr(one, "recurrent_states")]
         number, linear = _attribute(parts.module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
         if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
@@ -748,7 +748,7 @@ class _Reader:
         )
 
     def _indexer(self, parts: _Parts) -> Indexer | None:
-        """What chooses keys; its projections leave those of the mixer."""
+        """The indexer, which chooses keys; its projections leave those of the mixer."""
         if getattr(parts.module, "skip_topk", False):
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None

@@ -37,7 +37,7 @@ class LinkError(KvrsimError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What went wrong on one rank."""
+    """An error on one rank."""
 
     rank: int
     kind: FaultKind

@@ -158,7 +158,7 @@ def check_kernel(model_type: str, attention: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """What the layers keep of tokens, as it is stored and sent, and where the model has its parts."""
+    """The caches of all layers, as stored and sent, and the places of the model's parts."""
 
     model_type: str  # Hugging Face architecture
     layouts: tuple[Layout, ...]  # by layer

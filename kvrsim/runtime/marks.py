@@ -226,7 +226,7 @@ class RankTrace:
 
     @property
     def end_s(self) -> float:
-        """When the rank's part was done, the first token included."""
+        """Time at which the rank's part ended, the first token included."""
         return self.start_s + self.marks[-1].device_s
 
     def of(self, name: str) -> list[Mark]:

@@ -45,7 +45,7 @@ class Prefill:
 
     @property
     def exchange(self) -> Exchange:
-        """What this rank runs, keeps and sends."""
+        """The part that this rank runs, keeps and sends."""
         assert self._exchange is not None
         return self._exchange
 

@@ -143,7 +143,7 @@ def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How far a prefill on several ranks is from the same in one process."""
+    """Difference between a prefill on several ranks and the same prefill in one process."""
 
     logits: float  # largest difference of the last token's logits
     logits_scale: float  # largest magnitude of a logit

@@ -50,7 +50,7 @@ _ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSlot:
-    """What a worker knows of its place."""
+    """A worker's place among the ranks."""
 
     rank: int
     store: str  # where ranks find each other, as torch.distributed takes it
@@ -60,7 +60,7 @@ class RankSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How ranks are started."""
+    """Settings of the start of ranks."""
 
     num_ranks: int
     device: str = "cpu"  # "cpu", or "cuda": rank r takes GPU r modulo their number

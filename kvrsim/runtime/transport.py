@@ -32,7 +32,7 @@ Edge = tuple[int, int]  # source and destination rank
 # NCCL takes up to 32 of them, a quarter of an A100 or H100, from the layers that the rank computes meanwhile.
 MAX_BLOCKS = 8
 _MAX_BYTES = 2**28  # of one rank's value in `exchange`
-_PACKAGES = ("kvrsim", "planner", "calibrate", "validate", "tests")  # whose data classes may travel between ranks
+_PACKAGES = ("kvrsim", "planner", "calibrate", "validate", "tests")  # packages whose data classes may travel
 
 
 class Pending(Protocol):

@@ -1,4 +1,4 @@
-"""What a strategy is, and what its program may ask for."""
+"""Base classes of strategies, and the operations that their programs use."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def tsp_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def others(step: Step, rank: int) -> Array:
-    """What attention over the gathered context sees besides the chunk: all other tokens, masked or not."""
+    """Keys of attention over the gathered context outside the chunk: all other tokens, masked or not."""
     return step.costs.mixer.gathered_prefix(step.chunks[rank], step.starts[rank], step.chunks[-1] + step.starts[-1])
 
 

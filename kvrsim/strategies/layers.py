@@ -126,7 +126,7 @@ def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | N
 
 
 def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
-    """What the model must fulfil for the strategy on this number of ranks; None if it does."""
+    """The requirement that a model and number of ranks do not meet; None if they meet all."""
     stages, context = 1, ranks
     if strategy.pipeline is not None:
         context = strategy.degrees.context or 1

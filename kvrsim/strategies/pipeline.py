@@ -27,7 +27,7 @@ from kvrsim.strategies.single import SINGLE
 
 
 def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
-    """How many layers each rank has; the first ranks have the one more that there may be."""
+    """Number of layers of each rank; the first ranks have one more if they do not divide."""
     share, rest = divmod(num_layers, num_ranks)
     return tuple(share + (rank < rest) for rank in range(num_ranks))
 
@@ -69,7 +69,7 @@ def shares(pieces: Array, ranks: int) -> list[Array]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceOps:
-    """What the context ranks of a stage do: operations of all pieces at once, with arrays of shape (M, B)."""
+    """Operations of a stage's context ranks for all pieces at once, with arrays of shape (M, B)."""
 
     lengths: Array  # tokens of each piece, shape (M, B)
     starts: Array  # tokens before each piece, shape (M, B)

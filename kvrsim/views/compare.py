@@ -16,7 +16,7 @@ from kvrsim.views.table import INTERVAL_TITLES, Cell, Column, Table, format_inte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedStrategy(Prediction):
-    """What an answer says of one strategy."""
+    """One strategy in an answer."""
 
     strategy: str
     peak_bytes: tuple[float, ...] = ()  # of each GPU
@@ -75,7 +75,7 @@ def _parts(question: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 
 
 def headline(answers: Sequence[SavedAnswer]) -> str:
-    """Which answer is the fastest, and by how much."""
+    """Name the fastest answer, and its lead."""
     some = sorted((one.best.ttft_s, one.name, one.best.strategy) for one in answers if one.best is not None)
     if not some:
         return "Nothing fits in any of the answers."

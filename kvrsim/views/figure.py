@@ -111,7 +111,7 @@ class Head:
 
     @property
     def _short_title(self) -> str:
-        """What fits in one line."""
+        """The words that fit in one line."""
         return textwrap.shorten(printable(self.title), int(8.4 * self.width), placeholder=" …")
 
     @property
@@ -163,7 +163,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank does until it has finished."""
+    """Time of one rank by activity, until it ends."""
 
     computes_s: float
     waits_s: float

@@ -145,7 +145,7 @@ def draw_lanes(
 
 
 def _layers_of_a_rank(spans: Iterable[Span]) -> int:
-    """How many layers the busiest rank passes."""
+    """Number of layers of the busiest rank."""
     counts: dict[int, int] = {}
     last: dict[int, int | None] = {}
     for span in spans:
@@ -184,7 +184,7 @@ def _boxes(axes: Axes, boxes: list[Box], **style: Any) -> None:
 def _draw_pixels(
     axes: Axes, spans: Iterable[Span], start_s: float, end_s: float, pixels: int, *, alternates: bool
 ) -> None:
-    """Each pixel has the mean colour of what it covers; long waits are hatched, and messages take at least a pixel."""
+    """Draw each pixel in the mean colour of its spans; long waits are hatched, messages take at least a pixel."""
     pixel_s = (end_s - start_s) / pixels
     lanes: dict[tuple[int, bool], dict[str, list[tuple[float, float]]]] = {}
     waits: list[Box] = []

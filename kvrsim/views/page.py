@@ -277,7 +277,7 @@ def facts_of(question: Question) -> dict[str, str]:
 
 
 def label_of(name: str) -> str:
-    """What a part of a question is called."""
+    """Label of a part of a question."""
     return _LABELS.get(name, name.removesuffix("_s").removesuffix("_bytes_per").replace("_", " "))
 
 

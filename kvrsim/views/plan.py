@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def figure(plan: Plan) -> Figure:
-    """What the best strategy does when, where that was recorded; else the TTFTs of all strategies."""
+    """Timeline of the best strategy if recorded; else the TTFTs of all strategies."""
     line = question_line(plan)
     if plan.ties:
         line = f"cannot be told from {', '.join(plan.ties)} · {line}"

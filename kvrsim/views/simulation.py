@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def figure(result: SimResult) -> Figure:
-    """What each rank does when, where that was recorded; else how long each computes and waits."""
+    """Timeline of each rank if recorded; else each rank's computing and waiting time."""
     subtitle = " · ".join(filter(None, (_title(result), question_line(result))))
     if result.timeline is not None:
         return draw_gantt(result.timeline, answer(result), subtitle)

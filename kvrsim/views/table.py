@@ -149,7 +149,7 @@ def bytes_cell(size: float) -> Cell:
 
 
 def baseline_title(strategy: str) -> str:
-    """What a baseline is called."""
+    """Label of a baseline."""
     return "1 GPU" if strategy == "single" else strategy.upper()
 
 
@@ -224,7 +224,7 @@ def pieces_text(tokens: Sequence[int], is_pipeline: bool) -> str:
 
 
 def ranks_table(result: SimResult) -> Table:
-    """What each rank computes, waits for, sends and holds."""
+    """Table of each rank's computing, waiting, messages and memory."""
     is_gpu = result.timeline is not None and result.timeline.gpus_per_rank > 1
     ranks = {"tokens": 2, "compute": 3, "wait": 4, "sent": 5}
     titles = ("GPU" if is_gpu else "rank", "tokens", "compute", "wait", "sent", "peak memory")
@@ -313,7 +313,7 @@ _ENGINES = ("vllm", "sglang", "trtllm")
 
 
 def _would_fit(plan: Plan) -> Iterator[str]:
-    """What fits after a change of the question."""
+    """Table of changes of the question that would fit."""
     assert plan.shortfall is not None
     for one in plan.shortfall.would_fit:
         gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"

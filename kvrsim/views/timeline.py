@@ -53,7 +53,7 @@ def gantt_section(*, several: bool) -> Section:
 
 
 def timelines_data(shown: Sequence[LabelledTimeline]) -> dict[str, Any]:
-    """What SCRIPTS draw: the timelines, of which a reader sees two, and their legend."""
+    """Data for SCRIPTS: the timelines, of which a reader sees two, and their legend."""
     return {"timelines": [to_data(one) for one in shown], "legend": legend(one.timeline for one in shown)}
 
 

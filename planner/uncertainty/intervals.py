@@ -21,7 +21,7 @@ from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Low and high of a TTFT, and what makes it wide."""
+    """Low and high end of a TTFT, and the causes of its width."""
 
     low_s: float
     high_s: float

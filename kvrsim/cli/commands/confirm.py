@@ -172,7 +172,7 @@ def _measured(result: Confirmation) -> str:
 
 
 def _order(result: Confirmation) -> str:
-    """How many pairs are ordered by measurement, and how many of them by prediction as well."""
+    """Number of pairs that the measurement orders, and how many of them the prediction orders equally."""
     from planner.confirm.result import LEAST_SAMPLES
 
     number, significant, wrong = len(result.candidates), len(result.significant_pairs), result.wrong_pairs
@@ -190,7 +190,7 @@ def _order(result: Confirmation) -> str:
 
 
 def _regret(result: Confirmation) -> str:
-    """How much slower the plan's choice was than the fastest candidate, both by name."""
+    """Slowdown of the plan's choice relative to the fastest candidate, both by name."""
     choice, best = result.choice.strategy, result.best.strategy
     if result.choice is result.best:
         return f"none: the plan's choice, {choice}, was the fastest"

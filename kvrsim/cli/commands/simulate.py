@@ -98,7 +98,7 @@ def _ttft(result: SimResult, limit: int) -> str:
 
 
 def _interval(result: SimResult) -> str:
-    """What makes the interval wide."""
+    """Causes of a wide interval."""
     wide = {name: ends for name, ends in result.interval_causes.items() if max(map(abs, ends)) >= _WIDE}
     causes = ", ".join(f"{name} {low:+.1%} to {high:+.1%}" for name, (low, high) in list(wide.items())[:_MOST_CAUSES])
     return f"from {causes}" if causes else ""
@@ -152,7 +152,7 @@ def _roofline(rows: list[BreakdownRow]) -> str:
 
 
 def _known(rows: list[BreakdownRow]) -> str:
-    """How the seconds are known: one word, or one for each number of ranks."""
+    """Basis of the seconds: one word, or one for each number of ranks."""
     kinds = dict.fromkeys(row.basis for row in rows)
     if len(kinds) == 1:
         return next(iter(kinds))

@@ -145,7 +145,7 @@ def table_screen(table: PartitionTable) -> list[Part]:
 
 
 def show_built(table: PartitionTable, output: str) -> None:
-    """What a new table has and gains, and where it is."""
+    """Entries, gains and path of a new table."""
     summary, last = summary_of(table), table.entries[-1]
     summary.add_row("written:", output)
     show(summary, Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}"))
