@@ -1,4 +1,4 @@
-"""From what a user names to a Scenario, with what has to be said about it."""
+"""Build a Scenario from the names that a user gives, with notes about it."""
 
 from __future__ import annotations
 

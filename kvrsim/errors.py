@@ -48,7 +48,7 @@ def _shown(value: object, most: int) -> str:
 class NothingFits(KvrsimError):  # noqa: N818 - the name says what is wrong
     """No strategy fits in memory, so there is no best one.
 
-    shortfall: what the nearest strategy lacks, and what would fit (kvrsim.results.results.Shortfall).
+    shortfall: the nearest strategy's missing memory, and settings that would fit (kvrsim.results.results.Shortfall).
     """
 
     def __init__(self, message: str, shortfall: object) -> None:

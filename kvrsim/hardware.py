@@ -259,7 +259,7 @@ class Cluster:
     num_gpus: GpuCount  # GPUs in all
     link: LinkSpec  # between GPUs; under nodes, inside a node
     topology: Topology  # see above
-    gpus_per_node: GpuCount | None = None  # GPUs that `link` joins, under nodes; else None
+    gpus_per_node: GpuCount | None = None  # GPUs joined by `link` where there are nodes; else None
     network: LinkSpec | None = None  # one GPU's share of the network between nodes; None on one node
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 ROUGH = "rough"  # method of pieces that were not searched
 _MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # of TTFT, assumed gain of a search over a rough partition
 _MOST_GAIN_OF_CHAIN = 0.001  # over the analytical plan of KVR's chain, where its bound is proven
-CHUNKED = "pp1"  # one stage that takes the context in steps: chunked prefill
+CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
 _SHORT_PIECES = 64  # pieces per stage with which a pipeline's activations are least
 RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
 

@@ -1,4 +1,4 @@
-"""The plan: every strategy with its best partition, ranked, and a bound on what is possible."""
+"""The plan: every strategy with its best partition, in order, and a lower bound on TTFT."""
 
 from __future__ import annotations
 

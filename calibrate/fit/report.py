@@ -262,7 +262,7 @@ def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtyp
 
 
 def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
-    """The `layer` rows of one sequence whose dtype and kernel the profile has; None without any.
+    """Compare `layer` rows of one sequence in a dtype and kernel of the profile; None without such rows.
 
     A row whose kernel is not an attention kernel is assumed to be of the profile's only one, if it has just one.
     """

@@ -313,7 +313,7 @@ def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> Cali
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedTerm:
-    """A term of the engine, before and after the rows."""
+    """A term of the engine, before and after the fit to the rows."""
 
     prior: Prior
     value: float

@@ -64,7 +64,7 @@ class FairBus:
         return start_s
 
     def _serve(self) -> None:
-        """Bring what every flow has been given up to now."""
+        """Update the bytes that every flow has received until now."""
         if self.flows:
             elapsed_s = self.env.now - self.updated_s
             self.served_bytes += elapsed_s * self.bandwidth_bytes_per_s / len(self.flows)

@@ -289,7 +289,7 @@ class _PipelineRun:
     def _gather(
         self, active: Index, piece: Index, kind: Index, clock: Array, host_s: Array, ring_s: Array
     ) -> tuple[Array, Array]:
-        """An all-gather in each of these stages, as of BatchEvaluator: when ranks go on, and links are free."""
+        """An all-gather in each of these stages, as in BatchEvaluator: times of ranks, and of free links."""
         host_s += self.gather_host_s[kind][:, None, None]
         own_s = np.maximum(clock, host_s) + self.gather_launch_s[active]
         held_s, clock = own_s, own_s

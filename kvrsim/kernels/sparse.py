@@ -183,7 +183,7 @@ class SparseKernels:
 class SparseRates:
     """Rates by the unit that is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
 
-    keys: SparseKernels | None = None  # None: not measured, counted
+    keys: SparseKernels | None = None  # None: counted, not measured
     entries: SparseKernels | None = None  # None: as keys
     blocks: SparseKernels | None = None
 

@@ -116,7 +116,7 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
 
 
 def known_shape(name: str) -> tuple[str, str, int | None] | None:
-    """What a Hugging Face id or the last part of one is called here, the built-in model of its shape, and its context.
+    """Return the name for a Hugging Face id or its last part, the built-in model of that shape, and the context.
 
     None: a built-in name, a path, or no known checkpoint. Suffixes such as -Instruct do not change the shape.
     """

@@ -32,7 +32,7 @@ class Indexer:
 
     num_heads: int  # of the queries; all share one key
     head_dim: int  # of queries and keys
-    top_k: int  # keys that a query then attends to
+    top_k: int  # keys per query that are chosen
     block: int = 1  # tokens that are chosen together
     projections: tuple[Gemm, ...] = ()  # from the layer's input or its latent to index queries, keys and weights
     key_bytes: int = 0  # of one stored index key, scales included, whatever the request's dtype

@@ -31,7 +31,7 @@ class Prefill:
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
-        """memory: per layer, used by other prefills in turn; None: its own."""
+        """memory: per layer, shared in turn with other prefills; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
         self.clock = clock_of(self.geometry.device, all_streams=True)
         self.logits: Any = None  # of the last token, [B, vocabulary], after `run`, on the rank that emits it

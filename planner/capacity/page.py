@@ -311,7 +311,7 @@ def waiting(run: FleetRun, most_changes: int, bins: int) -> tuple[Array, Array]:
     order = np.lexsort((signs, changes))  # at one instant, requests leave before others arrive
     order = order[np.isfinite(changes[order])]
     times_s, number = changes[order], np.cumsum(signs[order])
-    last = np.append(np.diff(times_s) > 0, True)  # of each instant
+    last = np.append(np.diff(times_s) > 0, True)  # the last value of each instant
     if last.sum() <= most_changes:
         return times_s[last], number[last]
     edges = np.linspace(times_s[0], max(times_s[-1], times_s[0] + 1e-9), bins + 1)

@@ -124,7 +124,7 @@ class StrategyPolicy:
 
 
 def weights_of(strategy: Strategy, num_gpus: int) -> str:
-    """How the weights lie under a strategy."""
+    """Placement of the weights under a strategy."""
     sizes = strategy.degrees if strategy.partition_rule == "whole" else strategy.degrees.on(num_gpus)
     weights = replace(sizes, context=1, scheme=None, pieces="none" if sizes.pipeline == 1 else "even")
     return WHOLE if weights.name == "single" else weights.name

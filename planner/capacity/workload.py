@@ -410,7 +410,7 @@ def _bounded(file: TextIO, source: str) -> Iterator[str]:
 
 
 def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
-    """The columns of the header line, and line number and record of each line after it."""
+    """The columns of the header, then line number and record of each further line."""
     reader = csv.reader(lines)
 
     def rows() -> Iterator[list[str]]:

@@ -1,1 +1,1 @@
-"""A predictor of TTFT to take along: a grid of simulated prefills, and what lies between its points."""
+"""A predictor of TTFT that runs without kvrsim: a grid of simulated prefills, and interpolation between them."""

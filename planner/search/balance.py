@@ -75,7 +75,7 @@ class ChainWork:
         self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
         paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._paths = list(dict.fromkeys(paths))
-        # From each rank to the next; none from the last one, and, as number -1, none to the first one.
+        # Links from each rank to the next: none from the last rank, and none (index -1) to the first rank.
         self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
         self._latency_s = np.array([path.latency_s for path in paths])
 
@@ -279,7 +279,7 @@ def _starts(chain: ChainWork, chunks: Array) -> Array:
 
 
 def _longest(chain: ChainWork, targets: Array, chunks: Array, spread: float) -> Array:
-    """The longest chunks that keep all ranks within each target, shape (num_ranks, targets); from one to begin with."""
+    """The longest chunks that keep all ranks within each target, shape (num_ranks, targets), from a start value."""
 
     def needed_s(settling: Array, tried: Array) -> Array:
         return _busy_s(chain, tried, _starts(chain, settling)[:, None])

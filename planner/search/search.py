@@ -36,7 +36,7 @@ _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
-_FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride; and what they must gain of TTFT
+_FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride, and their least gain of TTFT
 _MANY_ROUNDS = 4  # rounds of a search over many ranks
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
 
@@ -85,7 +85,7 @@ def search(
         from planner.search.bus import most_on_a_bus  # not at every start
 
         evaluator.most = most_on_a_bus(scenario, strategy)
-        step = stride or 1  # its first steps are coarse
+        step = stride or 1  # the first steps are coarse
     run = _Search(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
         warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride, allowance=allowance).partition

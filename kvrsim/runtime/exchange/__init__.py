@@ -197,7 +197,7 @@ class Exchange(CacheListener):
             self.wait_for(message, layer, src)
 
     def forward_kv(self, layer: int) -> None:
-        """Send what later ranks need of the layer."""
+        """Send the part of the layer that later ranks need."""
         for dst, message in self.outgoing(layer):
             self.send(message, layer, dst)
 
