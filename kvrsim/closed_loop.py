@@ -21,7 +21,7 @@ from dataclasses import dataclass
 FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
 OUTPUT_TOKENS = 1024  # per request, where nobody says: the length of public benchmarks
 HALF_STEP = 0.5  # decode steps: a prompt arrives during one
-STEP_TOKENS = 1000  # tokens that take as long as a step without tokens
+STEP_TOKENS = 1000  # tokens that take as long as the constant part of a step
 DISAGGREGATED = 0.0  # decode steps, where other GPUs decode
 
 

@@ -15,7 +15,7 @@ from planner.candidates import Candidate
 
 SHARE = 0.9  # of prefills within the promise: the upper end of an interval of 80 %
 _REQUESTS, _WARM_UP = 40_000, 4_000  # requests of a simulated queue, and the first ones, which are not counted
-_HALVINGS = 12  # of the range of loads
+_HALVINGS = 12  # steps of the bisection over loads
 _STEP = 1e-3  # relative slowdown of operations
 _LEAST = 0.005  # of TTFT, from which on a limit is listed
 _WORDS = {  # kinds of operations: their name, and what makes them faster

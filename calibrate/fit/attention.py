@@ -63,7 +63,7 @@ _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_
 MAX_KNOTS = 20
 _TURNS = 2  # alternations between constants and factors
 _POOR_FORM = 0.05  # mean error on the fitted rows, above which factors by size are tried
-_A_DOUBLING = 2  # classes of size
+_A_DOUBLING = 2  # classes of size per doubling
 _KNOT_ERROR = 0.01
 _LEAST_SHARE = 0.3  # least share of a call's time that depends on its elements; other calls are not used
 

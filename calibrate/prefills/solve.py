@@ -211,7 +211,7 @@ class _Problem:
         return np.asarray(np.linalg.inv(slopes[rows].T @ weighted / noise**2 + np.eye(len(self.priors))))
 
     def evidence(self, point: Array, rows: NDArray[np.bool_], noise: float) -> float:
-        """Minus twice the logarithm of how probable the rows are with this noise, whatever the terms (Laplace)."""
+        """Minus twice the log-probability of the rows with this noise, integrated over the terms (Laplace)."""
         errors = self.errors(point)
         covariance = self.covariance(errors, self.slopes(point, errors), rows, noise)
         width = float(np.linalg.slogdet(covariance)[1])

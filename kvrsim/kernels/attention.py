@@ -453,7 +453,7 @@ class MergedCost(MixerCost):
         return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end."""
+        """Prefix length of a gathered call: all keys if eager or masked, up to the chunk if causal."""
         return start if self.traits.kernel == "flash" else total - chunk
 
     def _merging_s(self, chunk: Array, step: Traffic) -> Array:

@@ -64,7 +64,7 @@ class Call(Protocol):
         """Seconds by a profile's rates, or counted from other operations' rates where the profile lacks these."""
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """No call is faster on the device."""
+        """Seconds that no call beats, by the datasheet."""
 
 
 class CostModel(Protocol):

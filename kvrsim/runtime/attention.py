@@ -181,7 +181,7 @@ def _mask(query: Any, length: int, window: int | None = None) -> Any:
 
 
 def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
-    """Attend in blocks of as many queries as the window has tokens, each to the keys that one of them sees."""
+    """Attend in blocks of one window of queries, each to the keys that any of its queries sees."""
     prefix_len, parts = key.shape[2] - query.shape[2], []
     block_len = max(window, _LEAST_BLOCK)
     for start in range(0, query.shape[2], block_len):

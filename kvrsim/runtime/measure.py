@@ -250,7 +250,7 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
 
 
 def reference_of(model: Any, ids: Any) -> tuple[Any, KvPairs]:
-    """Return the last token's logits, and by layer in the host's memory what is kept, as transformers computes them."""
+    """Return the last token's logits, and each layer's cache in host memory, as transformers computes them."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)

@@ -76,7 +76,7 @@ class PieceOps:
     embedding: list[tuple[Op, ...]]  # per context rank of the first stage
     preparation: list[tuple[Op, ...]]  # per context rank of any stage, before its layers
     layers: list[list[tuple[Op, ...]]]  # per kind of layer, per context rank
-    loads: list[list[tuple[Op, ...]]]  # of the cached prefix, before the first piece; likewise
+    loads: list[list[tuple[Op, ...]]]  # per kind and context rank: loads of the cached prefix before the first piece
     sent_bytes: list[Array]  # activations of each context rank, shape (M, B)
 
     @classmethod

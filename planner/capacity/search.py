@@ -66,7 +66,7 @@ _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2, from a cut to its neighbours
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
-_SCALES_AT_RATES = (0.8, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # replicas at another rate, relative to the answer's
+_SCALES_AT_RATES = (0.8, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # factors on the replicas at other rates
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas if no fleet meets the target
 _GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
 _LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas of the answer
@@ -600,7 +600,7 @@ def _high_s(answer: FleetAnswer) -> float:
 
 
 def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
-    """The first, so the best, fit of each combination of group sizes."""
+    """The first (so the best) fit of each combination of group sizes."""
     best: dict[tuple[int, ...], Fit] = {}
     for fit in fits:
         best.setdefault(fit.sizes, fit)

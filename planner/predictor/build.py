@@ -70,7 +70,7 @@ class _Build:
         self.prefixes = tuple(sorted({self.longest // share if share else 0 for share in _PREFIX_SHARES}))
 
     def strategies(self, strategy: str | Strategy) -> tuple[Strategy, ...]:
-        """The strategy of that name, or all deployable ones that are about the fastest in some of a few places."""
+        """The strategy of that name, or all deployable strategies that are about the fastest in one of a few places."""
         scenario = self.scenario
         if strategy != BEST:
             one = get_strategy(strategy)

@@ -66,7 +66,7 @@ class LeastTimes:
 
 
 def layers_s(kinds: list[LeastTimes], num_stages: int) -> float:
-    """What the layers take at least along some path, whatever layers the stages have."""
+    """Least seconds of the layers along some path, for every division of layers into stages."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes a tenth of a second, and most plans need no bound
 
     width, scale_s = len(kinds), sum(kind.count * kind.all_s for kind in kinds) / num_stages
@@ -90,7 +90,7 @@ def layers_s(kinds: list[LeastTimes], num_stages: int) -> float:
 
 
 def _row(kinds: list[LeastTimes], place: int) -> Array:
-    """Seconds that a layer of each kind adds to a path; all pieces pass `place` stages before the path's own."""
+    """Seconds that a layer of each kind adds to a path; the path's stage of all pieces is `place` stages earlier."""
     if place == 0:
         return np.array([kind.all_s for kind in kinds])
     return np.array([kind.last_s if place > 0 else kind.first_s for kind in kinds])
@@ -165,7 +165,7 @@ def _work_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 
 def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
-    """Seconds of the weights that all kinds of layers share: one reading per piece."""
+    """Least seconds of all layers together: the sum of their weights, times a least time per weight that all share."""
     weights = [float(kind.rows_s[-1]) for kind in kinds]
     common = _rows_s(list(zip(kinds, weights, strict=True)), tokens, numbers) + _common_mixing_s(kinds, weights)
     return np.asarray(common * sum(kind.count * weight for kind, weight in zip(kinds, weights, strict=True)))

@@ -1,4 +1,4 @@
-"""`kvrsim calibrate`: from measurements of this machine, or from published ones, to a profile."""
+"""`kvrsim calibrate`: fit a profile to measurements of this machine, or to published ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class RingAttention(OwnAttentionExchange):
 
     @cached_property
     def _blocks(self) -> list[Any]:
-        """Two buffers for others' blocks: attention reads one while the next block arrives in the other."""
+        """At most two buffers for others' blocks: attention reads one while the other receives the next block."""
         own, size = self.buffer(self.geometry.linked_layers[0]).data, self.transport.size
         longest = max(self.plan.partition.chunk_lens)
         return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
