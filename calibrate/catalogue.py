@@ -130,6 +130,8 @@ class Kind:
         }
         names: dict[str, str] = getattr(self.cls, "attribute_map", {})
         known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
+        # a number that files may have and the class does not derive
+        self.defaults |= dict.fromkeys({"head_dim"} & {*_legacy(self.cls)} - {*vars(self.cls())})
         self.data: dict[str, Any] = {
             "model_type": model_type,
             "transformers": transformers.__version__,
@@ -147,7 +149,7 @@ class Kind:
 
     def numbers(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Whole numbers of the configuration with defaults filled in."""
-        values = vars(self.cls.from_dict(dict(config)))
+        values = self.own_names(vars(self.cls.from_dict(dict(config))))
         return {
             key: value
             for key, value in values.items()
@@ -208,7 +210,8 @@ class Kind:
             if key in numbers or _HARMLESS.search(key) or key == "tie_word_embeddings" or len(str(value)) > 500:
                 continue
             of_layers = isinstance(values.get(key), list) and len(values[key]) == values.get("num_hidden_layers")
-            if of_layers or value in ([], {}, ""):
+            discarded = type(value) is int and values.get(key, value) is None  # by the class, such as an unused window
+            if of_layers or discarded or value in ([], {}, ""):
                 continue
             if isinstance(value, (bool, str, float, int, list, dict)) or value is None:
                 fixed[key] = value
@@ -261,7 +264,7 @@ class Kind:
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # which no width follows from
         usual, fixed = self.numbers(config), [key for key in numbers if key not in free and key not in passed_on]
-        for key in fixed:
+        for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # else discarded
             variant["fixed"][key] = usual[key]
             self.data["defaults"].setdefault(key, self.defaults[key])
         return f"free: {len(free)}; fixed: {', '.join(fixed)}"
@@ -272,9 +275,9 @@ class Kind:
         usual, changed, passed = self.numbers(config), set[str](), 0
         variant["fixed"] |= (fixed := {key: usual[key] for key in usual if key not in keys and key in self.defaults})
         self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}
-        for attempt in range(24):
-            choices = ((1, 2), (1, 2), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 4]
-            other = {key: usual[key] * draw.choice(choices) for key in keys}
+        for attempt in range(48):
+            choices = ((1, 2), (1,) * 9 + (2,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 4]
+            other = fixed | {key: usual[key] * draw.choice(choices) for key in keys}
             other |= {key: draw.randint(8, 13) for key in keys if key in _LAYERS}
             other |= {key: draw.choice((1, 2, 3, 5)) for key in keys if _STRUCTURE.search(key)}
             try:
@@ -324,15 +327,12 @@ def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return list(kinds), []
 
 
+_BIASES = ({"attention_bias": True}, {"attention_bias": False})
 # Configurations of which each type has a variant, besides transformers' defaults: keys that change a structure.
 _SWITCHES: tuple[dict[str, Any], ...] = (
-    {"attention_bias": True},
-    {"attention_bias": False},
-    {"mlp_bias": True},
-    {"sliding_window": None},
-    {"use_sliding_window": True},
-    {"use_qk_norm": True},
-    {"q_lora_rank": None},
+    *(bias | more for more in ({}, {"head_dim": 128}, {"head_dim": 128, "use_qk_norm": True}) for bias in _BIASES),
+    *({key: True} for key in ("mlp_bias", "use_sliding_window", "use_qk_norm")),
+    *({key: None} for key in ("sliding_window", "q_lora_rank")),
     {"sliding_window": 2047},
     {"interleave_moe_layer_step": 2, "use_qk_norm": False},
 )
@@ -356,6 +356,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
     "lfm2_moe": {"layer_types": ["full_attention" if number % 4 == 2 else "conv" for number in range(32)]},
     "ministral": {"head_dim": 128},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "sliding_window": 131072},
     "nemotron": {"num_key_value_heads": 8},
 }
 

@@ -76,7 +76,7 @@ _HARMLESS = re.compile(
     r"|topk_method|scoring|norm_topk|nextn|mtp|^ep_size$|temperature|softcap|^id2label$|^label2id$|^task|^summary"
     r"|^problem|^return_dict|^chunk_size_feed|^n_group$|topk_group|^is_decoder$|^model_type$|^is_encoder_decoder$"
     r"|version$|logits?_|^cross_attention_hidden|^prefix$|bias_update|slow_but|^finetuning|^prune|^tf_|beam|penalty"
-    r"|vision|audio|image|video|mrope|swiglu_limit|_clip"
+    r"|vision|audio|jitter|image|video|mrope|swiglu_limit|_clip"
 )
 # Keys that say how many of something a model has: of a type that is read as another, all must be known.
 _COUNTS = re.compile(r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window")
@@ -94,15 +94,15 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
         del given["head_dim"]
     nulls = {kind["aliases"].get(key, key) for key, value in config.fields.items() if value is None} - set(given)
     for variant in kind["variants"]:
-        others = [key for key, value in given.items() if value and key not in (*kind["known"], *variant["fixed"])]
+        known = {*kind["known"], *variant["fixed"], *variant["numbers"]}
+        others = [key for key, value in given.items() if value and key not in known]
         others = [key for key in others if not _HARMLESS.search(key)]
         if any(key in kind.get("legacy", ()) or _COUNTS.search(key) for key in others):
             continue
         model = _fill(kind, variant, given, nulls, replace(config, fields=given), name)
         if model is not None:
             return model
-    known = {*kind["known"], *(key for variant in kind["variants"] for key in variant["fixed"])}
-    known |= set(kind.get("legacy", ()))
+    known = {*kind["known"], *kind.get("legacy", ()), *(key for one in kind["variants"] for key in one["fixed"])}
     others = [key for key in given if key not in known and _COUNTS.search(key) and not _HARMLESS.search(key)]
     if not own and any(given[key] for key in others):
         key = next(key for key in others if given[key])
