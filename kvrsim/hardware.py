@@ -181,7 +181,7 @@ class LinkSpec:
     name: str  # as in links.json
     bandwidth_bytes_per_s: float  # payload in one direction
     latency_s: NonNegative  # from the first byte sent to the first byte received, with software
-    source: str  # citation, or whose figure it is
+    source: str  # citation, or the author of the figure
     short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
     gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
     all_reduce: AllReduceRates | None = None  # over such links; None: as two all-gathers

@@ -101,9 +101,9 @@ def plan_of(
     search: Search | None = None,
     pool: Pool | None = None,
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
-    """The scenario and the plan of `plan`; timelines: whose spans it carries. pool: who simulates noise.
+    """The scenario and the plan of `plan`; `timelines` names strategies with spans, `pool` simulates noise.
 
-    search: who watches it, and the engine that the plan is to be launched on; the rest is from the arguments.
+    search: its observer, and the engine of the plan's launch; other fields come from the arguments.
     """
     from planner.candidates import Search
     from planner.decode import with_users

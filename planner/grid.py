@@ -87,7 +87,7 @@ class GridFile:
 
     @classmethod
     def plain_fields(cls, data: JsonObject) -> dict[str, Any]:
-        """Fields whose values are taken as they are."""
+        """Fields whose values are used unchanged."""
         return {}
 
     @classmethod

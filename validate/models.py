@@ -23,7 +23,7 @@ class Support:
 
     model_type: str
     model: ModelSpec | None  # None: refused
-    reason: str = ""  # of the refusal
+    reason: str = ""  # reason of the refusal
 
     @property
     def cells(self) -> tuple[str, ...]:

@@ -246,7 +246,7 @@ def log_errors(settings: Settings, seconds: Array, rows: Flags | slice = slice(N
 
 
 def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
-    """log(predicted / measured) that a tenth of the errors exceeds, and log(measured / predicted) likewise.
+    """Widths of errors: log(predicted / measured) that a tenth exceeds, and log(measured / predicted) likewise.
 
     own: errors of one engine, whose widths count where they are wider; fewer than 5 say nothing.
     """

@@ -83,9 +83,9 @@ class RecurrenceCall:
         """Elements of half precision that a token's scan moves, all heads.
 
         What goes from kernel to kernel is written once and read once. Delta rules: queries, keys and values, both
-        products with the inverse, corrected values, a state a chunk, the output; Kimi delta attention also decays of
+        products with the inverse, corrected values, a state per chunk, the output; Kimi delta attention also decays of
         each channel in fp32 (raw, and summed along the chunk), and keys and queries scaled by them. Mamba-2: inputs
-        and outputs, B and C, and states a chunk in fp32 before and after they are passed on.
+        and outputs, B and C, and states per chunk in fp32 before and after they are passed on.
         """
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
         state = keys * values / chunk

@@ -1,6 +1,6 @@
-"""Model types whose code is not in transformers, after the types with the same layers that are.
+"""Model types whose code is not in transformers, read as the types with the same layers that are.
 
-kvrsim/data/remote_types.json translates keys. Llama models of an architecture search need more than other names.
+kvrsim/data/remote_types.json translates keys. Llama models from an architecture search need more than a translation.
 """
 
 from __future__ import annotations

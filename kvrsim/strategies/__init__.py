@@ -142,7 +142,7 @@ def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
-    """The hybrids of stages and context ranks that `all` stands for: all GPUs, and powers of two but for the stages.
+    """Names of the hybrids of stages and context ranks in `all`: all GPUs, and all sizes but stages powers of two.
 
     together: GPUs of a stage at most.
     """

@@ -563,7 +563,7 @@ def _simulated_prefixes(longest: int) -> tuple[int, ...]:
 
 
 def _hold_s(transfer: Transfer | None, workload: Workload, ttft_s: Array, gpus: Lengths) -> Array:
-    """How long each cache keeps its group after the first token."""
+    """Seconds that each cache keeps its group busy after the first token."""
     return np.zeros(len(workload)) if transfer is None else transfer.after_s(workload.context_len, ttft_s, gpus)
 
 

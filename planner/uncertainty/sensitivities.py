@@ -317,7 +317,7 @@ def _prefix_link(scenario: Scenario) -> Perturbation:
 
 
 def run_to_run_log_sd(profile: CalibrationProfile) -> float:
-    """The spread of repeated runs: as measured with the profile's layers, and at least that of serving engines."""
+    """Spread of repeated runs: that of the profile's layers, at least that of serving engines."""
     measured = profile.run_to_run_log_sd
     return RUN_TO_RUN if measured is None else max(measured, RUN_TO_RUN)
 
