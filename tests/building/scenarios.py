@@ -150,7 +150,8 @@ def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
         num_gpus, profile = scenario.cluster.num_gpus, scenario.profile
         if rng.random() < 0.3:
             slow = [SlowGpu(rank=rank, factor=1 + rng.random()) for rank in range(num_gpus) if rng.random() < 0.5]
-            pairs = [(rank, rank + 1) for rank in range(num_gpus - 1) if rng.random() < 0.3]
+            own = not scenario.cluster.shares_bandwidth  # where bandwidth is shared, slow links are refused
+            pairs = [(rank, rank + 1) for rank in range(num_gpus - 1) if own and rng.random() < 0.3]
             links = [SlowLink(first=first, second=second, factor=1 + 9 * rng.random()) for first, second in pairs]
             scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, links))
         if rng.random() < 0.3:
