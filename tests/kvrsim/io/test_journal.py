@@ -57,7 +57,7 @@ def test_a_file_without_results_is_removed(tmp_path: Path) -> None:
 def test_a_file_of_other_work_is_refused_and_kept(content: str, tmp_path: Path) -> None:
     path = tmp_path / "t.journal"
     path.write_text(content)
-    with pytest.raises(InputError, match=r"^output: got .*t.journal', accepted: the journal of the same work"):
+    with pytest.raises(InputError, match="accepted: the journal of the same work"):
         Journal(path, ABOUT).__enter__()
     assert path.read_text() == content
 
@@ -68,6 +68,6 @@ def test_a_file_in_use_or_that_cannot_be_written_is_refused(tmp_path: Path) -> N
     with Journal(path, ABOUT), pytest.raises(InputError, match="by one process"):
         Journal(path, ABOUT).__enter__()
     for wrong in (tmp_path, tmp_path / "none" / "t", link):
-        with pytest.raises(InputError, match=r"^output: got"):
+        with pytest.raises(InputError, match="output: got"):
             Journal(wrong, ABOUT).__enter__()
     assert not (tmp_path / "elsewhere").exists()
