@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 200_000  # of all timelines together but the first: what a page holds and a browser moves
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
+_MOST_BOUND_TOKENS = 2**22  # of a pipeline: its bound has an array entry per token
 _LEAST_GAIN = 0.0005  # smaller gains would be printed as 0.0 %
 
 
@@ -370,8 +371,8 @@ def _shortfall(ranking: Ranking) -> Shortfall | None:
 
 
 def _pipeline_bound(one: Candidate) -> PipelineBound | None:
-    """The bound of all pipelines over these ranks; None if pieces were not searched."""
-    if one.strategy.partition_rule != "searched-pieces":
+    """The bound of all pipelines over these ranks; None if pieces were not searched, or of too many tokens."""
+    if one.strategy.partition_rule != "searched-pieces" or one.per_rank.request.new_tokens > _MOST_BOUND_TOKENS:
         return None
     from planner.search.pipeline import with_step_time
     from planner.search.pipeline_bound import pipeline_bound_s

@@ -25,8 +25,8 @@ Keys that begin with _ are comments.
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
@@ -266,6 +266,11 @@ def named_object(
     return JsonObject.read(source, argument)
 
 
+def _is_finite(number: float) -> bool:
+    """Whether a float can hold the number; an integer of a file may have any number of digits."""
+    return -sys.float_info.max <= number <= sys.float_info.max
+
+
 def read(cls: type[T], data: JsonObject, **given: Any) -> T:
     """An object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
 
@@ -393,11 +398,11 @@ class _Kind:
         return value if type(value) in {type(one) for one in accepted} and value in accepted else None
 
     def _number(self, value: Any) -> float | int | None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             return None
-        if self.range is not None and not (value in self.range and math.isfinite(value)):
+        if self.range is not None and value not in self.range:
             return None
-        if self.base is int and (not math.isfinite(value) or value != int(value)):
+        if self.base is int and value != int(value):
             return None
         number: float | int = self.base(value)
         return number
@@ -410,12 +415,7 @@ class _Kind:
         first = self.inner[0]
         if many and not first.checks and {type(value) for value in values} == {first.base}:  # long tables of numbers
             limits = first.range
-            if (
-                limits is not None
-                and all(map(math.isfinite, values))
-                and min(values) in limits
-                and max(values) in limits
-            ):
+            if limits is not None and all(map(_is_finite, values)) and min(values) in limits and max(values) in limits:
                 return sequence(values)
         kinds = [first] * len(values) if many else self.inner
         items = enumerate(zip(kinds, values, strict=True))

@@ -239,7 +239,10 @@ def test_what_torchrun_would_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_an_interrupt_while_ranks_start_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     words = ["run", "--model", "tiny-llama", "--strategy", "kvr-e", "--ctx", "1k", "--gpus", "2", "--device", "cpu"]
-    command = [sys.executable, "-m", "kvrsim.cli.main", *words]
+    start = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvrsim.cli.main as m; m.run()"
+    )
+    command = [sys.executable, "-c", start, *words]  # a shell's background job would ignore the signal
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
