@@ -574,16 +574,9 @@ class TargetArgs(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArgs(TargetArgs):
-    """Which strategies are compared, how their partitions are searched, and what is promised."""
+class SearchArgs(Arguments):
+    """How partitions are searched; `planner.candidates.Search` reads them."""
 
-    strategies: Any = option(
-        "NAMES|all|FILE.py:NAME",
-        "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that"
-        " runs here and could fit in memory.",
-        "Question",
-        strategy_list,
-    )
     table: Any = TABLE
     method: Any = option(
         "|".join(METHODS),
@@ -599,6 +592,19 @@ class PlanArgs(TargetArgs):
         "Search",
         quantity(parse_seconds, allow_zero=True),
         "1.5s",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArgs(SearchArgs, TargetArgs):
+    """Which strategies are compared, how their partitions are searched, and what is promised."""
+
+    strategies: Any = option(
+        "NAMES|all|FILE.py:NAME",
+        "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that"
+        " runs here and could fit in memory.",
+        "Question",
+        strategy_list,
     )
 
 

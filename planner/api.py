@@ -26,6 +26,7 @@ from kvrsim.arguments import (
     PredictorArgs,
     ScenarioArgs,
     ScenariosArgs,
+    SearchArgs,
     SimulateArgs,
     UsersArgs,
     checked,
@@ -103,29 +104,23 @@ def plan_of(
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
     """The scenario and the plan of `plan`; `timelines` names strategies with spans, `pool` simulates noise.
 
-    search: its observer, and the engine of the plan's launch; other fields come from the arguments.
+    search: its observers, and the engine of the plan's launch; its options are `compared`.
     """
     from planner.candidates import Search
     from planner.decode import with_users
     from planner.plan import make_plan
 
-    disturbance, table = disturbance_of(noise), table_of(compared.table)
+    disturbance, options = disturbance_of(noise), replace(compared, table=table_of(compared.table))
     scenario, warnings = build_scenario(args)
     result = make_plan(
         scenario,
         strategies=compared.strategies,
-        search=replace(
-            search or Search(),
-            method=compared.method,
-            stride=compared.stride,
-            table=table,
-            budget_s=compared.search_budget,
-        ),
+        search=replace(search or Search(), options=options),
         disturbance=None if disturbance is None else replace(disturbance, pool=pool),
         timelines=timelines,
         warnings=warnings,
         seed=noise.seed,
-        args=compared,
+        target=compared,
     )
     return scenario, with_users(result, scenario, users)
 
@@ -176,12 +171,12 @@ def simulation_of(
     from planner.decode import with_users
     from planner.simulate import run_simulation
 
-    disturbance, table = disturbance_of(noise), table_of(run.table)
+    disturbance, options = disturbance_of(noise), SearchArgs(table=table_of(run.table))
     scenario, warnings = build_scenario(args)
     result = run_simulation(
         scenario,
         strategy=run.strategy,
-        search=Search(partition=run.partition, table=table, on_progress=on_progress),
+        search=Search(partition=run.partition, options=options, on_progress=on_progress),
         executor=run.executor,
         record=[*["timeline"] * timeline, *["breakdown"] * run.breakdown],
         disturbance=disturbance,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
+from kvrsim.arguments import OnProgress, SearchArgs
 from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
@@ -216,12 +216,9 @@ class Search:
     """How the partition of a strategy is chosen."""
 
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
-    method: str = "auto"  # of searches over single GPUs, one of METHODS
-    stride: int | None = None  # tokens; searched boundaries are multiples; None: chosen for the context
-    table: PartitionLookup | None = None  # table of partitions for kvr-p
+    options: SearchArgs = field(default_factory=SearchArgs)  # its table is a PartitionLookup, read from its file
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
-    budget_s: float = 1.5  # model work that the default comparison spends on better partitions
     allowance: Allowance | None = None  # of one search; None: it ends by itself
     engine: ForEngine | None = None  # engine whose best strategy is searched as well; None: any engine
 
@@ -249,7 +246,7 @@ class Search:
                 mean,
                 strategy,
                 pieces=given,
-                stride=self.stride,
+                stride=self.options.stride,
                 on_progress=self.on_progress,
                 allowance=self.allowance,
             )
@@ -261,12 +258,12 @@ class Search:
 
                 return search_even_pieces(per_rank, strategy, self.on_progress)
             case "search":
-                alone = strategy.group_size == 1
+                alone, method = strategy.group_size == 1, self.options.method
                 return search(
                     per_rank,
                     strategy,
-                    method=self.method if alone or self.method == "analytical" else "auto",
-                    stride=self.stride if alone else None,
+                    method=method if alone or method == "analytical" else "auto",
+                    stride=self.options.stride if alone else None,
                     warm_start=warm_start,
                     on_progress=self.on_progress,
                     allowance=self.allowance,
@@ -276,10 +273,11 @@ class Search:
         return Partition.even(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
 
     def _look_up(self, per_rank: Scenario, strategy: Strategy) -> Partition:
-        if self.table is None:
+        if self.options.table is None:
             accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
             raise InputError("table", "nothing", accepted)
-        return self.table.partition_for(per_rank)
+        partition: Partition = self.options.table.partition_for(per_rank)
+        return partition
 
 
 def choose_partition(
@@ -382,7 +380,7 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
     is the model's work, not time, so that a busy machine finds the same.
     """
     by_name: dict[str, Candidate] = {}
-    limited = compared.limited and search.method == "auto"
+    limited = compared.limited and search.options.method == "auto"
     for strategy in compared.strategies:
         rough = limited and strategy.partition_rule in _MOST_GAIN
         by_name[strategy.name] = (
@@ -397,7 +395,7 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
     if not limited:
         return Comparison(by_name)
 
-    left_s, unsearched = search.budget_s, list[str]()
+    left_s, unsearched = search.options.search_budget, list[str]()
     own = {one.name: one for one in compared.strategies}
     has = search.engine.has if search.engine else engines_with
     has_engine = {name: bool(has(one, scenario)) for name, one in own.items()}
@@ -448,7 +446,7 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
         if alike.ttft_s >= chain.ttft_s:
             return alike
     if strategy.partition_rule == "search":
-        return Search(method="analytical").candidate(scenario, strategy)
+        return Search(options=SearchArgs(method="analytical")).candidate(scenario, strategy)
     even = get_strategy(replace(strategy.degrees, pieces="even").name)
     one = by_name.get(even.name) or Search().candidate(scenario, even)
     assert one.search is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from kvrsim.arguments import PlanArgs
+from kvrsim.arguments import SearchArgs, TargetArgs
 from kvrsim.notes import note
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
@@ -64,7 +64,7 @@ def make_plan(
     timelines: Literal["best", "all"] | None = None,
     warnings: Sequence[str] = (),
     seed: int = 0,
-    args: PlanArgs | None = None,
+    target: TargetArgs | None = None,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
@@ -73,7 +73,7 @@ def make_plan(
     disturbance: noise; strategies are then ranked by their mean TTFT under it.
     timelines: whose spans the plan carries.
     seed: for the record of the question; a disturbance has its own.
-    args: of `plan`, for what no other parameter gives: load and target of the promise.
+    target: load and target of the promise; None: idle GPUs, no target.
     """
     search = search or Search()
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
@@ -98,7 +98,7 @@ def make_plan(
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
-        promise=promise_of(first.ttft_high_s, args or PlanArgs()) if first.fits else None,
+        promise=promise_of(first.ttft_high_s, target or TargetArgs()) if first.fits else None,
         limits=limits_of(ranking.best),
     )
 
@@ -222,7 +222,9 @@ class Ranking:
     def _kvr(self) -> Candidate:
         """KVR-S; if it is not among the candidates, its analytical partition, which costs one evaluation."""
         compared = {one.strategy.name: one for one in self.candidates}
-        return compared.get(KVR_S.name) or Search(method="analytical").candidate(self.scenario, KVR_S)
+        return compared.get(KVR_S.name) or Search(options=SearchArgs(method="analytical")).candidate(
+            self.scenario, KVR_S
+        )
 
     @property
     def _compares_kvr(self) -> bool:
@@ -299,9 +301,10 @@ class Ranking:
 
     def _table_notes(self, search: Search) -> list[str]:
         lookups = [one.strategy for one in self.candidates if one.strategy.partition_rule == "table"]
-        if search.table is None or not lookups:
+        table = search.options.table
+        if table is None:
             return []
-        return [text for strategy in lookups for text in search.table.notes_for(self.scenario, strategy)]
+        return [text for strategy in lookups for text in table.notes_for(self.scenario, strategy)]
 
     def _approximate_notes(self) -> list[str]:
         best, notes = self.best, list[str]()
@@ -332,7 +335,7 @@ def _question(
     seed: int,
 ) -> Question:
     names = None if strategies is None else [label_of(strategy) for strategy in strategies]
-    options = {"strategies": names, "method": search.method, "stride": search.stride}
+    options = {"strategies": names, "method": search.options.method, "stride": search.options.stride}
     if disturbance is None:
         return Question.of(scenario, seed=seed, **options)
     noise = {"noise": disturbance.noise.name, "samples": disturbance.num_samples}

@@ -69,8 +69,8 @@ def run_simulation(
         table = breakdown(per_rank, chosen, partition, finish_s, spans) if "breakdown" in record else None
         spans = replace(spans, bases=bases_of(per_rank, chosen, partition, spans)) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
-    if search.partition is None and chosen.partition_rule == "table" and search.table is not None:
-        table_notes = search.table.notes_for(per_rank, chosen)
+    if search.partition is None and chosen.partition_rule == "table" and search.options.table is not None:
+        table_notes = search.options.table.notes_for(per_rank, chosen)
     return SimResult(
         question=Question.of(scenario, seed=seed, **_options(strategy, search, disturbance)),
         strategy=chosen.name,

@@ -72,14 +72,14 @@ def test_pages_name_no_scratch_folder_and_no_package_that_no_index_has() -> None
 
 
 def imports(package: bool) -> dict[str, set[str]]:
-    """What each module or package imports, types aside, without the facade and the command line, which are above all.
+    """What each module or package imports, types aside, without the command line, which is above all.
 
     A package is a folder such as kvrsim.model; a module next to such folders stands for itself.
     """
     graph = grimp.build_graph(*ROOMS, exclude_type_checking_imports=True, cache_dir=None)
     edges: dict[str, set[str]] = {}
     for name in graph.modules:
-        if name != "kvrsim" and not re.match(r"kvrsim\.(cli\b|__)", name):
+        if not re.match(r"kvrsim\.(cli\b|__)", name):
             whole = {one: ".".join(one.split(".")[: 2 if package else None]) for one in (name, *graph.modules)}
             targets = {whole[one] for one in graph.find_modules_directly_imported_by(name)}
             edges.setdefault(whole[name], set()).update(targets - {whole[name]})

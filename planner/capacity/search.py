@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.arguments import SearchArgs
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
@@ -257,7 +258,7 @@ class FleetSimulator:
         scenario = self.times.scenario.on_gpus(gpus)
         request = replace(scenario.request, context_len=max(tokens, gpus), cached_prefix=0)
         here, strategy = replace(scenario, request=request), own.get(name) or get_strategy(name)
-        one = Search(method="analytical").candidate(here, strategy)
+        one = Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
         return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
     def growth(self, fleet: Fleet) -> Growth:

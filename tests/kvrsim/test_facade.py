@@ -83,8 +83,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     code = "import sys, kvrsim; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    light = {"kvrsim.version"}
-    assert {name for name in loaded if name.startswith(("numpy", "kvrsim.", "planner"))} == light
+    assert not [name for name in loaded if name.startswith(("numpy", "kvrsim.", "planner"))]
 
 
 def test_version_is_the_packages() -> None:

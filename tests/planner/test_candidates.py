@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 import kvrsim
+from kvrsim.arguments import SearchArgs
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
@@ -33,7 +34,7 @@ def scenario_of(**options: object) -> Scenario:
 def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(1, 4))
     compared = strategies_to_compare(scenario, None)
-    one = Search(method="analytical").candidate(scenario, rng.choice(compared.strategies))
+    one = Search(options=SearchArgs(method="analytical")).candidate(scenario, rng.choice(compared.strategies))
     event = run_partition(one.per_rank, one.strategy, one.partition, executor="event")
     assert event.finish_s == pytest.approx(one.finish_s, rel=1e-9)
     assert one.timeline.end_s == pytest.approx(max(one.finish_s), rel=1e-9)
@@ -78,8 +79,7 @@ def test_a_scenario_per_rank_is_computed_once_per_strategy() -> None:
     [
         ("kvr-p", Search(), "table"),
         ("kvr-s", Search(partition=(4096,)), "partition"),
-        ("kvr-s", Search(method="guess"), "method"),
-        ("kvr-s", Search(stride=0), "stride"),
+        ("kvr-s", Search(options=SearchArgs(stride=0)), "stride"),
     ],
 )
 def test_mistakes_name_the_parameter(strategy: str, search: Search, parameter: str) -> None:
@@ -128,7 +128,9 @@ def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
 
     def best_s(of: ComparedStrategies, budget_s: float) -> float:
         return min(
-            one.ttft_s for one in search_all(scenario, of, Search(budget_s=budget_s)).by_name.values() if one.fits
+            one.ttft_s
+            for one in search_all(scenario, of, Search(options=SearchArgs(search_budget=budget_s))).by_name.values()
+            if one.fits
         )
 
     assert best_s(compared, 3.0) == best_s(compared, 3.0)
