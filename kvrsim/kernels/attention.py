@@ -13,9 +13,9 @@ with the mean of the two widths. Engines expand the chunk and all tokens before 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 
@@ -81,9 +81,7 @@ class AttentionCall:
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates of this kernel, or by those of latent attention."""
         traits = cost.traits
-        rates: AttentionRates | LatentRates = cost.rates.attention[traits.kernel]
-        if self.latent and traits.kernel == "flash" and cost.rates.latent is not None:
-            rates = cost.rates.latent
+        rates: AttentionRates | LatentRates = cost.rates.of(self, traits.kernel)
         seconds_of = rates.least_seconds if traits.lower_bound else rates.seconds
         seconds = seconds_of(self, traits.batch, traits.element_bytes)
         return seconds if cost.compute_scale == 1.0 else cost.compute_scale * seconds
@@ -414,25 +412,40 @@ class MergedCost(MixerCost):
     def __init__(self, setting: LayerSetting, mixer: Attention | LatentAttention) -> None:
         super().__init__(setting, mixer)
         model = setting.model
-        self._score_bytes = self.traits.score_bytes.get(model.model_type, eager_score_bytes(model))
+        latent = isinstance(mixer, LatentAttention)
+        self._sizes: dict[str, Any] = {
+            "num_attention_heads": mixer.num_attention_heads,
+            "num_key_value_heads": mixer.num_attention_heads if latent else mixer.num_key_value_heads,
+            "head_dim": mixer.head_dim,
+            "v_head_dim": mixer.v_head_dim,
+            "latent": latent,
+            "reach": mixer.reach,
+            "score_bytes": self.traits.score_bytes.get(model.model_type, eager_score_bytes(model)),
+        }
 
     @abstractmethod
-    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
+    def keys_s(self, chunk: Array, keys: Array) -> Array:
+        """Seconds of the chunk's queries on `keys` tokens before them, without a merge."""
 
-        The result is merged with that of other blocks; a block that no query sees takes no time.
+    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
+        """Seconds of the chunk's queries, the first at `start`, on a block of `keys` tokens before them up to `end`.
+
+        The result is merged with that of other blocks. A block that no query sees takes no time.
         part: the queries are a part of the rank's chunk.
         """
+        visible = self._visible_before(start, keys, end)
+        return np.where(visible > 0, self.keys_s(chunk, visible) + self.merge_s(chunk, part=part), 0.0)
 
-    @abstractmethod
     def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """The chunk's queries, which begin at `start`, against an even share of the first `prefix` tokens, not merged.
+        """Seconds of the chunk's queries, the first at `start`, on an even share of the first `prefix` tokens.
 
-        The share's tokens are spread over all, so a window leaves as many of each share.
+        The result is not merged. The share's tokens are spread evenly, so a window sees the same number of each share.
         """
+        visible = share * self._visible_before(start, prefix, prefix)
+        return np.where(visible * chunk > 0, self.keys_s(chunk, visible), 0.0)
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
-        """A block's result for these queries merged with that of the blocks before; `part`: as in block_s."""
+        """Seconds to merge a block's result for these queries with that of the blocks before; `part`: see block_s."""
         if self.traits.measures_merge:
             return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
         return self._merging_s(chunk, merge(self.mixer, fused=self.traits.fused_merge, part=part))
@@ -449,12 +462,20 @@ class MergedCost(MixerCost):
         return merge(self.mixer, fused=self.traits.fused_merge, part=False).kernels
 
     def score_elements(self, chunk: Array, keys: Array) -> Array:
-        """All heads, masked or not."""
+        """Elements of all heads, masked or not."""
         return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
         """Prefix length of a gathered call: all keys if eager or masked, up to the chunk if causal."""
         return start if self.traits.kernel == "flash" else total - chunk
+
+    def _visible_before(self, start: Array, keys: Array, end: Array) -> Array:
+        """Number of `keys` tokens up to `end` that a query at `start` sees."""
+        reach = self.mixer.reach
+        return keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
+
+    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool = True) -> AttentionCall:
+        return AttentionCall(chunk=chunk, prefix=prefix, causal=causal, own=own, **self._sizes)
 
     def _merging_s(self, chunk: Array, step: Traffic) -> Array:
         """Seconds of a merge, no faster than PyTorch's kernels unless one engine kernel merges the results."""
@@ -487,81 +508,62 @@ class SoftmaxCost(MergedCost):
         """Seconds of the chunk's queries on prefix and chunk; eager code repeats shared KV heads for all queries."""
         return self._call_s(self._call(chunk, self.visible(prefix), self._causal(chunk, prefix)))
 
-    def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
-        """Seconds of the calls and the copy that joins their outputs; eager code repeats shared KV heads only once.
+    def in_blocks_s(self, chunk: Array, prefix: Array, counts: Sequence[int]) -> Array:
+        """Seconds of attention in equal blocks of the chunk's queries, each a call, for several counts of calls.
 
-        Where the chunk begins the context, causal kernels skip the masked half in one call.
+        Shape (counts, ...): seconds of the calls and of the copy that joins their outputs. The queries of a block see
+        keys up to the block's end. Eager code repeats shared KV heads once. Where the chunk begins the context, causal
+        kernels skip the masked half in one call.
         """
-        if blocks == 1:
-            return self.attention_s(chunk, prefix)
-        mixer, number = self.mixer, np.arange(float(blocks))
+        mixer = self.mixer
+        whole_s = self.attention_s(chunk, prefix)
+        numbers = [np.arange(float(count)) for count in counts]
         if self.traits.lower_bound and mixer.reach is None:  # then in proportion to the keys before the block
-            number = number.mean(keepdims=True)
-        number = number.reshape(-1, *[1] * np.ndim(chunk + prefix))
-        before = prefix + number * (chunk / blocks)
-        queries = np.broadcast_to(chunk / blocks, before.shape)
-        calls = self._call(queries, self.visible(before), self._causal(queries, before))
+            numbers = [number.mean(keepdims=True) for number in numbers]
+        lengths = [len(number) for number in numbers]
+        ones = (1,) * np.ndim(whole_s)
+        calls = np.array(counts, dtype=float).reshape(-1, *ones)
+        queries = np.repeat(chunk / calls, lengths, axis=0)
+        before = prefix + np.concatenate(numbers).reshape(-1, *ones) * queries
+        queries = np.broadcast_to(queries, before.shape)
+        blocks = self._call(queries, self.visible(before), self._causal(queries, before))
+        each_s = self.cost.call_s(replace(blocks, part_of_chunk=True))
         joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
-        calls_s = np.asarray(blocks * self.cost.call_s(replace(calls, part_of_chunk=True)).mean(axis=0))
-        seconds = calls_s + self.cost.traffic_s(chunk, (joined,))
+        seconds = np.add.reduceat(each_s, np.cumsum([0, *lengths[:-1]]), axis=0)
+        seconds = seconds * (calls / np.reshape(lengths, calls.shape)) + self.cost.traffic_s(chunk, (joined,))
         if self._repeats:
             seconds = seconds + self._repeat_s(self.visible(prefix) + chunk)
-        if self._is_eager:
-            return seconds
-        if self.traits.lower_bound:
-            return np.asarray(np.minimum(seconds, self.attention_s(prefix + chunk, 0.0 * prefix)))
-        begins = (prefix == 0) & (chunk <= (np.inf if mixer.reach is None else mixer.reach))
-        return np.where(begins, self.attention_s(chunk, prefix), seconds)
+        elif not self._is_eager and self.traits.lower_bound:
+            seconds = np.minimum(seconds, self.attention_s(prefix + chunk, 0.0 * prefix))
+        elif not self._is_eager:
+            begins = (prefix == 0) & (chunk <= (np.inf if mixer.reach is None else mixer.reach))
+            seconds = np.where(begins, whole_s, seconds)
+        return np.where(calls == 1, whole_s, seconds)
 
     def decode_s(self, keys: Array) -> Array:
-        """Decoding kernels split keys over the device and read K and V once."""
+        """Seconds of a kernel that splits the keys over the device and reads K and V once."""
         keys = self.visible(keys)
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
         one = np.ones_like(keys)
         return np.minimum(bytes_s, self._call_s(self._call(one, keys - one, keys)))
 
-    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        reach = self.mixer.reach
-        visible = keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
-        attention_s = self._call_s(self._call(chunk, visible, chunk * visible, own=False))
-        return np.asarray(np.where(visible > 0, attention_s + self.merge_s(chunk, part=part), 0.0))
-
-    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """One call over all keys that the first query sees."""
-        reach = self.mixer.reach
-        visible = share * (prefix if reach is None else np.clip(reach - (start - prefix), 0.0, prefix))
-        attention_s = self._call_s(self._call(chunk, visible, chunk * visible, own=False))
-        return np.where(visible * chunk > 0, attention_s, 0.0)
-
-    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool = True) -> AttentionCall:
-        mixer = self.mixer
-        return AttentionCall(
-            chunk=chunk,
-            prefix=prefix,
-            causal=causal,
-            num_attention_heads=mixer.num_attention_heads,
-            num_key_value_heads=mixer.num_key_value_heads,
-            head_dim=mixer.head_dim,
-            v_head_dim=mixer.v_head_dim,
-            reach=mixer.reach,
-            score_bytes=self._score_bytes,
-            own=own,
-        )
+    def keys_s(self, chunk: Array, keys: Array) -> Array:
+        return self._call_s(self._call(chunk, keys, chunk * keys, own=False))
 
     def _call_s(self, call: AttentionCall) -> Array:
         seconds = self.cost.call_s(call)
         return seconds + self._repeat_s(call.keys) if self._repeats else seconds
 
     def _repeat_s(self, keys: Array) -> Array:
-        """K and V of that many keys, with each head as often as query heads share it."""
+        """Seconds to repeat K and V of `keys` tokens for each query head that shares them."""
         mixer = self.mixer
         heads = mixer.num_key_value_heads + mixer.num_attention_heads
-        # Read few heads, write all; two bytes per element.
+        # Reads few heads, writes all; two bytes per element.
         nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
         return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
 
     def _causal(self, chunk: Array, prefix: Array) -> Array:
-        """Unmasked score elements of one head; 0 for an eager kernel."""
+        """Unmasked score elements of one head; not a number for an eager kernel, which computes all."""
         mixer = self.mixer
         if self._is_eager:
             return _NOT_COUNTED
@@ -601,7 +603,7 @@ class LatentCost(MergedCost):
 
     def __init__(self, setting: LayerSetting, mixer: LatentAttention) -> None:
         super().__init__(setting, mixer)
-        # The one rotated key is written to every head's keys: reads expanded keys, writes whole ones.
+        # One rotated key is written to every head's keys: the copy reads expanded keys and writes whole ones.
         width = mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.head_dim)
         products = products_of((mixer.expand,), fused=self.traits.fused)
         self._expand = self.cost.row_cost(products, (Traffic("copy", 2.0 * width, 1),))
@@ -609,7 +611,7 @@ class LatentCost(MergedCost):
 
     @property
     def kernels(self) -> int:
-        """Expansion of what is cached, its joining with the rotated keys, twice, attention, and the cache's copy."""
+        """Expansion and joining with the rotated keys, twice (chunk and cache), attention, and the cache's copy."""
         return 4 + (self.traits.copies.own > 0)
 
     def local_op_s(self, chunk: Array) -> Array:
@@ -617,12 +619,12 @@ class LatentCost(MergedCost):
         return self.expand_s(chunk)
 
     def expand_s(self, tokens: Array) -> Array:
-        """Keys and values of that many tokens from their latents."""
+        """Seconds of the keys and values of `tokens` tokens, made from their latents."""
         return np.where(tokens > 0, self._expand(tokens), 0.0)
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """The prefix is expanded, then all heads attend."""
-        attention_s = self._expanded_s(chunk, prefix, chunk * (prefix + 0.5 * chunk))
+        """Seconds to expand the prefix, and of all heads' attention."""
+        attention_s = self.cost.call_s(self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk)))
         return attention_s if self.traits.lower_bound else self.expand_s(prefix) + attention_s
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
@@ -630,51 +632,17 @@ class LatentCost(MergedCost):
         return self._absorb(chunk) + self._to_latents_s(chunk, prefix)
 
     def decode_s(self, keys: Array) -> Array:
-        """Absorbed; the latents are read once."""
+        """Seconds without expansion; the latents are read once."""
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
         one = np.ones_like(keys)
         return self._absorb(one) + np.minimum(bytes_s, self._to_latents_s(one, keys - one))
 
-    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """Seconds on a block, whose latents are expanded first."""
-        attention_s = self.expand_s(keys) + self._expanded_s(chunk, keys, chunk * keys, own=False)
-        return np.where(keys > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
-
-    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """Seconds on a share, whose latents are expanded first."""
-        keys = share * prefix
-        attention_s = self._expanded_s(chunk, keys, chunk * keys, own=False)
-        return np.where(keys * chunk > 0, attention_s, 0.0) + self.expand_s(keys)
-
-    def _expanded_s(self, chunk: Array, prefix: Array, causal: Array, *, own: bool = True) -> Array:
-        """Each head attends to keys and values of its own."""
-        mixer = self.mixer
-        call = AttentionCall(
-            chunk=chunk,
-            prefix=prefix,
-            causal=causal,
-            num_attention_heads=mixer.num_attention_heads,
-            num_key_value_heads=mixer.num_attention_heads,
-            head_dim=mixer.head_dim,
-            v_head_dim=mixer.v_head_dim,
-            latent=True,
-            score_bytes=self._score_bytes,
-            own=own,
-        )
-        return self.cost.call_s(call)
+    def keys_s(self, chunk: Array, keys: Array) -> Array:
+        """Seconds to expand the latents of the keys, and of attention."""
+        return self.expand_s(keys) + self.cost.call_s(self._call(chunk, keys, chunk * keys, own=False))
 
     def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds in which all heads attend to the latents."""
-        mixer = self.mixer
-        call = AttentionCall(
-            chunk=chunk,
-            prefix=prefix,
-            causal=chunk * (prefix + 0.5 * chunk),
-            num_attention_heads=mixer.num_attention_heads,
-            num_key_value_heads=1,
-            head_dim=mixer.kv_lora_rank + mixer.qk_rope_head_dim,
-            v_head_dim=mixer.kv_lora_rank,
-            latent=True,
-            score_bytes=self._score_bytes,
-        )
-        return self.cost.call_s(call)
+        """Seconds of attention of all heads to the latents."""
+        width, rotated = self.mixer.kv_lora_rank, self.mixer.qk_rope_head_dim
+        call = self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk))
+        return self.cost.call_s(replace(call, num_key_value_heads=1, head_dim=width + rotated, v_head_dim=width))

@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
-from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, Traffic
-from kvrsim.kernels.gemm import GEMM_TYPES, ElementBytes, Product, RowCost, of_each, summed
+from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, ElementwiseRates, Traffic
+from kvrsim.kernels.gemm import GEMM_TYPES, ElementBytes, GemmRates, Product, RowCost, Width, of_each, summed
 from kvrsim.program import Array
-
-if TYPE_CHECKING:
-    from kvrsim.kernels.profile import KernelRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +64,23 @@ class Call(Protocol):
         """Seconds that no call beats, by the datasheet."""
 
 
+class Rates(Protocol):
+    """The rates of a device: those of products and element-wise kernels, and by operation; see KernelRates."""
+
+    @property
+    def gemm(self) -> GemmRates: ...
+
+    @property
+    def elementwise(self) -> ElementwiseRates: ...
+
+    def priced_as(self, compute: str | None) -> str | None: ...
+
+    def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]: ...
+
+    def of(self, call: Call, kernel: str) -> Any:
+        """Rates of the call's operation; None where the operation was not measured."""
+
+
 class CostModel(Protocol):
     """Device seconds of the operations of a layer."""
 
@@ -92,7 +106,7 @@ class CostModel(Protocol):
 class CalibratedCost:
     """Seconds from a profile: each rate is what was measured, not what a datasheet promises."""
 
-    rates: KernelRates
+    rates: Rates
     traits: KernelTraits
     scale: float = 1.0  # seconds of every kernel over those that the rates give
     clock_factor: float = 1.0  # more for products and attention, as the clock falls under load

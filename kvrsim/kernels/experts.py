@@ -72,7 +72,8 @@ class ExpertsCall:
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates of grouped products; counted where it has no rates of such a type."""
-        rates, element_bytes = cost.rates.experts, cost.traits.element_bytes
+        rates: ExpertRates | None = cost.rates.of(self, cost.traits.kernel)
+        element_bytes = cost.traits.element_bytes
         if rates is None or not rates.covers(self.compute, element_bytes):
             return cost.row_cost(*counted_experts(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
         return cost.compute_scale * rates.seconds(self, cost.traits.batch, element_bytes)

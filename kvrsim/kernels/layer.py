@@ -142,9 +142,10 @@ class LayerCosts:
         return seconds[index], calls[index]
 
     def _in_blocks(self, counts: Sequence[int], chunk: Array, prefix: Array) -> tuple[Array, Array]:
-        calls = np.array(counts, dtype=float).reshape(-1, *[1] * np.ndim(chunk + prefix))
-        times_s = np.stack(np.broadcast_arrays(*(self.mixer.in_blocks_s(chunk, prefix, count) for count in counts)))
+        assert isinstance(self._mixer, SoftmaxCost), "a mixer whose queries are not called in blocks"
+        times_s = self._mixer.in_blocks_s(chunk, prefix, counts)
         if not self.cost.traits.lower_bound:
+            calls = np.array(counts, dtype=float).reshape(-1, *[1] * (times_s.ndim - 1))
             device_s = self.qkv_s(chunk) + times_s + self.output_mlp_s(chunk)
             host_s = self.host_qkv_s + calls * self.host_attention_s + self.host_output_mlp_s
             times_s = np.where((calls == counts[0]) | (host_s < device_s), times_s, np.inf)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from kvrsim.engine import NO_HOST, HostRates
@@ -18,13 +16,11 @@ from kvrsim.kernels.cost import CostModel
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement
 from kvrsim.kernels.prefix import LOCAL_PREFIX, PrefixAccessPlan
+from kvrsim.kernels.tensor_parallel import Group
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
-
-if TYPE_CHECKING:
-    from kvrsim.kernels.tensor_parallel import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,11 +122,6 @@ class MixerCost(ABC):
     @abstractmethod
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's tokens see the prefix and the chunk."""
-
-    def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
-        """attention_s in several calls, each of as many of the chunk's tokens, which see keys up to their own end."""
-        assert blocks == 1, "a mixer whose queries are not called in blocks"
-        return self.attention_s(chunk, prefix)
 
     @abstractmethod
     def decode_s(self, keys: Array) -> Array:

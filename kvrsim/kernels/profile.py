@@ -28,7 +28,7 @@ from kvrsim.io.schema import (
     write_json,
 )
 from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, EagerRates, LatentRates
-from kvrsim.kernels.cost import KernelTraits
+from kvrsim.kernels.cost import Call, KernelTraits
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.experts import ExpertRates
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
@@ -97,6 +97,16 @@ class KernelRates:
             head_on_all_tokens=self.head_on_all_tokens,
             repeats_rotary=self.repeats_rotary,
         )
+
+    def of(self, call: Call, kernel: str) -> Any:
+        """Return the rates of the call's operation; None where the profile has none.
+
+        kernel: that of attention; latent attention without rates of its own has those of attention.
+        """
+        if call.part.kind in ("experts", "sparse", "recurrence"):
+            return getattr(self, call.part.kind)
+        latent = self.latent if call.part.kind == "latent" and kernel == "flash" else None
+        return self.attention[kernel] if latent is None else latent
 
     def priced_as(self, compute: str | None) -> str | None:
         """The type whose rates stand for a type of product: its own, or the most similar; None: half precision's."""

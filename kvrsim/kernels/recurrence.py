@@ -108,7 +108,8 @@ class ScanCall(RecurrenceCall):
 
         Memory sets the pace, not the clock.
         """
-        rates, batch, element_bytes = cost.rates.recurrence, cost.traits.batch, cost.traits.element_bytes
+        rates: RecurrenceRates | None = cost.rates.of(self, cost.traits.kernel)
+        batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
         if rates is not None:
             return cost.scale * rates.of(self).scan.seconds(self, batch, element_bytes)
         elementwise, tokens = cost.rates.elementwise, batch * self.tokens
@@ -128,7 +129,8 @@ class ConvolutionCall(RecurrenceCall):
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else bytes at the rate of copies."""
-        rates, batch, element_bytes = cost.rates.recurrence, cost.traits.batch, cost.traits.element_bytes
+        rates: RecurrenceRates | None = cost.rates.of(self, cost.traits.kernel)
+        batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
         if rates is not None:
             return cost.scale * rates.of(self).convolution.seconds(self, batch, element_bytes)
         elementwise = cost.rates.elementwise

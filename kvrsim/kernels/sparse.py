@@ -93,7 +93,8 @@ class SparseCall:
         FLOPs at the rate of products, scores in FP8 where there is such a rate; scores are written and read once.
         """
         rates, batch = cost.rates, cost.traits.batch
-        kernels = None if rates.sparse is None else rates.sparse.of(self)
+        measured: SparseRates | None = rates.of(self, cost.traits.kernel)
+        kernels = None if measured is None else measured.of(self)
         if kernels is not None:
             return cost.compute_scale * kernels.seconds(self, batch, least=cost.traits.lower_bound)
         score_rates, _ = rates.gemm_of("fp8" if self.block == 1 else None, 2)

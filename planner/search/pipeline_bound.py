@@ -123,7 +123,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     paths = [scenario.cluster.path(rank, rank + 1) for rank in range(num_stages - 1)]
     fixed_s = _held_s(ends) + sum(float(path.busy_s(nbytes)[0]) + path.latency_s for path in paths)
     step_s = _held_s(tuple(op for op in step(scenario, one, one, scenario.cost) if op.host_s))
-    edges = np.unique(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
+    edges = _rising(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
     fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
@@ -194,10 +194,16 @@ def _common_mixing_s(kinds: list[_Kind], weights: list[float]) -> float:
     return float(least[-1]) * min(1.0, *(float((np.diff(mixed_s) / grows).min()) for mixed_s in scaled))
 
 
+def _rising(values: Array) -> Array:
+    """The values in ascending order, each once: np.unique without its import of masked arrays at every start."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, np.diff(ordered) > 0)]
+
+
 def _kinds(scenario: Scenario, least_piece: int) -> list[_Kind]:
     """All kinds of layers, with the ends of the least first piece and the least last piece on the grid."""
     tokens = scenario.request.new_tokens
-    grid = np.unique(np.round([0, *np.geomspace(1.0, tokens, _GRID), least_piece, tokens - least_piece]))
+    grid = _rising(np.round([0, *np.geomspace(1.0, tokens, _GRID), least_piece, tokens - least_piece]))
     counts = np.bincount(scenario.share.layer_kind_index)
     least = scenario.layer_costs(scenario.optimistic_cost)
     lengths = np.arange(1.0, tokens + 1)

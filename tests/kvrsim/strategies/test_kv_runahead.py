@@ -45,7 +45,7 @@ def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -
     profile = "a100-eager" if attention == "eager" else "roofline" if attention == "sdpa" else "a100-flash"
     scenario = make_scenario(ctx="16k", gpus=2, model="llama-7b", profile=profile, attention=attention)[0]
     costs, one = scenario.layer_costs()[0], np.ones(1)
-    found = costs.mixer.in_blocks_s(1024 * one, prefix * one, 4)
+    found = costs.mixer.in_blocks_s(1024 * one, prefix * one, [4])[0]
     calls = sum(costs.mixer.attention_s(256 * one, (prefix + 256.0 * number) * one) for number in range(4))
     if attention != "eager" and prefix == 0:
         assert found == costs.mixer.attention_s(1024 * one, 0 * one)
@@ -61,7 +61,7 @@ def test_more_blocks_never_cover_more(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 5), roofline=True, kind=rng.choice(["llama", "mistral", "gemma2"]))
     costs = scenario.layer_costs()[0]
     chunk, prefix = np.meshgrid(np.geomspace(1, 5000, 12), [0.0, 10.0, 1000.0, 20000.0])
-    seconds = [costs.mixer.in_blocks_s(chunk, prefix, count) for count in (2, 4, 8, 16)]
+    seconds = costs.mixer.in_blocks_s(chunk, prefix, (2, 4, 8, 16))
     for fewer, more in zip(seconds, seconds[1:], strict=False):
         assert (more <= fewer * (1 + 1e-9)).all()
 
