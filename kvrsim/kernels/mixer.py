@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
+
 import numpy as np
 
 from kvrsim.engine import NO_HOST, HostRates

@@ -197,7 +197,7 @@ def _common_mixing_s(kinds: list[_Kind], weights: list[float]) -> float:
 def _rising(values: Array) -> Array:
     """The values in ascending order, each once: np.unique without its import of masked arrays at every start."""
     ordered = np.sort(values)
-    return ordered[np.append(True, np.diff(ordered) > 0)]
+    return np.asarray(ordered[np.append(True, np.diff(ordered) > 0)])
 
 
 def _kinds(scenario: Scenario, least_piece: int) -> list[_Kind]:
