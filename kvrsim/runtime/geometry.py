@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
@@ -12,6 +12,10 @@ import torch
 
 from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject
+from kvrsim.model.load import read_config
+from kvrsim.model.mixers import Attention as Softmax
+from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 RECURRENT_BYTES = 4  # per element of a recurrent state, which is kept in fp32
@@ -75,60 +79,27 @@ Layout = KvLayout | StateLayout | None  # None: the layer has no cache, such as 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Names of an architecture's parts, and its caches other than K and V."""
+    """Names of an architecture's parts in transformers."""
 
     layers: str = "layers"  # the decoder layers, an attribute of the base model
     norm: str = "norm"  # after the last layer, another attribute
     # Attributes of a layer that may be its mixer, each with the attribute that projects the mixer's output.
     mixers: tuple[tuple[str, str], ...] = (("self_attn", "o_proj"),)
-    is_latent: bool = False  # whether attention keeps a latent (kv_lora_rank, qk_rope_head_dim) in place of K and V
-    state: Callable[[Any], StateLayout] | None = None  # of recurrent layers, from the config; None: no such layers
     eager_only: str | None = None  # reason why transformers supports only "eager" attention
 
 
-def _gated_delta_state(config: Any) -> StateLayout:
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    return StateLayout(
-        recurrent=(config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim),
-        conv_channels=2 * keys + values,
-        conv_tokens=config.linear_conv_kernel_dim - 1,
-    )
-
-
-def _kimi_delta_state(config: Any) -> StateLayout:
-    heads, dim = config.linear_num_heads, config.linear_head_dim
-    return StateLayout(
-        recurrent=(heads, dim, dim), conv_channels=3 * heads * dim, conv_tokens=config.linear_conv_kernel_dim - 1
-    )
-
-
-def _mamba2_state(config: Any) -> StateLayout:
-    heads, dim, states = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
-    return StateLayout(
-        recurrent=(heads, dim, states),
-        conv_channels=heads * dim + 2 * config.n_groups * states,
-        conv_tokens=config.conv_kernel - 1,
-        least_chunk=2,  # transformers computes a single token after a state without time_step_min
-    )
-
-
-_LLAMA_LIKE = Family()
-_LATENT = Family(is_latent=True)
-_GATED_DELTA = Family(mixers=(("self_attn", "o_proj"), ("linear_attn", "out_proj")), state=_gated_delta_state)
+_LLAMA_LIKE = (
+    *("deepseek_v2", "deepseek_v3", "gemma", "gemma3_text", "glm4_moe", "kimi_linear", "llama", "minimax_m2"),
+    *("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+_GATED_DELTA = Family(mixers=(("self_attn", "o_proj"), ("linear_attn", "out_proj")))
 FAMILIES = {
-    "falcon": Family(layers="h", norm="ln_f", mixers=(("self_attention", "dense"),)),
-    **dict.fromkeys(("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
-    "gemma2": Family(eager_only="it caps the scores of its attention"),
-    # Mixtures of experts.
-    **dict.fromkeys(("glm4_moe", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe"), _LLAMA_LIKE),
-    "gpt_oss": Family(eager_only="each head's softmax has a sink"),
-    # Multi-head latent attention.
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
-    # Recurrent layers next to attention.
-    "kimi_linear": Family(is_latent=True, state=_kimi_delta_state),
-    "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj")), state=_mamba2_state),
+    **dict.fromkeys(_LLAMA_LIKE, Family()),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _GATED_DELTA),
+    "falcon": Family(layers="h", norm="ln_f", mixers=(("self_attention", "dense"),)),
+    "gemma2": Family(eager_only="it caps the scores of its attention"),
+    "gpt_oss": Family(eager_only="each head's softmax has a sink"),
+    "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj"))),
 }
 # Why the runtime does not run what looks close to what it runs.
 _REFUSED = {
@@ -184,9 +155,10 @@ class Geometry:
     def of_config(cls, config: Any, attention: Attention, **settings: Any) -> Geometry:
         """Read a Hugging Face configuration; settings: dtype and device."""
         _check_rope(config)
+        spec = read_config(JsonObject(fields=config.to_dict(), where="model"), "model")
         return cls(
             model_type=config.model_type,
-            layouts=tuple(_layouts(config, attention)),
+            layouts=tuple(_layout(layer.mixer, config, attention) for layer in spec.layers),
             num_attention_heads=config.num_attention_heads,
             attention=attention,
             alibi=bool(getattr(config, "alibi", False)),
@@ -250,57 +222,36 @@ class Geometry:
         return [(module, getattr(module, output)) for module, output in named if hasattr(module, output)]
 
 
-def _layouts(config: Any, attention: Attention) -> list[Layout]:
-    """Read the layout of transformers' own cache for each layer of this model."""
-    from transformers.cache_utils import (
-        DummyLayer,
-        DynamicCache,
-        DynamicLayer,
-        DynamicSlidingWindowLayer,
-        LinearAttentionLayer,
-    )
-
-    family = family_of(config.model_type)
-    tokens = _kv_layout(config, attention)
-    layouts: list[Layout] = []
-    for layer in DynamicCache(config=config).layers or [DynamicLayer()] * config.num_hidden_layers:
-        if type(layer) is DynamicLayer:
-            layouts.append(tokens)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            layouts.append(replace(tokens, sliding_window=layer.sliding_window))
-        elif type(layer) is LinearAttentionLayer and family.state is not None and layer.number_of_states == 1:
-            layouts.append(family.state(config))
-        elif type(layer) is DummyLayer:
-            layouts.append(None)
-        else:
-            accepted = "K and V of all tokens or of a window, or one state: what the runtime sends"
-            raise InputError("model: cache of a layer", type(layer).__name__, accepted)
-    if not any(isinstance(layout, KvLayout) for layout in layouts):
-        raise InputError("model: layer_types", "no attention", "a layer with attention, which counts the tokens")
-    return layouts
-
-
-def _kv_layout(config: Any, attention: Attention) -> KvLayout:
-    """Return the layout of a layer with attention to all tokens."""
-    heads = config.num_attention_heads
-    if family_of(config.model_type).is_latent:
-        widths = dict(head_dim=config.kv_lora_rank, v_head_dim=config.qk_rope_head_dim)
-        return KvLayout(num_key_value_heads=1, **widths, is_latent=True)
-    kv_heads, repeats, returned = heads, 1, 1
-    if config.model_type != "falcon":
-        kv_heads = config.num_key_value_heads
-    elif config.new_decoder_architecture:
+def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
+    """Return what a layer with this mixer keeps."""
+    if mixer is None:
+        return None
+    if isinstance(mixer, Recurrence):
+        is_mamba = mixer.kind == "mamba2"
+        widths = (mixer.key_head_dim, mixer.value_head_dim)
+        return StateLayout(
+            recurrent=(mixer.num_value_heads, *(widths[::-1] if is_mamba else widths)),
+            conv_channels=mixer.conv_channels,
+            conv_tokens=mixer.conv_kernel - 1,
+            # After a state, transformers computes a single token of Mamba-2 without time_step_min.
+            least_chunk=2 if is_mamba else 1,
+        )
+    if isinstance(mixer, LatentAttention):
+        widths = (mixer.kv_lora_rank, mixer.qk_rope_head_dim)
+        return KvLayout(num_key_value_heads=1, head_dim=widths[0], v_head_dim=widths[1], is_latent=True)
+    assert isinstance(mixer, Softmax)
+    kv_heads, repeats, returned = mixer.num_key_value_heads, 1, 1
+    if config.model_type == "falcon" and config.new_decoder_architecture:
         # Falcon 40B hands over (and expects back) each KV head as often as query heads share it.
-        kv_heads = config.num_kv_heads
-        repeats = returned = heads // kv_heads
-    elif config.multi_query:
+        repeats = returned = mixer.num_attention_heads // kv_heads
+    elif config.model_type == "falcon" and kv_heads == 1 and attention != "eager":
         # With one KV head for many query heads SDPA falls back to its slowest kernel; a view of as many is free.
-        kv_heads, returned = 1, 1 if attention == "eager" else heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        returned = mixer.num_attention_heads
     return KvLayout(
         num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
+        head_dim=mixer.head_dim,
+        v_head_dim=mixer.v_head_dim,
+        sliding_window=mixer.sliding_window,
         model_heads_per_kv_head=repeats,
         returned_heads_per_kv_head=returned,
     )

@@ -166,23 +166,18 @@ def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None)
     return [make_buffer(geometry, layout, chunk, one) for layout, one in zip(geometry.layouts, each, strict=True)]
 
 
-def allocate(geometry: Geometry, elements: Sequence[int], batch: int) -> Memory:
-    """Allocate flat memory of each layer for prefills that use it in turn.
+def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
+    """Allocate flat memory of each layer that holds a chunk, for prefills that use it in turn.
 
-    elements: of K and V by layer. Memory is zeroed: what a mask hides must be a number, too.
+    Memory is zeroed: what a mask hides must be a number, too.
     """
     memory: Memory = []
-    for count, layout in zip(elements, geometry.layouts, strict=True):
+    for layout in geometry.layouts:
         if isinstance(layout, KvLayout):
-            memory.append(torch.zeros(count, dtype=geometry.dtype, device=geometry.device))
+            memory.append(torch.zeros(chunk.elements(layout), dtype=geometry.dtype, device=geometry.device))
         else:
-            memory.append(None if layout is None else _state_memory(geometry, layout, batch))
+            memory.append(None if layout is None else _state_memory(geometry, layout, chunk.batch))
     return memory
-
-
-def allocate_chunk(geometry: Geometry, chunk: Chunk) -> Memory:
-    """Allocate memory that holds a chunk."""
-    return allocate(geometry, [chunk.elements(layout) for layout in geometry.layouts], chunk.batch)
 
 
 def _state_memory(geometry: Geometry, layout: StateLayout, batch: int) -> Any:

@@ -2,7 +2,7 @@
 
 A calibration turns marks into rows (calibrate.measure.forward). Marks of a layer, in this order:
 
-    layer               it begins
+    layer               it begins; "output" instead, where it has no mixer
     update              its K and V are computed; the cache's update begins
     wait, received      waiting for other ranks' K and V begins and ends
     send                own K and V are sent
@@ -13,7 +13,8 @@ A calibration turns marks into rows (calibrate.measure.forward). Marks of a laye
     output              attention has ended; the output projection begins
     layer_end           it has ended
 
-`>NAME` and `<NAME` enclose one module. Around the layers: "start", "embedding" and "head" modules, and "token".
+`>NAME` and `<NAME` enclose one module. Around the layers: "start" of a prefill or of a
+pipeline's piece, "embedding" and "head" modules, and "token".
 """
 
 from __future__ import annotations
@@ -165,12 +166,13 @@ def hooked(
         handles.append(module.register_forward_hook(lambda *_: clock.mark(name, layer)))
 
     for index, layer in enumerate(geometry.layers(model), start=first_layer):
-        before(layer, "layer", index)
+        output = geometry.output_projection_of(layer)
+        before(layer, "output" if output is None else "layer", index)
         after(layer, "layer_end", index)
         for part in parts:
             before(layer.get_submodule(part), f">{part}", index)
             after(layer.get_submodule(part), f"<{part}", index)
-        if (output := geometry.output_projection_of(layer)) is not None:
+        if output is not None:
             before(output, "output", index)
     if ends:
         for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
@@ -183,35 +185,16 @@ def hooked(
             handle.remove()
 
 
-# The simulator's name of the time between two marks.
-_COMPUTE = {
-    ("layer", "update"): "qkv",
-    ("update", "updated"): "append",
-    ("update", "wait"): "append",
-    ("update", "send"): "append",
-    ("received", "updated"): "append",
-    ("received", "send"): "append",
-    ("updated", "output"): "attention",
-    # Where attention itself sends and waits.
-    **dict.fromkeys((("updated", "send"), ("attending", "wait"), ("attending", "send")), "attention"),
-    **dict.fromkeys((("attending", "output"), ("received", "attending"), ("received", "output")), "attention"),
-    **dict.fromkeys((("update", "scan"), ("received", "scan"), ("scan", "send"), ("scan", "output")), "scan"),
-    ("sent", "output"): "scan",
-    ("output", "layer_end"): "output+mlp",
-    ("layer", "layer_end"): "output+mlp",  # of a layer without attention
-    ("updated", "token"): "compute",  # without a model to hook: all that follows the exchange
-    ("updated", "update"): "compute",
-    ("start", "layer"): "embedding",
-    **dict.fromkeys((("start", "wait"), ("received", "layer"), ("sent", "layer")), "embedding"),  # of split models
-    **dict.fromkeys((("output", "wait"), ("received", "wait"), ("received", "layer_end")), "output+mlp"),
-    ("start", "update"): "compute",
-    ("layer_end", "token"): "head",
+# What begins at a mark, by the simulator's name; it goes on after any other mark.
+_BEGINS = {
+    **{"start": "embedding", "layer": "qkv", "update": "append", "scan": "scan", "updated": "attention"},
+    **{"output": "output+mlp", "layer_end": "head"},
 }
-_AFTER_SEND = ("updated", "sent", "send", "wait", "attending")
+_AFTER_SEND = ("updated", "sent", "send", "wait", "attending", "start", "token")
 _ASSEMBLED = ("tsp", "zigzag")  # strategies that join what they gather
 _OPS: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
-    **{"scan": "attention", "embedding": "embedding", "head": "head", "compute": "other"},
+    **{"scan": "attention", "embedding": "embedding", "head": "head"},
 }
 
 
@@ -243,27 +226,40 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
     zero_s = min((trace.start_s for trace in traces if trace.marks), default=0.0)
     spans: list[Span] = []
     for trace in traces:
-        spans += _own_spans(trace, strategy, trace.start_s - zero_s)
+        offset_s = trace.start_s - zero_s
+        spans += [
+            replace(one, start_s=one.start_s + offset_s, end_s=one.end_s + offset_s)
+            for one in own_spans(trace, strategy)
+        ]
         spans += _transfers(trace, traces, strategy, zero_s)
     spans.sort(key=lambda span: (span.start_s, span.rank, span.end_s))
     return Timeline(strategy=strategy, num_ranks=1 + max(trace.rank for trace in traces), spans=tuple(spans))
 
 
-def _own_spans(trace: RankTrace, strategy: str, offset_s: float) -> Iterator[Span]:
-    states = {mark.layer for mark in trace.of("scan")}
+def own_spans(trace: RankTrace, strategy: str) -> Iterator[Span]:
+    """Yield what the rank computes and waits for, in seconds since its first mark."""
+    states, running = {mark.layer for mark in trace.of("scan")}, "embedding"
     for first, second in pairwise(trace.marks):
-        name, kind = _span_name(first, second, strategy, is_state=first.layer in states)
-        if name is None or second.device_s <= first.device_s or (name == "head" and not trace.emits_token):
+        running = _BEGINS.get(first.name, running)
+        payload = _payload(strategy, is_state=first.layer in states)
+        kind: SpanKind = "compute"
+        name, op = running, _OPS[running]
+        if first.name == "wait":
+            gathers = "all-reduce" if strategy == "tp" else "all-gather"
+            name = gathers if second.peer is None else f"{payload} from rank {second.peer}"
+            kind, op = "wait", payload
+        elif first.name == "send" and second.name in _AFTER_SEND:  # gloo writes to the socket before it returns
+            name, kind, op = f"send to rank {first.peer}", "wait", payload
+        elif running == "append" and first.layer in states:
+            name, op = "scan", _OPS["scan"]
+        elif running == "append" and strategy in _ASSEMBLED:
+            name = "assemble"
+        elif running == "head" and not (trace.emits_token and second.name == "token"):
             continue
-        yield Span(
-            rank=trace.rank,
-            kind=kind,
-            op=_OPS[name] if kind == "compute" else _payload(strategy, is_state=first.layer in states),
-            name=name,
-            layer=None if name == "head" else first.layer,
-            start_s=first.device_s + offset_s,
-            end_s=second.device_s + offset_s,
-        )
+        if second.device_s > first.device_s:
+            layer = None if name == "head" else first.layer
+            start_s, end_s = first.device_s, second.device_s
+            yield Span(rank=trace.rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s)
 
 
 def _payload(strategy: str, *, is_state: bool) -> SpanOp:
@@ -275,25 +271,6 @@ def _payload(strategy: str, *, is_state: bool) -> SpanOp:
     if is_state:
         return "state"
     return "all-gather" if strategy in _ASSEMBLED else "KV"
-
-
-def compute_name(first: Mark, second: Mark, *, is_state: bool) -> str | None:
-    """Return the simulator's name of what is computed between two marks of a layer; None: nothing is."""
-    name = _COMPUTE.get((first.name, second.name))
-    return "scan" if name == "append" and is_state else name
-
-
-def _span_name(first: Mark, second: Mark, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
-    """Return the simulator's name of the time between two marks, None if it has no name."""
-    if (first.name, second.name) == ("wait", "received"):
-        if second.peer is None:
-            return "all-reduce" if strategy == "tp" else "all-gather", "wait"
-        return f"{_payload(strategy, is_state=is_state)} from rank {second.peer}", "wait"
-    # Gloo writes to the socket before it returns.
-    if first.name == "send" and second.name in _AFTER_SEND:
-        return f"send to rank {first.peer}", "wait"
-    name = compute_name(first, second, is_state=is_state)
-    return "assemble" if name == "append" and strategy in _ASSEMBLED else name, "compute"
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zero_s: float) -> Iterator[Span]:

@@ -4,117 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvrsim.runtime.exchange import Exchange, exchange_of
-from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
+from kvrsim.runtime.exchange import Exchange, exchange_of, make_exchange
+from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.host import device_name, versions
-from kvrsim.runtime.kv_cache import KvPairs, Memory, PrefixCache, allocate
-from kvrsim.runtime.marks import RankTrace, clock_of, timeline_of
+from kvrsim.runtime.kv_cache import Chunk, KvPairs, PrefixCache, allocate
+from kvrsim.runtime.marks import RankTrace, timeline_of
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, Timing, random_prompt
-from kvrsim.runtime.transport import EmulatedTransport, Transport
-
-
-class Prefill:
-    """One rank's part in prefills of one plan; buffers are made once and used again.
-
-    Ranks first make sure that they agree on plan, model and libraries. Raises InputError where the plan does
-    not suit the model or the number of ranks, RankError where the ranks disagree, a message does not come, or
-    memory runs out.
-    """
-
-    def __init__(
-        self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
-    ) -> None:
-        """memory: per layer, shared in turn with other prefills; None: its own."""
-        self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
-        self.clock = clock_of(self.geometry.device, all_streams=True)
-        self.logits: Any = None  # of the last token, [B, vocabulary], after `run`, on the rank that emits it
-        self._exchange: Exchange | None = None
-        with self._named_faults():
-            agree(transport, self._facts())
-            exchange = exchange_of(plan.strategy)
-            exchange.check(plan, self.geometry)
-            transport.connect(exchange.edges(plan, transport.size))
-            self._exchange = exchange(forward, transport, plan, self.clock, memory)
-
-    @property
-    def exchange(self) -> Exchange:
-        """The part that this rank runs, keeps and sends."""
-        assert self._exchange is not None
-        return self._exchange
-
-    @property
-    def cache(self) -> PrefixCache | None:
-        """The cache of this rank's layers; None if the rank takes no part."""
-        return self.exchange.cache
-
-    def run(self, input_ids: Any) -> RankTrace:
-        """Prefill prompts [B, C], the same on every rank, starting together."""
-        assert tuple(input_ids.shape) == (self.plan.batch, self.plan.context_len)
-        exchange, takes_part = self.exchange, self.cache is not None
-        exchange.reset()
-        with self._named_faults():
-            self.transport.barrier()
-            self.clock.start()
-            self.clock.mark("start")
-            if takes_part:
-                self.logits = exchange.run(input_ids)
-                if exchange.emits_token and self.logits is not None:
-                    self.logits.argmax(-1).tolist()  # the first token, for which a user waits
-            self.clock.mark("token")
-            marks = tuple(self.clock.finish())
-            exchange.finish()
-        return RankTrace(
-            rank=self.transport.rank,
-            start_s=self.clock.start_s,
-            marks=marks if takes_part else (),
-            emits_token=exchange.emits_token,
-        )
-
-    def run_hooked(self, input_ids: Any) -> RankTrace:
-        """Do the same with layers hooked, so that the timeline shows their parts."""
-        with self.exchange.forward.hooked(self.clock, self.exchange.first_layer):
-            return self.run(input_ids)
-
-    def difference(self, reference: tuple[Any, KvPairs]) -> Difference:
-        """Compare the prefill that ran last with one process's: `reference_of`."""
-        logits, kept = reference
-        assert self.cache is not None
-        return Difference(
-            logits=_distance(self.logits, logits),
-            logits_scale=logits.abs().max().item(),
-            kv_cache=cache_distance(self.cache, self.exchange.own_part(kept)),
-        )
-
-    def _facts(self) -> dict[str, str]:
-        geometry = self.forward.whole_geometry
-        layout = f"{geometry.title}; {geometry.dtype}"
-        facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": layout}
-        facts |= {"collectives": self.plan.gather, "number of ranks": str(self.transport.size)}
-        return facts | {"model": self.forward.digest, "attention": geometry.attention}
-
-    @contextmanager
-    def _named_faults(self) -> Iterator[None]:
-        """Name the rank and the layer of a failure."""
-        try:
-            yield
-        except LinkError as error:
-            raise RankError([self._fault("link", error.reason, error.peer)]) from None
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            text = " ".join(str(error).split())[:120] or type(error).__name__
-            raise RankError([self._fault("memory", f"out of memory ({text})")]) from error
-
-    def _fault(self, kind: FaultKind, message: str, peer: int | None = None) -> Fault:
-        layer = None if self._exchange is None else self._exchange.layer
-        return Fault(rank=self.transport.rank, kind=kind, message=message, layer=layer, peer=peer)
+from kvrsim.runtime.transport import Transport
 
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
@@ -132,32 +34,28 @@ def agree(transport: Transport, facts: Mapping[str, str]) -> None:
 
 
 class Stopwatch:
-    """One rank's part in timed prefills of several plans of one batch, in the same memory."""
+    """One rank's part in timed prefills of plans of one context and batch."""
 
-    def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
-        """`plans` determine the size of the memory; other plans that need no more may be timed as well."""
+    def __init__(self, transport: Transport, forward: ModelForward, plan: RunPlan, seed: int, *, several: bool) -> None:
+        """several: share memory for the plan's whole context among all plans; otherwise `plan` alone is timed."""
         self.transport, self.forward, self.seed = transport, forward, seed
         self.one_host = len(set(transport.exchange(platform.node()))) == 1  # else the ranks share no clock
-        geometry, size = forward.geometry, transport.size
-        elements = [0] * geometry.num_hidden_layers
-        for plan in plans:
-            held = exchange_of(plan.strategy).elements(plan, transport.rank, size, geometry.layouts)
-            elements = list(map(max, elements, held))
-        self.memory = allocate(geometry, elements, plans[0].batch)
-        self._prefills: dict[RunPlan, Prefill] = {}
+        whole = Chunk(start=0, length=plan.context_len, batch=plan.batch)
+        self.memory = allocate(forward.geometry, whole) if several else None
+        self._exchanges: dict[RunPlan, Exchange] = {}
 
-    def prefill(self, plan: RunPlan) -> Prefill:
+    def exchange(self, plan: RunPlan) -> Exchange:
         """Return the rank's part in prefills of a plan."""
-        if plan not in self._prefills:
-            self._prefills[plan] = Prefill(self.forward, self.transport, plan, self.memory)
-        return self._prefills[plan]
+        if plan not in self._exchanges:
+            self._exchanges[plan] = make_exchange(self.forward, self.transport, plan, self.memory)
+        return self._exchanges[plan]
 
     def ttft_s(self, plan: RunPlan) -> float:
         """Run a prefill; return the first token minus the earliest start, the same on every rank.
 
         Ranks on several hosts share no clock; there it is the start of the rank that emits the token.
         """
-        trace = self.prefill(plan).run(prompt_of(self.forward, plan, self.seed))
+        trace = self.exchange(plan).prefill(prompt_of(self.forward, plan, self.seed))
         traces: list[RankTrace] = self.transport.exchange(trace)
         last = next(trace for trace in traces if trace.emits_token)
         starts_s = [trace.start_s for trace in traces if trace.marks] if self.one_host else [last.start_s]
@@ -187,11 +85,12 @@ def measure(
     """
     references: dict[int, tuple[Any, KvPairs]] = {}
     for plan in plans if check else ():
-        if plan.context_len not in references and transport.rank == first_token_rank(plan, transport):
+        last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
+        if plan.context_len not in references and transport.rank == last:
             references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
-    watch = Stopwatch(transport, forward, plans, seed)
+    watch = Stopwatch(transport, forward, plans[0], seed, several=len(plans) > 1)
     for plan in plans:  # prepare every plan before any is timed
-        watch.prefill(plan)
+        watch.exchange(plan)
     ttft_s: list[list[float]] = [[] for _ in plans]
     total = len(plans) * (warmups + repeats)
     for done in range(total):
@@ -204,9 +103,9 @@ def measure(
     transport.report(total, total, "prefills")
     timings = []
     for plan, seconds in zip(plans, ttft_s, strict=True):
-        prefill = watch.prefill(plan)
-        trace = prefill.run_hooked(prompt_of(forward, plan, seed))
-        own = prefill.difference(references[plan.context_len]) if check and trace.emits_token else None
+        exchange = watch.exchange(plan)
+        trace = exchange.prefill(prompt_of(forward, plan, seed), hooked=True)
+        own = difference(exchange, references[plan.context_len]) if check and trace.emits_token else None
         traces, differences = transport.exchange(trace), transport.exchange(own)
         timings.append(
             Timing(
@@ -218,11 +117,6 @@ def measure(
         )
     conditions = watch.conditions() | {"repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved"}
     return Report(timings=tuple(timings), conditions=conditions)
-
-
-def first_token_rank(plan: RunPlan, transport: Transport) -> int:
-    """Return the rank that emits a plan's first token."""
-    return exchange_of(plan.strategy).first_token_rank(plan, transport.size)
 
 
 def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Any:
@@ -266,7 +160,18 @@ def _kept_by(layer: Any) -> tuple[Any, Any] | None:
     return (layer.keys.cpu(), layer.values.cpu()) if layer.keys is not None else None
 
 
-def cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
+def difference(exchange: Exchange, reference: tuple[Any, KvPairs]) -> Difference:
+    """Compare the prefill that ran last, on the rank that emits its token, with one process's: `reference_of`."""
+    logits, kept = reference
+    assert exchange.cache is not None
+    return Difference(
+        logits=_distance(exchange.logits, logits),
+        logits_scale=logits.abs().max().item(),
+        kv_cache=_cache_distance(exchange.cache, exchange.own_part(kept)),
+    )
+
+
+def _cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
     """Return the largest difference of K, V and states in any layer, in what both sides hold."""
     distances = [0.0]
     for own, other in zip(ours.parts(), theirs, strict=True):
@@ -291,11 +196,10 @@ def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
 
 def run_job(transport: Transport, job: Job) -> Report:
     """Measure every plan; every rank returns the same report."""
-    agree(transport, job.facts() | versions())
     forward = forward_of(job.model, transport)
+    agree(transport, job.facts() | versions() | {"model": forward.digest, "transport": transport.name})
     if len(job.plans) == 1 and not job.check_logits:
         plan = job.plans[0]
         forward = exchange_of(plan.strategy).own_forward(forward, plan, transport.rank, transport.size)
-    linked = transport if job.link is None else EmulatedTransport(transport, job.link)
     times: dict[str, Any] = dict(repeats=job.repeats, warmups=job.warmups)
-    return measure(linked, forward, job.plans, seed=job.model.seed, check=job.check_logits, **times)
+    return measure(transport, forward, job.plans, seed=job.model.seed, check=job.check_logits, **times)

@@ -123,14 +123,14 @@ class Job:
     plans: tuple[RunPlan, ...]
     repeats: int = 5
     warmups: int = 1
-    link: EmulatedLink | None = None  # None: messages at the links' own speed
     check_logits: bool = True  # against one process
 
     def facts(self) -> dict[str, str]:
         """Return the facts that determine each rank's messages, and so must be equal on all ranks."""
-        facts = {name: str(getattr(self, name)) for name in ("repeats", "warmups", "link", "check_logits")}
+        facts = {name: str(getattr(self, name)) for name in ("repeats", "warmups", "check_logits")}
+        facts |= {name: str(getattr(self.model, name)) for name in ("dtype", "attention", "seed")}
         plans = "; ".join(plan.label for plan in self.plans)
-        return facts | {"partitions": plans, "seed": str(self.model.seed)}
+        return facts | {"partitions": plans, "batch": str(self.plans[0].batch)}
 
 
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:

@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of
+from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of, is_out_of_memory
 
 if TYPE_CHECKING:
+    from kvrsim.runtime.plan import EmulatedLink
     from kvrsim.runtime.transport import DistributedTransport
 
 Command = tuple[str, dict[str, Any]]  # a method of the worker, and its arguments
@@ -68,7 +69,7 @@ class Launch:
     timeout_s: float = 60.0  # for a message: longer than any rank computes between two messages
     deadline_s: float = 600.0  # for the start, and again for the work
     threads: int = 1  # of each rank's CPU computation
-    pin: bool = False  # whether each rank computes on its own cores, where there are enough
+    link: EmulatedLink | None = None  # speed of messages; None: the links' own
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -83,34 +84,31 @@ class Launch:
         """Connect a rank of this host, the `local`-th, to the others."""
         import torch
 
-        from kvrsim.runtime.transport import DistributedTransport
+        from kvrsim.runtime.transport import DistributedTransport, EmulatedTransport
 
         device = torch.device("cpu")
         if self.device == "cuda":
             device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(device)
         torch.set_num_threads(self.threads)
-        transport = DistributedTransport(
-            slot, size=self.num_ranks, device=device, timeout_s=self.timeout_s, backend=self.backend
+        settings: dict[str, Any] = dict(
+            size=self.num_ranks, device=device, timeout_s=self.timeout_s, backend=self.backend
         )
+        if self.link is None:
+            transport = DistributedTransport(slot, **settings)
+        else:
+            transport = EmulatedTransport(slot, link=self.link, **settings)
         transport.warmup()
         return transport
 
-    @contextlib.contextmanager
-    def cores(self, local: int, num_local: int) -> Iterator[None]:
-        """Keep this thread on its rank's cores: otherwise ranks may share one while other processes run.
+    def pin(self, local: int, num_local: int) -> None:
+        """Keep this thread on cores of the rank: otherwise ranks may share one while other processes run.
 
-        Threads that carry messages were started before and run anywhere. Without enough cores nothing is pinned.
+        Threads that carry messages have started before and run anywhere. Without enough cores nothing is pinned.
         """
         cores = available_cores()
-        if not self.pin or self.device != "cpu" or len(cores) < num_local * self.threads:
-            yield
-            return
-        os.sched_setaffinity(0, cores[local * self.threads : (local + 1) * self.threads])
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, cores)
+        if self.device == "cpu" and len(cores) >= num_local * self.threads:
+            os.sched_setaffinity(0, cores[local * self.threads : (local + 1) * self.threads])
 
 
 def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
@@ -132,13 +130,12 @@ class LaunchedRank:
     """A rank of this host that calls functions."""
 
     def __init__(self, *, slot: RankSlot, how: Launch) -> None:
-        self.slot, self.how = slot, how
         self.transport = how.open(slot, slot.rank)
+        how.pin(slot.rank, how.num_ranks)
 
     def call(self, *, function: RankFunction, arguments: tuple[Any, ...]) -> Any:
         """Return what the function returns."""
-        with self.how.cores(self.slot.rank, self.how.num_ranks):
-            return function(self.transport, *arguments)
+        return function(self.transport, *arguments)
 
 
 def _run_as_one_rank(
@@ -147,14 +144,17 @@ def _run_as_one_rank(
     rank, size, local, num_local = map(_torchrun_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if size != how.num_ranks:
         raise InputError("gpus", how.num_ranks, f"{size}, the number of processes that torchrun has started")
-    slot = RankSlot(rank=rank, store="env://", report=on_progress or (lambda done, total, what: None))
+    reached: list[int] = []  # layers
+    report = on_progress or (lambda done, total, what: None)
+    slot = RankSlot(rank=rank, store="env://", note=reached.append, report=report)
     try:
         with contextlib.closing(how.open(slot, local)) as transport:
-            with how.cores(local, num_local):
-                result = function(transport, *arguments)
-            return transport.exchange(result)
-    except LinkError as error:
-        raise RankError(faults_of(error, rank, None)) from None
+            how.pin(local, num_local)
+            return transport.exchange(function(transport, *arguments))
+    except (LinkError, MemoryError, RuntimeError) as error:
+        if isinstance(error, LinkError) or is_out_of_memory(error):
+            raise RankError(faults_of(error, rank, reached[-1] if reached else None)) from None
+        raise
 
 
 def _torchrun_variable(name: str) -> int:

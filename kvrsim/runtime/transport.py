@@ -117,7 +117,7 @@ class Transport(Ring):
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, ordered by rank: data classes, and values that JSON can hold."""
-        raise NotImplementedError
+        return [value]
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -127,22 +127,6 @@ class Transport(Ring):
 
     def report(self, done: int, total: int, what: str) -> None:
         """Report progress to the process that started the ranks; only rank 0 is heard."""
-
-
-class WrappedTransport(Transport):
-    """Another transport under a changed `isend` and `irecv`."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.name, self.device = inner.name, inner.device
-        self.connect, self.exchange, self.barrier = inner.connect, inner.exchange, inner.barrier  # type: ignore[method-assign]
-        self.note, self.report = inner.note, inner.report  # type: ignore[method-assign]
-
-    def isend(self, tensor: Any, dst: int) -> Pending:
-        return self.inner.isend(tensor, dst)
-
-    def irecv(self, tensor: Any, src: int) -> Pending:
-        return self.inner.irecv(tensor, src)
 
 
 class LinkGroups:
@@ -187,9 +171,7 @@ class LinkGroups:
 
     def all_gather(self, ranks: Sequence[int], whole: Any, piece: Any) -> None:
         """Gather equal pieces with the backend's collective."""
-        # The name from torch 2.13 on, and the one before.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, piece, group=self._gathers[tuple(ranks)])
+        dist.all_gather_single(whole, piece, group=self._gathers[tuple(ranks)])
 
     def all_reduce(self, ranks: Sequence[int], tensor: Any) -> None:
         """Sum in place with the backend's collective."""
@@ -442,21 +424,21 @@ class _Stamped:
             time.sleep(max(0.0, self.stamp.item() - time.monotonic()))
 
 
-class EmulatedTransport(WrappedTransport):
+class EmulatedTransport(DistributedTransport):
     """A transport whose messages take as long as on a given link.
 
     The arrival time goes before each message, and the receiver sleeps until then. Clocks are compared across
     processes, so all ranks run on one host. All-gathers and all-reduces are rings.
     """
 
-    def __init__(self, inner: Transport, link: EmulatedLink) -> None:
-        """Raise InputError with NCCL, or where ranks run on several hosts."""
-        if inner.name == "nccl":
+    def __init__(self, slot: RankSlot, *, link: EmulatedLink, **settings: Any) -> None:
+        """Connect as DistributedTransport. Raises InputError with NCCL, or where ranks run on several hosts."""
+        super().__init__(slot, **settings)
+        if self.backend == "nccl":
             raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
-        hosts = set(inner.exchange(platform.node()))
+        hosts = set(self.exchange(platform.node()))
         if len(hosts) > 1:
             raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
-        super().__init__(inner)
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
         self.link, self._free_s = link, 0.0  # time.monotonic() from which this rank's link is free
 
@@ -464,8 +446,14 @@ class EmulatedTransport(WrappedTransport):
         """Send the arrival time, then the message: a rank's messages leave one after another."""
         self._free_s = max(self._free_s, time.monotonic()) + tensor.nbytes / self.link.bandwidth_bytes_per_s
         stamp = torch.tensor([self._free_s + self.link.latency_s], dtype=torch.float64)
-        return _Stamped(None, self.inner.isend(stamp, dst), self.inner.isend(tensor, dst))
+        return _Stamped(None, super().isend(stamp, dst), super().isend(tensor, dst))
 
     def irecv(self, tensor: Any, src: int) -> Pending:
         stamp = torch.empty(1, dtype=torch.float64)
-        return _Stamped(stamp, self.inner.irecv(stamp, src), self.inner.irecv(tensor, src))
+        return _Stamped(stamp, super().irecv(stamp, src), super().irecv(tensor, src))
+
+    def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
+        self.ring_all_gather(whole, boundaries)
+
+    def all_reduce(self, tensor: Any) -> None:
+        Transport.all_reduce(self, tensor)

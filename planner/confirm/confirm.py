@@ -26,9 +26,6 @@ from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode,
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from planner.plan import Ranking
 
-# TSP's gathered pieces arrive where they stay: what is left to join is the rank's own chunk.
-_MEASURED_AS = {"assemble": "append"}
-
 
 def confirm(
     scenario: Scenario,
@@ -140,7 +137,7 @@ def measured_here(
     job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=check)
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) * (2 if mode == "virtual" else 1) + 2
     num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
-    how = hardware.launch(num_ranks, hardware.longest_s(candidates), count)
+    how = hardware.launch(scenario, num_ranks, hardware.longest_s(candidates), count)
     run = run_virtual if mode == "virtual" else run_job
     report: Report = launch(run, job, how=how, on_progress=reporter.progress)[-1]
     by_plan = dict(zip(job.plans, report.timings, strict=True))
@@ -207,6 +204,5 @@ def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
     """Return the operation with its measured time, which contains the host's; the embedding's contains the mask's."""
     if not isinstance(op, Compute):
         return op
-    key = (layer, _MEASURED_AS.get(op.name, op.name))
-    measured_s = np.array([parts.get(key, 0.0) for parts in repeats])
+    measured_s = np.array([parts.get((layer, op.name), 0.0) for parts in repeats])
     return Compute(name=op.name, device_s=measured_s, kind=op.kind)

@@ -89,14 +89,7 @@ class Hardware:
     def job(self, scenario: Scenario, plans: tuple[RunPlan, ...], *, check: bool) -> Job:
         """Return the job of the ranks. check: compare logits with one process's."""
         times = dict(repeats=self.repeats, warmups=self.warmups)
-        return Job(model=self.choice(scenario), plans=plans, link=self.link(scenario), check_logits=check, **times)
-
-    def link(self, scenario: Scenario) -> EmulatedLink | None:
-        """Return the scenario's link; None where links are not emulated."""
-        link = scenario.cluster.link
-        if not self.emulated:
-            return None
-        return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
+        return Job(model=self.choice(scenario), plans=plans, check_logits=check, **times)
 
     def longest_s(self, candidates: Sequence[Candidate]) -> float:
         """Return the predicted seconds of the longest prefill; without a profile of this machine, a guess."""
@@ -104,8 +97,10 @@ class Hardware:
             return _UNKNOWN_S
         return max(one.ttft_s for one in candidates)
 
-    def launch(self, num_ranks: int, longest_s: float, count: float) -> Launch:
+    def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:
         """Return how ranks are started for `count` prefills, of which the longest takes that many seconds."""
+        link = scenario.cluster.link
+        rates = EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
         return Launch(
             num_ranks=num_ranks,
@@ -114,7 +109,7 @@ class Hardware:
             timeout_s=timeout_s,
             deadline_s=_START_S + timeout_s + _TIMEOUT_FACTOR * count * longest_s,
             threads=self.threads,
-            pin=True,
+            link=rates if self.emulated and num_ranks > 1 else None,
         )
 
     @property

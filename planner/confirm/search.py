@@ -138,14 +138,10 @@ class RankSampler:
 
     def __init__(self, transport: Transport, task: SearchTask) -> None:
         from kvrsim.runtime.measure import Stopwatch, forward_of
-        from kvrsim.runtime.transport import EmulatedTransport
 
-        link = task.hardware.link(task.scenario)
-        linked = transport if link is None else EmulatedTransport(transport, link)
-        forward = forward_of(task.hardware.choice(task.scenario), transport)
         self.task, self.transport = task, transport
-        whole = replace(self._plan(task.seed.chunk_lens), strategy="tsp")  # tsp holds every token on every rank
-        self.stopwatch = Stopwatch(linked, forward, [whole], task.hardware.seed)
+        forward, seed = forward_of(task.hardware.choice(task.scenario), transport), self._plan(task.seed.chunk_lens)
+        self.stopwatch = Stopwatch(transport, forward, seed, task.hardware.seed, several=True)
         self.warm: set[Chunks] = set()
         self.known = deque(task.known)
         self._since_s = time.monotonic() - (task.known[-1][1] if task.known else 0.0)
@@ -238,7 +234,7 @@ def search_here(
     candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=seed)
     MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
     longest_s = hardware.longest_s([candidate])
-    how = hardware.launch(scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
+    how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
     question = Question.of(scenario, seed=hardware.seed)
     with ExitStack() as stack:
         if is_first_rank():

@@ -6,7 +6,7 @@ of this package defines the exchanges of one kind of communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,9 @@ import torch
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import in_query_blocks
-from kvrsim.runtime.geometry import Layout, StateLayout
-from kvrsim.runtime.kv_cache import (
-    CacheListener,
-    Chunk,
-    KvPairs,
-    Memory,
-    PrefixCache,
-    UpdateEvent,
-    make_buffers,
-)
-from kvrsim.runtime.marks import Clock
+from kvrsim.runtime.geometry import StateLayout
+from kvrsim.runtime.kv_cache import CacheListener, Chunk, KvPairs, Memory, PrefixCache, UpdateEvent, make_buffers
+from kvrsim.runtime.marks import RankTrace, clock_of
 from kvrsim.runtime.transport import Edge, Pending, Transport
 
 if TYPE_CHECKING:
@@ -51,17 +43,31 @@ def exchange_of(strategy: str) -> type[Exchange]:
     return exchange
 
 
+def make_exchange(forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None) -> Exchange:
+    """Return a rank's part in prefills of a plan; every rank calls it with the same plan.
+
+    memory: per layer, shared in turn with other prefills; None: its own.
+    Raises InputError where the plan does not suit the model or the number of ranks.
+    """
+    exchange = exchange_of(plan.strategy)
+    exchange.check(plan, forward.geometry)
+    transport.connect(exchange.edges(plan, transport.size))
+    return exchange(forward, transport, plan, memory)
+
+
 class Exchange(CacheListener):
     """One rank's part in the prefills of one plan: the tokens that it runs, and what it sends and receives."""
 
     first_layer = 0  # the model's number of the first layer that this rank has
 
     def __init__(
-        self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
-        """memory: per layer, shared in turn with other prefills; None: its own. Raises InputError as `chunk_of`."""
-        self.forward, self.transport, self.plan, self.clock = forward, transport, plan, clock
+        """Make the buffers, or use `memory`. Raises InputError as `chunk_of`."""
+        self.forward, self.transport, self.plan = forward, transport, plan
         self.geometry, self.rank = forward.geometry, transport.rank
+        self.clock = clock_of(self.geometry.device, all_streams=True)
+        self.logits: Any = None  # of the last token, [B, vocabulary], after a prefill, on the rank that emits it
         self.layer: int | None = None  # the layer that the rank has reached
         self._receives: dict[int, list[tuple[int, Pending]]] = {}  # by layer: source and message
         self._sends: list[Pending] = []
@@ -77,12 +83,6 @@ class Exchange(CacheListener):
             raise InputError("partition", plan.chunks, f"one chunk per rank, of which there are {size}")
         start, end = plan.partition.boundaries[rank : rank + 2]
         return Chunk(start=start, length=end - start, batch=plan.batch)
-
-    @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
-        """Return the elements of K and V that a rank keeps in each layer of the whole model."""
-        chunk = cls.chunk_of(plan, rank, size)
-        return [0 if chunk is None else chunk.elements(layout) for layout in layouts]
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
@@ -134,10 +134,30 @@ class Exchange(CacheListener):
         assert self.chunk is not None
         return torch.arange(self.chunk.start, self.chunk.end, device=self.geometry.device)
 
-    def reset(self) -> None:
-        """Forget the prefill before."""
+    def prefill(self, input_ids: Any, *, hooked: bool = False) -> RankTrace:
+        """Prefill prompts [B, C], the same on every rank, starting together; buffers are used again.
+
+        hooked: layers mark their parts, too. Raises LinkError where a message does not come in time.
+        """
         self.layer = None
         self._receives.clear()
+        with self.forward.hooked(self.clock, self.first_layer) if hooked else nullcontext():
+            self.transport.barrier()
+            self.clock.start()
+            self.clock.mark("start")
+            if self.cache is not None:
+                self.logits = self.run(input_ids)
+                if self.emits_token:
+                    self.logits.argmax(-1).tolist()  # the first token, for which a user waits
+            self.clock.mark("token")
+            marks = tuple(self.clock.finish())
+            self.finish()
+        return RankTrace(
+            rank=self.rank,
+            start_s=self.clock.start_s,
+            marks=marks if self.cache is not None else (),
+            emits_token=self.emits_token,
+        )
 
     def run(self, input_ids: Any) -> Any:
         """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it has them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -11,13 +10,12 @@ import torch
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.geometry import KvLayout, Layout
-from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory, PrefixCache, UpdateEvent, allocate_chunk, make_buffers
+from kvrsim.runtime.geometry import KvLayout
+from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory, PrefixCache, UpdateEvent, allocate, make_buffers
 from kvrsim.runtime.model import ModelForward, light_copy
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.marks import Clock
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Pending, Transport
 
@@ -86,16 +84,16 @@ class Pipeline(Exchange):
     forward: StageForward
 
     def __init__(
-        self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
         """`forward` runs the whole model, or this rank's stage."""
         if not isinstance(forward, StageForward):
             forward = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
         self.stage, self.caches = forward, tuple[PrefixCache, ...]()
-        super().__init__(forward, transport, plan, clock, memory)
+        super().__init__(forward, transport, plan, memory)
         self.first_layer = forward.layers.start
         self._landings = [] if forward.is_first else self._make_landings()
-        self._arriving: list[Pending] = []
+        self._arriving: list[Pending] = []  # messages of this prefill's pieces
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
@@ -105,11 +103,6 @@ class Pipeline(Exchange):
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
     @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
-        """Return 0: a stage does not keep all layers of the model."""
-        return [0] * len(layouts)
-
-    @classmethod
     def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
         """Return the forward of the rank's stage."""
         return StageForward(forward, stage_of(plan, forward.geometry, rank, size))
@@ -117,13 +110,7 @@ class Pipeline(Exchange):
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Make a view of the same memory for each piece; return that of the last piece, which covers the stage."""
         layers = self.stage.layers
-        if memory is not None and len(memory) > len(layers):  # the whole model's
-            memory = memory[layers.start : layers.stop]
-        if memory is None or any(
-            one is not None and one.numel() < chunk.elements(layout)
-            for one, layout in zip(memory, self.geometry.layouts, strict=True)
-        ):
-            memory = allocate_chunk(self.geometry, chunk)
+        memory = memory[layers.start : layers.stop] if memory else allocate(self.geometry, chunk)
         pieces = [
             replace(chunk, start=start, length=end - start, total_len=chunk.length, visible_len=end)
             for start, end in pairwise(self.plan.partition.boundaries)
@@ -131,21 +118,19 @@ class Pipeline(Exchange):
         self.caches = tuple(PrefixCache(make_buffers(self.geometry, piece, memory), self) for piece in pieces)
         return self.caches[-1]
 
-    def reset(self) -> None:
-        super().reset()
-        self._arriving.clear()
-
     def run(self, input_ids: Any) -> Any:
         """Run every piece through this stage; the final stage returns the last token's logits."""
         pieces, result = list(pairwise(self.plan.partition.boundaries)), None
+        self._arriving.clear()
         self._post_piece(0)
         for number, (start, end) in enumerate(pieces):
+            if number:
+                self.clock.mark("start")
             inputs = input_ids[:, start:end] if self.stage.is_first else self._receive_piece(number)
             self._post_piece(number + 1)
             result = self.stage.piece(inputs, start, self.caches[number], is_last=number == len(pieces) - 1)
             if not self.stage.is_final:
                 self.send(result.contiguous(), None, self.rank + 1)
-                self.clock.mark("sent")
         return result if self.stage.is_final else None
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:

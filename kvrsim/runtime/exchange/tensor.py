@@ -8,7 +8,7 @@ head likewise (Shoeybi et al., 2019).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,12 @@ import torch
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.geometry import KvLayout, Layout, family_of
+from kvrsim.runtime.geometry import KvLayout
 from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory
 from kvrsim.runtime.model import ModelForward, light_copy
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.marks import Clock
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Transport
 
@@ -56,7 +55,7 @@ class ShardForward(ModelForward):
 
         Raises InputError where the model has no tensor-parallel plan, or its heads do not divide.
         """
-        check_plan(whole.geometry.model_type)
+        check_plan(whole.geometry)
         config, size = whole.model.config, share.size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if heads % size or (kv_heads % size and size % kv_heads):
@@ -170,13 +169,14 @@ def _generic(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def check_plan(model_type: str) -> None:
+def check_plan(geometry: Geometry) -> None:
     """Raise InputError where transformers has no usable tensor-parallel plan for the architecture."""
     from transformers import AutoConfig
 
-    plan, family = AutoConfig.for_model(model_type).base_model_tp_plan or {}, family_of(model_type)
+    model_type = geometry.model_type
+    plan = AutoConfig.for_model(model_type).base_model_tp_plan or {}
     accepted = "a model whose attention and MLPs are split by a tensor-parallel plan of transformers"
-    if family.is_latent or family.state is not None:
+    if not all(isinstance(layout, KvLayout) and not layout.is_latent for layout in geometry.layouts):
         raise InputError("strategy", "tp", f"{accepted}; {model_type} does not keep K and V alone")
     if plan.get("layers.*.self_attn.k_proj") != _COLUMNS:
         raise InputError("strategy", "tp", f"{accepted}; transformers has none for {model_type}")
@@ -190,12 +190,12 @@ class TensorParallel(Exchange):
     forward: ShardForward
 
     def __init__(
-        self, forward: ModelForward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+        self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
         """`forward` runs the whole model, or this rank's share."""
         if not isinstance(forward, ShardForward):
             forward = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
-        super().__init__(forward, transport, plan, clock, memory)
+        super().__init__(forward, transport, plan, memory)
         self._scratch: Any = None  # buffer of sums, allocated once
 
     @classmethod
@@ -214,12 +214,7 @@ class TensorParallel(Exchange):
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
         """Raise InputError where transformers has no tensor-parallel plan that the runtime can follow."""
         super().check(plan, geometry)
-        check_plan(geometry.model_type)
-
-    @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
-        """Return 0: a share is not kept as the whole model keeps it."""
-        return [0] * len(layouts)
+        check_plan(geometry)
 
     def run(self, input_ids: Any) -> Any:
         """Run all tokens through this rank's share of the layers."""

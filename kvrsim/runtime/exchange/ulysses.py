@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import lower_right
 from kvrsim.runtime.exchange import OwnAttentionExchange
-from kvrsim.runtime.geometry import KvLayout, Layout
+from kvrsim.runtime.geometry import KvLayout
 from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
 
 if TYPE_CHECKING:
@@ -27,12 +26,6 @@ class Ulysses(OwnAttentionExchange):
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
         """Return the edges between all ranks."""
         return [(src, dst) for src in range(size) for dst in range(size) if src != dst]
-
-    @classmethod
-    def elements(cls, plan: RunPlan, rank: int, size: int, layouts: Sequence[Layout]) -> list[int]:
-        """Return the elements of all tokens, of the rank's heads."""
-        shares = (layout.share(size) if isinstance(layout, KvLayout) else layout for layout in layouts)
-        return [_all_tokens(plan).elements(share) for share in shares]
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
@@ -54,7 +47,8 @@ class Ulysses(OwnAttentionExchange):
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Return a cache of all tokens, of the rank's heads."""
-        whole, size = _all_tokens(self.plan), self.transport.size
+        whole = Chunk(start=0, length=self.plan.context_len, batch=self.plan.batch)
+        size = self.transport.size
         each = memory or [None] * self.geometry.num_hidden_layers
         buffers = [
             _HeadsBuffer(self.geometry, layout.share(size), whole, one) if isinstance(layout, KvLayout) else None
@@ -116,10 +110,6 @@ class _HeadsBuffer(KvBuffer):
     def keys_values(self) -> tuple[Any, Any]:
         """Return the chunk's K and V of all heads."""
         return self.chunk_kv
-
-
-def _all_tokens(plan: RunPlan) -> Chunk:
-    return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
 
 def _rows(*parts: Any) -> Any:

@@ -17,8 +17,6 @@ from kvrsim.runtime.ranks import LaunchedRank
 from kvrsim.runtime.transport import LinkGroups
 from tests.kvrsim.runtime.runtime_workers import Result, benched, exactness
 
-_COLLECTIVE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
 
 class Work:
     """An operation in its group's queue."""
@@ -35,12 +33,12 @@ class NcclRule:
 
     def __init__(self) -> None:
         self.queues: dict[Any, ThreadPoolExecutor] = {}
-        self.isend, self.irecv, self.collective = dist.isend, dist.irecv, getattr(dist, _COLLECTIVE)
+        self.isend, self.irecv, self.collective = dist.isend, dist.irecv, dist.all_gather_single
 
     def install(self) -> None:
         dist.isend = lambda tensor, dst, group: self._posted(group, lambda: self.isend(tensor, dst, group=group).wait())
         dist.irecv = lambda tensor, src, group: self._posted(group, lambda: self.irecv(tensor, src, group=group).wait())
-        setattr(dist, _COLLECTIVE, self._gather)
+        dist.all_gather_single = self._gather
 
     def _gather(self, whole: Any, piece: Any, group: Any) -> None:
         self._posted(group, lambda: self.collective(whole, piece, group=group)).wait()

@@ -7,18 +7,18 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from kvrsim.errors import InputError
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.exchange import exchange_of
+from kvrsim.runtime.exchange import exchange_of, make_exchange
 from kvrsim.runtime.geometry import Geometry, KvLayout
-from kvrsim.runtime.measure import Prefill, Stopwatch, measure, run_job
+from kvrsim.runtime.measure import Stopwatch, measure, run_job
 from kvrsim.runtime.model import ModelForward, load_model
-from kvrsim.runtime.plan import Difference, EmulatedLink, Job, ModelChoice, Report, RunPlan, random_prompt
-from kvrsim.runtime.transport import EmulatedTransport, WrappedTransport
+from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, random_prompt
 from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
@@ -118,28 +118,22 @@ def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
     return results
 
 
-def over_other_transports(transport: Any) -> list[tuple[str, Difference]]:
-    """Messages by way of host memory, as for GPUs that gloo cannot reach, then over an emulated link."""
+def over_other_transports(transport: Any, *, staged: bool) -> list[tuple[str, Difference]]:
+    """Messages over this transport, or by way of host memory, as for GPUs that gloo cannot reach."""
     model = model_of("llama-gqa")
-    plans = plans_of(transport.size, Geometry.of(model))
-    transport.staged = True
-    results = compare(transport, model, plans)
-    transport.staged = False
-    return results + compare(EmulatedTransport(transport, EmulatedLink(bandwidth_bytes_per_s=1e9)), model, plans[::2])
+    transport.staged = staged
+    return compare(transport, model, plans_of(transport.size, Geometry.of(model))[:: 1 if staged else 2])
 
 
-class Spoiling(WrappedTransport):
-    """A transport whose messages arrive as zeros."""
+def spoil(transport: Any) -> None:
+    """Let messages arrive as zeros."""
+    irecv = transport.irecv
 
-    def irecv(self, tensor: Any, src: int) -> Any:
-        message = self.inner.irecv(tensor, src)
+    def zeroing(tensor: Any, src: int) -> Any:
+        message = irecv(tensor, src)
+        return SimpleNamespace(wait=lambda: (message.wait(), tensor.zero_()))
 
-        class Zeroing:
-            def wait(self) -> None:
-                message.wait()
-                tensor.zero_()
-
-        return Zeroing()
+    transport.irecv = zeroing
 
 
 def _shift(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -156,7 +150,9 @@ def spoilt(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
         model = model_of(name, kernel)
         plans = [plan for plan in plans_of(transport.size, Geometry.of(model)) if plan.strategy not in whole]
         plans = [plan for plan in plans if plan.gather == "ring"]
-        results += [(name, kernel, *one) for one in compare(Spoiling(transport), model, plans)]
+        spoil(transport)
+        results += [(name, kernel, *one) for one in compare(transport, model, plans)]
+        del transport.irecv
         model.base_model.register_forward_pre_hook(_shift, with_kwargs=True)
         results += [(name, kernel, *one) for one in compare(transport, model, [kvr(12, 11)])]
     return results
@@ -179,10 +175,10 @@ def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[tuple
     plans = [RunPlan(strategy=one, partition=Partition.even(EVEN_LEN, transport.size)) for one in PLAIN]
     report = measure(transport, forward, plans, repeats=1, warmups=0)
     for plan in plans:
-        prefill = Prefill(forward, transport, plan)
-        assert prefill.cache is not None
-        kept = sum(buffer.data.nbytes for buffer in prefill.cache.buffers if buffer is not None)
-        sizes[plan.strategy] = transport.exchange((kept, sum(part.nbytes for part in prefill.exchange.scratch())))
+        exchange = make_exchange(forward, transport, plan)
+        assert exchange.cache is not None
+        kept = sum(buffer.data.nbytes for buffer in exchange.cache.buffers if buffer is not None)
+        sizes[plan.strategy] = transport.exchange((kept, sum(part.nbytes for part in exchange.scratch())))
     return sizes, {one.plan.strategy: one.timeline for one in report.timings if one.timeline is not None}
 
 
@@ -214,7 +210,7 @@ def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "
     whole = strategy in ("single", "tp")
     chunks = Partition(chunk_lens=(CONTEXT_LEN,)) if whole else Partition.even(CONTEXT_LEN, transport.size)
     plan = RunPlan(strategy=strategy, partition=chunks)
-    trace = Prefill(ModelForward(model_of(name)), transport, plan).run(random_prompt(101, plan))
+    trace = make_exchange(ModelForward(model_of(name)), transport, plan).prefill(random_prompt(101, plan))
     transport.barrier()  # which a rank that nobody waits for must come to, too
     return trace.emits_token
 
@@ -253,21 +249,19 @@ def benched(transport: Any, name: str = "llama-gqa") -> Report:
 
 
 def sharing(transport: Any) -> tuple[int, int, bool]:
-    """Bytes of K and V that all plans of a measurement hold, and that the largest needs; whether results agree."""
+    """Bytes of K and V that all plans of a measurement hold, and of the whole context; whether results agree."""
     forward, plans = ModelForward(model_of("llama-gqa")), [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
-    layouts = forward.geometry.layouts
-    watch, storages, same = Stopwatch(transport, forward, plans), {}, True
+    watch, storages, same = Stopwatch(transport, forward, plans[0], 0, several=True), {}, True
     for plan in plans:
         watch.ttft_s(plan)
-        shared, alone = watch.prefill(plan), Prefill(forward, transport, plan)
-        alone.run(random_prompt(101, plan))
+        shared, alone = watch.exchange(plan), make_exchange(forward, transport, plan)
+        alone.prefill(random_prompt(101, plan))
         same &= shared.logits is None or torch.equal(shared.logits, alone.logits)
         for buffer in () if shared.cache is None else shared.cache.buffers:
             assert buffer is not None
             storage = buffer.data.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    held = [exchange_of(plan.strategy).elements(plan, transport.rank, transport.size, layouts) for plan in plans]
-    return sum(storages.values()), 4 * sum(map(max, zip(*held, strict=True))), same
+    return sum(storages.values()), 4 * CONTEXT_LEN * 3 * 2 * 2 * 16, same
 
 
 def listening(transport: Any) -> tuple[list[str], str, bool]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.runtime import geometry as module
 from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
 from kvrsim.runtime.model import load_model
 from tests.kvrsim.runtime.chunked import prompt
@@ -72,13 +71,6 @@ def test_padding_is_refused_where_the_kernel_takes_no_mask() -> None:
         mask[0, 0] = 0
         with pytest.raises(InputError, match="padding"):
             model_of(name, "flash")(input_ids=prompt(length=6), attention_mask=mask)
-
-
-def test_a_layer_whose_cache_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("qwen3_next")
-    monkeypatch.setitem(module.FAMILIES, "qwen3_next", module.FAMILIES["llama"])
-    with pytest.raises(InputError, match="LinearAttentionLayer"):
-        Geometry.of(model)
 
 
 def test_of_a_file_with_several_models_the_text_model_is_run() -> None:

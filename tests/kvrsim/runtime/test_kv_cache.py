@@ -18,7 +18,7 @@ from kvrsim.runtime.kv_cache import (
     PrefixCache,
     StateBuffer,
     UpdateEvent,
-    allocate_chunk,
+    allocate,
     make_buffers,
 )
 from kvrsim.runtime.model import ModelForward
@@ -118,7 +118,7 @@ def test_a_state_is_one_message_of_its_own_size_and_mlp_layers_have_none() -> No
     assert [type(kept) for kept in geometry.layouts] == [StateLayout, KvLayout, type(None), StateLayout, type(None)]
     assert geometry.linked_layers == (0, 1, 3)
     chunk = chunk_of(3, 6, batch=BATCH)
-    room = allocate_chunk(geometry, chunk)
+    room = allocate(geometry, chunk)
     state, _, nothing, *_ = make_buffers(geometry, chunk, room)
     assert nothing is None
     assert isinstance(state, StateBuffer)

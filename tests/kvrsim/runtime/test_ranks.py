@@ -213,8 +213,8 @@ def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
 def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    assert launch(workers.cores_of, how=Launch(num_ranks=1, pin=True)) == [[cores[0]]]
-    assert launch(workers.cores_of, how=Launch(num_ranks=1, threads=len(cores) + 1, pin=True)) == [cores]
+    assert launch(workers.cores_of, how=Launch(num_ranks=1)) == [[cores[0]]]
+    assert launch(workers.cores_of, how=Launch(num_ranks=1, threads=len(cores) + 1)) == [cores]
 
 
 def test_a_launch_of_nothing_is_refused() -> None:

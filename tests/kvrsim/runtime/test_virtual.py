@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrsim.runtime import virtual as module
+from kvrsim.runtime.exchange.chain import Chain
 from kvrsim.runtime.plan import Job, ModelChoice, Report, RunPlan
 from kvrsim.runtime.transport import Transport
 from kvrsim.runtime.virtual import run_virtual
@@ -70,7 +70,8 @@ def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:
         for ranks in timing.parts:
             assert len(ranks) == len(timing.plan.partition.chunk_lens)
             for rank, parts in enumerate(ranks):
-                inside = {(layer, part) for layer in range(3) for part in ("qkv", "append", "attention", "output+mlp")}
+                append = "assemble" if timing.plan.strategy == "tsp" else "append"
+                inside = {(layer, part) for layer in range(3) for part in ("qkv", append, "attention", "output+mlp")}
                 ends = {(None, "embedding")} | ({(None, "head")} if rank == len(ranks) - 1 else set())
                 assert set(parts) == inside | ends
                 assert all(seconds >= 0 for seconds in parts.values())
@@ -78,15 +79,14 @@ def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:
 
 
 def test_a_rank_that_had_no_prefix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module._VirtualPlan.run
+    real = Chain.run
 
-    def spoilt(self: Any, number: int) -> Any:
-        if number > 0:
-            for buffer in self.ranks[number].cache.buffers:
-                buffer.data.zero_()
-        return real(self, number)
+    def spoilt(self: Chain, ids: Any) -> Any:
+        for layer in range(3 if self.rank else 0):
+            self.buffer(layer).data.zero_()
+        return real(self, ids)
 
-    monkeypatch.setattr(module._VirtualPlan, "run", spoilt)
+    monkeypatch.setattr(Chain, "run", spoilt)
     kvr = virtual("llama-gqa", "sdpa").timings[1]
     assert kvr.difference is not None
     assert kvr.difference.logits > 0.1

@@ -132,7 +132,7 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
         parts: dict[tuple[int | None, str], float] = {}
         for layer, op in program.ops(rank):
             if isinstance(op, Compute):
-                names = {"assemble": "append", "step": "embedding", "mask": "embedding"}  # as virtual ranks measure
+                names = {"step": "embedding", "mask": "embedding"}  # as virtual ranks measure
                 key = (layer, names.get(op.name, op.name))
                 parts[key] = parts.get(key, 0.0) + op.device_s.item()
         found.append(parts)

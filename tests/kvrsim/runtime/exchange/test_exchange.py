@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.plan import RUN_STRATEGIES, RunPlan, run_strategy
+from kvrsim.runtime.plan import RUN_STRATEGIES, EmulatedLink, RunPlan, run_strategy
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
@@ -66,8 +67,10 @@ def test_what_is_spoilt_is_noticed() -> None:
     assert [one for one in results if exact(one[-1]) or one[-1].logits < 0.05] == []
 
 
-def test_messages_over_other_transports_are_the_same() -> None:
-    results = launch(workers.over_other_transports, how=Launch(num_ranks=2))[-1]
+@pytest.mark.parametrize("link", [None, EmulatedLink(bandwidth_bytes_per_s=1e9)])
+def test_messages_over_other_transports_are_the_same(link: EmulatedLink | None) -> None:
+    how = Launch(num_ranks=2, link=link)
+    results = launch(partial(workers.over_other_transports, staged=link is None), how=how)[-1]
     assert [one for one in results if not exact(one[-1])] == []
 
 

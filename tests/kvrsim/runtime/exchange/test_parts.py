@@ -12,6 +12,7 @@ from kvrsim.kernels.tensor_parallel import share_of
 from kvrsim.model.load import read_config
 from kvrsim.runtime.exchange.pipeline import StageForward
 from kvrsim.runtime.exchange.tensor import ShardForward, Share, check_plan
+from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.model import ModelForward, load_model
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 from tests.kvrsim.runtime.runtime_workers import model_of
@@ -22,7 +23,7 @@ WITHOUT_PLAN = ["falcon-mqa", "gpt_oss", "minimax_m2", "deepseek_v3", "qwen3_nex
 @pytest.mark.parametrize("name", WITHOUT_PLAN)
 def test_a_model_without_a_plan_is_refused_by_name(name: str) -> None:
     with pytest.raises(InputError, match=f"strategy: got 'tp'.*{(CONFIGS | KINDS)[name]['model_type']}"):
-        check_plan((CONFIGS | KINDS)[name]["model_type"])
+        check_plan(Geometry.of(model_of(name, "eager")))
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
