@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -26,8 +26,7 @@ from kvrsim.errors import InputError
 INTERFACE_NAME = "kvrsim_chunk_attention"
 _OWN_NAME = "kvrsim_own_attention"
 _LEAST_BLOCK = 128  # queries in a block of attention in a window: kernels for fewer are no faster
-_FLASH_WIDTH = 8  # a head's width must be a multiple
-_CAUSAL_FROM_BOTTOM_RIGHT = 2  # CustomMaskType of torch's memory-efficient kernel
+_FLASH_WIDTH = 8  # the width of a head must be a multiple
 
 Attend = Callable[[Any, float | None], Any]  # attention of queries at a scale; K and V are in the cache
 
@@ -114,7 +113,9 @@ def lower_right(
         return _eager(query, key, value, scale, mask)[0]
     mask = _mask(query, length, window) if in_window or 1 < chunk_len < length else None
     options: dict[str, Any] = dict(attn_mask=mask, is_causal=mask is None and chunk_len > 1, scale=scale)
-    return functional.scaled_dot_product_attention(query, _repeated(key, heads), _repeated(value, heads), **options)
+    return functional.scaled_dot_product_attention(
+        query, repeat_heads(key, heads), repeat_heads(value, heads), **options
+    )
 
 
 def in_query_blocks(
@@ -143,10 +144,8 @@ def block_attention(
     causal: the first query sees the first key, the second two, and so on; S is c then. Otherwise all see all.
     """
     causal = causal and query.shape[2] > 1
-    if query.is_cuda and kernel != "eager":
-        result = _block_on_cuda(query, key, value, scale, causal=causal)
-        if result is not None:
-            return result[0], result[1][:, :, : query.shape[2]]  # the memory-efficient kernel pads the queries
+    if query.is_cuda and kernel != "eager" and _takes_flash(query, key, value):
+        return _flash_cuda(query, key, value, scale, causal=causal)
     if kernel == "eager" or query.is_cuda:
         return _eager(query, key, value, scale, _mask(query, key.shape[2]) if causal else None)
     return (_flash_cpu if causal else _of_prefix)(query, key, value, scale, causal=causal)
@@ -188,7 +187,7 @@ def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: in
         block = query[:, :, start : start + block_len]
         end = prefix_len + start + block.shape[2]
         first = max(0, prefix_len + start - window + 1)
-        keys, values = (_repeated(part[:, :, first:end], query.shape[1]) for part in (key, value))
+        keys, values = (repeat_heads(part[:, :, first:end], query.shape[1]) for part in (key, value))
         mask = _mask(block, end - first, window)
         parts.append(functional.scaled_dot_product_attention(block, keys, values, attn_mask=mask, scale=scale))
     return torch.cat(parts, dim=2)
@@ -198,18 +197,18 @@ def _eager(query: Any, key: Any, value: Any, scale: float | None, mask: Any) -> 
     """Attend with the score matrix in memory; softmax in fp32, as transformers."""
     heads = query.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query @ _repeated(key, heads).transpose(-1, -2)).mul_(scale)
+    scores = (query @ repeat_heads(key, heads).transpose(-1, -2)).mul_(scale)
     if mask is not None:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32)
     lse = scores.amax(-1).float() - weights.amax(-1).log()  # the largest weight is at least 1 / S
-    return weights.to(query.dtype) @ _repeated(value, heads), lse
+    return weights.to(query.dtype) @ repeat_heads(value, heads), lse
 
 
 def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
     """Run torch's flash kernel for the CPU; also return the logarithm of the sums of exponentials, [B, H, c]."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
     return out, lse
 
@@ -227,71 +226,33 @@ def _of_prefix(query: Any, key: Any, value: Any, scale: float | None, *, causal:
 
 
 def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
-    """Run one of torch's kernels whose causal mask is aligned to the lower right corner.
+    """Run FlashAttention, whose causal mask is aligned to the lower right corner, or a kernel with the mask.
 
-    The kernels are called directly: torch.nn.attention.bias.CausalBias, which calls the same ones, allocates 2 c S
-    floats of host memory in each call.
+    It is called directly: torch.nn.attention.bias.CausalBias, which calls the same kernel, allocates 2 c S floats of
+    host memory in each call.
     """
-    result = _block_on_cuda(query, key, value, scale, causal=True)
-    if result is not None:
-        return result[0]
+    if _takes_flash(query, key, value):
+        return _flash_cuda(query, key, value, scale, causal=True)[0]
     mask = _mask(query, key.shape[2])
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
-def _block_on_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any] | None:
-    """Return attention and the log of the sums of exponentials; None where no fused kernel takes the tensors."""
-    kernel = _cuda_kernel(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if kernel == "flash":
-        return _flash_cuda(query, key, value, scale, causal=causal)
-    return None if kernel == "dense" else _efficient_cuda(query, key, value, scale, causal=causal)
+def _takes_flash(query: Any, key: Any, value: Any) -> bool:
+    """Whether the GPU, the dtype and the head's width allow FlashAttention."""
+    from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+    fits = query.shape[-1] % _FLASH_WIDTH == 0
+    return fits and bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)))
 
 
-def _cuda_kernel(query: Any, key: Any, value: Any) -> Literal["flash", "efficient", "dense"]:
-    """Choose what the device, the dtype and the head's width allow; dense: with the mask written out."""
-    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-
-    if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
-        return "flash"
-    key, value = (_repeated(part[:, :, :1], query.shape[1]) for part in (key, value))
-    if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)):
-        return "efficient"
-    return "dense"
+def _flash_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
+    """Run FlashAttention, which takes K and V of fewer heads as they are; also return the log of the sums."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(query, key, value, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale)
+    return out, lse
 
 
-def _flash_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool) -> tuple[Any, Any]:
-    """Run FlashAttention, which takes K and V of fewer heads as they are."""
-    dim = query.shape[-1]
-    if dim % _FLASH_WIDTH:
-        padding = (0, -dim % _FLASH_WIDTH)
-        query, key, value = (functional.pad(part, padding) for part in (query, key, value))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
-    )
-    return out[..., :dim] if dim % _FLASH_WIDTH else out, lse
-
-
-def _efficient_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool) -> tuple[Any, Any]:
-    """Run the memory-efficient kernel, for fp32: [B, S, H, D], as many heads of K and V as of queries."""
-    heads = query.shape[1]
-    parts = (part.transpose(1, 2) for part in (query, _repeated(key, heads), _repeated(value, heads)))
-    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        *parts,
-        bias=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        dropout_p=0.0,
-        custom_mask_type=_CAUSAL_FROM_BOTTOM_RIGHT if causal else 0,
-        compute_log_sumexp=True,
-        scale=scale,
-    )
-    return out.transpose(1, 2), lse
-
-
-def _repeated(kv: Any, heads: int) -> Any:
+def repeat_heads(kv: Any, heads: int) -> Any:
     """Repeat each head of K or V for the query heads that share it."""
     return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
 

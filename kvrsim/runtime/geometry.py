@@ -187,11 +187,6 @@ class Geometry:
         counts = [(title, len(list(group))) for title, group in groupby(titles)]
         return "; ".join(f"{count} layer{'s' * (count > 1)}: {title}" for title, count in counts)
 
-    def token_bytes(self, layer: int) -> int:
-        """Bytes per token and prompt in one layer, as stored and sent; 0 for a state."""
-        layout = self.layouts[layer]
-        return layout.elements * int(self.dtype.itemsize) if isinstance(layout, KvLayout) else 0
-
     @property
     def least_chunk(self) -> int:
         """Least tokens of a chunk behind a prefix, for the same result as in one go."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as functional
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
+from kvrsim.runtime.attention import repeat_heads
 from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, Layout, StateLayout
 
 UpdateEvent = Literal["update", "updated", "scan"]
@@ -84,17 +85,15 @@ class KvBuffer:
         keys, values = self.views(self.rows(self.first_seen, self.visible_len))
         if keys.shape[1] == 1:
             return keys.expand(-1, times, -1, -1), values.expand(-1, times, -1, -1)
-        return _repeated(keys, times), _repeated(values, times)
+        heads = times * keys.shape[1]
+        return repeat_heads(keys, heads), repeat_heads(values, heads)
 
     def parts(self) -> tuple[Any, Any]:
         """Return K and V up to the end of the chunk in the model's own layout [B, H, S, D]."""
         times = self.layout.model_heads_per_kv_head
         keys, values = self.views(self.rows(self.first_seen, self.chunk.end))
-        return _repeated(keys, times), _repeated(values, times)
-
-    def fill_randomly(self, generator: torch.Generator) -> None:
-        """Fill the memory as a prefix would."""
-        self.data.normal_(generator=generator)
+        heads = times * keys.shape[1]
+        return repeat_heads(keys, heads), repeat_heads(values, heads)
 
     def rows(self, start: int, end: int) -> Any:
         """Return the rows of these tokens: contiguous."""
@@ -110,10 +109,6 @@ class KvBuffer:
             for part, width in zip(columns, widths, strict=True)
         )
         return keys, values
-
-
-def _repeated(kv: Any, times: int) -> Any:
-    return kv if times == 1 else kv.repeat_interleave(times, dim=1)
 
 
 class StateBuffer:
@@ -142,28 +137,19 @@ class StateBuffer:
         """Return the recurrent state and the convolution's inputs."""
         return self.recurrent, self.conv
 
-    def fill_randomly(self, generator: torch.Generator) -> None:
-        """Fill the memory as a prefix would."""
-        self.recurrent.normal_(generator=generator)
-        self.conv.normal_(generator=generator)
-
 
 Buffer = KvBuffer | StateBuffer | None  # None: the layer keeps nothing
 
 
-def make_buffer(geometry: Geometry, layout: Layout, chunk: Chunk, memory: Any = None) -> Buffer:
-    """Return the buffer of one layer."""
-    if layout is None:
-        return None
-    if isinstance(layout, KvLayout):
-        return KvBuffer(geometry, layout, chunk, memory)
-    return StateBuffer(geometry, layout, chunk, memory)
-
-
 def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None) -> list[Buffer]:
     """Return the buffers of all layers."""
-    each = memory or [None] * geometry.num_hidden_layers
-    return [make_buffer(geometry, layout, chunk, one) for layout, one in zip(geometry.layouts, each, strict=True)]
+    buffers: list[Buffer] = []
+    for layout, one in zip(geometry.layouts, memory or [None] * geometry.num_hidden_layers, strict=True):
+        if isinstance(layout, KvLayout):
+            buffers.append(KvBuffer(geometry, layout, chunk, one))
+        else:
+            buffers.append(None if layout is None else StateBuffer(geometry, layout, chunk, one))
+    return buffers
 
 
 def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
@@ -229,12 +215,12 @@ class PrefixCache(Cache):  # type: ignore[misc]
     def stub(
         cls, geometry: Geometry, chunk: Chunk, listener: CacheListener | None = None, *, seed: int = 0
     ) -> PrefixCache:
-        """Return a cache with a random prefix: for timing a chunk without computing its prefix."""
+        """Return a cache of K and V with a random prefix: for timing a chunk without computing its prefix."""
         buffers = make_buffers(geometry, chunk)
         generator = torch.Generator(device=geometry.device).manual_seed(seed)
         for buffer in buffers:
-            if buffer is not None:
-                buffer.fill_randomly(generator)
+            assert isinstance(buffer, KvBuffer)
+            buffer.data.normal_(generator=generator)
         return cls(buffers, listener)
 
     def parts(self) -> Iterator[tuple[Any, Any] | None]:

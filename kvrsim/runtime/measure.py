@@ -198,8 +198,5 @@ def run_job(transport: Transport, job: Job) -> Report:
     """Measure every plan; every rank returns the same report."""
     forward = forward_of(job.model, transport)
     agree(transport, job.facts() | versions() | {"model": forward.digest, "transport": transport.name})
-    if len(job.plans) == 1 and not job.check_logits:
-        plan = job.plans[0]
-        forward = exchange_of(plan.strategy).own_forward(forward, plan, transport.rank, transport.size)
     times: dict[str, Any] = dict(repeats=job.repeats, warmups=job.warmups)
     return measure(transport, forward, job.plans, seed=job.model.seed, check=job.check_logits, **times)

@@ -95,11 +95,6 @@ class Exchange(CacheListener):
             raise InputError("query_blocks", plan.label, f"one call of attention for {geometry.model_type}: {reason}")
 
     @classmethod
-    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
-        """Return the forward of a rank's part of the model, in memory of its own unless it is the whole model."""
-        return forward
-
-    @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
         """Return the links that the plan uses besides those to the next rank."""
         return []
@@ -119,10 +114,6 @@ class Exchange(CacheListener):
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Return the rank's cache."""
         return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
-
-    def scratch(self) -> list[Any]:
-        """Return the memory that one layer at a time needs in addition to the cache, allocated once."""
-        return []
 
     def own_part(self, kept: KvPairs) -> KvPairs:
         """Return this rank's part of what one process keeps, by layer."""

@@ -86,9 +86,6 @@ class Zigzag(OwnAttentionExchange):
         rows = self.plan.context_len - (len(own) if self.plan.gather == "ring" else 0)
         return own.new_zeros(rows, own.shape[1])
 
-    def scratch(self) -> list[Any]:
-        return [self._whole, self._others]
-
     def before_attention(self, layer: int) -> None:
         """Gather and join."""
         own = self.buffer(layer).data

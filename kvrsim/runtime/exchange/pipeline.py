@@ -29,7 +29,7 @@ class StageForward(ModelForward):
     """
 
     def __init__(self, whole: ModelForward, layers: range) -> None:
-        """`layers` are the stage's layers of the whole model; the weights of others are freed with the whole model.
+        """`layers` are the stage's layers of the whole model.
 
         Raises InputError for a stage without a layer that keeps K and V, by which transformers counts the tokens.
         """
@@ -81,18 +81,15 @@ class Pipeline(Exchange):
     The next piece's receive is posted before a piece runs: a message moves once its receive is posted.
     """
 
-    forward: StageForward
-
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
-        """`forward` runs the whole model, or this rank's stage."""
-        if not isinstance(forward, StageForward):
-            forward = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
-        self.stage, self.caches = forward, tuple[PrefixCache, ...]()
-        super().__init__(forward, transport, plan, memory)
-        self.first_layer = forward.layers.start
-        self._landings = [] if forward.is_first else self._make_landings()
+        """`forward` runs the whole model."""
+        stage = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
+        self.stage, self.caches = stage, tuple[PrefixCache, ...]()
+        super().__init__(stage, transport, plan, memory)
+        self.first_layer = stage.layers.start
+        self._landings = [] if stage.is_first else self._make_landings()
         self._arriving: list[Pending] = []  # messages of this prefill's pieces
 
     @classmethod
@@ -101,11 +98,6 @@ class Pipeline(Exchange):
         if plan.stage_layers is not None and len(plan.stage_layers) != size:
             raise InputError("partition", plan.label, f"one stage per rank, of which there are {size}")
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
-
-    @classmethod
-    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
-        """Return the forward of the rank's stage."""
-        return StageForward(forward, stage_of(plan, forward.geometry, rank, size))
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Make a view of the same memory for each piece; return that of the last piece, which covers the stage."""

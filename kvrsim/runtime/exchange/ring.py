@@ -26,9 +26,6 @@ class RingAttention(OwnAttentionExchange):
         longest = max(self.plan.partition.chunk_lens)
         return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
 
-    def scratch(self) -> list[Any]:
-        return self._blocks
-
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend to the own block while it is sent to the next rank, then to each received block; merge in fp32."""
         layer, transport, lens = self.layer, self.transport, self.plan.partition.chunk_lens

@@ -46,21 +46,18 @@ class Share:
 
 
 class ShardForward(ModelForward):
-    """The forward over one rank's share of a model; all ranks set `sums` together before the first call."""
+    """The forward over one rank's share of a model, whose weights are views of the model's."""
 
     sums: TensorParallel
 
-    def __init__(self, whole: ModelForward, share: Share, *, own: bool = False) -> None:
-        """own: the share has its own memory, so that the whole model may go.
-
-        Raises InputError where the model has no tensor-parallel plan, or its heads do not divide.
-        """
+    def __init__(self, whole: ModelForward, share: Share) -> None:
+        """Raise InputError where the model has no tensor-parallel plan, or its heads do not divide."""
         check_plan(whole.geometry)
         config, size = whole.model.config, share.size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if heads % size or (kv_heads % size and size % kv_heads):
             raise InputError("gpus", size, f"a number that divides {heads} heads and {kv_heads} KV heads under tp")
-        self.share, self.own, self.kv_heads = share, own, kv_heads
+        self.share, self.kv_heads = share, kv_heads
         model = light_copy(whole.model)
         self._cut(model)
         geometry = replace(
@@ -146,7 +143,7 @@ class ShardForward(ModelForward):
 
     def _part(self, weight: Any, dim: int, bounds: tuple[int, int]) -> Any:
         part = weight.detach().narrow(dim, bounds[0], bounds[1] - bounds[0])
-        return torch.nn.Parameter(part.clone() if self.own else part, requires_grad=False)
+        return torch.nn.Parameter(part, requires_grad=False)
 
     def _sum(self, part: Any, layer: int | None) -> Any:
         part = part.contiguous()
@@ -187,15 +184,13 @@ def check_plan(geometry: Geometry) -> None:
 class TensorParallel(Exchange):
     """All ranks have the first token; the last one emits it."""
 
-    forward: ShardForward
-
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
-        """`forward` runs the whole model, or this rank's share."""
-        if not isinstance(forward, ShardForward):
-            forward = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
-        super().__init__(forward, transport, plan, memory)
+        """`forward` runs the whole model."""
+        shard = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
+        super().__init__(shard, transport, plan, memory)
+        shard.sums = self
         self._scratch: Any = None  # buffer of sums, allocated once
 
     @classmethod
@@ -206,11 +201,6 @@ class TensorParallel(Exchange):
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
     @classmethod
-    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
-        """Return the forward of a share of every matrix of the model."""
-        return ShardForward(forward, Share(rank=rank, size=size), own=True)
-
-    @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
         """Raise InputError where transformers has no tensor-parallel plan that the runtime can follow."""
         super().check(plan, geometry)
@@ -219,7 +209,6 @@ class TensorParallel(Exchange):
     def run(self, input_ids: Any) -> Any:
         """Run all tokens through this rank's share of the layers."""
         assert self.cache is not None
-        self.forward.sums = self
         return self.forward(input_ids, 0, self.cache, is_last=True)
 
     def own_part(self, kept: KvPairs) -> KvPairs:

@@ -158,19 +158,8 @@ def spoilt(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
     return results
 
 
-def parts_alone(transport: Any) -> list[tuple[RunPlan, set[int | None]]]:
-    """Jobs of which each rank needs its part of the model alone; and the layers of which rank 0 has marks."""
-    results = []
-    for plan in (run_plan("tp", CONTEXT_LEN), run_plan("pp", 8, 8, 7)):
-        job = Job(model=LLAMA, plans=(plan,), repeats=1, check_logits=False)
-        (timing,) = run_job(transport, job).timings
-        assert timing.timeline is not None
-        results.append((plan, {span.layer for span in timing.timeline.of(0, "compute")}))
-    return results
-
-
-def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[tuple[int, int]]], dict[str, Timeline]]:
-    """By strategy: bytes of K and V that each rank keeps and that one layer at a time needs; and a timeline."""
+def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[int]], dict[str, Timeline]]:
+    """By strategy: bytes of K and V that each rank keeps; and a timeline."""
     forward, sizes = ModelForward(model_of(name)), {}
     plans = [RunPlan(strategy=one, partition=Partition.even(EVEN_LEN, transport.size)) for one in PLAIN]
     report = measure(transport, forward, plans, repeats=1, warmups=0)
@@ -178,7 +167,7 @@ def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[tuple
         exchange = make_exchange(forward, transport, plan)
         assert exchange.cache is not None
         kept = sum(buffer.data.nbytes for buffer in exchange.cache.buffers if buffer is not None)
-        sizes[plan.strategy] = transport.exchange((kept, sum(part.nbytes for part in exchange.scratch())))
+        sizes[plan.strategy] = transport.exchange(kept)
     return sizes, {one.plan.strategy: one.timeline for one in report.timings if one.timeline is not None}
 
 

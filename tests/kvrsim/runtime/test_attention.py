@@ -106,12 +106,6 @@ def test_values_may_be_narrower_than_keys(prefix: int, window: int | None) -> No
 
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
-EFFICIENT = "aten::_efficient_attention_forward"
-
-
-def seen_by(mask: str, chunk: int, whole: int) -> torch.Tensor:
-    """True where a query sees a key, by the alignment of a causal mask."""
-    return torch.ones(chunk, whole, dtype=torch.bool).tril(whole - chunk if mask == "bottom-right" else 0)
 
 
 class CudaKernels(TorchDispatchMode):
@@ -128,46 +122,31 @@ class CudaKernels(TorchDispatchMode):
         return result
 
     def _result(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        # FlashAttention 2.1 aligns its causal mask to the lower right. CustomMaskType: 1 upper left, 2 lower right.
-        if name not in (FLASH, EFFICIENT) or args[0].device.type != "cpu":
+        if name != FLASH or args[0].device.type != "cpu":
             return func(*args, **kwargs)
         given = {one.name: one.default_value for one in func._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
-        parts, mask = args[:3], "bottom-right" if given.get("is_causal") else "none"
-        if name == EFFICIENT:
-            parts = [part.transpose(1, 2) for part in parts]
-            assert parts[0].shape[1] == parts[1].shape[1], "this kernel has no grouped heads"
-            mask = {0: "none", 1: "top-left", 2: "bottom-right"}[given["custom_mask_type"]]
-        found = self._attention(*parts, mask, given["scale"])
+        found = masked(*args[:3], given["scale"])  # FlashAttention 2.1 aligns its causal mask to the lower right
+        assert given["is_causal"]
         beside = func(*(part.to("meta") for part in args[:3]), *args[3:], **kwargs)[1:]  # sums and seeds, not read
-        return (found if name == FLASH else found.transpose(1, 2), *beside)
-
-    def _attention(self, query: Any, key: Any, value: Any, mask: str, scale: float) -> torch.Tensor:
-        times = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
-        scores = query @ key.transpose(-1, -2) * scale
-        if mask != "none":
-            scores = scores.masked_fill(~seen_by(mask, query.shape[2], key.shape[2]), -torch.inf)
-        return scores.softmax(-1) @ value
+        return (found, *beside)
 
     def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         return [(args, kwargs) for called, args, kwargs, _ in self.calls if called == name]
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("dim", [16, 20])
 @pytest.mark.parametrize(("chunk", "prefix"), [(7, 5), (7, 0), (1, 9)])
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "dense"])
+@pytest.mark.parametrize("flash", [True, False])
 def test_what_runs_on_cuda_is_the_same(
-    kernel: str, chunk: int, prefix: int, dim: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+    flash: bool, chunk: int, prefix: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_cuda_kernel", lambda *_: kernel)
-    query, key, value = (part.repeat(1, 1, 1, 2)[..., :dim] for part in tensors(chunk, prefix, 2, 2, 1))
+    monkeypatch.setattr(attention, "_takes_flash", lambda *_: flash)
+    query, key, value = tensors(chunk, prefix, 2, 2, 1)
     with CudaKernels() as kernels:
         found = attention._on_cuda(query, key, value, scale)
     torch.testing.assert_close(found, masked(query, key, value, scale), atol=1e-5, rtol=1e-5)
-    called = {"flash": kernels.of(FLASH), "efficient": kernels.of(EFFICIENT)}
-    assert {name for name, calls in called.items() if calls} == {kernel} - {"dense"}
+    assert len(kernels.of(FLASH)) == flash
 
 
 def on_fake_cuda(dtype: torch.dtype, chunk: int, prefix: int) -> list[Any]:
@@ -181,7 +160,7 @@ def on_fake_cuda(dtype: torch.dtype, chunk: int, prefix: int) -> list[Any]:
 def test_flash_takes_kv_heads_as_they_are_and_nothing_is_made_beside_the_result(
     dtype: torch.dtype, chunk: int, prefix: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_cuda_kernel", lambda *_: "flash")
+    monkeypatch.setattr(attention, "_takes_flash", lambda *_: True)
     with FakeTensorMode():
         query, key, value = on_fake_cuda(dtype, chunk, prefix)
         with CudaKernels() as kernels:
@@ -193,33 +172,15 @@ def test_flash_takes_kv_heads_as_they_are_and_nothing_is_made_beside_the_result(
     assert [name for name, *_ in kernels.calls if name.startswith("aten::")] == [FLASH]
 
 
-def test_fp32_takes_the_memory_efficient_kernel_and_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_cuda_kernel", lambda *_: "efficient")
-    with FakeTensorMode():
-        query, key, value = on_fake_cuda(torch.float32, 4096, 12288)
-        with CudaKernels() as kernels:
-            found = attention.chunk_attention(query, key, value)
-    assert (found.shape, found.device.type) == (query.shape, "cuda")
-    ((args, _),) = kernels.of(EFFICIENT)
-    assert [part.shape[2] for part in args[:3]] == [32, 32, 32]
-    results = [part for *_, result in kernels.calls for part in (result if isinstance(result, tuple) else (result,))]
-    large = [part for part in results if isinstance(part, torch.Tensor) and part.numel() > 2]
-    assert {part.device.type for part in large} == {"cuda"}
-    assert max(part.numel() for part in large) == 32 * 16384 * 128  # K and V repeated, no mask
-
-
-@pytest.mark.parametrize(
-    ("flash", "efficient", "kernel"), [(True, True, "flash"), (False, True, "efficient"), (False, False, "dense")]
-)
-def test_the_fastest_kernel_that_torch_allows_is_taken(
-    flash: bool, efficient: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("width", "allowed"), [(16, True), (16, False), (20, True)])
+def test_flash_runs_where_torch_and_the_width_of_a_head_allow_it(
+    width: int, allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda one: asked.append(one) or flash)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda one: efficient)
-    assert attention._cuda_kernel(*tensors(4, 4, 2, 3, 1)) == kernel
-    assert asked[0].enable_gqa
-    assert asked[0].key.shape[1] == 2
+    params: list[Any] = []
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda one: params.append(one) or allowed)
+    parts = [torch.zeros(2, heads, 8, width) for heads in (6, 2, 2)]
+    assert attention._takes_flash(*parts) == (allowed and width == 16)
+    assert all(one.enable_gqa and one.key.shape[1] == 2 for one in params)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "falcon-mqa", "falcon-grouped"])
