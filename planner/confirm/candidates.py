@@ -13,7 +13,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, get_strategy
 from planner.candidates import Candidate, all_for, per_rank_scenario
 from planner.confirm.hardware import Hardware, Mode
-from planner.search.minimise import Evaluator, around, chunk_lens, chunks_between
+from planner.search.minimise import Evaluator, around, chunks_between
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # measured by default
 REPLAYED = (*STRATEGIES, "kvr-b")  # strategies that one device can replay rank by rank
@@ -67,23 +67,26 @@ def _check_runs(scenario: Scenario, name: str, hardware: Hardware) -> None:
     hardware.choice(scenario).check(hardware.run_plan(candidate))
 
 
+def partitions_around(scenario: Scenario, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
+    """Return chunk lengths with boundaries up to two strides from the centre's, and their predicted TTFTs, sorted."""
+    tokens = sum(center)
+    rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
+    ttft_s = Evaluator(scenario, KVR_S).ttft_s(rows.astype(float)) if len(rows) else rows
+    return [(tuple(rows[index].tolist()), float(ttft_s[index])) for index in np.argsort(ttft_s, kind="stable")]
+
+
 def further_candidates(kvr_s: Candidate, others: Sequence[Candidate], count: int) -> dict[str, Candidate]:
     """Return by name the fastest partitions by prediction that differ from the candidates' and from each other."""
-    scenario, center = kvr_s.scenario, kvr_s.partition
-    if count < 1 or scenario.cluster.num_gpus < 2:
+    center = kvr_s.partition
+    if count < 1 or len(center.chunk_lens) < 2:
         return {}
-    tokens, ranks = center.num_tokens, len(center.chunk_lens)
-    apart = max(1, round(tokens / ranks * _APART))
-    rows = around(np.array(center.boundaries[1:-1]), apart, tokens)
-    if not len(rows):
-        return {}
-    ttft_s = Evaluator(scenario, KVR_S).ttft_s(chunks_between(rows, tokens).astype(float))
-    known = [np.array(one.partition.boundaries[1:-1]) for one in others if one.strategy.name.startswith("kvr")]
+    apart = max(1, round(center.num_tokens / len(center.chunk_lens) * _APART))
+    known = [np.array(one.partition.boundaries) for one in others if one.strategy.name.startswith("kvr")]
     further: dict[str, Candidate] = {}
-    for index in np.argsort(ttft_s, kind="stable"):
-        row = rows[index]
-        if len(further) < count and all(np.abs(row - other).max() >= apart for other in known):
-            known.append(row)
-            partition = Partition(chunk_lens=chunk_lens(row.tolist(), tokens))
+    for chunks, _ in partitions_around(kvr_s.scenario, center.chunk_lens, apart):
+        partition = Partition(chunk_lens=chunks)
+        boundaries = np.array(partition.boundaries)
+        if len(further) < count and all(np.abs(boundaries - other).max() >= apart for other in known):
+            known.append(boundaries)
             further[f"{KVR_S.name} #{len(further) + 2}"] = replace(kvr_s, partition=partition, search=None)
     return further

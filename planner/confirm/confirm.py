@@ -14,7 +14,7 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.host import busy_note
-from kvrsim.runtime.plan import Parts, Report, RunPlan, Timing
+from kvrsim.runtime.plan import Parts, Report, Timing
 from kvrsim.runtime.ranks import launch, started_by_torchrun
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
@@ -64,7 +64,7 @@ def confirm(
     times = f"{hardware.warmups} + {hardware.repeats} times each: about {expected} of prefills by the profile"
     for note in (*notes, f"measuring {len(candidates)} candidates, {times}"):
         reporter.note(note)
-    report = measured_here(scenario, list(candidates.values()), hardware, mode, check=check, reporter=reporter)
+    report = measured_here(list(candidates.values()), hardware, mode, check=check, reporter=reporter)
     measured = [
         MeasuredCandidate(prediction=_prediction(name, one), timing=timing, predicted=one.timeline)
         for (name, one), timing in zip(candidates.items(), report.timings, strict=True)
@@ -117,23 +117,16 @@ def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
 
 
 def measured_here(
-    scenario: Scenario,
-    candidates: Sequence[Candidate],
-    hardware: Hardware,
-    mode: Mode,
-    *,
-    check: bool,
-    reporter: Reporter,
-    plans: Sequence[RunPlan] = (),
+    candidates: Sequence[Candidate], hardware: Hardware, mode: Mode, *, check: bool, reporter: Reporter
 ) -> Report:
-    """Measure candidates, each partition once, on ranks in separate processes or one after another on one device.
+    """Measure candidates of one scenario, each partition once, on ranks in separate processes or in turn on one device.
 
-    check: compare logits with one process's. plans: the candidates' as ranks run them, where they are known.
+    check: compare logits with one process's.
     """
     from kvrsim.runtime.measure import run_job
     from kvrsim.runtime.virtual import run_virtual
 
-    plans = plans or [hardware.run_plan(one) for one in candidates]
+    scenario, plans = candidates[0].scenario, [hardware.run_plan(one) for one in candidates]
     job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=check)
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) * (2 if mode == "virtual" else 1) + 2
     num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus

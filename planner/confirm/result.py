@@ -147,14 +147,6 @@ class Confirmation(Answer):
         pairs = self.significant_pairs
         return [(fast.strategy, slow.strategy) for fast, slow in pairs if fast.predicted_s >= slow.predicted_s]
 
-    def places(self) -> list[dict[str, int]]:
-        """Return each candidate's places by prediction and by measurement; equal ones share one."""
-        predicted, measured = (
-            [1 + sum(other < one for other in seconds) for one in seconds]
-            for seconds in ([one.predicted_s for one in self.candidates], [one.median_s for one in self.candidates])
-        )
-        return [{"predicted_rank": one, "measured_rank": two} for one, two in zip(predicted, measured, strict=True)]
-
     @property
     def median_error(self) -> float:
         """Median absolute relative error of the predictions."""
@@ -208,10 +200,7 @@ class Confirmation(Answer):
             **self.question.header(),
             **fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus", "context_len", "mode"),
             "dtype": self.question.dtype,
-            "candidates": [
-                one.to_dict() | {"chosen": one is self.choice} | places
-                for one, places in zip(self.candidates, self.places(), strict=True)
-            ],
+            "candidates": [one.to_dict() | {"chosen": one is self.choice} for one in self.candidates],
             "orders": {
                 "pairs": len(self.candidates) * (len(self.candidates) - 1) // 2,
                 "significant": len(self.significant_pairs),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
-from kvrsim.results.results import stages_to_json
+from kvrsim.results.results import Answer, stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.host import busy_note
 from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
@@ -21,13 +21,14 @@ from planner.confirm.confirm import measured_here
 from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Reporter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
-    """Measured prefills of one strategy."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunResult(Answer):
+    """The answer to `kvrsim run`: measured prefills of one strategy."""
+
+    view = "planner.confirm.run_views"
 
     question: Question
     strategy: Strategy
-    num_gpus: int  # GPUs of the strategy
     timing: Timing  # TTFT of each repetition, and other measurements
     predicted_s: float | None  # by the profile; None: without a profile
     conditions: Mapping[str, str]
@@ -103,8 +104,7 @@ def run_here(
     chosen = get_strategy(strategy)
     candidate = _candidate(scenario, hardware, chosen, partition)
     scenario = candidate.scenario
-    plan = hardware.run_plan(candidate)
-    hardware.choice(scenario).check(plan)
+    hardware.choice(scenario).check(hardware.run_plan(candidate))
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
     if not started_by_torchrun():  # under torchrun, all ranks that it started
         scenario = scenario.on_gpus(num_gpus)
@@ -115,14 +115,12 @@ def run_here(
         check_logits, notes = False, (*notes, NO_REFERENCE)
     for note in notes:
         reporter.note(note)
-    report = measured_here(
-        scenario, [candidate], hardware, "ranks", check=check_logits, reporter=reporter, plans=[plan]
-    )
+    candidate = replace(candidate, scenario=scenario)
+    report = measured_here([candidate], hardware, "ranks", check=check_logits, reporter=reporter)
     (timing,) = report.timings
     return RunResult(
-        question=Question.of(candidate.scenario, seed=hardware.seed, strategy=strategy),
+        question=Question.of(scenario.on_gpus(num_gpus), seed=hardware.seed, strategy=strategy),
         strategy=chosen,
-        num_gpus=num_gpus,
         timing=timing,
         predicted_s=None if scenario.profile is None else candidate.ttft_s,
         conditions=report.conditions,

@@ -16,8 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank
 from kvrsim.io.journal import Journal, append, read_results
@@ -30,8 +28,9 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.version import __version__
 from planner.candidates import Candidate
+from planner.confirm.candidates import partitions_around
 from planner.confirm.hardware import Hardware, MemoryBudget, Reporter
-from planner.search.minimise import Evaluator, around, chunks_between
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import draft_of, entry_of
 from planner.table.table import PartitionTable, TableSetting, quantization_steps
@@ -54,7 +53,7 @@ class SearchTask:
 
     scenario: Scenario
     hardware: Hardware
-    seed: Partition  # the plan's
+    seed: Chunks  # the plan's partition
     budget_s: float
     journal: Path
     known: Sequence[tuple[float, float]] = ()  # earlier results of `measure` in an interrupted search
@@ -62,7 +61,7 @@ class SearchTask:
     def facts(self) -> dict[str, str]:
         """Return the facts that determine the ranks' prefills, and so must be equal on all ranks."""
         facts = {name: str(getattr(self.hardware, name)) for name in ("repeats", "seed")}
-        chunks = ",".join(map(str, self.seed.chunk_lens))
+        chunks = ",".join(map(str, self.seed))
         facts |= {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}
         return facts | {"prefills measured before": str(len(self.known))}
 
@@ -71,8 +70,8 @@ class SearchTask:
 class HardwareSearch:
     """The state and the result of a search."""
 
-    seed: Chunks = ()  # the plan's partition
-    center: Chunks = ()  # the best so far
+    seed: Chunks  # the plan's partition
+    center: Chunks  # the best so far
     stages: list[dict[Chunks, list[float]]] = field(default_factory=list)  # measured TTFTs by partition
     ended: str = "the finest stride is done"  # why
     seconds: float = 0.0
@@ -89,8 +88,7 @@ class HardwareSearch:
 
     def run(self, task: SearchTask, measure: Measure) -> None:
         """Search until the finest stride is done or the time is up; then compare the plan's partition with the best."""
-        self.center = self.seed = task.seed.chunk_lens
-        for stride in _strides(task.seed):
+        for stride in _strides(sum(self.seed) / len(self.seed)):
             candidates = _around(task.scenario, self.center, stride)
             if not self._measured(task, measure, candidates, _FINAL_SHARE * task.budget_s):
                 self.ended = f"the time is up, at a stride of {stride} tokens"
@@ -111,71 +109,56 @@ class HardwareSearch:
         return True
 
 
-def _strides(seed: Partition) -> Iterator[int]:
+def _strides(even: float) -> Iterator[int]:
     """Yield strides: an eighth of the even chunk, then halves."""
-    share = seed.num_tokens / len(seed.chunk_lens)
-    stride = max(1, round(share * _FIRST))
-    while True:
+    stride = max(1, round(even * _FIRST))
+    yield stride
+    while stride > max(1.0, even * _LAST):
+        stride //= 2
         yield stride
-        if stride <= max(1.0, share * _LAST):
-            return
-        stride = max(1, stride // 2)
 
 
 def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
     """Return the centre, then those around it that are not predicted to be hopeless, the most promising first."""
-    tokens = sum(center)
-    rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
-    evaluator = Evaluator(scenario, KVR_S)
-    ttft_s, center_s = evaluator.ttft_s(rows.astype(float)), evaluator.one(center)
-    order = [index for index in np.argsort(ttft_s, kind="stable") if ttft_s[index] <= _HOPELESS * center_s]
-    neighbours = [tuple(int(chunk) for chunk in rows[index]) for index in order[:_MOST]]
-    return list(dict.fromkeys([center, *neighbours]))
-
-
-class RankSampler:
-    """One rank's part in the prefills of a search: all ranks get the same times."""
-
-    def __init__(self, transport: Transport, task: SearchTask) -> None:
-        from kvrsim.runtime.measure import Stopwatch, forward_of
-
-        self.task, self.transport = task, transport
-        forward, seed = forward_of(task.hardware.choice(task.scenario), transport), self._plan(task.seed.chunk_lens)
-        self.stopwatch = Stopwatch(transport, forward, seed, task.hardware.seed, several=True)
-        self.warm: set[Chunks] = set()
-        self.known = deque(task.known)
-        self._since_s = time.monotonic() - (task.known[-1][1] if task.known else 0.0)
-
-    def _plan(self, chunks: Chunks) -> RunPlan:
-        partition = Partition(chunk_lens=chunks)
-        candidate = Candidate(scenario=self.task.scenario, strategy=KVR_S, partition=partition)
-        return self.task.hardware.run_plan(candidate)
-
-    def measure(self, chunks: Chunks) -> tuple[float, float]:
-        """Measure one prefill, after a warm-up where the partition is new; known ones are not repeated."""
-        if self.known:
-            return self.known.popleft()
-        plan = self._plan(chunks)
-        if chunks not in self.warm:
-            self.warm.add(chunks)
-            self.stopwatch.ttft_s(plan)
-        ttft_s = self.stopwatch.ttft_s(plan)
-        seconds = self.transport.exchange(time.monotonic() - self._since_s)[0]
-        if self.transport.rank == 0:
-            append(self.task.journal, [ttft_s, seconds])
-        self.transport.report(round(seconds), round(self.task.budget_s), "seconds of the search")
-        return ttft_s, seconds
+    limit_s = _HOPELESS * Evaluator(scenario, KVR_S).one(center)
+    promising = [chunks for chunks, ttft_s in partitions_around(scenario, center, stride) if ttft_s <= limit_s]
+    return list(dict.fromkeys([center, *promising[:_MOST]]))
 
 
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     """Run by every rank: the same search in lock step, on TTFTs that all ranks share."""
-    from kvrsim.runtime.measure import agree
+    from kvrsim.runtime.measure import Stopwatch, agree, forward_of
 
-    agree(transport, task.facts() | versions())
-    sampler, result = RankSampler(transport, task), HardwareSearch()
-    result.run(task, sampler.measure)
-    result.conditions = sampler.stopwatch.conditions()
+    forward = forward_of(task.hardware.choice(task.scenario), transport)
+    agree(transport, task.facts() | versions() | {"model": forward.digest, "transport": transport.name})
+    watch = Stopwatch(transport, forward, _plan(task, task.seed), task.hardware.seed, several=True)
+    known, warm = deque(task.known), set[Chunks]()
+    since_s = time.monotonic() - (known[-1][1] if known else 0.0)
+
+    def measure(chunks: Chunks) -> tuple[float, float]:
+        """Measure one prefill, after a warm-up where the partition is new; known ones are not repeated."""
+        if known:
+            return known.popleft()
+        plan = _plan(task, chunks)
+        if chunks not in warm:
+            warm.add(chunks)
+            watch.ttft_s(plan)
+        ttft_s = watch.ttft_s(plan)
+        seconds = transport.exchange(time.monotonic() - since_s)[0]
+        if transport.rank == 0:
+            append(task.journal, [ttft_s, seconds])
+        transport.report(round(seconds), round(task.budget_s), "seconds of the search")
+        return ttft_s, seconds
+
+    result = HardwareSearch(seed=task.seed, center=task.seed)
+    result.run(task, measure)
+    result.conditions = watch.conditions()
     return result
+
+
+def _plan(task: SearchTask, chunks: Chunks) -> RunPlan:
+    partition = Partition(chunk_lens=chunks)
+    return task.hardware.run_plan(Candidate(scenario=task.scenario, strategy=KVR_S, partition=partition))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,11 +210,11 @@ def search_here(
     scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    seed, budget_s = search(scenario, KVR_S).partition, 60 * minutes
+    seed, budget_s = search(scenario, KVR_S).partition.chunk_lens, 60 * minutes
     path = Path(f"{output}.search")
     task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
-    reporter.note(f"searching from {','.join(map(str, seed.chunk_lens))}, for at most {minutes:g} minutes")
-    candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=seed)
+    reporter.note(f"searching from {','.join(map(str, seed))}, for at most {minutes:g} minutes")
+    candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=Partition(chunk_lens=seed))
     MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
     longest_s = hardware.longest_s([candidate])
     how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
@@ -241,7 +224,7 @@ def search_here(
             journal = stack.enter_context(Journal(path, task.facts() | versions() | {"question": to_json(question)}))
             if journal.results:
                 reporter.note(f"resumed from {len(journal.results)} prefills of an interrupted search")
-        task = replace(task, known=[(ttft_s, elapsed_s) for ttft_s, elapsed_s in read_results(path)])
+        task = replace(task, known=tuple(map(tuple, read_results(path))))
         done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=reporter.progress)[0]
         result = SearchedPartition(question=question, search=done, output=str(output))
         if is_first_rank():

@@ -169,12 +169,9 @@ def candidates_table(confirmation: Confirmation) -> Table:
         Column(title="measured\nmedian", number=True),
         Column(title="spread\n(IQR)", number=True, rank=6, hint="interquartile range of the measured TTFTs"),
         Column(title="error\n", number=True, hint="predicted over measured, less 1"),
-        Column(title="predicted\nplace", number=True, rank=5),
-        Column(title="measured\nplace", number=True, rank=4),
     ]
     rows = Table(columns=columns)
-    pairs = zip(confirmation.candidates, confirmation.places(), strict=True)
-    for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s):
+    for one in sorted(confirmation.candidates, key=lambda one: one.predicted_s):
         low_s, high_s = one.prediction.ttft_low_s, one.prediction.ttft_high_s
         rows.add_row(
             one.strategy,
@@ -184,8 +181,6 @@ def candidates_table(confirmation: Confirmation) -> Table:
             seconds_cell(one.median_s),
             seconds_cell(one.timing.iqr_s),
             Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
-            str(places["predicted_rank"]),
-            str(places["measured_rank"]),
             style="bold" if one is confirmation.choice else None,
         )
     return rows

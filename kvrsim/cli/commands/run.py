@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, option, switch, text
-from kvrsim.cli.options import JSON, HardwareArgs, TimelineArgs, hardware_of, require_torch, takes
+from kvrsim.cli.options import JSON, HardwareArgs, PageArgs, hardware_of, require_torch, takes
 from kvrsim.cli.output import print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import facts, headline, measured_header, show, subtitle
+from kvrsim.cli.text import facts, headline, measured_header, show
 from kvrsim.io.files import is_first_rank
-from kvrsim.units import format_bytes, format_seconds
-from kvrsim.views.table import Text, columns, format_partition, narrowing
+from kvrsim.units import format_seconds
+from kvrsim.views.table import Text, format_partition, narrowing
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -26,11 +26,11 @@ _PARTITION = "New tokens of each rank or piece. Default: the strategy's own; kvr
 FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
 
 
-@takes(MeasuredArgs, HardwareArgs, TimelineArgs, fixed=FIXED)
+@takes(MeasuredArgs, HardwareArgs, PageArgs, fixed=FIXED)
 def run(
     args: MeasuredArgs,
     hardware: HardwareArgs,
-    files: TimelineArgs,
+    files: PageArgs,
     *,
     strategy: Any = option("NAME", _STRATEGY, "Question", text, REQUIRED),
     partition: Any = option("LEN,LEN,...", _PARTITION, "Question", chunk_lens),
@@ -71,7 +71,7 @@ def run(
     about = {"cluster": f"{result.num_gpus} ranks, {result.conditions['device']}", "profile": None}  # it is measured
     write_files(
         (files.trace, lambda path: result.timeline.write_chrome_trace(path, result.question, **about)),
-        (files.plot, lambda path: _draw(result, path)),
+        (files.plot, result.write_plot),
     )
 
 
@@ -87,33 +87,11 @@ def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...
     return build_scenario(replace(args, profile="roofline", dtype=dtype, attention=args.attention or "sdpa"))[0], ()
 
 
-def _draw(result: RunResult, path: str) -> None:
-    from kvrsim.views.gantt import write_gantt
-
-    question = result.question
-    device = f"measured on {result.num_gpus} ranks, {result.conditions['device']}"
-    line = subtitle(
-        question.model,
-        question.context_len,
-        (device, f"{question.attention} attention", question.dtype, "shown: one more prefill"),
-    )
-    write_gantt(
-        result.timeline,
-        path,
-        title=f"{result.strategy.name}: first token after {format_seconds(result.timing.median_s)}, measured",
-        subtitle=line,
-    )
-
-
 def show_run(result: RunResult) -> None:
     """One row per rank, then TTFT and its spread."""
-    rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
-    values, partition, timing = result.to_dict()["per_rank"], result.plan.partition.chunk_lens, result.timing
-    chunks = partition if result.chunk_per_rank else (result.question.context_len,) * len(values)
-    tokens = [*[0] * (len(values) - len(chunks)), *chunks]
-    for row, chunk in zip(values, tokens, strict=True):
-        times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
-        rows.add_row(str(row["rank"]), str(chunk), *times, format_bytes(row["sent_bytes"]))
+    from planner.confirm.run_views import ranks_table
+
+    rows, timing, partition = ranks_table(result), result.timing, result.plan.partition.chunk_lens
     answer, table, count = facts(), facts(), len(timing.ttft_s)
     gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = (

@@ -82,9 +82,7 @@ def test_a_regret_counts_beyond_the_spread_only() -> None:
 @given(samples=st.lists(TIMES, min_size=2, max_size=6))
 def test_pairs_are_orders_or_ties_and_the_exact_prediction_orders_them_all(samples: list[tuple[float, ...]]) -> None:
     exact = confirmation(*(candidate(str(i), sorted(s)[1], s) for i, s in enumerate(samples)))
-    places = exact.places()
     assert exact.wrong_pairs == []
-    assert [one["predicted_rank"] for one in places] == [one["measured_rank"] for one in places]
     reverse = confirmation(*(candidate(str(i), -sorted(s)[1], s) for i, s in enumerate(samples)))
     assert len(reverse.wrong_pairs) == len(exact.significant_pairs) == exact.to_dict()["orders"]["right"]
     few = confirmation(*(candidate(str(i), 1.0, s[:2]) for i, s in enumerate(samples)))

@@ -11,7 +11,6 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.cli.main import main
 from kvrsim.model.load import load_model
-from kvrsim.scenario import Partition
 from planner.confirm import search
 from planner.confirm.hardware import Hardware
 from planner.confirm.search import Chunks, HardwareSearch, SearchTask
@@ -34,13 +33,12 @@ def task_of(seed: Chunks, budget_s: float = 1e9) -> SearchTask:
     model = load_model("llama-7b")
     scenario, _ = make_scenario(ctx=sum(seed), gpus=len(seed), model=model, profile=made_up_profile())
     hardware = Hardware(config="llama-7b", repeats=2)
-    chunks = Partition(chunk_lens=seed)
-    return SearchTask(scenario=scenario, hardware=hardware, seed=chunks, budget_s=budget_s, journal=Path("unused"))
+    return SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=Path("unused"))
 
 
 @pytest.mark.parametrize(("seed", "best"), [((2048, 2048), (2300, 1796)), ((1024,) * 4, (1100, 1050, 1000, 946))])
 def test_it_ends_near_the_machines_best(seed: Chunks, best: Chunks) -> None:
-    found = HardwareSearch()
+    found = HardwareSearch(seed=seed, center=seed)
     found.run(task_of(seed), bowl(best))
     assert found.median_s(found.best) < found.median_s(found.seed)
     partitions = set().union(*found.stages)
@@ -56,7 +54,7 @@ def interrupt(*_: object) -> None:
 
 
 def test_the_time_bounds_it() -> None:
-    found = HardwareSearch()
+    found = HardwareSearch(seed=(2048, 2048), center=(2048, 2048))
     found.run(task_of((2048, 2048), budget_s=60.0), bowl((2300, 1796), each_s=10.0))
     assert "the time is up" in found.ended
     assert found.seconds <= 60 + 2 * 2 * 10, "and the plan's against the best"
