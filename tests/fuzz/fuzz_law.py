@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,14 +51,32 @@ def bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+class Silence(io.StringIO):
+    """A stream that notes the longest time without output, in seconds of CPU time."""
+
+    last_s, longest_s = 0.0, 0.0  # of all streams
+
+    def write(self, text: str) -> int:
+        self.note()
+        return super().write(text)
+
+    @classmethod
+    def note(cls) -> None:
+        """Note that something was printed, or that the command has ended."""
+        now_s = time.process_time()
+        cls.longest_s, cls.last_s = max(cls.longest_s, now_s - cls.last_s), now_s
+
+
 def check_command(words: Sequence[str]) -> int:
     """Run a command line in this process; its exit code, or AssertionError where it breaks the law."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = Silence(), Silence()
+    Silence.last_s = time.process_time()
     said = "kvrsim " + " ".join(map(repr, words))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             with bounded():
                 code = main(words)
+                Silence.note()
         except TooLong as late:
             raise AssertionError(f"{late}: {said}") from None
     text = err.getvalue()

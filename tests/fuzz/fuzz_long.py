@@ -1,58 +1,169 @@
-"""A long run of the fuzzers: `python tests/fuzz/fuzz_long.py [--seed N] [--minutes M] [--case KIND:NUMBER]`.
+"""A campaign of random command lines, files and calls, which resumes and writes a page.
 
-Prints its seed, every case that breaks the law with the words that repeat it, and a count at the end.
+    python tests/fuzz/fuzz_long.py [--seed N] [--minutes M] [--commands N] [--files N] [--calls N] [--page PAGE.md]
+    python tests/fuzz/fuzz_long.py --seed N --case KIND:NUMBER
+
+Each process runs cases with warm imports. The journal keeps every case. The same command resumes a seed, and first runs
+the broken cases of the journal again. A case breaks the law of fuzz_law.py, or is silent for more than 10 s of CPU time,
+or its process needs more than 1 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import os
+import platform
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from fuzz_calls import random_call
 from fuzz_commands import random_command
 from fuzz_files import random_file
+from fuzz_law import Silence
 
-FUZZERS = {"calls": random_call, "commands": random_command, "files": random_file}
-_SLOW_S = 10.0
+import kvrsim
+from kvrsim.text import in_markdown, markdown_table
+
+FUZZERS = {"commands": random_command, "files": random_file, "calls": random_call}
+MOST_SILENT_S = 11.0  # the first line of progress comes within a second after 10 s
+MOST_BYTES = 2**30
+CASES_OF_A_PROCESS = 300  # a new process then starts without the caches of the old one
+Case = tuple[int, str, int]  # seed, fuzzer, number
 
 
 def run_case(kind: str, seed: int, number: int) -> int:
-    """One case of a fuzzer, the same for the same numbers; AssertionError where it breaks the law."""
+    """Run one case of a fuzzer, the same for the same numbers; AssertionError where it breaks the law."""
     return FUZZERS[kind](random.Random(f"{seed}:{kind}:{number}"))
 
 
+def measured(case: Case) -> dict[str, Any]:
+    """Run a case and return its record for the journal."""
+    seed, kind, number = case
+    Path("/proc/self/clear_refs").write_text("5")  # the peak memory from now on
+    Silence.longest_s, begin_s, error = 0.0, time.process_time(), None
+    try:
+        code = int(run_case(kind, seed, number))
+    except AssertionError as broken:
+        code, error = -1, str(broken)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    record = {"seed": seed, "kind": kind, "number": number, "code": code, "cpu_s": time.process_time() - begin_s}
+    record |= {"silent_s": Silence.longest_s, "bytes": 1024 * int(peak.split()[1])}
+    if error is None and record["silent_s"] > MOST_SILENT_S:
+        error = f"silent for {record['silent_s']:.0f} s of CPU time"
+    if error is None and record["bytes"] > MOST_BYTES:
+        error = f"{record['bytes'] / 2**20:.0f} MiB"
+    return record | ({} if error is None else {"error": error})
+
+
+def _start() -> None:
+    os.chdir(tempfile.mkdtemp(prefix="kvrsim-fuzz-"))
+    sys.stdin.close()
+
+
+def read(journal: Path) -> dict[Case, dict[str, Any]]:
+    """The last record of each case in the journal; a case that was broken before has `repaired`."""
+    records: dict[Case, dict[str, Any]] = {}
+    for line in journal.read_text("utf-8").splitlines() if journal.exists() else ():
+        one = json.loads(line)
+        case = one["seed"], one["kind"], one["number"]
+        before = records.get(case, {})
+        if "error" not in one and (old := before.get("error", before.get("repaired"))):
+            one["repaired"] = old
+        records[case] = one
+    return records
+
+
+def pending(seed: int, targets: dict[str, int], records: dict[Case, dict[str, Any]]) -> Iterator[Case]:
+    """Broken cases first, then those of the seed that have not run, all fuzzers at the same pace."""
+    yield from (case for case, one in records.items() if "error" in one)
+    places = sorted((number / target, kind, number) for kind, target in targets.items() for number in range(target))
+    yield from (case for _, kind, number in places if (case := (seed, kind, number)) not in records)
+
+
+def page(records: dict[Case, dict[str, Any]]) -> str:
+    """The campaign as Markdown."""
+    rows = []
+    for kind in FUZZERS:
+        if of := [one for one in records.values() if one["kind"] == kind]:
+            codes = Counter("broken" if "error" in one else str(one["code"]) for one in of)
+            longest = (f"{max(one[key] for one in of):.1f} s" for key in ("cpu_s", "silent_s"))
+            size = f"{max(one['bytes'] for one in of) / 2**20:.0f} MiB"
+            ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
+            rows.append((kind, f"{len(of):,}", ends, *longest, size))
+    heads = ("fuzzer", "cases", "exit codes (calls: 1 answered, 0 refused)", "longest CPU", "longest silence", "memory")
+    seeds = Counter(one["seed"] for one in records.values())
+    lines = ["# Random command lines, files and calls", ""]
+    lines += [
+        "A case breaks the law if it ends in a traceback or in a line that names no parameter, prints invalid JSON,"
+    ]
+    lines += ["is silent for more than 10 s of CPU time, or takes its process above 1 GiB. Cases are counted up to the"]
+    lines += ["longest and the largest, also those that break the law.", ""]
+    lines += [f"Seeds: {', '.join(f'{seed} ({count:,} cases)' for seed, count in seeds.items())}. kvrsim"]
+    lines += [
+        f"{kvrsim.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores of {platform.machine()}."
+    ]
+    lines += ["", markdown_table(heads, rows), ""]
+    for title, key in (("Cases that break the law", "error"), ("Cases that broke the law before a repair", "repaired")):
+        found = [(case, one[key]) for case, one in records.items() if key in one]
+        lines += [f"## {title}: {len(found)}", ""]
+        lines += [
+            f"- `--seed {seed} --case {kind}:{number}`: {in_markdown(text[:300])}"
+            for (seed, kind, number), text in found
+        ]
+        lines += [""] if found else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--case", metavar="KIND:NUMBER", help="this one alone")
-    asked = parser.parse_args()
-    print(f"seed {asked.seed}", flush=True)
-    os.chdir(tempfile.mkdtemp(prefix="kvrsim-fuzz-"))
-    if asked.case is not None:
-        kind, _, number = asked.case.partition(":")
-        print(run_case(kind, asked.seed, int(number)))
+    for kind, target in {"commands": 20_000, "files": 10_000, "calls": 10_000}.items():
+        parser.add_argument(f"--{kind}", type=int, default=target, help=f"default: {target}")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--journal", type=Path, default=Path(".fuzz.jsonl"))
+    parser.add_argument("--page", type=Path, help="write the page of all cases of the journal")
+    parser.add_argument("--case", metavar="KIND:NUMBER", help="run only this one")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    if given.case is not None:
+        kind, _, number = given.case.partition(":")
+        _start()
+        print(measured((given.seed, kind, int(number))))
         return 0
-    until_s, broken, answers = time.monotonic() + 60 * asked.minutes, 0, Counter[str]()
-    number = 0
-    while time.monotonic() < until_s:
-        for kind in FUZZERS:
-            began_s = time.monotonic()
-            try:
-                answers[f"{kind} {run_case(kind, asked.seed, number)}"] += 1
-            except AssertionError as error:
-                broken += 1
-                print(f"\n--seed {asked.seed} --case {kind}:{number}\n{error}", flush=True)
-            if (took_s := time.monotonic() - began_s) > _SLOW_S:
-                print(f"slow: {took_s:.0f} s, --seed {asked.seed} --case {kind}:{number}", flush=True)
-        number += 1
-    print(f"{number} cases of each kind, {broken} broke the law; answers: {dict(sorted(answers.items()))}")
-    return int(broken > 0)
+    records, until_s = read(given.journal), time.monotonic() + 60 * given.minutes
+    cases = pending(given.seed, {kind: getattr(given, kind) for kind in FUZZERS}, dict(records))
+    context = multiprocessing.get_context("fork")
+    with (
+        context.Pool(given.processes, _start, maxtasksperchild=CASES_OF_A_PROCESS) as pool,
+        given.journal.open("a") as file,
+    ):
+        for one in pool.imap_unordered(measured, _until(until_s, cases)):
+            print(json.dumps(one), file=file, flush=True)
+            if "error" in one:
+                print(f"\n--seed {one['seed']} --case {one['kind']}:{one['number']}\n{one['error']}", flush=True)
+    records = read(given.journal)
+    text = page(records)
+    print(text)
+    if given.page is not None:
+        given.page.write_text(text, encoding="utf-8")
+    return int(any("error" in one for one in records.values()))
+
+
+def _until(end_s: float, cases: Iterator[Case]) -> Iterator[Case]:
+    """The cases that begin before a time."""
+    for case in cases:
+        if time.monotonic() > end_s:
+            return
+        yield case
 
 
 if __name__ == "__main__":
