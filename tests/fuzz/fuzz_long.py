@@ -4,8 +4,8 @@
     python tests/fuzz/fuzz_long.py --seed N --case KIND:NUMBER
 
 Each process runs cases with warm imports. The journal keeps every case. The same command resumes a seed, and first runs
-the broken cases of the journal again. A case breaks the law of fuzz_law.py, or is silent for more than 10 s of CPU time,
-or its process needs more than 1 GiB.
+the broken cases of the journal again. A case is broken if it breaks the law of fuzz_law.py, is silent for more than 10 s
+of CPU time, or needs more than 1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -88,6 +89,14 @@ def pending(seed: int, targets: dict[str, int], records: dict[Case, dict[str, An
     yield from (case for _, kind, number in places if (case := (seed, kind, number)) not in records)
 
 
+HEAD = """# Random command lines, files and calls
+
+Written by `make fuzz PAGE=docs/results/fuzz.md`. A case breaks the law if it ends in a traceback or in an error that names
+no parameter, prints invalid JSON, is silent for more than 10 s of CPU time, or needs more than 1 GiB of memory. CPU time,
+silence and memory are the largest of all cases; a process runs several cases. The code of a call is 1 if it was answered.
+"""
+
+
 def page(records: dict[Case, dict[str, Any]]) -> str:
     """The campaign as Markdown."""
     rows = []
@@ -98,19 +107,11 @@ def page(records: dict[Case, dict[str, Any]]) -> str:
             size = f"{max(one['bytes'] for one in of) / 2**20:.0f} MiB"
             ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
             rows.append((kind, f"{len(of):,}", ends, *longest, size))
-    heads = ("fuzzer", "cases", "exit codes (calls: 1 answered, 0 refused)", "longest CPU", "longest silence", "memory")
+    heads = ("fuzzer", "cases", "exit codes", "longest CPU", "longest silence", "memory")
     seeds = Counter(one["seed"] for one in records.values())
-    lines = ["# Random command lines, files and calls", ""]
-    lines += [
-        "A case breaks the law if it ends in a traceback or in a line that names no parameter, prints invalid JSON,"
-    ]
-    lines += ["is silent for more than 10 s of CPU time, or takes its process above 1 GiB. Cases are counted up to the"]
-    lines += ["longest and the largest, also those that break the law.", ""]
-    lines += [f"Seeds: {', '.join(f'{seed} ({count:,} cases)' for seed, count in seeds.items())}. kvrsim"]
-    lines += [
-        f"{kvrsim.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores of {platform.machine()}."
-    ]
-    lines += ["", markdown_table(heads, rows), ""]
+    runs = ", ".join(f"{seed} ({count:,} cases)" for seed, count in seeds.items())
+    about = f"kvrsim {kvrsim.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    lines = [HEAD, f"Seeds: {runs}. {about}.", "", markdown_table(heads, rows), ""]
     for title, key in (("Cases that break the law", "error"), ("Cases that broke the law before a repair", "repaired")):
         found = [(case, one[key]) for case, one in records.items() if key in one]
         lines += [f"## {title}: {len(found)}", ""]
@@ -146,7 +147,9 @@ def main() -> int:
         context.Pool(given.processes, _start, maxtasksperchild=CASES_OF_A_PROCESS) as pool,
         given.journal.open("a") as file,
     ):
-        for one in pool.imap_unordered(measured, _until(until_s, cases)):
+        room = threading.Semaphore(4 * given.processes)
+        for one in pool.imap_unordered(measured, _until(until_s, cases, room)):
+            room.release()
             print(json.dumps(one), file=file, flush=True)
             if "error" in one:
                 print(f"\n--seed {one['seed']} --case {one['kind']}:{one['number']}\n{one['error']}", flush=True)
@@ -158,9 +161,10 @@ def main() -> int:
     return int(any("error" in one for one in records.values()))
 
 
-def _until(end_s: float, cases: Iterator[Case]) -> Iterator[Case]:
-    """The cases that begin before a time."""
+def _until(end_s: float, cases: Iterator[Case], room: threading.Semaphore) -> Iterator[Case]:
+    """The cases that begin before a time, each when there is room for another one."""
     for case in cases:
+        room.acquire()
         if time.monotonic() > end_s:
             return
         yield case
