@@ -3,9 +3,9 @@
     python tests/fuzz/fuzz_long.py [--seed N] [--minutes M] [--commands N] [--files N] [--calls N] [--page PAGE.md]
     python tests/fuzz/fuzz_long.py --seed N --case KIND:NUMBER
 
-Each process runs cases with warm imports. The journal keeps every case. The same command resumes a seed, and first runs
-the broken cases of the journal again. A case is broken if it breaks the law of fuzz_law.py, is silent for more than 10 s
-of CPU time, or needs more than 1 GiB of memory.
+Each process runs cases with warm imports. The journal keeps every case. The same command resumes a seed; it first runs
+the broken cases of the journal again. A case is broken if it breaks the law of fuzz_law.py, is silent for more than
+10 s of CPU time, or needs more than 1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ def pending(seed: int, targets: dict[str, int], records: dict[Case, dict[str, An
 
 HEAD = """# Random command lines, files and calls
 
-Written by `make fuzz PAGE=docs/results/fuzz.md`. A case breaks the law if it ends in a traceback or in an error that names
-no parameter, prints invalid JSON, is silent for more than 10 s of CPU time, or needs more than 1 GiB of memory. CPU time,
-silence and memory are the largest of all cases; a process runs several cases. The code of a call is 1 if it was answered.
+Written by `make fuzz PAGE=docs/results/fuzz.md`. A case breaks the law if it ends in a traceback or in an error that
+names no parameter, prints invalid JSON, is silent for more than 10 s of CPU time, or needs more than 1 GiB of memory.
+CPU time, silence and memory are the largest of all cases; a process runs several cases. The code of a call is 1 if it
+was answered.
 """
 
 
