@@ -9,7 +9,7 @@ from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.units import format_seconds
-from kvrsim.views.figure import Bar, draw_ttfts
+from kvrsim.views.figure import WIDTH, Head, headed, set_lanes
 from kvrsim.views.gantt import draw_gantt
 from kvrsim.views.page import (
     Html,
@@ -25,17 +25,16 @@ from kvrsim.views.page import (
     table,
     tag,
 )
-from kvrsim.views.table import (
-    Cell,
-    format_interval,
-    format_partition,
-    sentences,
-    strategies_table,
-)
+from kvrsim.views.style import INK, strategy_colour, styled
+from kvrsim.views.table import Cell, format_interval, format_partition, sentences, strategies_table
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_LONGEST = 2.0  # times the longest bar that fits
+_LETTER = 0.0115  # width of a letter, as a share of the axes
 
 
 def figure(plan: Plan) -> Figure:
@@ -45,20 +44,39 @@ def figure(plan: Plan) -> Figure:
         line = f"cannot be told from {', '.join(plan.ties)} · {line}"
     if plan.timeline is not None:
         return draw_gantt(plan.timeline, answer(plan), f"{plan.first.title} · {line}")
-    bars = [
-        Bar(
-            strategy=one.strategy,
-            label=_label(plan, one),
-            seconds=one.ttft_s,
-            low_s=one.ttft_low_s,
-            high_s=one.ttft_high_s,
-            fits=one.fits,
-        )
-        for one in _ranked(plan)
-    ]
+    return _draw_ttfts(plan, line)
+
+
+def _draw_ttfts(plan: Plan, line: str) -> Figure:
+    """One bar per strategy in its colour, what fits first, each with its prediction interval.
+
+    A bar that does not fit is drawn in outline, and cut off where it is far longer than those that fit.
+    """
+    rows = sorted(plan.strategies, key=lambda one: (not one.fits, one.ttft_s))
+    longest_s = _LONGEST * max((one.ttft_high_s for one in rows if one.fits), default=math.inf)
+    most_s = min(longest_s, max(one.ttft_high_s for one in rows))
     over = "" if plan.yardstick is None else f"; ×: times as fast as {plan.yardstick}"
-    unit = f"seconds to the first token; lines: prediction intervals{over}"
-    return draw_ttfts(bars, answer(plan), line, unit=unit)
+    with styled():
+        left = 0.03 + 0.0085 * max(len(one.strategy) for one in rows)
+        head = Head(title=answer(plan), subtitle=line, width=WIDTH)
+        figure, axes = headed(head, min(10.0, max(0.6, 0.34 * len(rows))), left)
+        set_lanes(
+            axes, [one.strategy for one in rows], f"seconds to the first token; lines: prediction intervals{over}"
+        )
+        room = 1.05
+        for place, one in enumerate(rows):
+            colour, label = strategy_colour(one.strategy).light, _label(plan, one)
+            face, end_s = colour if one.fits else "none", min(one.ttft_high_s, most_s)
+            axes.barh(place, min(one.ttft_s, most_s), height=0.66, facecolor=face, edgecolor=colour, linewidth=1.2)
+            if one.ttft_s > most_s:
+                label += ", cut off"
+            else:
+                for colour, width in (("white", 3.2), (INK, 1.4)):
+                    axes.plot([one.ttft_low_s, end_s], [place] * 2, color=colour, linewidth=width)
+            axes.text(end_s + 0.008 * most_s, place, label, va="center", fontsize=9, color=INK)
+            room = max(room, end_s / most_s + _LETTER * (len(label) + 1))
+        axes.set_xlim(0, most_s * room)
+    return figure
 
 
 def page(plan: Plan) -> Page:
@@ -104,10 +122,6 @@ def _gain(plan: Plan, one: StrategyResult) -> str:
     if plan.yardstick is None or one.speedup is None or one.strategy == plan.yardstick:
         return ""
     return f", {one.speedup:.2f} × as fast as {plan.yardstick}"
-
-
-def _ranked(plan: Plan) -> list[StrategyResult]:
-    return sorted(plan.strategies, key=lambda one: (not one.fits, one.ttft_s))
 
 
 # The page

@@ -6,17 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
 from kvrsim.results.results import SimResult
+from kvrsim.results.timeline import Timeline
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
-from kvrsim.views.figure import Share, draw_ranks
 from kvrsim.views.gantt import draw_gantt
 from kvrsim.views.page import Page, Section, Summary, facts_of, question_line, table
 from kvrsim.views.style import variable
-from kvrsim.views.table import (
-    format_interval,
-    interval_title,
-    ranks_table,
-)
+from kvrsim.views.table import format_interval, interval_title, ranks_table
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
@@ -24,19 +20,15 @@ if TYPE_CHECKING:
 
 
 def figure(result: SimResult) -> Figure:
-    """Timeline of each rank if recorded; else each rank's computing and waiting time."""
+    """Timeline of each rank."""
     subtitle = " · ".join(filter(None, (_title(result), question_line(result))))
-    if result.timeline is not None:
-        return draw_gantt(result.timeline, answer(result), subtitle)
-    shares = [Share(computes_s=rank.compute_s, waits_s=rank.wait_s) for rank in result.per_rank]
-    return draw_ranks(shares, answer(result), subtitle)
+    return draw_gantt(_timeline(result), answer(result), subtitle)
 
 
-def page(result: SimResult) -> Page:
-    """The interactive page, of a simulation that has its timeline."""
+def _timeline(result: SimResult) -> Timeline:
     if result.timeline is None:
-        raise InputError("plot", "an .html page", "a simulation with a timeline: simulate(timeline=True)")
-    return simulation_page(result, answer(result))
+        raise InputError("plot", "a simulation without a timeline", "one of simulate(timeline=True)")
+    return result.timeline
 
 
 def summary(result: SimResult) -> Summary:
@@ -66,18 +58,16 @@ def _title(result: SimResult) -> str:
         return ""
 
 
-def simulation_page(result: SimResult, title: str) -> Page:
-    """Page of a simulation with a timeline; `title` describes the timeline's lanes."""
-    assert result.timeline is not None, "the page shows a timeline"
+def page(result: SimResult) -> Page:
+    """The interactive page."""
     listed = ranks_table(result)
-    shown = [LabelledTimeline(name=result.strategy, title=title, timeline=result.timeline)]
+    shown = [LabelledTimeline(name=result.strategy, title=answer(result), timeline=_timeline(result))]
     memory = {result.strategy: [rank.memory for rank in result.per_rank]}
     name = " ".join(interval_title(result.interval_coverage).split())
     likely = f"{name} {format_interval(result.ttft_low_s, result.ttft_high_s)}"
-    answer = f"{result.strategy}: TTFT {format_seconds(result.ttft_s)} ({likely})."
     return Page(
         title=f"Prefill of {result.question.request()} by {result.model} on {result.cluster.num_gpus} GPUs",
-        answer=answer,
+        answer=f"{result.strategy}: TTFT {format_seconds(result.ttft_s)} ({likely}).",
         facts=facts_of(result.question),
         sections=[
             gantt_section(several=False),

@@ -10,7 +10,7 @@ from kvrsim.results.timeline import Timeline, write_trace
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views import gantt
 from kvrsim.views import page as html
-from kvrsim.views.figure import Head
+from kvrsim.views.figure import WIDTH, Head
 from kvrsim.views.page import Html, Page, Section, Summary
 from kvrsim.views.style import variable
 from kvrsim.views.table import Cell, Column, Table, format_interval, format_partition, seconds_cell
@@ -43,20 +43,17 @@ def figure(confirmation: Confirmation) -> Figure:
     head = Head(
         title=f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}",
         subtitle=" · ".join(setting),
-        width=gantt.WIDTH,
+        width=WIDTH,
         entries=gantt.legend_entries([span for _, timeline in timelines for span in timeline.spans]),
     )
     lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANES))
     height = len(timelines) * lanes + (len(timelines) - 1) * _GAP + head.height + 1.0
-    figure = Figure(figsize=(gantt.WIDTH, height))
+    figure = Figure(figsize=(WIDTH, height))
     edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.4) / height, bottom=0.55 / height)
     grid = figure.add_gridspec(len(timelines), 1, hspace=_GAP / lanes, **edges)
     end_s = max(timeline.end_s for _, timeline in timelines)
     for row, (title, timeline) in enumerate(timelines):
-        axes = figure.add_subplot(grid[row, 0])
-        gantt.draw_lanes(axes, timeline.spans, 0.0, end_s)
-        gantt.lane_axes(axes, timeline, 0.0, end_s, title=title)
-        gantt.mark_first_token(axes, timeline)
+        gantt.draw_timeline(figure.add_subplot(grid[row, 0]), timeline, end_s, title=title)
     head.draw(figure)
     return figure
 

@@ -66,7 +66,7 @@ def test_operations_are_drawn_as_what_they_are(strategy: str) -> None:
     timeline, (carries, does) = timeline_of(strategy, gpus=4, model="llama-3-8b", profile="a100-eager"), DOES[strategy]
     drawn = [(span, operation_of(span.kind, span.op)) for span in timeline.spans]
     assert {one for span, one in drawn if span.kind == "transfer"} == {OPERATIONS[op] for op in carries}
-    worked = {one for span, one in drawn if is_solid(span) and span.kind != "transfer"}
+    worked = {one for span, one in drawn if is_solid(span)}
     assert worked == {OPERATIONS[op] for op in {"embedding", "qkv", "append", "attention", "output+mlp"} | does}
     assert all(one is OPERATIONS["attention"] for span, one in drawn if "attention" in span.name)
     assert all(one is OPERATIONS["collective"] for span, one in drawn if span.name == "all-reduce")
@@ -88,7 +88,7 @@ def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
     times = list(zip(moments[::2], moments[1::2], strict=True))
     bins, end_s = int(rng.integers(1, 300)), times[-1][1]
     by_colour = {"#ff0000": times[::2], "#0000ff": times[1::2]}
-    shares = {colour: covered_shares(some, 0.0, end_s, bins) for colour, some in by_colour.items()}
+    shares = {colour: covered_shares(some, end_s, bins) for colour, some in by_colour.items()}
     pixels = mean_colours(shares, "#000000")
     assert pixels.shape == (bins, 3)
     for channel, some in ((0, times[::2]), (2, times[1::2])):

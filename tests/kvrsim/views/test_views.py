@@ -27,8 +27,7 @@ def results() -> dict[str, Displayed]:
         "plan": kvrsim.plan(ctx="4k", gpus=4, strategies=["single", "tsp", "kvr-e", "ring", "tp2+ring"]),
         "plan with timelines": kvrsim.plan(ctx="4k", gpus=4, strategies=["tsp", "ring"], timeline=True),
         "plan that does not fit": kvrsim.plan(ctx="256k", gpus=2, strategies=["single", "tsp"]),
-        "simulation": kvrsim.simulate(strategy="kvr-e", ctx="4k", gpus=40),
-        "simulation with timeline": kvrsim.simulate(strategy="pp", ctx="4k", gpus=4, timeline=True),
+        "simulation": kvrsim.simulate(strategy="pp", ctx="4k", gpus=4, timeline=True),
         "map": kvrsim.map_strategies(ctx=["1k", "4k"], gpus=[2, 8], link_bandwidths=["1GB/s", "100GB/s"]),
         "capacity": kvrsim.capacity(
             model="llama-7b", cluster="a100-nvlink", requests=REQUESTS, slo_ttft="2s", max_gpus=4
@@ -37,10 +36,10 @@ def results() -> dict[str, Displayed]:
 
 
 NAMES = [
-    *("plan", "plan with timelines", "plan that does not fit", "simulation", "simulation with timeline"),
+    *("plan", "plan with timelines", "plan that does not fit", "simulation"),
     *("map", "capacity"),
 ]
-PAGES = ("plan with timelines", "simulation with timeline", "map", "capacity")
+PAGES = ("plan with timelines", "simulation", "map", "capacity")
 
 
 def boxes(figure: Figure) -> Iterator[tuple[str, Bbox]]:
