@@ -18,6 +18,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from kvrsim.choices import (
@@ -34,7 +35,7 @@ from kvrsim.errors import InputError
 from kvrsim.units import (
     parse_bandwidth,
     parse_count,
-    parse_fraction,
+    parse_lengths,
     parse_number,
     parse_seconds,
     parse_tokens,
@@ -95,7 +96,12 @@ def quantity(parse: Callable[..., float], **limits: Any) -> Check:
 
 def number(**limits: float) -> Check:
     """Check for numbers without a unit within the limits of `parse_number`."""
-    return lambda value, parameter: parse_number(quantity(parse_number)(value, parameter), parameter, **limits)
+
+    def check(value: object, parameter: str) -> float:
+        given = value if isinstance(value, str) else quantity(parse_number)(value, parameter)
+        return parse_number(given, parameter, **limits)
+
+    return check
 
 
 def text(value: object, parameter: str) -> str:
@@ -149,50 +155,35 @@ def named(*kinds: str, what: str = "a name or path") -> Check:
 
 def strategy_list(value: object, parameter: str) -> list[object]:
     """Read names or Strategies in a list, names in a text with commas between, or one Strategy; each once."""
-    accepted = "names, such as ['tsp', 'kvr-s'], or Strategies"
-    values: list[object]
-    if isinstance(value, str):
-        values = [name.strip() for name in value.split(",")]
-        if not all(values):
-            raise InputError(parameter, value, "names with commas between")
-    else:
-        values = [value] if _is_one_of(value, (STRATEGY,)) else _list(value, parameter, accepted)
-    check = named(STRATEGY)
-    return list(dict.fromkeys(check(one.strip() if isinstance(one, str) else one, parameter) for one in values))
+    values = [value] if _is_one_of(value, (STRATEGY,)) else _parts(value, parameter, "names, such as tsp,kvr-s")
+    return list(dict.fromkeys(named(STRATEGY)(one, parameter) for one in values))
 
 
 def chunk_lens(value: object, parameter: str) -> list[int]:
     """Read tokens of each chunk: text such as "5000,3192", or a list, tuple or array of one dimension."""
-    accepted = "whole numbers of tokens, such as [5000, 3192]"
-    if isinstance(value, str):
-        if "," not in value and not value.strip():
-            raise InputError(parameter, value, "chunk lengths with commas between, such as 5000,3192")
-        return [tokens(part.strip(), parameter) for part in value.split(",")]
-    return [_whole(one, parameter, accepted, value) for one in _list(value, parameter, accepted)]
+    return [tokens(one, parameter) for one in _parts(value, parameter, "chunk lengths, such as 5000,3192")]
 
 
 def bandwidths(value: object, parameter: str) -> list[float]:
     """Read bandwidths in bytes per second, or texts such as "10GB/s", in a list or with commas between; sorted."""
-    accepted = "a list of numbers or texts with units, such as 10GB/s,100GB/s"
-    parts = value.split(",") if isinstance(value, str) else _list(value, parameter, accepted)
-    check = quantity(parse_bandwidth)
-    return sorted({check(one.strip() if isinstance(one, str) else one, parameter) for one in parts})
+    parts = _parts(value, parameter, "a list of numbers or texts with units, such as 10GB/s,100GB/s")
+    return sorted({quantity(parse_bandwidth)(one, parameter) for one in parts})
 
 
-def wholes(value: object, parameter: str) -> list[int | str] | str:
-    """Read a text such as "2,4,8", one whole number, or several whole numbers or texts."""
+def counts(value: object, parameter: str) -> tuple[int, ...]:
+    """Read whole numbers above 0: one, a list, or a text such as "2,4,8"; sorted, each once."""
+    parts = [value] if _index(value) is not None else _parts(value, parameter, "whole numbers, such as 2,4,8")
+    return tuple(sorted({count(2**20)(one, parameter) for one in parts}))
+
+
+def lengths(value: object, parameter: str) -> tuple[int, ...]:
+    """Read lengths in tokens: one, a list, or a text that `parse_lengths` reads; sorted, each once."""
     if isinstance(value, str):
-        return str(value)
-    if (one := _index(value)) is not None:
-        return [one]
-    parts = _list(value, parameter, "whole numbers, such as [2, 4, 8]")
-    return [str(one) if isinstance(one, str) else _whole(one, parameter) for one in parts]
-
-
-def listed(value: object, parameter: str) -> str:
-    """Read several whole numbers as a text with commas between."""
-    parts = wholes(value, parameter)
-    return parts if isinstance(parts, str) else ",".join(map(str, parts))
+        return parse_lengths(value, parameter)
+    parts = [value] if _index(value) is not None else _parts(value, parameter, "lengths, such as 4k,8k or 1k:32k:1k")
+    return parse_lengths(
+        ",".join(str(one if isinstance(one, str) else _whole(one, parameter)) for one in parts), parameter
+    )
 
 
 def price(value: object, parameter: str) -> object:
@@ -203,10 +194,9 @@ def price(value: object, parameter: str) -> object:
     return check(value, parameter)
 
 
-def _whole(value: object, parameter: str, accepted: str = "a whole number", shown: object = MISSING) -> int:
-    number = _index(value)
-    if number is None:
-        raise _refusal(parameter, value if shown is MISSING else shown, accepted)
+def _whole(value: object, parameter: str) -> int:
+    if (number := _index(value)) is None:
+        raise _refusal(parameter, value, "a whole number")
     return number
 
 
@@ -233,16 +223,20 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's has had both names
 
 
-def _list(value: object, parameter: str, accepted: str) -> list[object]:
-    if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
-        raise _refusal(parameter, value, accepted)
+def _parts(value: object, parameter: str, accepted: str) -> list[object]:
+    """The parts of a text with commas between, or the values of a list; at least one, texts without blanks around."""
+    values: Iterable[object] = value.split(",") if isinstance(value, str) else ()
+    if not isinstance(value, str | bytes | bytearray | Mapping) and isinstance(value, Iterable):
+        values = value
     try:
-        values = list(itertools.islice(value, MOST_VALUES + 1))
+        parts = [one.strip() if isinstance(one, str) else one for one in itertools.islice(values, MOST_VALUES + 1)]
     except TypeError:  # an array without dimensions
-        raise _refusal(parameter, value, accepted) from None
-    if len(values) > MOST_VALUES:
+        parts = []
+    if not parts or "" in [one for one in parts if isinstance(one, str)]:
+        raise _refusal(parameter, value, accepted)
+    if len(parts) > MOST_VALUES:
         raise InputError(parameter, f"more than {MOST_VALUES} values", f"at most {MOST_VALUES} values")
-    return values
+    return parts
 
 
 def _refusal(parameter: str, value: object, accepted: str) -> InputError:
@@ -311,15 +305,18 @@ class Arguments:
             object.__setattr__(self, one.name, checked(getattr(self, one.name), one.name, one))
 
     @classmethod
-    def take(cls, given: dict[str, Any], **fixed: Any) -> Self:
-        """Make a group from its fields in `given`, which are removed there, and from fixed ones.
+    def take(cls, given: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:
+        """Make a group from its fields in `given`, which are removed there, and from those in `fixed`.
 
         Raises InputError naming a field without a default that is missing.
         """
+        values: dict[str, Any] = {}
         for one in fields(cls):
-            if one.default is MISSING and one.name not in {*given, *fixed}:
+            if one.name in given or one.name in fixed:
+                values[one.name] = fixed[one.name] if one.name in fixed else given.pop(one.name)
+            elif one.default is MISSING:
                 raise InputError(one.name, "nothing", one.metadata["option"].help)
-        return cls(**{one.name: given.pop(one.name) for one in fields(cls) if one.name in given} | fixed)
+        return cls(**values)
 
 
 def takes(
@@ -357,10 +354,7 @@ def takes(
                 signature.bind(*places, **given)
             except TypeError as error:
                 raise TypeError(f"{made.__name__}(): {error}{_suggestion(given, signature.parameters)}") from None
-            values = [
-                group.take(given, **{one.name: fixed[one.name] for one in fields(group) if one.name in fixed})
-                for group in groups
-            ]
+            values = [group.take(given, fixed) for group in groups]
             for name, check in checks.items():
                 if name in given and not (given[name] is None and defaults[name] is None):
                     given[name] = check(given[name], name)
@@ -460,7 +454,7 @@ class ScenarioArgs(Arguments):
         "F",
         "Share of each GPU's memory that the prefill may use, above 0 to 1.",
         "Machine",
-        quantity(parse_fraction),
+        number(above=0, most=1),
         0.9,
     )
     link_bandwidth: Any = option(
@@ -491,11 +485,11 @@ class ScenariosArgs(ScenarioArgs):
         "LEN:LEN:STEP|LEN,...",
         "Contexts: a range with both ends, such as 1k:32k:1k, or a list.",
         "Question",
-        wholes,
+        lengths,
         REQUIRED,
     )
     gpus: Any = option(
-        "N,N,...", "Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.", "Question", wholes
+        "N,N,...", "Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.", "Question", counts
     )
 
 
@@ -747,7 +741,7 @@ class FleetArgs(Arguments):
         "N,N,...",
         "Group sizes to consider. Default: 1,2,4,8 or, where the cluster has nodes, up to two of them.",
         "Fleet",
-        listed,
+        counts,
     )
     uniform_only: Any = switch("Consider only fleets of equal groups behind one queue.", "Fleet")
     price_per_gpu_hour: Any = option(

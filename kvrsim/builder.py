@@ -26,12 +26,7 @@ from kvrsim.model.load import known_shape, load_model
 from kvrsim.model.spec import ModelSpec
 from kvrsim.notes import Note, note
 from kvrsim.scenario import ROOFLINE, Request, Scenario
-from kvrsim.units import (
-    counts_of,
-    counts_up_to,
-    lengths_of,
-    scale,
-)
+from kvrsim.units import counts_up_to, scale
 
 DEFAULT_DTYPE = "fp16"  # of checkpoints that do not state another
 PAPER_MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-7b-mqa", "llama-7b-gqa8", "falcon-1b", "falcon-7b")
@@ -119,16 +114,12 @@ def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tup
 
     Without `gpus` these are 2, 4, 8, ... up to the number of GPUs of the cluster. Raises InputError.
     """
-    values = {one.name: getattr(args, one.name) for one in fields(args)}
-    lengths = lengths_of(args.ctx, "ctx")
-    values["ctx"] = lengths[-1]
-    if args.gpus is None:
-        scenario, _ = build_scenario(ScenarioArgs(**values))
-        counts = counts_up_to(scenario.num_gpus)
-    else:
-        counts = counts_of(args.gpus, "gpus")
+    values = {one.name: getattr(args, one.name) for one in fields(args)} | {"ctx": args.ctx[-1]}
+    counts: tuple[int, ...] | None = args.gpus
+    if counts is None:
+        counts = counts_up_to(build_scenario(ScenarioArgs(**values))[0].num_gpus)
     scenario, notes = build_scenario(ScenarioArgs(**values | {"gpus": counts[-1]}))
-    return scenario, notes, lengths, counts
+    return scenario, notes, args.ctx, counts
 
 
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvrsim.errors import InputError
 
@@ -63,14 +63,6 @@ def parse_count(text: str, argument: str, *, minimum: int = 1, maximum: int = 2*
     if count is None or count.denominator != 1 or not minimum <= count <= maximum:
         raise InputError(argument, text, f"a whole number from {minimum} to {maximum}")
     return int(count)
-
-
-def parse_fraction(text: str, argument: str) -> float:
-    """A share above 0 and at most 1, such as "0.9"."""
-    share = _quantity(text, {"": 1})
-    if share is None or not 0 < share <= 1:
-        raise InputError(argument, text, "a number above 0 and at most 1, such as 0.9")
-    return float(share)
 
 
 def parse_number(
@@ -203,13 +195,9 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
     return replace(value, **changes) if changes else value
 
 
-def cached_scale(value: T, factor: float) -> T:
-    """`scale` of a hashable value, cached: strategies use the same links one after another."""
-    return cast(T, _scaled(value, factor))
-
-
 @lru_cache(maxsize=64)
-def _scaled(value: Any, factor: float) -> Any:
+def cached_scale(value: Any, factor: float) -> Any:
+    """`scale` of a hashable value, cached: strategies use the same links one after another."""
     return scale(value, factor)
 
 
@@ -229,23 +217,12 @@ def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
     >>> parse_lengths("1k:6k:x2", "ctx")
     (1024, 2048, 4096, 6144)
     """
-    return _parse_list(text, argument, _ACCEPTED, lambda part: _lengths_of(part, text, argument))
-
-
-def parse_counts(text: str, argument: str) -> tuple[int, ...]:
-    """Whole numbers with commas between, rising, each once; InputError names the argument."""
-    accepted = "whole numbers with commas between, such as 2,4,8"
-    return _parse_list(text, argument, accepted, lambda part: range(first := parse_count(part, argument), first + 1))
-
-
-def lengths_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ...]:
-    """Lengths in a text, or in several numbers and texts; at least one."""
-    return parse_lengths(values if isinstance(values, str) else _joined(values, argument), argument)
-
-
-def counts_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ...]:
-    """Counts in a text, or in several numbers and texts; at least one."""
-    return parse_counts(values if isinstance(values, str) else _joined(values, argument), argument)
+    lengths: set[int] = set()
+    for part in text.split(","):
+        lengths.update(_lengths_of(part, text, argument))
+        if len(lengths) > MOST_VALUES:
+            raise InputError(argument, text, f"at most {MOST_VALUES} values")
+    return tuple(sorted(lengths))
 
 
 def check_places(argument: str, *lists: Sequence[object]) -> None:
@@ -256,53 +233,25 @@ def check_places(argument: str, *lists: Sequence[object]) -> None:
         raise InputError(argument, f"{sizes} values", f"at most {MOST_PLACES} combinations in all, not {places}")
 
 
-def _joined(values: Iterable[int | str], argument: str) -> str:
-    if not (parts := [str(value) for value in values]):
-        raise InputError(argument, "nothing", "at least one")
-    return ",".join(parts)
-
-
-def _parse_list(
-    text: str, argument: str, accepted: str, values_of: Callable[[str], range | list[int]]
-) -> tuple[int, ...]:
-    values: set[int] = set()
-    for part in text.split(","):
-        if not part.strip():
-            raise InputError(argument, text, accepted)
-        values.update(values_of(part.strip()))
-        if len(values) > MOST_VALUES:
-            raise InputError(argument, text, f"at most {MOST_VALUES} values")
-    return tuple(sorted(values))
-
-
-def _lengths_of(part: str, text: str, argument: str) -> range | list[int]:
+def _lengths_of(part: str, text: str, argument: str) -> list[int]:
     """One length, or all of a range; its last is in it, whether or not a step ends there."""
-    parts = part.split(":")
-    if len(parts) not in (1, 3):
-        raise InputError(argument, text, _ACCEPTED)
-    times = len(parts) == 3 and parts[2].strip().startswith("x")
-    numbers = [parse_tokens(number, argument) for number in (parts[:2] if times else parts)]
+    numbers = part.split(":")
     if len(numbers) == 1:
-        return numbers
-    first, last = numbers[:2]
+        return [parse_tokens(part, argument)]
+    if len(numbers) != 3:
+        raise InputError(argument, text, _ACCEPTED)
+    first, last = (parse_tokens(number, argument) for number in numbers[:2])
     if first > last:
         raise InputError(argument, text, "a range whose first length is not above its last")
-    if times:
-        return _times(first, last, parse_count(parts[2].strip()[1:], argument), text, argument)
-    step = numbers[2]
-    if (last - first) // step >= MOST_VALUES:
+    if (step := numbers[2].strip()).startswith("x"):
+        factor, lengths = parse_count(step[1:], argument, minimum=2), [first]
+        while lengths[-1] * factor < last:
+            lengths.append(lengths[-1] * factor)
+        return [*lengths, last]
+    every = parse_tokens(step, argument)
+    if (last - first) // every >= MOST_VALUES:
         raise InputError(argument, text, f"at most {MOST_VALUES} values")
-    return [*range(first, last, step), last]
-
-
-def _times(first: int, last: int, factor: int, text: str, argument: str) -> list[int]:
-    """Each `factor` times as long as the one before, and the last."""
-    if factor < 2:
-        raise InputError(argument, text, _ACCEPTED)
-    lengths = [first]
-    while lengths[-1] * factor < last:
-        lengths.append(lengths[-1] * factor)
-    return [*lengths, last]
+    return [*range(first, last, every), last]
 
 
 def counts_up_to(num_gpus: int) -> tuple[int, ...]:

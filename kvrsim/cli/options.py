@@ -78,10 +78,7 @@ def takes(
                     given[name] = value
                 elif name not in given and declared[name].default is MISSING:
                     raise InputError(name, "nothing", declared[name].metadata["option"].help)
-            parts = [
-                group.take(given, **{one.name: fixed[one.name] for one in fields(group) if one.name in fixed})
-                for group in groups
-            ]
+            parts = [group.take(given, fixed) for group in groups]
             rest = {one.name: checked(given.get(one.name), one.name, one.default) for one in own}
             function(*parts, **rest)
 

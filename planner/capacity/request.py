@@ -116,13 +116,14 @@ def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:
     return FleetLimits(sizes=sizes, max_gpus=most, prices=prices, by_cost=fleet.objective == "cost")
 
 
-def _sizes(text: str | None, gpus_per_node: int | None) -> tuple[int, ...]:
+def _sizes(sizes: tuple[int, ...] | None, gpus_per_node: int | None) -> tuple[int, ...]:
     """GPUs per group; by default powers of two up to 8, or up to two nodes where there are nodes."""
-    if text is None:
+    if sizes is None:
         most = 8 if gpus_per_node is None else min(2 * gpus_per_node, _MOST_GPUS_PER_GROUP)
         return tuple(1 << power for power in range(most.bit_length()))
-    parts = [part.strip() for part in text.split(",")]
-    return tuple(sorted({parse_count(part, "group_sizes", maximum=_MOST_GPUS_PER_GROUP) for part in parts}))
+    if sizes[-1] > _MOST_GPUS_PER_GROUP:
+        raise InputError("group_sizes", sizes[-1], f"at most {_MOST_GPUS_PER_GROUP} GPUs")
+    return sizes
 
 
 def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
