@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -95,15 +96,15 @@ class Group(TyperGroup):
 
 
 class LazyGroup(Group):
-    """The program's commands."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands = _Commands(COMMANDS)
+    """The program's commands, each imported when it is looked at."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """List the commands in the order of COMMANDS."""
         return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Make a command; None where there is none of this name."""
+        return made(cmd_name) if cmd_name in COMMANDS else None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List commands by purpose, without importing them, then options."""
@@ -114,26 +115,9 @@ class LazyGroup(Group):
         write_options(self, ctx, formatter)
 
 
-class _Commands(dict[str, Any]):
-    """The commands by name, each made when it is looked at."""
-
-    def __getitem__(self, name: str) -> Any:
-        if isinstance(super().__getitem__(name), tuple):
-            self[name] = made(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401 - dict.get would not make it
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-
+@cache
 def made(name: str) -> Any:
-    """A command, made by Typer from a program."""
+    """Import a command, and let Typer make it."""
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
     command = getattr(import_module(f"{_ROOM}.{module}"), attribute)
@@ -283,16 +267,11 @@ def _fail(message: str, code: int) -> int:
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
     """Wrong use of the command line, which Typer raises as Click's exceptions; or a bug."""
     from kvrsim.cli.mistakes import click_exception, command_of, usage_line
-    from kvrsim.cli.output import ADVICE
+    from kvrsim.cli.output import reason_of
 
     if isinstance(error, click_exception()):
         return _fail(f"error: {usage_line(error, command_of(arguments, _program()))}", WRONG_USE)
-    if os.environ.get("KVRSIM_TRACEBACK"):
-        import traceback
-
-        traceback.print_exception(error)
-    what = " ".join(f"{type(error).__name__}: {error}".split())
-    return _fail(f"error: {what} ({ADVICE})", BUG)
+    return _fail(f"error: {reason_of(error)}", BUG)
 
 
 if __name__ == "__main__":

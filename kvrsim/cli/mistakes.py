@@ -66,8 +66,7 @@ def options_of(command: Any) -> list[str]:
 def command_of(arguments: Sequence[str], program: Any) -> Any:
     """The innermost command that the first arguments name."""
     for word in arguments:
-        inner = getattr(program, "commands", {}).get(word)
-        if inner is None:
+        if not hasattr(program, "get_command") or (inner := program.get_command(None, word)) is None:
             break
         program = inner
     return program
@@ -98,8 +97,9 @@ def usage_line(error: Any, command: Any) -> str:
             if option is not None and option.is_flag:
                 return f"{error.option_name}: got a value, accepted: the option alone"
             return f"{error.option_name}: got nothing, accepted: {_accepted(option)}"
-    if commands := getattr(getattr(context, "command", None), "commands", None):
-        given = _NO_SUCH_COMMAND.search(message)
+    group: Any = getattr(context, "command", None)
+    if hasattr(group, "list_commands"):
+        commands, given = group.list_commands(context), _NO_SUCH_COMMAND.search(message)
         meant = nearest(given[1], commands) if given else None
         accepted = ", ".join(commands) if meant is None else f"those of {full} --help"
         value = f"'{given[1]}'" if given else "nothing"

@@ -101,15 +101,15 @@ def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
             write(path)
         except Exception as error:
             failed = True
-            warn(f"error: {path}: not written, the answer is complete: {_reason(error)}")
+            warn(f"error: {path}: not written, the answer is complete: {reason_of(error)}")
         else:
             warn(f"written: {path}")
     if failed:
         raise typer.Exit(NOT_WRITTEN)
 
 
-def _reason(error: Exception) -> str:
-    """Describe the error in one line; a bug is called a bug."""
+def reason_of(error: Exception) -> str:
+    """Describe an error in one line; a bug is called a bug, and has a traceback if KVRSIM_TRACEBACK is set."""
     if os.environ.get("KVRSIM_TRACEBACK"):
         import traceback
 

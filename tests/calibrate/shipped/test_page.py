@@ -47,7 +47,7 @@ def test_a_command_is_one_that_kvrsim_takes(words: list[str]) -> None:
     context: Any = None
     while hasattr(command, "commands"):
         context = command.make_context(words[0], [], parent=context)
-        command, words = command.commands[words[0]], words[1:]
+        command, words = command.get_command(None, words[0]), words[1:]
     command.make_context(command.name, words, parent=context)
 
 

@@ -21,9 +21,10 @@ from tests.test_docs import parse
 
 def commands(command: Any, path: str = "") -> dict[str, Any]:
     """Every command under its path."""
-    found = {path: command} if path == "" or not hasattr(command, "commands") else {}
-    for name, child in getattr(command, "commands", {}).items():
-        found |= commands(child, f"{path} {name}".strip())
+    is_group = hasattr(command, "list_commands")
+    found = {path: command} if path == "" or not is_group else {}
+    for name in command.list_commands(None) if is_group else ():
+        found |= commands(command.get_command(None, name), f"{path} {name}".strip())
     return found
 
 
