@@ -1,8 +1,8 @@
 """Arguments of the Python API and options of the command line, each declared once.
 
-A field of a group such as ScenarioArgs has everything that is known of an argument: its default, its check, and for
-people what it means, how its value looks and the section of the help that lists it. From a group follow the parameters
-and the reference of the Python functions (`takes`) and the options of the commands (kvrsim/cli/options.py).
+A field of a group such as ScenarioArgs has the default and the check of an argument. The docstring of the group says
+how its value looks, what it means, and which section of the help lists it. From a group follow the parameters and the
+reference of the Python functions (`takes`) and the options of the commands (kvrsim/cli/options.py).
 
 A check turns what a user gives into a plain value in SI units, or raises an InputError with the parameter's name.
 Numbers may be text with a unit, as on the command line, or of NumPy; a path may be any path-like object.
@@ -22,8 +22,6 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from kvrsim.choices import (
-    ATTENTIONS,
-    DTYPES,
     EXECUTORS,
     FLEET_OBJECTIVES,
     MAP_STRATEGIES,
@@ -46,6 +44,7 @@ MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
 REQUIRED: Any = MISSING  # the default of an argument that must be given
 _Result = TypeVar("_Result")
+_ENTRY = re.compile(r"^(\w+) : (.+)\n((?: {4}.+(?:\n|$))+)", re.MULTILINE)  # name, metavar, help
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
 OnProgress = Callable[[float, float | None, str], object]  # work done, the total (None: unknown), and a text
 
@@ -275,6 +274,11 @@ def option(
     return field(default=default, metadata={"option": known})
 
 
+def entry(check: Check = text, default: Any = None, *, spelling: tuple[str, ...] = ()) -> Any:
+    """Declare a field of Arguments whose metavar, help and section are an entry of the class's docstring."""
+    return option("", "", check=check, default=default, spelling=spelling)
+
+
 def replaced(group: type, name: str, *, default: Any) -> Any:
     """Declare the argument of another group with another default; its help then says nothing of the old one."""
     known: Option = next(one for one in fields(group) if one.name == name).metadata["option"]
@@ -298,7 +302,23 @@ def checked(given: Any, parameter: str, declared: Field[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Base of groups of arguments: each field is checked when an object is made; InputError names the field."""
+    """Base of groups of arguments: each field is checked when an object is made; InputError names the field.
+
+    The docstring of a group describes its fields in sections of the help, as numpydoc does: `NAME : METAVAR`, with
+    `bool` for a flag, then the help.
+    """
+
+    def __init_subclass__(cls) -> None:
+        heads = re.split(r"^(\w+)\n-+\n", inspect.cleandoc(cls.__doc__ or ""), flags=re.MULTILINE)
+        for section, entries in zip(heads[1::2], heads[2::2], strict=True):
+            for name, metavar, help in _ENTRY.findall(entries):
+                declared: Field[Any] = vars(cls)[name]
+                words = {
+                    "metavar": "" if metavar == "bool" else metavar,
+                    "help": " ".join(help.split()),
+                    "section": section,
+                }
+                declared.metadata = MappingProxyType({"option": replace(declared.metadata["option"], **words)})
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -390,83 +410,72 @@ def _described(one: Field[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioArgs(Arguments):
-    """What a prediction is about."""
+    """What a prediction is about.
 
-    ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED)
-    gpus: Any = option("N", "Number of GPUs. Default: all of the cluster.", "Question", whole)
-    model: Any = option(
-        "NAME|PATH",
-        "A built-in model, a Hugging Face id of a known shape, a config.json or its folder. Default: the paper's"
-        " llama-7b.",
-        "Question",
-        named("kvrsim.model.spec:ModelSpec"),
-        "llama-7b",
-    )
-    batch: Any = option("N", "Number of sequences prefilled together, each of --ctx tokens.", "Question", whole, 1)
-    cached_prefix: Any = option(
-        "LEN", "Leading tokens whose K and V are already cached.", "Question", tokens_or_none, 0
-    )
-    prefix_placement: Any = option(
-        "all|sharded|host[:RATE]|remote[:RATE]",
-        "Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory, or in a"
-        " remote store; RATE is a GPU's bandwidth to it, such as 20GB/s.",
-        "Question",
-        named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"),
-        "all",
-    )
-    dtype: Any = option(
-        "|".join(DTYPES),
-        "Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision."
-        " Default: the checkpoint's.",
-        "Question",
-    )
-    expert_parallel: Any = switch(
-        "Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them.", "Question"
-    )
-    expert_imbalance: Any = option(
-        "X",
-        "With --expert-parallel, rows of the busiest GPU over the mean. Default: that of a power law.",
-        "Question",
-        number(),
-    )
-    cluster: Any = option(
-        "NAME|PATH",
-        "GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: where the profile was"
-        " measured, or a100-nvlink.",
-        "Machine",
-        named("kvrsim.hardware:Cluster"),
-    )
-    profile: Any = option(
-        "NAME|PATH",
-        "A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager for"
-        " the models of the KV-Runahead paper.",
-        "Machine",
-        named("kvrsim.kernels.profile:CalibrationProfile"),
-    )
-    engine: Any = option(
-        "NAME|PATH",
-        "What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the profile's.",
-        "Machine",
-        named("kvrsim.engine:Engine"),
-    )
-    attention: Any = option("|".join(ATTENTIONS), "Attention kernel. Default: the profile's first.", "Machine")
-    memory_fraction: Any = option(
-        "F",
-        "Share of each GPU's memory that the prefill may use, above 0 to 1.",
-        "Machine",
-        number(above=0, most=1),
-        0.9,
-    )
-    link_bandwidth: Any = option(
-        "RATE",
-        "Override the cluster's link bandwidth (per direction), such as 10GB/s.",
-        "Machine",
-        quantity(parse_bandwidth),
-    )
-    link_latency: Any = option(
-        "TIME", "Override the cluster's link latency, such as 5us.", "Machine", quantity(parse_seconds, allow_zero=True)
-    )
-    topology: Any = option("switch|bus|chain", "Override the cluster's topology.", "Machine")
+    Question
+    --------
+    ctx : LEN
+        Context length in tokens: 16k is 16384.
+    gpus : N
+        Number of GPUs. Default: all of the cluster.
+    model : NAME|PATH
+        A built-in model, a Hugging Face id of a known shape, a config.json or its folder. Default: the paper's
+        llama-7b.
+    batch : N
+        Number of sequences prefilled together, each of --ctx tokens.
+    cached_prefix : LEN
+        Leading tokens whose K and V are already cached.
+    prefix_placement : all|sharded|host[:RATE]|remote[:RATE]
+        Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory, or in a remote
+        store; RATE is a GPU's bandwidth to it, such as 20GB/s.
+    dtype : fp16|bf16|fp8|fp32
+        Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision.
+        Default: the checkpoint's.
+    expert_parallel : bool
+        Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them.
+    expert_imbalance : X
+        With --expert-parallel, rows of the busiest GPU over the mean. Default: that of a power law.
+
+    Machine
+    -------
+    cluster : NAME|PATH
+        GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: where the profile
+        was measured, or a100-nvlink.
+    profile : NAME|PATH
+        A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager
+        for the models of the KV-Runahead paper.
+    engine : NAME|PATH
+        What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the
+        profile's.
+    attention : eager|sdpa|flash
+        Attention kernel. Default: the profile's first.
+    memory_fraction : F
+        Share of each GPU's memory that the prefill may use, above 0 to 1.
+    link_bandwidth : RATE
+        Override the cluster's link bandwidth (per direction), such as 10GB/s.
+    link_latency : TIME
+        Override the cluster's link latency, such as 5us.
+    topology : switch|bus|chain
+        Override the cluster's topology.
+    """
+
+    ctx: Any = entry(tokens, REQUIRED)
+    gpus: Any = entry(whole)
+    model: Any = entry(named("kvrsim.model.spec:ModelSpec"), "llama-7b")
+    batch: Any = entry(whole, 1)
+    cached_prefix: Any = entry(tokens_or_none, 0)
+    prefix_placement: Any = entry(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"), "all")
+    dtype: Any = entry()
+    expert_parallel: Any = entry(flag, False)
+    expert_imbalance: Any = entry(number())
+    cluster: Any = entry(named("kvrsim.hardware:Cluster"))
+    profile: Any = entry(named("kvrsim.kernels.profile:CalibrationProfile"))
+    engine: Any = entry(named("kvrsim.engine:Engine"))
+    attention: Any = entry()
+    memory_fraction: Any = entry(number(above=0, most=1), 0.9)
+    link_bandwidth: Any = entry(quantity(parse_bandwidth))
+    link_latency: Any = entry(quantity(parse_seconds, allow_zero=True))
+    topology: Any = entry()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,25 +488,31 @@ class DeploymentArgs(ScenarioArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScenariosArgs(ScenarioArgs):
-    """Arguments of scenarios with several contexts and numbers of GPUs."""
+    """Arguments of scenarios with several contexts and numbers of GPUs.
 
-    ctx: Any = option(
-        "LEN:LEN:STEP|LEN,...",
-        "Contexts: a range with both ends, such as 1k:32k:1k, or a list.",
-        "Question",
-        lengths,
-        REQUIRED,
-    )
-    gpus: Any = option(
-        "N,N,...", "Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.", "Question", counts
-    )
+    Question
+    --------
+    ctx : LEN:LEN:STEP|LEN,...
+        Contexts: a range with both ends, such as 1k:32k:1k, or a list.
+    gpus : N,N,...
+        Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.
+    """
+
+    ctx: Any = entry(lengths, REQUIRED)
+    gpus: Any = entry(counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredArgs(ScenarioArgs):
-    """Arguments of a scenario on a small machine, with one GPU per rank."""
+    """Arguments of a scenario on a small machine, with one GPU per rank.
 
-    gpus: Any = option("N", "Number of ranks.", "Question", whole, 2)
+    Question
+    --------
+    gpus : N
+        Number of ranks.
+    """
+
+    gpus: Any = entry(whole, 2)
 
 
 OF_REQUESTS = {  # properties of each request of a workload, not of a fleet's scenario
@@ -508,29 +523,46 @@ OF_REQUESTS = {  # properties of each request of a workload, not of a fleet's sc
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorArgs(DeploymentArgs):
-    """A scenario of the largest context and batch that a predictor answers for."""
+    """A scenario of the largest context and batch that a predictor answers for.
 
-    ctx: Any = option("LEN", "Longest context in tokens, cached prefix included.", "Question", tokens, "128k")
-    batch: Any = option("N", "Largest number of sequences prefilled together.", "Question", whole, 1)
+    Question
+    --------
+    ctx : LEN
+        Longest context in tokens, cached prefix included.
+    batch : N
+        Largest number of sequences prefilled together.
+    """
+
+    ctx: Any = entry(tokens, "128k")
+    batch: Any = entry(whole, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs(ScenarioArgs):
-    """Values of measured prefills for fields that their rows lack."""
+    """Values of measured prefills for fields that their rows lack.
 
-    ctx: Any = option("LEN", "Context length in tokens, of rows that do not say theirs.", "Question", tokens)
-    gpus: Any = option("N", "Number of GPUs. Default: 1.", "Question", whole)
-    model: Any = option("NAME|PATH", "A built-in model, a Hugging Face config.json, or its folder.", "Question")
-    profile: Any = option(
-        "NAME|PATH",
-        "The calibration profile whose kernels the engine runs.",
-        "Machine",
-        named("kvrsim.kernels.profile:CalibrationProfile"),
-        REQUIRED,
-    )
-    strategy: Any = option(
-        "NAME", "Strategy of rows that do not say theirs. Default: tp, or single on one GPU.", "Question"
-    )
+    Question
+    --------
+    ctx : LEN
+        Context length in tokens, of rows that do not say theirs.
+    gpus : N
+        Number of GPUs. Default: 1.
+    model : NAME|PATH
+        A built-in model, a Hugging Face config.json, or its folder.
+    strategy : NAME
+        Strategy of rows that do not say theirs. Default: tp, or single on one GPU.
+
+    Machine
+    -------
+    profile : NAME|PATH
+        The calibration profile whose kernels the engine runs.
+    """
+
+    ctx: Any = entry(tokens)
+    gpus: Any = entry(whole)
+    model: Any = entry()
+    profile: Any = entry(named("kvrsim.kernels.profile:CalibrationProfile"), REQUIRED)
+    strategy: Any = entry()
 
 
 TABLE = option(
@@ -551,92 +583,98 @@ SEED = option(
 
 @dataclass(frozen=True, kw_only=True)
 class TargetArgs(Arguments):
-    """What a TTFT target applies to."""
+    """What a TTFT target applies to.
 
-    slo: Any = option(
-        "TIME",
-        "Target of the TTFT that 90 % of prefills keep; exit code 1 where it is missed.",
-        "Target",
-        quantity(parse_seconds),
-    )
-    rate: Any = option(
-        "X",
-        "Prompts per second that arrive at the GPUs; default: one alone.",
-        "Target",
-        number(above=0, most=1e6),
-    )
+    Target
+    ------
+    slo : TIME
+        Target of the TTFT that 90 % of prefills keep; exit code 1 where it is missed.
+    rate : X
+        Prompts per second that arrive at the GPUs; default: one alone.
+    """
+
+    slo: Any = entry(quantity(parse_seconds))
+    rate: Any = entry(number(above=0, most=1e6))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchArgs(Arguments):
-    """How partitions are searched; `planner.candidates.Search` reads them."""
+    """How partitions are searched; `planner.candidates.Search` reads them.
+
+    Search
+    ------
+    method : auto|analytical|grid
+        Search method of partitions over single GPUs; grid is the paper's.
+    stride : LEN
+        Search only chunk boundaries that are multiples of LEN.
+    search_budget : TIME
+        Model work for the searches of the default comparison, about seconds of an idle core; all has no limit.
+    """
 
     table: Any = TABLE
-    method: Any = option(
-        "|".join(METHODS),
-        "Search method of partitions over single GPUs; grid is the paper's.",
-        "Search",
-        choice(*METHODS),
-        "auto",
-    )
-    stride: Any = option("LEN", "Search only chunk boundaries that are multiples of LEN.", "Search", tokens)
-    search_budget: Any = option(
-        "TIME",
-        "Model work for the searches of the default comparison, about seconds of an idle core; all has no limit.",
-        "Search",
-        quantity(parse_seconds, allow_zero=True),
-        "1.5s",
-    )
+    method: Any = entry(choice(*METHODS), "auto")
+    stride: Any = entry(tokens)
+    search_budget: Any = entry(quantity(parse_seconds, allow_zero=True), "1.5s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArgs(SearchArgs, TargetArgs):
-    """Which strategies are compared, how their partitions are searched, and what is promised."""
+    """Which strategies are compared, how their partitions are searched, and what is promised.
 
-    strategies: Any = option(
-        "NAMES|all|FILE.py:NAME",
-        "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that"
-        " runs here and could fit in memory.",
-        "Question",
-        strategy_list,
-    )
+    Question
+    --------
+    strategies : NAMES|all|FILE.py:NAME
+        Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that runs here
+        and could fit in memory.
+    """
+
+    strategies: Any = entry(strategy_list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateArgs(Arguments):
-    """Which strategy is simulated, and how."""
+    """Which strategy is simulated, and how.
 
-    strategy: Any = option(
-        "NAME|FILE.py:NAME", "Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s.", "Question", named(STRATEGY), REQUIRED
-    )
-    partition: Any = option(
-        "LEN,LEN,...",
-        "New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.",
-        "Question",
-        chunk_lens,
-    )
+    Question
+    --------
+    strategy : NAME|FILE.py:NAME
+        Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s.
+    partition : LEN,LEN,...
+        New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.
+
+    Search
+    ------
+    executor : batch|event
+        event simulates the queue of every link. Default: batch where it suffices.
+
+    Output
+    ------
+    breakdown : bool
+        Print the seconds of every operation, and whether they were measured.
+    """
+
+    strategy: Any = entry(named(STRATEGY), REQUIRED)
+    partition: Any = entry(chunk_lens)
     table: Any = TABLE
-    executor: Any = option(
-        "|".join(EXECUTORS),
-        "event simulates the queue of every link. Default: batch where it suffices.",
-        "Search",
-        choice(*EXECUTORS),
-    )
-    breakdown: Any = switch("Print the seconds of every operation, and whether they were measured.")
+    executor: Any = entry(choice(*EXECUTORS))
+    breakdown: Any = entry(flag, False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseArgs(Arguments):
-    """Noise, how often it is drawn, and the seed of all random draws."""
+    """Noise, how often it is drawn, and the seed of all random draws.
 
-    noise: Any = option(
-        "SPEC",
-        "Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,"
-        " slow-link:2-3x4, paper, several joined by +, or a JSON file.",
-        "Randomness",
-        named("kvrsim.noise:Noise"),
-    )
-    samples: Any = option("N", "Number of runs under --noise. Default: 200.", "Randomness", count(2**20))
+    Randomness
+    ----------
+    noise : SPEC
+        Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,
+        slow-link:2-3x4, paper, several joined by +, or a JSON file.
+    samples : N
+        Number of runs under --noise. Default: 200.
+    """
+
+    noise: Any = entry(named("kvrsim.noise:Noise"))
+    samples: Any = entry(count(2**20))
     seed: Any = SEED
 
     def __post_init__(self) -> None:
@@ -647,17 +685,19 @@ class NoiseArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class UsersArgs(Arguments):
-    """Users who each wait for their answer before they send the next prompt."""
+    """Users who each wait for their answer before they send the next prompt.
 
-    users: Any = option(
-        "C",
-        "Add the mean TTFT of C users at once, each with one request in flight, as benchmarks of engines report it.",
-        "Question",
-        count(4096),
-    )
-    output_tokens: Any = option(
-        "N", "With --users, mean output tokens of a request. Default: 1024.", "Question", tokens
-    )
+    Question
+    --------
+    users : C
+        Add the mean TTFT of C users at once, each with one request in flight, as benchmarks of engines report
+        it.
+    output_tokens : N
+        With --users, mean output tokens of a request. Default: 1024.
+    """
+
+    users: Any = entry(count(4096))
+    output_tokens: Any = entry(tokens)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -667,97 +707,100 @@ class UsersArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolArgs(Arguments):
-    """Which processes or machines share the work."""
+    """Which processes or machines share the work.
 
-    jobs: Any = option(
-        "N", "Number of processes. Default: 1; with --pool dask or ray, one per core.", "Processes", count(4096)
-    )
-    pool: Any = option(
-        "|".join(POOL_BACKENDS),
-        "Backend of joblib; loky runs processes of this machine.",
-        "Processes",
-        choice(*POOL_BACKENDS),
-        "loky",
-    )
-    dask_address: Any = option("ADDRESS", "A Dask scheduler. Default: start a local cluster.", "Processes")
+    Processes
+    ---------
+    jobs : N
+        Number of processes. Default: 1; with --pool dask or ray, one per core.
+    pool : loky|dask|ray
+        Backend of joblib; loky runs processes of this machine.
+    dask_address : ADDRESS
+        A Dask scheduler. Default: start a local cluster.
+    """
+
+    jobs: Any = entry(count(4096))
+    pool: Any = entry(choice(*POOL_BACKENDS), "loky")
+    dask_address: Any = entry()
 
 
 @dataclass(frozen=True, kw_only=True)
 class MapArgs(Arguments):
-    """What a map compares."""
+    """What a map compares.
 
-    link_bandwidths: Any = option(
-        "RATE,RATE,...",
-        "Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.",
-        "Question",
-        bandwidths,
-        spelling=("--link-bandwidth", "--link-bandwidths"),
-    )
-    strategies: Any = option(
-        "NAMES|all|FILE.py:NAME", "Strategies to compare with one GPU.", "Question", strategy_list, MAP_STRATEGIES
-    )
+    Question
+    --------
+    link_bandwidths : RATE,RATE,...
+        Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.
+    strategies : NAMES|all|FILE.py:NAME
+        Strategies to compare with one GPU.
+    """
+
+    link_bandwidths: Any = entry(bandwidths, spelling=("--link-bandwidth", "--link-bandwidths"))
+    strategies: Any = entry(strategy_list, MAP_STRATEGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetArgs(Arguments):
-    """What a fleet is planned for, and what it may consist of."""
+    """What a fleet is planned for, and what it may consist of.
 
-    requests: Any = option(
-        "FILE|azure:FILE|mooncake:FILE|synthetic:SPEC",
-        "A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.",
-        "Workload",
-        named("pandas:DataFrame", "pandas.core.frame:DataFrame"),
-        REQUIRED,
-    )
-    columns: Any = option(
-        "ROLE=COLUMN,...",
-        "Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: by usual names.",
-        "Workload",
-    )
-    rate_scale: Any = option(
-        "X", "Multiply the number of requests in the same time.", "Workload", number(above=0, most=1e6), 1
-    )
-    replications: Any = option("N", "Number of independent draws of a synthetic workload.", "Workload", count(2**20), 5)
-    pack_tokens: Any = option(
-        "LEN",
-        "Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.",
-        "Workload",
-        tokens,
-    )
-    order: Any = option(
-        "|".join(ORDERS),
-        "Order of the queue: first come, or fewest new tokens.",
-        "Workload",
-        choice(*ORDERS),
-        "first-come",
-    )
-    slo_ttft: Any = option("TIME", "Target TTFT, such as 2s.", "Target", quantity(parse_seconds), REQUIRED)
-    percentile: Any = option(
-        "P", "Percentage of requests that must meet the target, up to 100.", "Target", number(above=0, most=100), 99
-    )
-    sure: Any = switch("Require the upper end of the interval, not only the estimate, to meet the target.", "Target")
-    max_gpus: Any = option("N", "Largest fleet to consider. Default: 512.", "Fleet", count(2**20))
-    group_sizes: Any = option(
-        "N,N,...",
-        "Group sizes to consider. Default: 1,2,4,8 or, where the cluster has nodes, up to two of them.",
-        "Fleet",
-        counts,
-    )
-    uniform_only: Any = switch("Consider only fleets of equal groups behind one queue.", "Fleet")
-    price_per_gpu_hour: Any = option(
-        "USD", "Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.", "Fleet", price
-    )
-    objective: Any = option("|".join(FLEET_OBJECTIVES), "What to minimise.", "Fleet", choice(*FLEET_OBJECTIVES), "gpus")
-    tpot: Any = option(
-        "TIME",
-        "Time per output token, such as 30ms: the target of the fleet that decodes, which is then sized.",
-        "Fleet",
-        quantity(parse_seconds),
-    )
-    kv_transfer_bandwidth: Any = option(
-        "RATE",
-        "Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.",
-        "Fleet",
-        quantity(parse_bandwidth),
-    )
+    Workload
+    --------
+    requests : FILE|azure:FILE|mooncake:FILE|synthetic:SPEC
+        A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.
+    columns : ROLE=COLUMN,...
+        Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: by usual
+        names.
+    rate_scale : X
+        Multiply the number of requests in the same time.
+    replications : N
+        Number of independent draws of a synthetic workload.
+    pack_tokens : LEN
+        Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.
+    order : first-come|shortest-first
+        Order of the queue: first come, or fewest new tokens.
+
+    Target
+    ------
+    slo_ttft : TIME
+        Target TTFT, such as 2s.
+    percentile : P
+        Percentage of requests that must meet the target, up to 100.
+    sure : bool
+        Require the upper end of the interval, not only the estimate, to meet the target.
+
+    Fleet
+    -----
+    max_gpus : N
+        Largest fleet to consider. Default: 512.
+    group_sizes : N,N,...
+        Group sizes to consider. Default: 1,2,4,8 or, where the cluster has nodes, up to two of them.
+    uniform_only : bool
+        Consider only fleets of equal groups behind one queue.
+    price_per_gpu_hour : USD
+        Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.
+    objective : gpus|cost
+        What to minimise.
+    tpot : TIME
+        Time per output token, such as 30ms: the target of the fleet that decodes, which is then sized.
+    kv_transfer_bandwidth : RATE
+        Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.
+    """
+
+    requests: Any = entry(named("pandas:DataFrame", "pandas.core.frame:DataFrame"), REQUIRED)
+    columns: Any = entry()
+    rate_scale: Any = entry(number(above=0, most=1e6), 1)
+    replications: Any = entry(count(2**20), 5)
+    pack_tokens: Any = entry(tokens)
+    order: Any = entry(choice(*ORDERS), "first-come")
+    slo_ttft: Any = entry(quantity(parse_seconds), REQUIRED)
+    percentile: Any = entry(number(above=0, most=100), 99)
+    sure: Any = entry(flag, False)
+    max_gpus: Any = entry(count(2**20))
+    group_sizes: Any = entry(counts)
+    uniform_only: Any = entry(flag, False)
+    price_per_gpu_hour: Any = entry(price)
+    objective: Any = entry(choice(*FLEET_OBJECTIVES), "gpus")
+    tpot: Any = entry(quantity(parse_seconds))
+    kv_transfer_bandwidth: Any = entry(quantity(parse_bandwidth))
     seed: Any = SEED

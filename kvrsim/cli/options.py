@@ -24,6 +24,7 @@ from kvrsim.arguments import (
     checked,
     choice,
     count,
+    entry,
     flag,
     option,
     quantity,
@@ -195,10 +196,18 @@ def output(metavar: str, help: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineArgs(Arguments):
-    """Files of a timeline."""
+    """Files of a timeline.
 
-    trace: Any = option("FILE", "Write the timeline as JSON for Perfetto or chrome://tracing.", check=writable)
-    plot: Any = option("FILE", "Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf.", check=picture)
+    Output
+    ------
+    trace : FILE
+        Write the timeline as JSON for Perfetto or chrome://tracing.
+    plot : FILE
+        Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf.
+    """
+
+    trace: Any = entry(writable)
+    plot: Any = entry(picture)
 
     @property
     def is_given(self) -> bool:
@@ -208,13 +217,15 @@ class TimelineArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class PageArgs(TimelineArgs):
-    """Arguments of commands whose picture may be an interactive page."""
+    """Arguments of commands whose picture may be an interactive page.
 
-    plot: Any = option(
-        "FILE",
-        "Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.",
-        check=picture_or_page,
-    )
+    Output
+    ------
+    plot : FILE
+        Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.
+    """
+
+    plot: Any = entry(picture_or_page)
 
     @property
     def is_page(self) -> bool:
@@ -224,27 +235,34 @@ class PageArgs(TimelineArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class DeployArgs(Arguments):
-    """The serving engine that an answer is for."""
+    """The serving engine that an answer is for.
 
-    emit: Any = option(
-        "|".join(DEPLOY_ENGINES),
-        "Print what launches the best strategy of the answer that this engine has.",
-        check=choice(*DEPLOY_ENGINES),
-    )
-    only_deployable: Any = option(
-        "|".join(DEPLOY_ENGINES), "Compare only strategies that this engine has.", "Search", choice(*DEPLOY_ENGINES)
-    )
+    Output
+    ------
+    emit : vllm|sglang|trtllm
+        Print what launches the best strategy of the answer that this engine has.
+
+    Search
+    ------
+    only_deployable : vllm|sglang|trtllm
+        Compare only strategies that this engine has.
+    """
+
+    emit: Any = entry(choice(*DEPLOY_ENGINES))
+    only_deployable: Any = entry(choice(*DEPLOY_ENGINES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputArgs(Arguments):
-    """How a command prints its answer."""
+    """How a command prints its answer.
 
-    format: Any = option(
-        "|".join(FORMATS),
-        "Print the answer's table as CSV or as a Markdown table, with the names and units of --json.",
-        check=choice(*FORMATS),
-    )
+    Output
+    ------
+    format : csv|md
+        Print the answer's table as CSV or as a Markdown table, with the names and units of --json.
+    """
+
+    format: Any = entry(choice(*FORMATS))
     json: Any = JSON
 
     def check(self, **others: object) -> None:
@@ -256,35 +274,47 @@ class OutputArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareArgs(Arguments):
-    """How ranks run on this machine."""
+    """How ranks run on this machine.
 
-    device: Any = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
-    backend: Any = option(
-        "|".join(RANK_BACKENDS),
-        "Backend of torch.distributed. Default: nccl where each rank has a GPU, else gloo.",
-        "Measurement",
-        choice(*RANK_BACKENDS),
-    )
-    threads: Any = option("N", "CPU threads of each rank. Default: the profile's, or 1.", "Measurement", count(1024))
-    repeats: Any = option("N", "Measured prefills of each candidate.", "Measurement", count(10_000), 5)
-    warmups: Any = option(
-        "N", "Unmeasured prefills of each candidate before them.", "Measurement", count(10_000, least=0), 1
-    )
-    other_machine: Any = switch("Measure although the profile is of another machine.", "Measurement")
-    timeout: Any = option(
-        "TIME",
-        "Longest wait of a rank for a message. Default: from the prediction.",
-        "Measurement",
-        quantity(parse_seconds),
-    )
+    Measurement
+    -----------
+    device : auto|cpu|cuda
+        Device that computes.
+    backend : gloo|nccl
+        Backend of torch.distributed. Default: nccl where each rank has a GPU, else gloo.
+    threads : N
+        CPU threads of each rank. Default: the profile's, or 1.
+    repeats : N
+        Measured prefills of each candidate.
+    warmups : N
+        Unmeasured prefills of each candidate before them.
+    other_machine : bool
+        Measure although the profile is of another machine.
+    timeout : TIME
+        Longest wait of a rank for a message. Default: from the prediction.
+    """
+
+    device: Any = entry(choice(*DEVICES), "auto")
+    backend: Any = entry(choice(*RANK_BACKENDS))
+    threads: Any = entry(count(1024))
+    repeats: Any = entry(count(10_000), 5)
+    warmups: Any = entry(count(10_000, least=0), 1)
+    other_machine: Any = entry(flag, False)
+    timeout: Any = entry(quantity(parse_seconds))
     seed: Any = SEED
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildArgs(PoolArgs):
-    """Arguments of commands that always gain from several processes."""
+    """Arguments of commands that always gain from several processes.
 
-    jobs: Any = option("N", "Number of processes. Default: one per core.", "Processes", count(4096))
+    Processes
+    ---------
+    jobs : N
+        Number of processes. Default: one per core.
+    """
+
+    jobs: Any = entry(count(4096))
 
 
 def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:

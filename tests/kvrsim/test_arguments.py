@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import kvrsim
 from kvrsim import arguments
 from kvrsim.arguments import MOST_VALUES, Arguments
+from kvrsim.choices import SECTIONS
 
 SMALL: dict[str, Any] = {"ctx": 512, "gpus": 2, "profile": "roofline"}
 
@@ -94,10 +96,23 @@ def test_lists_without_end_are_refused() -> None:
         kvrsim.plan(**SMALL, strategies=itertools.repeat("tsp"))
 
 
+GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and issubclass(group, Arguments)]
+DECLARED = [one for group in GROUPS for one in fields(group)]
+
+
 def test_every_check_refuses_an_object_of_no_use() -> None:
-    groups = [group for group in vars(arguments).values() if isinstance(group, type) and issubclass(group, Arguments)]
-    declared = [one for group in groups for one in fields(group)]
-    assert len(declared) > 40
-    for one in declared:
+    assert len(DECLARED) > 40
+    for one in DECLARED:
         with pytest.raises(kvrsim.InputError):
             one.metadata["option"].check(object(), one.name)
+
+
+def test_every_field_is_described_with_the_values_that_its_check_accepts() -> None:
+    for one in DECLARED:
+        option = one.metadata["option"]
+        assert option.help.endswith("."), one.name
+        assert option.section in SECTIONS
+        if re.fullmatch(r"[a-z0-9-]+(\|[a-z0-9-]+)+", option.metavar) and option.check is not arguments.text:
+            assert [option.check(word, one.name) for word in option.metavar.split("|")]
+            with pytest.raises(kvrsim.InputError, match=", ".join(option.metavar.split("|"))):
+                option.check("nonsense", one.name)

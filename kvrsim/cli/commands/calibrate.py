@@ -20,6 +20,7 @@ from kvrsim.arguments import (
     argument,
     choice,
     count,
+    entry,
     number,
     option,
     quantity,
@@ -84,25 +85,27 @@ def _minutes(default: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArgs(Arguments):
-    """Which layers are measured, and how."""
+    """Which layers are measured, and how.
 
-    model: Any = option(
-        "NAME|PATH",
-        "Model whose layers are measured: a built-in name, or a config.json's path.",
-        "Question",
-        text,
-        "llama-7b",
-    )
-    ctx: Any = option("LEN", "Longest context. Default: 16k; 4k on a CPU.", "Question", tokens)
-    dtype: Any = option(
-        "fp16|bf16|fp32", "Element type. Default: fp16; fp32 on a CPU.", "Question", choice("fp16", "bf16", "fp32")
-    )
-    attention: Any = option(
-        "KERNEL,...",
-        "Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.",
-        "Machine",
-        _kernels,
-    )
+    Question
+    --------
+    model : NAME|PATH
+        Model whose layers are measured: a built-in name, or a config.json's path.
+    ctx : LEN
+        Longest context. Default: 16k; 4k on a CPU.
+    dtype : fp16|bf16|fp32
+        Element type. Default: fp16; fp32 on a CPU.
+
+    Machine
+    -------
+    attention : KERNEL,...
+        Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.
+    """
+
+    model: Any = entry(text, "llama-7b")
+    ctx: Any = entry(tokens)
+    dtype: Any = entry(choice("fp16", "bf16", "fp32"))
+    attention: Any = entry(_kernels)
     device: Any = DEVICE
     threads: Any = THREADS
 
@@ -134,12 +137,18 @@ class LayerArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class RankArgs(Arguments):
-    """The ranks between which links are measured."""
+    """The ranks between which links are measured.
 
-    ranks: Any = option("N", "Number of ranks. Default: one per GPU, or cores / threads.", "Measurement", count(64))
-    timeout: Any = option(
-        "TIME", "Time after which an unresponsive rank counts as failed.", "Measurement", quantity(parse_seconds), "60s"
-    )
+    Measurement
+    -----------
+    ranks : N
+        Number of ranks. Default: one per GPU, or cores / threads.
+    timeout : TIME
+        Time after which an unresponsive rank counts as failed.
+    """
+
+    ranks: Any = entry(count(64))
+    timeout: Any = entry(quantity(parse_seconds), "60s")
 
 
 @takes(LayerArgs)
@@ -259,17 +268,32 @@ def command() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FitArgs(Arguments):
-    """What to fit, and where to write the result."""
+    """What to fit, and where to write the result.
 
-    gpu: Any = option("NAME|PATH", "The GPU measured. Default: the one named in the rows.", "Machine")
-    link: Any = option("NAME|PATH", "The link measured. Default: the one of the GPU's cluster.", "Machine")
-    attention_kernel: Any = option(
-        "fa2|flashinfer|paged|fa3|eager", "Form of the kernel. Default: the best fit.", "Machine", _form
-    )
+    Machine
+    -------
+    gpu : NAME|PATH
+        The GPU measured. Default: the one named in the rows.
+    link : NAME|PATH
+        The link measured. Default: the one of the GPU's cluster.
+    attention_kernel : fa2|flashinfer|paged|fa3|eager
+        Form of the kernel. Default: the best fit.
+
+    Output
+    ------
+    report : FILE
+        Also write the errors of the fit as Markdown.
+    plot : FILE
+        Plot fitted against measured times: FILE.png, .svg or .pdf.
+    """
+
+    gpu: Any = entry()
+    link: Any = entry()
+    attention_kernel: Any = entry(_form)
     output: Any = output("FILE", "Write the profile, as JSON.")
     name: Any = NAME
-    report: Any = option("FILE", "Also write the errors of the fit as Markdown.", check=writable)
-    plot: Any = option("FILE", "Plot fitted against measured times: FILE.png, .svg or .pdf.", check=picture)
+    report: Any = entry(writable)
+    plot: Any = entry(picture)
     json: Any = JSON
 
 

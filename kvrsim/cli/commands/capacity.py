@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import OF_REQUESTS, DeploymentArgs, FleetArgs, PoolArgs, option, strategy_list
+from kvrsim.arguments import OF_REQUESTS, DeploymentArgs, FleetArgs, PoolArgs, entry, strategy_list
 from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
@@ -20,16 +20,24 @@ from kvrsim.views.table import Text
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
 
-_STRATEGIES = "What groups may run, each with the fastest. Default: all without a long search."
-_PLOT = "Draw the fleets by cost and TTFT: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
-
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerArgs(OutputArgs):
-    """What groups may run, and how the answer is printed and drawn."""
+    """What groups may run, and how the answer is printed and drawn.
 
-    strategies: Any = option("NAME,NAME,...|all", _STRATEGIES, "Question", strategy_list)
-    plot: Any = option("FILE", _PLOT, check=picture_or_page, spelling=("--plot", "--html"))
+    Question
+    --------
+    strategies : NAME,NAME,...|all
+        What groups may run, each with the fastest. Default: all without a long search.
+
+    Output
+    ------
+    plot : FILE
+        Draw the fleets by cost and TTFT: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html.
+    """
+
+    strategies: Any = entry(strategy_list)
+    plot: Any = entry(picture_or_page, spelling=("--plot", "--html"))
 
 
 @takes(DeploymentArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=OF_REQUESTS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import Arguments, MeasuredArgs, count, number, option, quantity, strategy_list, switch
+from kvrsim.arguments import Arguments, MeasuredArgs, count, entry, flag, number, quantity, strategy_list
 from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, warn_once, write_files
@@ -27,31 +27,52 @@ if TYPE_CHECKING:
     from planner.confirm.search import SearchedPartition
 
 NOT_MET = 1  # exit code: a target, or a rank that failed
-_STRATEGIES = (
-    "Strategies to measure, such as ring,tp,kvr-s; all: every one that the planner ranks and that runs here. Default:"
-    " single,tsp,kvr-e,kvr-s."
-)
-_VIRTUAL = "Run all ranks in turn on one device and model the messages. Default: if there are too few devices."
-_REGRET = "Fail if the plan's choice is slower than the fastest candidate by more, significantly."
-_LOGITS = "Fail if logits differ by more than this share of the largest. Default: depends on the dtype."
 _STARTING = "planning and starting ranks"
 _share = quantity(parse_share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfirmArgs(Arguments):
-    """What is measured, and the targets."""
+    """What is measured, and the targets.
 
-    strategies: Any = option("NAMES|all", _STRATEGIES, "Question", strategy_list)
-    max_regret: Any = option("SHARE", _REGRET, "Target", _share, "3%")
-    max_error: Any = option("SHARE", "Fail if the median error of the predictions is larger.", "Target", _share, "7%")
-    max_logit_error: Any = option("SHARE", _LOGITS, "Target", _share)
-    top: Any = option("K", "Number of KVR partitions: the plan's, and the K - 1 next best.", "Search", count(1000), 3)
-    search: Any = switch("Search a faster partition by measuring, starting from the plan's; needs --output.", "Search")
-    minutes: Any = option(
-        "M", "Approximate time limit of --search, in minutes.", "Search", number(above=0, most=24 * 60), 5
-    )
-    virtual: Any = switch(_VIRTUAL, "Measurement", None, spelling=("--virtual/--no-virtual",))
+    Question
+    --------
+    strategies : NAMES|all
+        Strategies to measure, such as ring,tp,kvr-s; all: every one that the planner ranks and that runs here.
+        Default: single,tsp,kvr-e,kvr-s.
+
+    Target
+    ------
+    max_regret : SHARE
+        Fail if the plan's choice is slower than the fastest candidate by more, significantly.
+    max_error : SHARE
+        Fail if the median error of the predictions is larger.
+    max_logit_error : SHARE
+        Fail if logits differ by more than this share of the largest. Default: depends on the dtype.
+
+    Search
+    ------
+    top : K
+        Number of KVR partitions: the plan's, and the K - 1 next best.
+    search : bool
+        Search a faster partition by measuring, starting from the plan's; needs --output.
+    minutes : M
+        Approximate time limit of --search, in minutes.
+
+    Measurement
+    -----------
+    virtual : bool
+        Run all ranks in turn on one device and model the messages. Default: if there are too few devices.
+    """
+
+    strategies: Any = entry(strategy_list)
+    max_regret: Any = entry(_share, "3%")
+    max_error: Any = entry(_share, "7%")
+    max_logit_error: Any = entry(_share)
+    top: Any = entry(count(1000), 3)
+    search: Any = entry(flag, False)
+    minutes: Any = entry(number(above=0, most=24 * 60), 5)
+    virtual: Any = entry(flag, None, spelling=("--virtual/--no-virtual",))
     output: Any = output("FILE", "Write the partition found by --search as a partition table.", None)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, switch
+from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, entry, flag
 from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn, write_files
 from kvrsim.cli.progress import Progress
@@ -50,9 +50,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutputArgs(OutputArgs):
-    """How a plan is printed."""
+    """How a plan is printed.
 
-    explain: Any = switch("Print all strategies, pieces, bounds, memory and notes.")
+    Output
+    ------
+    explain : bool
+        Print all strategies, pieces, bounds, memory and notes.
+    """
+
+    explain: Any = entry(flag, False)
 
 
 @takes(ScenarioArgs, PlanArgs, UsersArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, PlanOutputArgs)
