@@ -20,6 +20,7 @@ from kvrsim.units import (
     parse_bandwidth,
     parse_bytes,
     parse_count,
+    parse_lengths,
     parse_seconds,
     parse_tokens,
     scale,
@@ -33,7 +34,7 @@ NEVER_VALID = [
 ]
 
 
-def check_refused(parse: Callable[[str, str], float], text: str) -> None:
+def check_refused(parse: Callable[[str, str], object], text: str) -> None:
     with pytest.raises(InputError) as caught:
         parse(text, "--flag")
     message = str(caught.value)
@@ -161,3 +162,11 @@ def test_scaling_reads_units_from_names() -> None:
     assert half.gemm.measured[0].seconds == tuple(2 * s for s in rates.gemm.measured[0].seconds)
     assert half.gemm.tiles[0].flops_share == rates.gemm.tiles[0].flops_share
     assert half.attention["flash"].launch_s == 2 * rates.attention["flash"].launch_s  # type: ignore[union-attr]
+
+
+def test_lengths() -> None:
+    texts = {"1k:4k:1k": (1024, 2048, 3072, 4096), "8k,4k": (4096, 8192), "100:250:100": (100, 200, 250)}
+    texts |= {"1k:2k:1k,1k,5000": (1024, 2048, 5000), "1k:6k:x2": (1024, 2048, 4096, 6144)}
+    assert {text: parse_lengths(text, "--ctx") for text in texts} == texts
+    for text in ("", "1k:2k", "2k:1k:1k", "1k:2k:0", "1k,,2k", "1:1m:1", "x", "1k:2k:1k:1", "1k:2k:x1"):
+        check_refused(parse_lengths, text)

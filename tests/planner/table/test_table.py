@@ -17,7 +17,7 @@ import kvrsim
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.scenario import Scenario
-from kvrsim.units import parse_counts, parse_lengths, scale
+from kvrsim.units import scale
 from planner.table.table import (
     PartitionTable,
     QuantizationSteps,
@@ -216,21 +216,6 @@ def test_what_the_table_has_not_got() -> None:
     several = max(table.gpu_counts)
     with pytest.raises(InputError, match="ctx"):
         look_up(table, several, table.setting.cached_prefix + several - 1)
-
-
-def test_ranges() -> None:
-    assert parse_lengths("1k:4k:1k", "--ctx") == (1024, 2048, 3072, 4096)
-    assert parse_lengths("8k,4k", "--ctx") == (4096, 8192)
-    assert parse_lengths("100:250:100", "--ctx") == (100, 200, 250)
-    assert parse_lengths("1k:2k:1k,1k,5000", "--ctx") == (1024, 2048, 5000)
-    assert parse_counts("8,2,2", "--gpus") == (2, 8)
-
-
-@pytest.mark.parametrize("text", ["", "1k:2k", "2k:1k:1k", "1k:2k:0", "1k,,2k", "1:1m:1", "x", "1k:2k:1k:1"])
-def test_wrong_ranges(text: str) -> None:
-    with pytest.raises(InputError) as caught:
-        parse_lengths(text, "--ctx")
-    assert caught.value.parameter == "--ctx"
 
 
 def fingerprint(scenario: Scenario) -> str:
