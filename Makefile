@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures notebooks confirmation gpu models profiles fit clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format results notebooks gpu models profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -43,11 +43,12 @@ nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers fo
 fuzz: $(VENV)/.dev ## random calls, commands and files for MINUTES=10, with SEED=N or a new one, which is printed (PAGE=FILE.md: a page of all cases so far)
 	$(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(PAGE),--page $(PAGE))
 
-check: $(VENV)/.dev ## ruff format, ruff, mypy, import-linter
+check: $(VENV)/.dev ## ruff format, ruff, mypy, import-linter, and whether pages of results are stale
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m validate.results --check
 
 docs: $(VENV)/.dev ## build the documentation into build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -56,30 +57,18 @@ format: $(VENV)/.dev ## put the code in shape: ruff format, ruff --fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.core ## run each benchmark in benchmarks/
-	@for script in benchmarks/[a-z]*.py; do \
-	    [ -e "$$script" ] || { echo "make bench: there are no benchmarks yet"; exit 1; }; \
-	    echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
-	done
-
-accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy page
-	$(BIN)/python -m validate.accuracy
-
-figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
-	$(BIN)/python -m validate.figures
+results: $(VENV)/.dev ## write the pages of results again (NAMES="accuracy speed": these; make sure that nothing else runs)
+	$(BIN)/python -m validate.results $(NAMES)
 
 notebooks: $(VENV)/.dev ## run the notebooks and store what they show
 	$(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
-
-confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (20 minutes, nothing else running)
-	$(BIN)/python -m validate.confirmation
 
 gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ (on a CPU: whether it runs)
 	$(BIN)/python -m validate.gpu
 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.published.fit
-	$(BIN)/python -m calibrate.shipped.page
+	$(BIN)/python -m validate.profiles
 
 models: $(VENV)/.dev ## write the catalogue of model types and its page anew (transformers' classes)
 	$(BIN)/python -m calibrate.catalogue
@@ -90,6 +79,7 @@ profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of 
 	@$(PIP_INSTALL) -e '.[import]' aiconfigurator-core==0.12.0
 	@$(PIP_INSTALL) --no-deps --pre aisimulate==0.13.0.dev202610270000000085
 	$(BIN)/python -m calibrate.shipped.recipes --vidur "$(VIDUR)"
+	$(BIN)/python -m validate.profiles
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _report import spread, write
 
 from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
@@ -32,6 +31,8 @@ from planner.capacity.search import Fit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, service_times
 from planner.capacity.workload import Source, Workload, read_trace
 from planner.search.search import search
+from validate.report import write_benchmark
+from validate.results import spread
 
 MILLION = 1_000_000
 EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}
@@ -276,7 +277,7 @@ def main() -> None:
             "|---|---|",
             *times_against_search(),
         ]
-        write("capacity", "python benchmarks/capacity.py", lines)
+        write_benchmark("capacity", lines)
         return
     lines = [*answers(folder), "", "Mixed against uniform fleets, Mooncake trace, llama-3-8b on H100s, GPUs:", ""]
     lines += [
@@ -286,7 +287,7 @@ def main() -> None:
         "",
         *early_ranks(folder),
     ]
-    write("capacity_traces", "python benchmarks/capacity.py --traces FOLDER", lines)
+    write_benchmark("capacity_traces", lines)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import resource
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
-
-from _report import RESULTS, write
 
 import kvrsim
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.results.results import Plan
+from validate.report import write_benchmark
 
 MODELS = (
     *("deepseek-v3.2", "glm-5", "kimi-k2", "minimax-m2.5", "qwen3.5-397b-a17b", "qwen3.5-35b-a3b", "qwen3.5-27b"),
@@ -29,7 +29,7 @@ CLUSTERS = ("2x8xh100", "8xh200", "8xb200")
 CONTEXTS = ("16k", "128k")
 QUESTIONS = tuple(product(MODELS, CLUSTERS, CONTEXTS))
 NEAR, USUAL_S, MOST_S, USUAL = 0.02, 3.0, 8.0, 54  # targets: gap, CPU seconds of that many questions, and of all
-ALL = RESULTS / "defaults_all.json"  # answers of `all`, which take hours
+ALL = Path(__file__).parent / "results" / "defaults_all.json"  # answers of `all`, which take hours
 
 # "best", "engines" and "probe", which no search changes: strategy and TTFT; None: nothing fits
 Answer = dict[str, dict[str, Any] | None]
@@ -109,7 +109,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|",
         *cells,
     ]
-    write("defaults", "python benchmarks/defaults.py", lines)
+    write_benchmark("defaults", lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hybrids: what a chain of ranks hands on by kind of layer, and what KV-Runahead is worth for each family of models."""
+"""Hybrids: the cost of latents and states in a chain of ranks, and what KV-Runahead gains for families of models."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from _report import write
 
 import kvrsim
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.executors.run import run_program
 from kvrsim.kernels.attention import LatentCost
-from kvrsim.model.load import builtin_models, load_model
-from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
+from kvrsim.model.load import load_model
+from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.results.results import Plan
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.units import format_bytes, format_seconds, format_tokens
+from kvrsim.units import format_seconds
+from validate.report import write_benchmark
 
 MODELS = {  # dtype: one in which a GPU of 141 GB holds the whole model, where there is one
     "llama-3.1-70b": "fp8",
@@ -33,41 +33,6 @@ CLUSTERS = ("h100-nvlink", "h200-nvlink")
 CONTEXTS = ("4k", "16k", "32k", "64k", "128k")
 COMPARED = ("kvr-s", "kvr-e", "tsp", "tp", "pp")
 NUM_GPUS = 8
-HANDED_TOKENS = 32768
-
-
-def handed_on() -> Iterator[str]:
-    """Every built-in model's kinds of layers."""
-    yield f"| model | layers | kind | bytes a token | bytes whatever the tokens | at {format_tokens(HANDED_TOKENS)} |"
-    yield "|---|---:|---|---:|---:|---:|"
-    for name in builtin_models():
-        layers = [layer.mixer for layer in load_model(name).layers if layer.mixer is not None]
-        for mixer in dict.fromkeys(layers):
-            handed = float(np.max(mixer.needed_bytes(np.array([float(HANDED_TOKENS)]), 2)))
-            fixed = mixer.state_bytes(2) if isinstance(mixer, Recurrence) else 0.0
-            kept = f"{mixer.token_bytes(2):.0f}" if not fixed else "0"
-            cells = (name, str(layers.count(mixer)), described(mixer), kept, f"{fixed:.0f}", format_bytes(int(handed)))
-            yield f"| {' | '.join(cells)} |"
-
-
-def described(mixer: Mixer) -> str:
-    """Its title, and how far back a token sees."""
-    return mixer.title if mixer.reach is None else f"{mixer.title}, the last {mixer.reach} tokens"
-
-
-def expanding() -> Iterator[str]:
-    """FLOPs of latent attention, expanded and absorbed: where they are equal."""
-    yield "| model | expanding, FLOPs a key and head | a query and key, expanded | absorbed | equal at queries |"
-    yield "|---|---:|---:|---:|---:|"
-    for name in builtin_models():
-        mixers = {layer.mixer for layer in load_model(name).layers if isinstance(layer.mixer, LatentAttention)}
-        for mixer in mixers:
-            rank, rope = mixer.kv_lora_rank, mixer.qk_rope_head_dim
-            expand = 2 * rank * (mixer.qk_nope_head_dim + mixer.v_head_dim)
-            expanded = 2 * (mixer.qk_nope_head_dim + rope + mixer.v_head_dim)
-            absorbed = 2 * (2 * rank + rope)
-            cells = (f"{expand}", f"{expanded}", f"{absorbed}", f"{expand / (absorbed - expanded):.0f}")
-            yield f"| {name} | {' | '.join(cells)} |"
 
 
 def expanded_prefix(cluster: str) -> Iterator[str]:
@@ -167,15 +132,9 @@ def longest(program: Program, scenario: Scenario) -> tuple[float, float]:
 def main() -> None:
     """Run all, and write benchmarks/results/hybrids.md."""
     lines = [
-        "Everything is simulated. Sizes are those of one sequence in half precision (states in fp32).",
-        "",
-        "## What a rank hands to the next, by kind of layer",
-        "",
-        *handed_on(),
+        "All times are simulated.",
         "",
         "## Latent attention: expanded or absorbed",
-        "",
-        *expanding(),
         "",
         f"DeepSeek-V3, {CLUSTERS[-1]}, the last of eight ranks with even chunks:",
         "",
@@ -192,7 +151,7 @@ def main() -> None:
             *compared(cluster),
         ]
     lines += ["", f"## What waiting for states costs, {CLUSTERS[-1]}, kvr-s", "", *states(CLUSTERS[-1])]
-    write("hybrids", "python benchmarks/hybrids.py", lines)
+    write_benchmark("hybrids", lines)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _report import spread, write
 
 from kvrsim.builder import make_scenario
 from kvrsim.results.timeline import Timeline
@@ -24,6 +23,8 @@ from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, time
 from planner.plan import make_plan
 from tests.browser.screenshots import PICTURES, page_of
 from tests.building.browser import NoBrowserError, Opened, start
+from validate.report import write_benchmark
+from validate.results import spread
 
 LOADS = 7
 FRAMES = 120
@@ -129,7 +130,7 @@ def main() -> None:
         f"Load average of the machine when this began: {load:.1f}. Above 0, others slow what was measured.",
     ]
     driver.quit()
-    write("pages", "python benchmarks/pages.py", lines)
+    write_benchmark("pages", lines)
 
 
 if __name__ == "__main__":

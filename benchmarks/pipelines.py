@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from _report import write
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
@@ -22,6 +21,7 @@ from planner.search.minimise import Evaluator
 from planner.search.pipeline import PAGE, search_pipeline, with_step_time
 from planner.search.pipeline_bound import pipeline_bound_s
 from planner.search.search import SearchResult
+from validate.report import write_benchmark
 
 EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
 MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")
@@ -163,7 +163,7 @@ def main() -> None:
     for setting in settings:
         fixed += setting.fixed_rows()
         best += setting.rows()
-        write("pipelines", "python benchmarks/pipelines.py", [*fixed, *best])
+        write_benchmark("pipelines", [*fixed, *best])
 
 
 if __name__ == "__main__":

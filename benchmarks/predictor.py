@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from _report import write
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
@@ -24,6 +23,7 @@ from planner.candidates import partition_of
 from planner.predictor.build import make_predictor
 from planner.predictor.predictor import TtftPredictor
 from planner.processes import Pool, cores
+from validate.report import write_benchmark
 
 SETTINGS: dict[str, tuple[str, str | None, int, str]] = {  # model, cluster, GPUs, strategy
     "llama-3-70b, 8 H100": ("llama-3-70b", "h100-nvlink", 8, "tp"),
@@ -127,7 +127,7 @@ def main() -> None:
     for name in SETTINGS:
         lines.append(row(name))
         told = f"Build: {cores()} processes, on a machine that others used as well."
-        write("predictor", "python benchmarks/predictor.py", [*lines, "", told])
+        write_benchmark("predictor", [*lines, "", told])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from _report import write
 
 import kvrsim
 from kvrsim.choices import PrefixAccess
@@ -15,6 +14,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_tokens
 from planner.candidates import partition_of, per_rank_scenario
+from validate.report import write_benchmark
 
 ABOUT: dict[str, Any] = {"model": "llama-3-8b", "cluster": "h100-nvlink", "gpus": 8}
 PREFIX = 2**17
@@ -72,7 +72,7 @@ def main() -> None:
     ]
     for new_tokens in NEW_TOKENS:
         lines += ["", *by_place(new_tokens)]
-    write("prefixes", "python benchmarks/prefixes.py", lines)
+    write_benchmark("prefixes", lines)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from _report import write
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
@@ -23,6 +22,7 @@ from planner.search.minimise import Evaluator
 from planner.search.pipeline import PAGE, search_pipeline
 from planner.search.pipeline_bound import pipeline_bound_s
 from planner.search.search import SearchResult, search
+from validate.report import write_benchmark
 
 KVR, SEARCHED = STRATEGIES["kvr-s"], STRATEGIES["pp-s"]
 _ELSEWHERE = 100_000  # the first number of a setting that is no bus
@@ -314,7 +314,7 @@ def main() -> None:
     lines += against_descent("elsewhere", others, _ELSEWHERE, elsewhere)
     lines += against_descent("elsewhere, fresh, uneven GPUs and links,", others, _FRESH, elsewhere // 2)
     lines += pipelines_against_descent(_FRESH, pipelines)
-    write("search_quality", f"python benchmarks/search_quality.py {on_a_bus} {elsewhere} {pipelines}", lines)
+    write_benchmark("search_quality", lines, f"python benchmarks/search_quality.py {on_a_bus} {elsewhere} {pipelines}")
 
 
 if __name__ == "__main__":

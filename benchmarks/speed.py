@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from _report import spread, write
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
@@ -26,6 +25,8 @@ from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.table.build import make_table
+from validate.report import write_benchmark
+from validate.results import spread
 
 PLAN = ["-m", "kvrsim.cli.main", "plan", "--gpus", "8", "--ctx", "16k", "--json"]
 
@@ -171,7 +172,7 @@ def main() -> None:
     lines += [table(), long_chain("64", "1m"), long_chain("1024", "10m")]
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     lines.append(f"| peak memory of the largest of these processes | {peak:.0f} MiB |")
-    write("speed", "python benchmarks/speed.py", lines)
+    write_benchmark("speed", lines)
 
 
 if __name__ == "__main__":

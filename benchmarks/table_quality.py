@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _report import write
 
 from kvrsim.builder import make_scenario
 from kvrsim.scenario import Partition, Scenario
@@ -24,6 +23,7 @@ from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import make_table
 from planner.table.table import PartitionTable, look_up
+from validate.report import write_benchmark
 
 KVR = STRATEGIES["kvr-s"]
 GPU_COUNTS = (2, 4, 8)
@@ -154,7 +154,7 @@ def main() -> None:
     lines += ["| context | 2 GPUs | 4 GPUs | 8 GPUs |", "|---|---|---|---|", *beyond_entries()]
     lines += ["", "## Building", "", "{2, 4, 8} GPUs, 1k to 32k by 1k: 96 entries, measured here.", ""]
     lines += ["| who works | processes | wall clock | CPU of the first process | sha256 |", "|---|---|---|---|---|"]
-    write("table_quality", "python benchmarks/table_quality.py", [*lines, *building()])
+    write_benchmark("table_quality", [*lines, *building()])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from _report import spread, write
 
 from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
@@ -25,6 +24,8 @@ from planner.plan import make_plan
 from planner.processes import Pool
 from planner.table.build import make_table
 from planner.uncertainty.noise import Disturbance
+from validate.report import write_benchmark
+from validate.results import spread
 
 REPEATS = 3
 WORKERS = (2, 16, 64)
@@ -119,7 +120,7 @@ def main() -> None:
     lines += ["", f"The workers' start, {begins_s:.1f} s here, counts in the projections but not in what was measured."]
     lines += [f"Load average of the machine when this began: {load:.1f}. Above 0, others slow what was measured."]
     lines += ["Projected are the measured CPU times of the calls, given in order to the worker that is free first."]
-    write("workers", "python benchmarks/workers.py", lines)
+    write_benchmark("workers", lines)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m validate.confirmation [--quick]
 
 It calibrates small-llama, then measures every strategy on two ranks over loopback, and the baselines over emulated
-links, at 2k and 4k tokens: about 20 minutes (`make confirmation`). --quick: loopback and 2k alone, about 4 minutes.
+links, at 2k and 4k tokens: about 20 minutes. --quick: loopback and 2k alone, about 4 minutes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 from validate.report import RESULTS, fill, kvrsim, output_of, write_page
@@ -44,7 +43,7 @@ def main(quick: bool) -> None:
         kvrsim("calibrate", "all", *words, timeout_s=_LIMIT_S)
         command = f"python -m validate.confirmation{' --quick' if quick else ''}"
         parts = list(sections(profile, quick))
-    write_page(RESULTS / "confirmation.md", fill("confirmation", command=command, date=date.today(), sections=parts))
+    write_page(RESULTS / "confirmation.md", fill("confirmation", sections=parts), command)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,6 @@ def _asked(what: str, launch: Launch) -> dict[str, Any]:
 
 def page(engines: Sequence[Resolved]) -> list[str]:
     """Lines of the page, Markdown."""
-    command = " ".join(f"{one.engine.name}=PYTHON" for one in engines)
     heads = ("engine", "version", "launches", "refused", "other layout than planned")
     rows = [(one.engine.name, one.version, one.launches, len(one.refused), len(one.differs)) for one in engines]
     found = [
@@ -145,8 +143,6 @@ def page(engines: Sequence[Resolved]) -> list[str]:
     ]
     return fill(
         "engine_flags",
-        command=command,
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
         engines=table(heads, rows),
         found=[*found, ""] if found else "",
     )

@@ -1,4 +1,4 @@
-"""Pages of docs/results: templates of prose, with Markdown tables and the kvrsim commands that produce the results."""
+"""Write pages of results: templates of prose, Markdown tables, and the kvrsim commands that produce the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
+from validate.results import BENCHMARKS, DOCS, ROOT, with_origin
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = ROOT / DOCS
 _TEMPLATES = Path(__file__).parent / "pages"
 
 
@@ -35,9 +36,20 @@ def fill(name: str, **values: object) -> list[str]:
     return [*(_TEMPLATES / f"{name}.md").read_text("utf-8").format(**texts).rstrip().split("\n"), ""]
 
 
-def write_page(path: Path, lines: Iterable[str]) -> None:
-    """Write a page whole or not at all. Raises InputError where the file cannot be written."""
-    write_atomically(path, ("\n".join(lines).rstrip() + "\n").encode(), argument="page")
+def write_page(path: Path, lines: Iterable[str], command: str | None = None) -> None:
+    """Write a page with its origin, whole or not at all. Raises InputError where the file cannot be written.
+
+    command: that wrote it, where it is not the one in validate/results.py.
+    """
+    text = "\n".join(with_origin(path, lines, command)).rstrip() + "\n"
+    write_atomically(path, text.encode(), argument="page")
+
+
+def write_benchmark(name: str, lines: Iterable[str], command: str | None = None) -> None:
+    """Write and print the results of a benchmark; arguments as `write_page`."""
+    path = ROOT / BENCHMARKS / f"{name}.md"
+    write_page(path, [f"# {name}", "", *lines], command)
+    print(path.read_text("utf-8"))
 
 
 class CommandError(Exception):

@@ -31,7 +31,6 @@ from calibrate.fit.recurrence import fit_recurrence_section
 from calibrate.fit.report import FitReport
 from calibrate.fit.sparse import fit_sparse_section
 from calibrate.importers import read_source
-from calibrate.shipped.page import write_page
 from kvrsim.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware import load_gpu, load_link
@@ -237,7 +236,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fits = report.profile.operations
             errors = (f"{kind} {fit.mape:.1%}" for kind, fit in fits.items() if fit.num_rows)
             print(f"{name}: {', '.join(errors)}", file=sys.stderr)
-        write_page()
     except KvrsimError as error:
         print(f"calibrate.shipped.recipes: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,15 +12,12 @@ import pytest
 import typer.main
 
 from calibrate.data import read_measurements
-from calibrate.shipped.page import PAGE, page
 from kvrsim.cli.main import app
-from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
+from kvrsim.kernels.profile import builtin_profiles, load_profile
+from validate.profiles import PAGE, page
+from validate.results import body
 
 TEXT = PAGE.read_text()
-
-
-def profiles() -> list[CalibrationProfile]:
-    return [load_profile(name) for name in builtin_profiles()]
 
 
 def blocks(language: str) -> list[str]:
@@ -37,7 +34,8 @@ def commands() -> Iterator[list[str]]:
 
 
 def test_the_page_is_that_of_the_profiles() -> None:
-    assert page(profiles()) == TEXT, "python -m calibrate.shipped.page rewrites it"
+    lines = page([load_profile(name) for name in builtin_profiles()])
+    assert "\n".join(lines).rstrip() + "\n" == body(TEXT), "python -m validate.profiles rewrites it"
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)

@@ -1,29 +1,21 @@
-"""Write docs/results/profiles.md, the page of the profiles that ship: `python -m calibrate.shipped.page`."""
+"""Write docs/results/profiles.md, the page of the profiles that ship: `python -m validate.profiles`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from calibrate.fit.report import TITLES
-from kvrsim.io.files import write_atomically
 from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 from kvrsim.text import markdown_table
 from kvrsim.units import format_tokens
+from validate.report import RESULTS, fill, write_page
 
-_TEXT = Path(__file__).with_suffix(".md")
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "profiles.md"
-
-
-def page(profiles: Sequence[CalibrationProfile]) -> str:
-    """The content of docs/results/profiles.md."""
-    text = _TEXT.read_text("utf-8").replace("{profiles}", "\n".join(map(_about, profiles)))
-    return text.replace("{errors}", _errors(profiles))
+PAGE = RESULTS / "profiles.md"
 
 
-def write_page() -> None:
-    """Rewrite the page from the shipped profiles."""
-    write_atomically(PAGE, page([load_profile(name) for name in builtin_profiles()]).encode(), argument="page")
+def page(profiles: Sequence[CalibrationProfile]) -> list[str]:
+    """Lines of the page."""
+    return fill("profiles", profiles=list(map(_about, profiles)), errors=_errors(profiles))
 
 
 def _about(profile: CalibrationProfile) -> str:
@@ -54,4 +46,4 @@ def _errors(profiles: Sequence[CalibrationProfile]) -> str:
 
 
 if __name__ == "__main__":
-    write_page()
+    write_page(PAGE, page([load_profile(name) for name in builtin_profiles()]))

@@ -1,0 +1,71 @@
+"""The origin of pages of results: a page is stale where its command or a prediction has changed, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvrsim.errors import InputError
+from validate import results
+from validate.report import write_page
+from validate.results import FROZEN, PAGES, PREDICTIONS, ROOT, ResultsPage, body, origin_of
+
+PAGE = ResultsPage(path="docs/results/one.md", command="python -m one", rests_on=("here",))
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResultsPage:
+    """A page that rests on a prediction of 2 s, in a repository of its own."""
+    (tmp_path / PAGE.path).parent.mkdir(parents=True)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "PAGES", (PAGE,))
+    monkeypatch.setattr(results, "_commit", lambda: "abc")
+    monkeypatch.setattr(results, "prediction", lambda name: 2.0)
+    write_page(PAGE.file, ["# One", "", "Text."])
+    return PAGE
+
+
+def test_a_page_states_its_origin_and_is_fresh(page: ResultsPage) -> None:
+    text = page.file.read_text()
+    assert body(text) == "# One\n\nText.\n"
+    origin = origin_of(text)
+    assert origin is not None
+    assert (origin.command, origin.commit, origin.predictions) == ("python -m one", "abc", {"here": 2.0})
+    assert list(results.stale()) == []
+
+
+@pytest.mark.parametrize(("now", "is_stale"), [(2.0005, False), (2.01, True), ("2.0", True)])
+def test_a_page_is_stale_where_a_prediction_has_changed(
+    page: ResultsPage, monkeypatch: pytest.MonkeyPatch, now: float | str, is_stale: bool
+) -> None:
+    monkeypatch.setattr(results, "prediction", lambda name: now)
+    assert bool(list(results.stale())) is is_stale
+
+
+def test_other_commands_missing_unknown_and_unmarked_pages_are_reported(
+    page: ResultsPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "PAGES", (replace(page, command="python -m two"),))
+    assert len(list(results.stale())) == 1
+    monkeypatch.setattr(results, "PAGES", ())
+    assert len(list(results.stale())) == 1
+    monkeypatch.setattr(results, "PAGES", (page,))
+    page.file.write_text("# One\n")
+    assert len(list(results.stale())) == 1
+    page.file.unlink()
+    assert len(list(results.stale())) == 1
+
+
+def test_pages_elsewhere_have_no_origin(tmp_path: Path) -> None:
+    write_page(tmp_path / "mine.md", ["# Mine"])
+    assert (tmp_path / "mine.md").read_text() == "# Mine\n"
+    with pytest.raises(InputError):
+        write_page(tmp_path / "missing" / "mine.md", ["# Mine"])
+
+
+def test_every_page_rests_on_predictions_that_exist() -> None:
+    assert {name for page in PAGES for name in page.rests_on} == set(PREDICTIONS)
+    assert len({page.name for page in PAGES}) == len(PAGES)
+    assert all((ROOT / path).exists() for path in FROZEN)

@@ -1,0 +1,312 @@
+"""The pages of results: the command that writes each, the predictions that it rests on, and whether it is stale.
+
+    python -m validate.results              write each page that needs only this checkout (`make results`)
+    python -m validate.results NAME...      write these pages, such as `speed`
+    python -m validate.results --check      list stale pages; the exit code is 1 if there are any (`make check`)
+
+A page ends with a comment that holds its command, its commit, its date, its machine, and the values of some predictions
+(`PREDICTIONS`) at that time. It is stale if its command has changed since, or if one of these values differs now by
+more than _TOLERANCE. Pages that only hold times of a machine rest on no prediction. Frozen pages are not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvrsim
+
+ROOT = Path(__file__).parents[1]
+DOCS, BENCHMARKS = "docs/results", "benchmarks/results"  # folders of pages
+_DATA = ROOT / "kvrsim" / "data"
+_TOLERANCE = 1e-3  # relative; a smaller change of a prediction leaves a page valid
+_MARK = "<!-- results "
+
+Value = float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the figures of a page come from."""
+
+    command: str
+    commit: str  # "+" after it: with changes that were not committed
+    date: str
+    machine: str
+    predictions: Mapping[str, Value]
+
+    def describe(self) -> str:
+        """The line below the title of a page."""
+        return f"`{self.command}` on {self.date} at commit {self.commit}: {self.machine}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsPage:
+    """A page, the command that writes it, and what its figures rest on."""
+
+    path: str  # from the root of the repository
+    command: str
+    rests_on: tuple[str, ...] = ()  # keys of PREDICTIONS
+    needs: str = ""  # what this checkout and some minutes do not provide; "": `make results` writes the page
+
+    @property
+    def name(self) -> str:
+        """The name in a command."""
+        return Path(self.path).stem
+
+    @property
+    def file(self) -> Path:
+        """The file of the page."""
+        return ROOT / self.path
+
+    def write(self) -> None:
+        """Run the command; raises CalledProcessError where it fails."""
+        words = shlex.split(self.command)
+        words[0] = sys.executable
+        subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+    def staleness(self) -> str | None:
+        """Say why the page must be written again; None: it need not be."""
+        if not self.file.exists():
+            return "the page is missing"
+        if (origin := origin_of(self.file.read_text("utf-8"))) is None:
+            return "it does not say where it comes from"
+        if self.needs == "" and origin.command != self.command:
+            return f"`{origin.command}` wrote it"
+        for name in self.rests_on:
+            before, now = origin.predictions.get(name), prediction(name)
+            if not _is_equal(before, now):
+                return f"prediction `{name}` was {before} and is {now}"
+        return None
+
+
+def _seconds(strategy: str, model: str, cluster: str, **options: Any) -> float:
+    return float(f"{kvrsim.simulate(strategy=strategy, model=model, cluster=cluster, **options).ttft_s:.9g}")
+
+
+def _digest(pattern: str) -> str:
+    """A digest of the data files of kvrsim that match."""
+    digest = hashlib.sha256()
+    for path in sorted(_DATA.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _fleet_s() -> float:
+    requests = "synthetic:poisson,rate=60,requests=300,context=1k"
+    options = {"model": "llama-3.1-8b", "cluster": "8xh100", "group_sizes": "1", "replications": 1}
+    answer = kvrsim.capacity(requests=requests, slo_ttft="1s", **options).answer
+    return answer.p99_ttft_s if answer else math.inf
+
+
+_LLAMA_7B = {"model": "llama-7b", "cluster": "a100-nvlink"}
+_LLAMA_8B = {"model": "llama-3.1-8b", "cluster": "8xh100"}
+PREDICTIONS: Mapping[str, Callable[[], Value]] = {  # each in some hundredths of a second
+    "eager": partial(_seconds, "tsp", **_LLAMA_7B, ctx="8k", gpus=4),
+    "eager-searched": partial(_seconds, "kvr-s", **_LLAMA_7B, ctx="16k", gpus=4),
+    "falcon": partial(_seconds, "single", "falcon-7b", "a100-nvlink", ctx="4k", gpus=1),
+    "bus": partial(_seconds, "kvr-s", **_LLAMA_7B, ctx="4k", gpus=2, topology="bus", link_bandwidth="10GB/s"),
+    "noise": partial(_seconds, "kvr-e", **_LLAMA_7B, ctx="4k", gpus=2, noise="paper", seed=1),
+    "chain": partial(_seconds, "kvr-s", **_LLAMA_8B, ctx="32k", gpus=8),
+    "zigzag": partial(_seconds, "zigzag", **_LLAMA_8B, ctx="32k", gpus=8),
+    "pipeline": partial(_seconds, "pp-s", **_LLAMA_8B, ctx="8k", gpus=2),
+    "prefix": partial(
+        _seconds, "kvr-s", **_LLAMA_8B, ctx="64k", cached_prefix="32k", prefix_placement="sharded", gpus=4
+    ),
+    "vllm": partial(_seconds, "tp", "llama-3.1-70b", "8xh200", ctx="8k", gpus=8, engine="vllm"),
+    "sglang": partial(_seconds, "tp", "deepseek-v3", "8xh200", ctx="8k", gpus=8, engine="sglang"),
+    "trtllm": partial(_seconds, "tp", "llama-3.1-70b", "8xb200", ctx="8k", gpus=8, engine="trtllm"),
+    "vllm-2023": partial(_seconds, "tp", "llama-2-7b", "a100-nvlink", ctx="4k", gpus=2, engine="vllm-2023"),
+    "states": partial(_seconds, "kvr-e", "qwen3.5-35b-a3b", "8xh200", ctx="32k", gpus=8),
+    "fleet": _fleet_s,
+    "profiles": partial(_digest, "profiles/*.json"),
+    "types": partial(_digest, "types/*.json"),
+    "flags": partial(_digest, "deploy.json"),
+}
+PAGES = (
+    ResultsPage(
+        path=f"{DOCS}/accuracy.md",
+        command="python -m validate.accuracy",
+        rests_on=("eager", "falcon", "bus", "vllm-2023", "profiles"),
+    ),
+    ResultsPage(path=f"{DOCS}/figures.md", command="python -m validate.figures", rests_on=("eager-searched", "noise")),
+    ResultsPage(path=f"{DOCS}/profiles.md", command="python -m validate.profiles", rests_on=("profiles",)),
+    ResultsPage(path=f"{DOCS}/support.md", command="python -m validate.models", rests_on=("types",)),
+    ResultsPage(path=f"{BENCHMARKS}/speed.md", command="python benchmarks/speed.py"),
+    ResultsPage(path=f"{BENCHMARKS}/workers.md", command="python benchmarks/workers.py"),
+    ResultsPage(path=f"{BENCHMARKS}/capacity.md", command="python benchmarks/capacity.py", rests_on=("fleet",)),
+    ResultsPage(path=f"{BENCHMARKS}/hybrids.md", command="python benchmarks/hybrids.py", rests_on=("states",)),
+    ResultsPage(path=f"{BENCHMARKS}/pipelines.md", command="python benchmarks/pipelines.py", rests_on=("pipeline",)),
+    ResultsPage(
+        path=f"{BENCHMARKS}/predictor.md", command="python benchmarks/predictor.py", rests_on=("eager-searched",)
+    ),
+    ResultsPage(path=f"{BENCHMARKS}/prefixes.md", command="python benchmarks/prefixes.py", rests_on=("prefix",)),
+    ResultsPage(
+        path=f"{BENCHMARKS}/table_quality.md",
+        command="python benchmarks/table_quality.py",
+        rests_on=("eager-searched", "chain"),
+    ),
+    ResultsPage(
+        path=f"{BENCHMARKS}/search_quality.md",
+        command="python benchmarks/search_quality.py 12 80 150",
+        rests_on=("chain", "bus", "pipeline"),
+        needs="an hour",
+    ),
+    ResultsPage(
+        path=f"{BENCHMARKS}/defaults.md",
+        command="python benchmarks/defaults.py",
+        rests_on=("zigzag", "sglang"),
+        needs="10 minutes, and hours where the model of time has changed",
+    ),
+    ResultsPage(path=f"{BENCHMARKS}/pages.md", command="python benchmarks/pages.py", needs="Chromium"),
+    ResultsPage(
+        path=f"{BENCHMARKS}/capacity_traces.md",
+        command="python benchmarks/capacity.py --traces FOLDER",
+        rests_on=("fleet",),
+        needs="public traces",
+    ),
+    ResultsPage(path=f"{DOCS}/confirmation.md", command="python -m validate.confirmation", needs="20 quiet minutes"),
+    ResultsPage(
+        path=f"{DOCS}/silicon.md",
+        command="python -m validate.silicon SETTINGS.csv --configs FOLDER",
+        rests_on=("vllm", "sglang", "trtllm"),
+        needs="published settings",
+    ),
+    ResultsPage(
+        path=f"{DOCS}/engine_flags.md",
+        command="python -m validate.engine_flags vllm=PYTHON sglang=PYTHON",
+        rests_on=("flags",),
+        needs="installed engines",
+    ),
+)
+FROZEN = {  # pages that no command writes any more: each names the commit that did
+    f"{DOCS}/closed_loop.md",
+    f"{DOCS}/studies.md",
+    f"{DOCS}/trust.md",  # a summary of the other pages, written by hand
+}
+
+
+@cache
+def prediction(name: str) -> Value:
+    """The value of one of PREDICTIONS."""
+    return PREDICTIONS[name]()
+
+
+def _is_equal(before: Value | None, now: Value) -> bool:
+    if isinstance(before, float) and isinstance(now, float):
+        return math.isclose(before, now, rel_tol=_TOLERANCE)
+    return before == now
+
+
+def with_origin(path: Path, lines: Iterable[str], command: str | None = None) -> list[str]:
+    """The lines of a page with its origin, below the title and as the last line; unchanged if it is not one of PAGES.
+
+    command: that wrote it, where it is not the usual one.
+    """
+    page = next((one for one in PAGES if one.file == path.resolve()), None)
+    if page is None:
+        return list(lines)
+    origin = Origin(
+        command=command or page.command,
+        commit=_commit(),
+        date=time.strftime("%Y-%m-%d"),
+        machine=machine(),
+        predictions={name: prediction(name) for name in page.rests_on},
+    )
+    title, *rest = "\n".join(lines).rstrip().split("\n")
+    return [title, "", origin.describe(), *rest, "", f"{_MARK}{json.dumps(asdict(origin))} -->"]
+
+
+def origin_of(text: str) -> Origin | None:
+    """The origin that a page states in its last line; None where there is none."""
+    last = text.rstrip().rsplit("\n", 1)[-1]
+    if not last.startswith(_MARK):
+        return None
+    return Origin(**json.loads(last.removeprefix(_MARK).removesuffix(" -->")))
+
+
+def body(text: str) -> str:
+    """A page without its origin, as its command made it."""
+    title, _, _, *rest = text.rstrip().split("\n")
+    return "\n".join([title, *rest[:-1]]).rstrip() + "\n"
+
+
+def machine() -> str:
+    """Describe this machine: processor, cores, Python, numpy."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    cpu = next(names, platform.processor())
+    return f"{cpu}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, smallest and largest value."""
+    return f"{np.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def _commit() -> str:
+    """The commit of this checkout; "+" if the code differs from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    pages = [f":!{folder}" for folder in (DOCS, BENCHMARKS)]
+    return git("rev-parse", "--short=8", "HEAD") + "+" * bool(git("status", "--porcelain", "--", ".", *pages))
+
+
+def stale() -> Iterator[str]:
+    """One line for each page that must be written again, or that this module does not know."""
+    known = {page.path for page in PAGES} | FROZEN
+    for page in PAGES:
+        if reason := page.staleness():
+            yield f"{page.path}: {reason}; `{page.command}` writes it"
+    for folder in (DOCS, BENCHMARKS):
+        for file in sorted((ROOT / folder).glob("*.md")):
+            if (path := file.relative_to(ROOT).as_posix()) not in known:
+                yield f"{path}: add the page and its command to PAGES in validate/results.py"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write pages, or check them."""
+    parser = argparse.ArgumentParser(prog="python -m validate.results", description=(__doc__ or "").split("\n", 1)[0])
+    by_name = {page.name: page for page in PAGES}
+    parser.add_argument("names", nargs="*", metavar="NAME", help="pages to write: " + ", ".join(by_name))
+    parser.add_argument("--check", action="store_true", help="write nothing, list stale pages")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in by_name]:
+        parser.error(f"NAME: got {unknown[0]}, accepted: {', '.join(by_name)}")
+    if options.check:
+        lines = list(stale())
+        print("\n".join(lines) or f"{len(PAGES)} pages of results are up to date")
+        return 1 if lines else 0
+    pages = [by_name[name] for name in options.names] or [page for page in PAGES if not page.needs]
+    for page in pages:
+        begin_s = time.monotonic()
+        page.write()
+        print(f"{page.path}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+    left = [f"{page.name} ({page.needs})" for page in PAGES if page not in pages]
+    if left and not options.names:
+        print(f"not written: {', '.join(left)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
