@@ -28,13 +28,14 @@ from planner.capacity.fleet import FleetLimits, GroupType, Overlap, Pool, Servic
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import CapacityRequest, Target, make_request
 from planner.capacity.search import Fit, FleetSearch, FleetSimulator
-from planner.capacity.times import ServiceTimes, service_times
+from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Source, Workload, read_trace
 from planner.search.search import search
 from validate.report import write_benchmark
 from validate.results import spread
 
 MILLION = 1_000_000
+CHAINS = StrategyPolicy(names=("single", "tsp", "kvr-s"))
 EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}
 FLASH = {"model": "llama-3-8b", "profile": "h100-flash", "cluster": "h100-nvlink"}
 TRACES = {  # file -> machine and target
@@ -131,7 +132,7 @@ def times_against_search(count: int = 40) -> list[str]:
     lines = []
     rng = np.random.default_rng(0)
     for machine in (EAGER, FLASH):
-        times = ServiceTimes(scenario(machine), 65536, 65536)
+        times = ServiceTimes(scenario(machine), 65536, 65536, CHAINS)
         for gpus in (1, 2, 4, 8):
             errors = []
             for number in range(count):
@@ -184,7 +185,7 @@ _TIMES: dict[str, ServiceTimes] = {}
 def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
     """Computed once a trace."""
     if requests not in _TIMES:
-        _TIMES[requests] = service_times(scenario(machine), [read_trace(requests)])
+        _TIMES[requests] = service_times(scenario(machine), [read_trace(requests)], CHAINS)
     return _TIMES[requests]
 
 

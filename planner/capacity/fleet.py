@@ -253,9 +253,9 @@ class _Dispatcher:
         if packing is not None:
             from planner.capacity.packing import PackingRule
 
-            num_ranks = packing.costs.num_stages
+            num_ranks = packing.num_stages
             lengths = service.new_tokens.tolist(), service.cached_prefix.tolist()
-            self.rule = PackingRule(*lengths, packing.costs.budget, packing.most_tokens)
+            self.rule = PackingRule(*lengths, packing.budget, packing.most_tokens)
         self.free_s = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]  # time at which each rank or stage is free
         self.begun: list[Begun | None] = [None] * pool.replicas
 
@@ -302,8 +302,8 @@ class _Dispatcher:
         for piece in pieces:
             if piece.is_first:
                 self.begin_s[piece.prompt] = now
-        free_s, costs = self.free_s[group], self.packing.costs
-        busy_s = costs.run(free_s, now, costs.step(pieces))
+        free_s = self.free_s[group]
+        busy_s = self.packing.run(free_s, now, pieces)
         requests = [piece.prompt for piece in pieces if piece.is_last]
         hold_s = max((self.hold_s[request] for request in requests), default=0.0)
         return self._end(group, requests, free_s, busy_s, hold_s)

@@ -1,7 +1,7 @@
 """A capacity plan for people: its lines and tables, which every format prints, its chart, and its interactive page.
 
 The data of the page hold every fleet that was simulated around the answer and the requests of the answer. The page
-interpolates nothing: at another target, percentile, price or rate it shows one of these fleets.
+interpolates nothing: at another target, percentile or price it shows one of these fleets.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def format_time(seconds: float) -> str:
 
 def figure(plan: CapacityPlan) -> Figure:
     """The Pareto front of fleets: the requested percentile over the cost or the GPUs, with target and answer."""
-    points = plan.front.pareto
+    points = plan.pareto()
     priced = any(point.cost_per_hour is not None for point in points)
     cost = [point.cost_per_hour or point.num_gpus for point in points]
     chosen = plan.first
@@ -216,21 +216,12 @@ def _question(plan: CapacityPlan) -> str:
 
 
 def page(plan: CapacityPlan) -> Page:
-    """Target, price and rate are moved, and the fleet is read off; fleets at other rates are simulated first."""
-    return capacity_page(plan.explored())
-
-
-def capacity_page(plan: CapacityPlan) -> Page:
-    """The page of a plan, with fleets at other rates if the plan is `explored`."""
+    """The page: the target and the price are moved, and the fleet is read off."""
     served = plan.first.unserved < plan.first.requests
     miss = "" if plan.answer else ", the nearest miss"
     point = "Every point is a fleet that was simulated, groups × GPUs."
     leads = {  # by the title of the section and the id of its chart
         ("Fleets by cost and TTFT", "fleets"): f"Drag the target and the price, or move the sliders. {point}",
-        (
-            "What more requests need",
-            "rates",
-        ): "The cheapest of these fleets that meets the target, by the request rate.",
         ("Queue over time", "queue"): f"{plan.first.describe()}{miss}. Drag to zoom in, double-click to see all.",
         ("TTFT by length", "lengths"): "The same requests, by their new tokens.",
     }
@@ -246,30 +237,28 @@ def capacity_page(plan: CapacityPlan) -> Page:
             *([reasons] if plan.infeasible else []),
         ],
         notes=[*plan.assumptions().values(), *plan.warnings],
-        data=capacity_data(plan) if served else {},
+        data=page_data(plan) if served else {},
         scripts=(*CHARTS, "controls.js", "fleets.js", "queue.js") if served else (),
         strategies=[name for group in plan.first.groups for name in group.strategies],
     )
 
 
-def capacity_data(plan: CapacityPlan) -> dict[str, Any]:
+def page_data(plan: CapacityPlan) -> dict[str, Any]:
     """Plain JSON values; null: never served."""
-    tried = plan.front.tried
+    tried = plan.tried
     prices = {round(one.cost_per_hour / one.num_gpus, 9) for one in tried if one.cost_per_hour is not None}
     return {
         "slo_s": plan.slo_ttft_s,
         "percentile": plan.percentile,
-        "percentiles": list(plan.front.percentiles),
+        "percentiles": list(plan.first.ttft_s),
         "priced": plan.first.cost_per_hour is not None,
         "price_per_gpu_hour": prices.pop() if len(prices) == 1 else None,  # the one price of all GPUs
-        "rate_per_s": plan.workload["rate_per_s"],
         "tried": [
             {
-                "rate": one.rate,
                 "gpus": one.num_gpus,
                 "cost": one.cost_per_hour,
-                "fleet": one.fleet,
-                "ttft_s": _short(one.ttft_s),
+                "fleet": one.describe(),
+                "ttft_s": _short(one.ttft_s.values()),
                 "utilisation": round(one.utilisation, 3),
                 "requests": one.requests,
             }

@@ -22,7 +22,7 @@ from kvrsim.units import format_seconds
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
-from planner.capacity.search import FleetSearch, FleetSimulator, front_of
+from planner.capacity.search import FleetSearch, FleetSimulator, around
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Workload
 from planner.deploy_engines import engines_with
@@ -96,7 +96,7 @@ def _plan(
     fits = search.all_fits(_stretch(workloads))
     fleets = search.answers(fits)
     report(0, None, "Pareto front")
-    front = front_of(search, fits)
+    tried = around(search, fits)
     infeasible = search.infeasible(fits)
     longest = replace(scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
     largest = replace(scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
@@ -134,7 +134,7 @@ def _plan(
         seconds=time.perf_counter() - begin_s,
         warnings=tuple(notes),
         would_meet=() if nearest is None else tuple(_would_meet(nearest, request, workloads, times)),
-        front=front,
+        tried=tried,
     )
 
 

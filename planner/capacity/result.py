@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,6 +30,7 @@ LEVEL = 0.8  # coverage of intervals
 _MEANING = "80 % interval: the error of the prefill times, by simulation at both ends of theirs, and of sampling, by "
 MEANING_OF_TRACE = _MEANING + "block bootstrap over segments of this trace; it covers no other days"
 MEANING_OF_DRAWN = _MEANING + "Student's t over the percentiles of independent replications"
+_GAIN = 0.01  # relative; a more expensive fleet of the Pareto front is at least this much faster
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
 
 Ends = tuple[float, float] | None  # of an interval; None: unknown, or requests are never served
@@ -132,6 +133,7 @@ class FleetAnswer:
     decode: DecodeFleet | None = None  # None if not requested
     interval: FleetInterval | None = None  # None: not simulated; it is that of the answer
     growth: Growth | None = None  # None: not simulated
+    ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # by percentile
     fleet: Fleet = field(default=(), repr=False, compare=False)
     runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # of each workload
 
@@ -149,45 +151,22 @@ class FleetAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
-        hidden = ("fleet", "runs", "decode")
+        hidden = ("ttft_s", "fleet", "runs", "decode")
         content = fields_to_json(self, *(one.name for one in fields(self) if one.name not in hidden))
         if self.decode is not None:
             content |= fields_to_json(self, "decode", "total_gpus", "total_cost_per_hour")
         return {name: None if value == math.inf else value for name, value in content.items()}
+
+    def point(self) -> dict[str, Any]:
+        """Plain JSON values of a point of the Pareto front."""
+        cost = fields_to_json(self, "num_gpus", "cost_per_hour")
+        return cost | {"fleet": self.describe(), "ttft_s": self.target_ttft_s}
 
     def describe(self) -> str:
         """Groups in words: "3 × 2 GPUs for 1 to 4096 tokens, 1 × 8 GPUs for 4097 to 9000 tokens"."""
         if len(self.groups) == 1:
             return self.groups[0].groups()
         return ", ".join("{} for {} to {} tokens".format(one.groups(), *one.context_range) for one in self.groups)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TriedFleet:
-    """One fleet that was simulated around the answer."""
-
-    rate: float  # times the arrivals that were asked for: the same requests replayed faster or slower
-    num_gpus: int
-    cost_per_hour: float | None
-    fleet: str  # in words
-    target_ttft_s: float  # the requested percentile
-    ttft_s: tuple[float, ...]  # at the front's `percentiles`, inf: never
-    utilisation: float
-    requests: int  # number of simulated requests
-
-    def point(self) -> dict[str, Any]:
-        """Plain JSON values of a point of the Pareto front."""
-        return fields_to_json(self, "num_gpus", "cost_per_hour", "fleet") | {"ttft_s": self.target_ttft_s}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Front:
-    """Fleets around the answer, with fewer and with more groups."""
-
-    pareto: tuple[TriedFleet, ...]  # no cheaper fleet is as fast; cheapest first
-    percentiles: tuple[float, ...]  # of `tried`
-    tried: tuple[TriedFleet, ...]
-    explore: Callable[[], tuple[TriedFleet, ...]] | None = None  # simulates fleets at other rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +208,7 @@ class CapacityPlan(Displayed):
     seconds: float  # duration of the search
     warnings: tuple[str, ...]
     would_meet: tuple[str, ...]  # changes of the target after which the nearest miss meets it, in words
-    front: Front = field(repr=False, compare=False)
+    tried: tuple[FleetAnswer, ...] = field(repr=False, compare=False)  # the best designs with fewer and more groups
 
     @property
     def cluster(self) -> Cluster:
@@ -272,11 +251,16 @@ class CapacityPlan(Displayed):
             "rests_on": provenance(self.scenario),
         }
 
-    def explored(self) -> CapacityPlan:
-        """The plan with fleets at other rates, which its page needs and which this call simulates."""
-        if self.front.explore is None:
-            return self
-        return replace(self, front=replace(self.front, tried=self.front.explore(), explore=None))
+    def pareto(self) -> list[FleetAnswer]:
+        """Fleets of `tried` that are faster than each cheaper one by _GAIN or more, cheapest first."""
+        by_cost = self.request.limits.by_cost
+        front: list[FleetAnswer] = []
+        for one in sorted(
+            self.tried, key=lambda one: (one.cost_per_hour if by_cost else one.num_gpus, one.target_ttft_s)
+        ):
+            if one.target_ttft_s < (front[-1].target_ttft_s * (1 - _GAIN) if front else math.inf):
+                front.append(one)
+        return front
 
     def reasons(self) -> Iterator[str]:
         """Why groups do not meet the target, one line per reason."""
@@ -289,7 +273,7 @@ class CapacityPlan(Displayed):
         return (
             self.question.header()
             | fields_to_json(self, "answer", "alternatives", "infeasible", "nearest_miss", "cluster")
-            | {"pareto": [one.point() for one in self.front.pareto]}
+            | {"pareto": [one.point() for one in self.pareto()]}
             | {"model": self.scenario.model.name, "profile": self.scenario.profile_name}
             | fields_to_json(self, "slo_ttft_s", "percentile")
             | {"objective": self.request.objective}

@@ -6,8 +6,7 @@ combined with. Every bucket gets at least the groups it needs if no request of t
 every number of groups that lowers its late requests is an option, and the cheapest combination within the limit wins.
 
 There are one or two buckets, cut at quantiles of the requests and of the work. The best designs of two are refined with
-finer cuts. At other rates the same requests are replayed faster or slower, and the designs keep their lengths: they are
-scaled, not searched again.
+finer cuts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Search
 from planner.capacity.decode import DecodeFleet, Sequences, decode_fleet
 from planner.capacity.fleet import (
-    WHOLE,
     Fleet,
     FleetRun,
     Group,
@@ -45,11 +43,9 @@ from planner.capacity.result import (
     Cause,
     FleetAnswer,
     FleetInterval,
-    Front,
     GroupAnswer,
     Growth,
     Infeasible,
-    TriedFleet,
     replications_interval,
     trace_interval,
 )
@@ -57,8 +53,7 @@ from planner.capacity.times import ServiceTimes
 from planner.capacity.workload import Workload
 
 MANY = 250_000  # requests of all workloads, above which fewer designs are tried
-RATES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # multiples of the requested arrivals
-PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
+_PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups that are tried above the least one of a bucket
@@ -67,13 +62,9 @@ _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2, from a cut to its neighbours
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
-_SCALES_AT_RATES = (0.8, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # factors on the replicas at other rates
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas if no fleet meets the target
 _GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
 _LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas of the answer
-_GAP = 0.01  # relative; a more expensive fleet of the front is at least this much faster
-_SIMULATED = 1_000_000  # requests, over all fleets at other rates, or half of those that the search has simulated
-_LEAST = 1000  # requests of a stretch of the workload
 
 
 class Bucket:
@@ -171,46 +162,28 @@ class FleetSimulator:
         """TTFTs of all workloads; inf: never served."""
         return np.concatenate([run.ttft_s for run in self.runs(fleet)])
 
-    def tried(self, fleet: Fleet, rate: float, percentiles: Sequence[float]) -> TriedFleet:
-        """Simulate a fleet on every workload, at `rate` times the requested arrivals."""
-        runs = self.runs(fleet)
-        ttft_s = np.concatenate([run.ttft_s for run in runs])
-        words = []
-        for group in fleet:
-            layout = "" if group.type.weights == WHOLE else f" ({group.type.weights})"
-            lengths = "" if len(fleet) == 1 else f" for {group.least_new} to {group.most_new} tokens"
-            words.append(f"{group.replicas} × {group.type.gpus}{layout}{lengths}")
-        return TriedFleet(
-            rate=rate,
-            num_gpus=gpus_of(fleet),
-            cost_per_hour=self.limits.cost_per_hour(fleet),
-            fleet=", ".join(words),
-            target_ttft_s=percentile_of(ttft_s, self.target.percentile),
-            ttft_s=tuple(percentile_of(ttft_s, percent) for percent in percentiles),
-            utilisation=_utilisation(fleet, runs),
-            requests=self.requests,
-        )
-
-    def answer(self, fleet: Fleet) -> FleetAnswer:
+    def answer(self, fleet: Fleet, *, has_interval: bool = True) -> FleetAnswer:
         """Simulate a fleet on every workload, with its interval if the target applies to the interval."""
         runs, target = self.runs(fleet), self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
-        interval = self.interval(fleet, runs) if self.request.sure else None
+        interval = self.interval(fleet, runs) if self.request.sure and has_interval else None
         in_time = int((ttft_s <= target.slo_s).sum())
         meets = len(ttft_s) - in_time <= self.allowed
         if self.request.sure:
             meets = meets and interval is not None and interval.safe
         horizon_s = sum(run.horizon_s for run in runs)
-        p50_s, p95_s, p99_s, max_s = (percentile_of(ttft_s, percent) for percent in (50, 95, 99, 100))
+        by_percentile = {
+            percent: percentile_of(ttft_s, percent) for percent in sorted({*_PERCENTILES, target.percentile})
+        }
         return FleetAnswer(
             num_gpus=gpus_of(fleet),
             groups=tuple(self._group(group, index, runs) for index, group in enumerate(fleet)),
             meets=meets,
-            p50_ttft_s=p50_s,
-            p95_ttft_s=p95_s,
-            p99_ttft_s=p99_s,
-            max_ttft_s=max_s,
-            target_ttft_s=percentile_of(ttft_s, target.percentile),
+            p50_ttft_s=by_percentile[50],
+            p95_ttft_s=by_percentile[95],
+            p99_ttft_s=by_percentile[99],
+            max_ttft_s=by_percentile[100],
+            target_ttft_s=by_percentile[target.percentile],
             in_time=in_time / len(ttft_s),
             utilisation=_utilisation(fleet, runs),
             goodput_per_s=in_time / horizon_s if horizon_s else 0.0,
@@ -220,6 +193,7 @@ class FleetSimulator:
             p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
             p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
             interval=interval,
+            ttft_s=by_percentile,
             fleet=fleet,
             runs=tuple(runs),
         )
@@ -608,41 +582,13 @@ def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
     return list(best.values())
 
 
-def front_of(search: FleetSearch, fits: Sequence[Fit]) -> Front:
-    """Fleets around the best designs, with fewer and more groups; the largest ones if none meets the target."""
-    simulator, limits = search.simulator, search.limits
-    percentiles = tuple(sorted({*map(float, PERCENTILES), simulator.target.percentile}))
-    designs = [fit.fleet for fit in fits[: _FINALISTS if simulator.requests <= MANY else _FINALISTS_OF_MANY]]
-
-    def simulate(rate: float, on: FleetSimulator) -> Iterator[TriedFleet]:
-        """The designs scaled down and up."""
-        scales = _SCALES if rate == 1 else tuple(rate * one for one in _SCALES_AT_RATES)
-        scaled = [
-            tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
-            for design in designs or search.largest()
-            for scale in (scales if designs else _BELOW)
-        ]
-        for fleet in dict.fromkeys(scaled):
-            if gpus_of(fleet) <= limits.max_gpus:
-                yield on.tried(fleet, rate, percentiles)
-
-    def at_rates() -> Iterator[TriedFleet]:
-        """Fleets for the requests replayed faster or slower, as many as the time allows."""
-        count = len(RATES) * len(designs or search.largest()) * len(_SCALES_AT_RATES)
-        most = max(_SIMULATED, simulator.simulated // 2) // count
-        first = simulator.workloads[0]
-        workloads = simulator.workloads[: max(1, most // len(first))]
-        if len(first) > max(most, _LEAST):
-            workloads = [first.busiest(max(most, _LEAST))]
-        part = simulator.on(workloads)
-        for rate in RATES:
-            yield from simulate(rate, part.faster(rate))
-
-    tried = tuple(simulate(1.0, simulator))
-    by_cost = {(one.cost_per_hour or 0.0 if limits.by_cost else one.num_gpus, one.target_ttft_s): one for one in tried}
-    pareto: list[TriedFleet] = []
-    for key in sorted(by_cost):
-        best_s = pareto[-1].target_ttft_s if pareto else math.inf
-        if key[1] < best_s * (1 - _GAP):
-            pareto.append(by_cost[key])
-    return Front(pareto=tuple(pareto), percentiles=percentiles, tried=tried, explore=lambda: (*tried, *at_rates()))
+def around(search: FleetSearch, fits: Sequence[Fit]) -> tuple[FleetAnswer, ...]:
+    """Fleets of the best designs, with fewer and more groups; the largest fleets if none meets the target."""
+    designs = [fit.fleet for fit in fits[: _FINALISTS if search.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
+    scaled = [
+        tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
+        for design in designs or search.largest()
+        for scale in (_SCALES if designs else _BELOW)
+    ]
+    fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= search.limits.max_gpus]
+    return tuple(replace(search.simulator.answer(one, has_interval=False), runs=()) for one in fleets)

@@ -10,12 +10,14 @@ fastest of them for each prompt; strategies of different layouts need different 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors import run
@@ -28,7 +30,7 @@ from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import all_for, distinct, group_sizes
 from planner.capacity.decode import Transfer
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
-from planner.capacity.packing import ACCEPTED, Packing, StepCosts, check_packs, most_tokens_in_memory, takes_steps
+from planner.capacity.packing import ACCEPTED, Packing, takes_steps
 from planner.capacity.workload import Lengths, Workload
 from planner.deploy_engines import DeployEngine, engines_with
 from planner.grid import largest
@@ -378,10 +380,8 @@ def _delayed(program: Program, rank: int, delay_s: float) -> Program:
 class ServiceTimes:
     """Times of one scenario's groups, for lengths up to those of a workload; computed on first use."""
 
-    def __init__(
-        self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy | None = None
-    ) -> None:
-        self.scenario, self.policy = scenario, policy or StrategyPolicy(names=("single", "tsp", "kvr-s"))
+    def __init__(self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy) -> None:
+        self.scenario, self.policy = scenario, policy
         self.longest_new, self.longest = longest_new, longest_new + longest_prefix
         self.lengths = simulated_lengths(1, max(2, longest_new))
         self.prefixes = _simulated_prefixes(longest_prefix)
@@ -392,29 +392,28 @@ class ServiceTimes:
 
         () without a strategy that runs on that number of GPUs.
         """
-        types = [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
+        types = self._layouts(num_gpus)
         return tuple(one for one in types if self.most_tokens(one)) or tuple(types[-1:])
 
     def most_tokens(self, group: GroupType) -> float:
         """The most new tokens that fit in the memory of such a group without a cached prefix; 0: none."""
         return self.grids(group)[0].most_new_tokens
 
-    def fill(self, sizes: Sequence[int], pool: Pool) -> None:
-        """Compute the grids of all types of groups of these sizes at once, by the pool's workers."""
-        work = {}
-        for num_gpus in sizes:
-            for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus)):
-                for prefix in self.prefixes:
-                    work[GroupType(num_gpus, weights), prefix] = self._arguments(GroupType(num_gpus, weights), prefix)
-        grids = dict(zip(work, pool.ordered(TimeGrid.fastest, list(work.values())), strict=True))
-        for group in dict.fromkeys(group for group, _ in work):
-            self._grids[group] = tuple(grids[group, prefix] for prefix in self.prefixes)
+    def fill(self, sizes: Sequence[int], pool: Pool, on_progress: OnProgress | None = None) -> None:
+        """Compute the grids of all types of groups of these sizes, by the pool's workers."""
+        groups = [group for size in sizes for group in self._layouts(size)]
+        work = [self._arguments(group, prefix) for group in groups for prefix in self.prefixes]
+        grids = iter(pool.ordered(TimeGrid.fastest, work, "prefill times of groups", on_progress))
+        self._grids = {group: tuple(itertools.islice(grids, len(self.prefixes))) for group in groups}
 
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
         """Grids of a type of group, one per cached prefix."""
         if group not in self._grids:
             self._grids[group] = tuple(TimeGrid.fastest(*self._arguments(group, prefix)) for prefix in self.prefixes)
         return self._grids[group]
+
+    def _layouts(self, num_gpus: int) -> list[GroupType]:
+        return [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
 
     def _arguments(self, group: GroupType, prefix: int) -> tuple[Scenario, Sequence[Strategy], int, Lengths]:
         scenario = self.scenario.on_gpus(group.gpus)
@@ -438,12 +437,22 @@ class ServiceTimes:
         return np.asarray(np.min(each, axis=0))
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
-        """Service times of a workload on such groups, whose caches leave by a transfer."""
-        new, prefix = workload.new_tokens, workload.cached_prefix
+        """Service times of a workload on such groups, whose caches leave by a transfer.
+
+        A class is a range between two simulated lengths and two simulated prefixes. It has the latest finish and the
+        least slack around it.
+        """
+        new, prefix, grids = workload.new_tokens, workload.cached_prefix, self.grids(group)
         ttft_s = self.seconds(group, new, prefix)
-        around = self._classes(self.grids(group))
-        strategies = tuple(grids[0].strategy[rows[-1]] for grids, rows in around)
-        overlap = self._overlap(around)
+        slack = np.stack([grid.slack_s / grid.ttft_s[:, None] for grid in grids])
+        overlap = Overlap(
+            finish=_around(np.stack([grid.finish for grid in grids]), np.maximum),
+            slack=_around(slack, np.minimum),
+            holds=not self.scenario.sends_overlap,
+        )
+        strategies = tuple(
+            name for grid in grids[: max(1, len(grids) - 1)] for name in (*grid.strategy[1:], grid.strategy[-1])
+        )
         below = np.searchsorted(self.lengths, new, side="right") - 1
         length_class = np.asarray(cell(prefix, self.prefixes)[0] * len(self.lengths) + below)
         gpus = np.array([1 if name == "single" else group.gpus for name in strategies])[length_class]
@@ -458,28 +467,13 @@ class ServiceTimes:
             cached_prefix=prefix,
         )
 
-    def _classes(self, grids: Sequence[TimeGrid]) -> list[tuple[Sequence[TimeGrid], list[int]]]:
-        """The grids and their rows around each class: between two simulated lengths and two simulated prefixes."""
-        last = len(self.lengths) - 1
-        return [
-            (grids[low : low + 2], [below, min(below + 1, last)])
-            for low in range(max(1, len(grids) - 1))
-            for below in range(last + 1)
-        ]
 
-    def _overlap(self, classes: Sequence[tuple[Sequence[TimeGrid], list[int]]]) -> Overlap:
-        """The latest finish and the least slack around each class."""
-
-        def slack(grid: TimeGrid, rows: list[int]) -> Array:
-            return np.asarray((grid.slack_s[rows] / grid.ttft_s[rows, None]).min(axis=0))
-
-        finish = [np.max([grid.finish[rows].max(axis=0) for grid in grids], axis=0) for grids, rows in classes]
-        least = [np.min([slack(grid, rows) for grid in grids], axis=0) for grids, rows in classes]
-        return Overlap(
-            finish=tuple(tuple(row.tolist()) for row in finish),
-            slack=tuple(tuple(row.tolist()) for row in least),
-            holds=not self.scenario.sends_overlap,
-        )
+def _around(values: Array, extreme: np.ufunc) -> tuple[tuple[float, ...], ...]:
+    """The extreme value per rank around each class, for values of shape (prefixes, lengths, ranks)."""
+    values = extreme(values, np.concatenate([values[:, 1:], values[:, -1:]], axis=1))
+    if len(values) > 1:
+        values = extreme(values[:-1], values[1:])
+    return tuple(tuple(row) for row in values.reshape(-1, values.shape[-1]).tolist())
 
 
 class PackedTimes(ServiceTimes):
@@ -490,46 +484,39 @@ class PackedTimes(ServiceTimes):
     ) -> None:
         super().__init__(scenario, longest_new, longest_prefix, policy)
         self.pack_tokens = pack_tokens
-        self._packings: dict[GroupType, tuple[str, Packing]] = {}
+        self._packings: dict[GroupType, Packing] = {}
 
     def most_tokens(self, group: GroupType) -> float:
         """The most tokens that all prompts of a step may have in memory; 0: none."""
-        return self.packing(group)[1].most_tokens
+        return self.packing(group).most_tokens
 
-    def fill(self, sizes: Sequence[int], pool: Pool) -> None:
+    def fill(self, sizes: Sequence[int], pool: Pool, on_progress: OnProgress | None = None) -> None:
         """Do nothing: costs of steps are tabulated on first use, in this process."""
 
-    def packing(self, group: GroupType) -> tuple[str, Packing]:
-        """The strategy of such groups, and what its steps take."""
+    def packing(self, group: GroupType) -> Packing:
+        """What steps of such groups take."""
         if group not in self._packings:
             request = Request(context_len=self.longest_new, dtype=self.scenario.request.dtype)
             scenario = replace(self.scenario.on_gpus(group.gpus), request=request)
             strategy = self.policy.layouts(scenario)[group.weights][0]
             per_rank = for_strategy(scenario, strategy)
-            check_packs(per_rank, strategy)
-            budget, longest = self.pack_tokens, max(self.longest, self.pack_tokens)
-            packing = Packing(
-                costs=StepCosts(per_rank, strategy, budget, self.longest),
-                most_tokens=most_tokens_in_memory(per_rank, strategy, budget, longest),
-            )
-            self._packings[group] = strategy.name, packing
+            self._packings[group] = Packing(per_rank, strategy, self.pack_tokens, self.longest)
         return self._packings[group]
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """TTFT alone on a group; inf where the context does not fit in its memory."""
-        packing = self.packing(group)[1]
-        seconds = _per_prompt(packing.costs.alone_s, new_tokens, cached_prefix)
+        packing = self.packing(group)
+        seconds = _per_prompt(packing.alone_s, new_tokens, cached_prefix)
         return np.where(new_tokens + cached_prefix <= packing.most_tokens, seconds, np.inf)
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
         """Service times of a workload on such groups, whose caches leave by a transfer."""
-        name, packing = self.packing(group)
-        new, prefix = workload.new_tokens, workload.cached_prefix
+        packing, new, prefix = self.packing(group), workload.new_tokens, workload.cached_prefix
         ttft_s = self.seconds(group, new, prefix)
         return replace(
             Service.plain(ttft_s, _hold_s(transfer, workload, ttft_s, np.full(len(new), group.gpus))),
-            busy_s=_per_prompt(packing.costs.least_s, new, prefix),
-            strategies=(name,),
+            busy_s=_per_prompt(packing.least_s, new, prefix),
+            strategies=(packing.strategy,),
             new_tokens=new,
             cached_prefix=prefix,
             packing=packing,
@@ -537,14 +524,14 @@ class PackedTimes(ServiceTimes):
 
 
 def service_times(
-    scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy | None = None, pack: int | None = None
+    scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy, pack: int | None = None
 ) -> ServiceTimes:
     """Times for all workloads; `pack` limits new tokens of a packed step, None runs prompts one by one."""
     longest_new = max(int(workload.new_tokens.max()) for workload in workloads)
     longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
     if pack is None:
         return ServiceTimes(scenario, longest_new, longest_prefix, policy)
-    return PackedTimes(scenario, longest_new, longest_prefix, policy or StrategyPolicy(packs=True), pack)
+    return PackedTimes(scenario, longest_new, longest_prefix, policy, pack)
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:

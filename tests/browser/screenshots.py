@@ -97,9 +97,8 @@ def led(page: Opened) -> None:
     at("#map")(page)
 
 
-def doubled(page: Opened) -> None:
-    """Twice the requests, a shorter target, a higher price."""
-    page.press(".slider input[aria-label='Requests']", "\ue014", "\ue014")
+def dearer(page: Opened) -> None:
+    """A shorter target, and a higher price."""
     y = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.target, 'y')")
     page.drag("#fleets .u-over", 800, y, 0, 45)
     x = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.budget, 'x')")
@@ -120,7 +119,7 @@ PICTURES = {
     "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 700), dark=True),
     "map": Picture(command=MAP, act=pointed, size=(1120, 700)),
     "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
-    "capacity": Picture(command=CAPACITY, act=doubled, size=(1200, 790)),
+    "capacity": Picture(command=CAPACITY, act=dearer, size=(1200, 790)),
     "capacity-queue": Picture(command=CAPACITY, act=busiest, size=(1200, 660), dark=True),
 }
 

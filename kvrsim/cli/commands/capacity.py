@@ -71,15 +71,9 @@ def capacity(
     if launch is not None and not output.json:
         show_launch(launch)
     print_answer(output, (launch or result).to_dict, result.rows, lambda: capacity_screen(result))
-    write_files((output.plot, lambda path: _write(result, path)))
+    write_files((output.plot, result.write_plot))
     if not result.feasible:
         raise typer.Exit(1)
-
-
-def _write(result: CapacityPlan, path: str) -> None:
-    """Write the plot; a page also needs fleets at other rates, which are simulated now."""
-    with Progress("plot"):
-        result.write_plot(path)
 
 
 _SHOWN = 6  # fleets

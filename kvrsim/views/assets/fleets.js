@@ -1,12 +1,11 @@
 "use strict";
-/* The fleets of a capacity plan: a target and a price are dragged, rate and percentile chosen, and the fleet is read off. */
+/* The fleets of a capacity plan: a target and a price are dragged, a percentile chosen, and the fleet is read off. */
 kv.ready((data) => {
   const host = document.getElementById("fleets");
   if (!host || !data.tried) return;
-  const rates = [...new Set(data.tried.map((one) => one.rate))].sort((a, b) => a - b);
   const percentiles = data.percentiles.filter((one) => one >= 50);
   const state = {
-    rate: 1, percentile: data.percentile, target: data.slo_s, budget: null, price: data.price_per_gpu_hour,
+    percentile: data.percentile, target: data.slo_s, budget: null, price: data.price_per_gpu_hour,
   };
   const bySize = data.priced && data.price_per_gpu_hour === null;
   const priced = () => bySize || state.price !== null;
@@ -14,21 +13,20 @@ kv.ready((data) => {
   const at = (values) => values?.[data.percentiles.indexOf(state.percentile)] ?? null;
   const money = (value) => (priced() ? `$${Number(value.toPrecision(4))} an hour` : `${value} GPU${value === 1 ? "" : "s"}`);
   const busy = (one) => `${Math.round(100 * one.utilisation)} %`;
-  const times = (rate) => `${rate}×`;
 
   // -- the front
 
-  const known = (rate) => data.tried.filter((one) => one.rate === rate && at(one.ttft_s) !== null);
-  function front(rate) {
+  const known = () => data.tried.filter((one) => at(one.ttft_s) !== null);
+  function front() {
     const found = [];
-    for (const one of known(rate).sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))) {
+    for (const one of known().sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))) {
       if (!found.length || at(one.ttft_s) < at(found[found.length - 1].ttft_s) * 0.99) found.push(one);
     }
     return found;
   }
-  const cheapest = (rate) => known(rate).filter((one) => at(one.ttft_s) <= state.target)
+  const cheapest = () => known().filter((one) => at(one.ttft_s) <= state.target)
     .sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
-  const fastest = (rate) => known(rate).filter((one) => cost(one) <= state.budget * (1 + 1e-9))
+  const fastest = () => known().filter((one) => cost(one) <= state.budget * (1 + 1e-9))
     .sort((a, b) => at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
 
   // -- what is moved
@@ -40,8 +38,8 @@ kv.ready((data) => {
   const targets = [...steps, data.slo_s].sort((a, b) => a - b);
   const budgets = () => [...new Set(data.tried.map(cost))].sort((a, b) => a - b);
   const nearest = (values, value) => values.reduce((best, one, index) => (Math.abs(Math.log(one / value)) < Math.abs(Math.log(values[best] / value)) ? index : best), 0);
-  const first = cheapest(1) ?? front(1).slice(-1)[0];
-  const dearer = first ? front(1).filter((one) => cost(one) > cost(first)) : [];
+  const first = cheapest() ?? front().slice(-1)[0];
+  const dearer = first ? front().filter((one) => cost(one) > cost(first)) : [];
   state.budget = first ? cost(dearer[1] ?? dearer[0] ?? first) : budgets()[0];
 
   const target = kv.slider({ label: "Target TTFT", values: targets, format: (value) => kv.seconds(Number(value.toPrecision(3))), at: targets.indexOf(data.slo_s), moved: (index) => {
@@ -52,10 +50,6 @@ kv.ready((data) => {
   const budget = kv.slider({ label: "At most", values: prices, format: (value) => money(value), at: nearest(prices, state.budget), moved: (index) => {
     state.budget = prices[index];
     update();
-  } });
-  const rate = kv.slider({ label: "Requests", values: rates, format: (value) => times(value) + (data.rate_per_s ? `, ${Number((data.rate_per_s * value).toPrecision(3))} a second` : ""), at: rates.indexOf(1), moved: (index) => {
-    state.rate = rates[index];
-    redraw();
   } });
   const percentile = kv.el("select", { on: { change: (event) => {
     state.percentile = Number(event.target.value);
@@ -68,7 +62,7 @@ kv.ready((data) => {
     budget.values(prices, nearest(prices, state.budget = cost(first ?? data.tried[0])));
     redraw();
   } } });
-  const tools = kv.el("div", { class: "tools sliders" }, target.box, budget.box, rate.box,
+  const tools = kv.el("div", { class: "tools sliders" }, target.box, budget.box,
     kv.el("label", {}, "Of the requests", percentile), bySize ? null : kv.el("label", {}, "Price of a GPU-hour", price));
   const chartHost = kv.el("div", {});
   const said = kv.el("div", { id: "read-off", class: "cards", role: "status" });
@@ -91,15 +85,15 @@ kv.ready((data) => {
   const rings = [];
   let shown = [];  // fleets beside xs
   function series() {
-    const best = front(state.rate);
-    shown = known(state.rate).sort((a, b) => cost(a) - cost(b) || at(b.ttft_s) - at(a.ttft_s));
+    const best = front();
+    shown = known().sort((a, b) => cost(a) - cost(b) || at(b.ttft_s) - at(a.ttft_s));
     const held = (one) => {
       const here = best.filter((other) => cost(other) <= cost(one)).slice(-1)[0];
       return here ? at(here.ttft_s) : null;
     };
     const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one)) };
     const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most ? null : at(one.ttft_s))) };
-    // A place of no fleet at each end, so that all rates have one axis.
+    // A place of no fleet at each end, so that all percentiles have one axis.
     for (const one of [line, dots]) one.values = [null, ...one.values, null];
     return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], [line, dots]];
   }
@@ -117,74 +111,30 @@ kv.ready((data) => {
 
   // -- what is read off
 
-  function rests(one) {
-    if (one.rate === 1) return `${one.requests} requests simulated.`;
-    const [whole] = known(1);
-    const some = whole.requests === one.requests ? `${one.requests} requests`
-      : `${one.requests} of ${whole.requests} requests (${one.requests % data.requests.count ? "the busiest stretch" : `${one.requests / data.requests.count} of ${whole.requests / data.requests.count} draws`})`;
-    return `${some}, replayed ${times(one.rate)} as fast as asked; the designs of the answer with other numbers of groups, not searched again.`;
-  }
   function card(title, one, none) {
     if (!one) return kv.el("div", { class: "card" }, kv.el("h3", { text: title }), kv.el("p", { class: "bad", text: none }));
     return kv.el("div", { class: "card" },
       kv.el("h3", { text: title }),
       kv.el("p", { class: "answer" }, kv.el("strong", { text: `${one.gpus} GPU${one.gpus === 1 ? "" : "s"}` }), `${priced() ? `, ${money(cost(one))}` : ""}: ${one.fleet}`),
       kv.el("p", { text: `${state.percentile} % within ${kv.seconds(at(one.ttft_s))}. Busy ${busy(one)} of the time.` }),
-      kv.el("p", { class: "lead", text: rests(one) }));
+      kv.el("p", { class: "lead", text: `${one.requests} requests simulated.` }));
   }
   function update() {
-    const [within, paid] = [cheapest(state.rate), fastest(state.rate)];
+    const [within, paid] = [cheapest(), fastest()];
     const wanted = kv.seconds(Number(state.target.toPrecision(3)));
     said.replaceChildren(
-      card(`Cheapest with ${state.percentile} % within ${wanted}`, within, "None of the fleets simulated at this rate meets the target."),
-      card(`Fastest for at most ${money(state.budget)}`, paid, "None of the fleets simulated at this rate is as cheap."));
+      card(`Cheapest with ${state.percentile} % within ${wanted}`, within, "None of the fleets simulated meets the target."),
+      card(`Fastest for at most ${money(state.budget)}`, paid, "None of the fleets simulated is as cheap."));
     rings.splice(0, 2, ...[within, paid].filter(Boolean).map((one) => ({ x: cost(one), y: at(one.ttft_s) })));
     targetMark.value = state.target;
     budgetMark.value = state.budget;
     chart.plot()?.redraw(false);
-    needs();
   }
   function redraw() {
     chart.set(...series());
     update();
   }
 
-  // -- by rate
-
-  const rateHost = document.getElementById("rates");
-  let rateChart = null;
-  function needs() {
-    if (rates.length < 2) return rateHost.closest("section").setAttribute("hidden", "");
-    const values = rates.map((one) => {
-      const found = cheapest(one);
-      return found && cost(found);
-    });
-    const line = { name: "cheapest", colour: "--accent", points: true, values };
-    const about = {
-      label: "The cheapest fleet by the rate of the requests", height: 260, xs: rates, series: [line],
-      x: { title: data.rate_per_s ? `requests, times ${Number(data.rate_per_s.toPrecision(3))} a second` : "requests, times those asked for", format: (value) => times(value), log: 2 },
-      y: { title: priced() ? "cost an hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), least: 0 },
-      hover: (index) => {
-        const one = cheapest(rates[index]);
-        return [`${times(rates[index])} the requests`, one ? [["cheapest", one.fleet], ...words(one)] : [["none", "meets the target"]]];
-      },
-    };
-    const rows = rates.map((one) => {
-      const found = cheapest(one);
-      return { class: one === state.rate ? "best" : undefined, cells: found
-        ? [times(one), money(cost(found)), found.fleet, kv.seconds(at(found.ttft_s)), busy(found)]
-        : [times(one), "none meets the target", "", "", ""] };
-    });
-    const table = kv.list([{ title: "requests" }, { title: priced() ? "cost" : "GPUs" }, { title: "fleet" }, { title: `${state.percentile} % within`, number: true }, { title: "busy", number: true, second: true }],
-      rows, { caption: "The cheapest fleet by rate", ident: "needs" });
-    rateHost.classList.toggle("empty", line.values.every((one) => one === null));
-    if (rateChart) rateChart.set(about.xs, about.series);
-    else {
-      rateHost.append(kv.el("div", { class: "rate-chart" }), kv.el("div", { class: "rate-table" }));
-      rateChart = kv.chart(rateHost.firstElementChild, about);
-    }
-    return rateHost.querySelector(".rate-table").replaceChildren(table);
-  }
   update();
-  window.kvFleets = { state, chart, rateChart: () => rateChart };
+  window.kvFleets = { state, chart };
 });

@@ -17,7 +17,8 @@ from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet import Overlap, Pool, PoolRun, Service, run_pool
-from planner.capacity.packing import Packing, PackingRule, Piece, StepCosts, check_packs
+from planner.capacity.packing import Packing, PackingRule, Piece
+from planner.capacity.times import StrategyPolicy
 from tests.building import examples
 
 LAYOUTS = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4)]
@@ -65,23 +66,23 @@ def test_one_prompt_in_one_step_takes_its_ttft(name: str, gpus: int, engine: str
     for new, cached in ((2500, 500), (40, 9000)):
         scenario, strategy = per_rank(name, gpus, ctx=new + cached, cached_prefix=cached, engine=engine)
         ttft_s = run_partition(scenario, strategy, Partition.even(new, 1)).ttft_s
-        costs = StepCosts(scenario, strategy, BUDGET, 32768)
-        assert costs.alone_s(new, cached) == pytest.approx(ttft_s, rel=0.015)
+        packing = Packing(scenario, strategy, BUDGET, 32768)
+        assert packing.alone_s(new, cached) == pytest.approx(ttft_s, rel=0.015)
 
 
 def test_a_prompt_longer_than_the_budget_runs_as_pieces_of_a_pipeline() -> None:
     scenario, strategy = per_rank("pp", 3)
     ttft_s = run_partition(scenario, strategy, Partition(chunk_lens=(1000, 1000, 1000, 1000, 96))).ttft_s
-    assert StepCosts(scenario, strategy, 1000, 4096).alone_s(4096, 0) == pytest.approx(ttft_s, rel=0.02)
+    assert Packing(scenario, strategy, 1000, 4096).alone_s(4096, 0) == pytest.approx(ttft_s, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", ["none", "serving"])
 def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(engine: str) -> None:
-    costs = StepCosts(*per_rank("single", 1, engine=engine), 6000, 4096)
+    packing = Packing(*per_rank("single", 1, engine=engine), 6000, 4096)
 
     def seconds(*pieces: Piece) -> float:
         free_s = [0.0]
-        costs.run(free_s, 0.0, costs.step(pieces))
+        packing.run(free_s, 0.0, pieces)
         return free_s[0]
 
     @examples(60)
@@ -95,7 +96,7 @@ def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(engine: str
     law()
 
 
-def served(costs: StepCosts, new: np.ndarray, arrival_s: np.ndarray, replicas: int, order: Any) -> PoolRun:
+def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: int, order: Any) -> PoolRun:
     none = np.zeros(len(new), dtype=np.int64)
     service = Service(
         ttft_s=np.ones(len(new)),
@@ -106,26 +107,26 @@ def served(costs: StepCosts, new: np.ndarray, arrival_s: np.ndarray, replicas: i
         overlap=Overlap.whole(),
         new_tokens=new,
         cached_prefix=none,
-        packing=Packing(costs=costs, most_tokens=1e9),
+        packing=packing,
     )
     return run_pool(Pool(arrival_s=arrival_s, service=service, replicas=replicas, order=order))
 
 
 @pytest.mark.parametrize("budget", [300, 3000])
 def test_every_packed_prompt_is_served(budget: int) -> None:
-    costs = StepCosts(*per_rank("pp", 2), budget, 4096)
+    packing = Packing(*per_rank("pp", 2), budget, 4096)
 
     @examples(15)
     @given(replicas=st.integers(1, 3), order=st.sampled_from(["first-come", "shortest-first"]), seed=st.integers(0, 99))
     def law(replicas: int, order: str, seed: int) -> None:
         rng = np.random.default_rng(seed)
         new, arrival_s = rng.integers(1, 3000, 30), np.cumsum(rng.exponential(0.02, 30))
-        run = served(costs, new, arrival_s, replicas, order)
+        run = served(packing, new, arrival_s, replicas, order)
         assert (run.begin_s >= arrival_s).all()
         assert (run.end_s > run.begin_s).all()
         assert run.busy_s <= replicas * run.end_s.max() * (1 + 1e-9)
-        far_apart = served(costs, new, 10.0 * np.arange(30), 1, order)
-        alone_s = [costs.alone_s(one, 0) for one in new.tolist()]
+        far_apart = served(packing, new, 10.0 * np.arange(30), 1, order)
+        alone_s = [packing.alone_s(one, 0) for one in new.tolist()]
         assert far_apart.end_s - far_apart.begin_s == pytest.approx(alone_s, rel=1e-9)
 
     law()
@@ -133,20 +134,19 @@ def test_every_packed_prompt_is_served(budget: int) -> None:
 
 @pytest.mark.parametrize("name", ["single", "pp"])
 def test_a_full_pipeline_serves_as_fast_as_its_slowest_stage(name: str) -> None:
-    costs = StepCosts(*per_rank(name, 1 if name == "single" else 3, ctx=2048), 2048, 4096)
-    step = costs.step([Piece(0, 2048, 0, 2048, True)])
-    slowest_s = max([*step.stages_s[:-1], step.stages_s[-1] + step.head_s]) + step.waits_s
-    run = served(costs, np.full(30, 2048), np.zeros(30), 1, "first-come")
+    packing = Packing(*per_rank(name, 1 if name == "single" else 3, ctx=2048), 2048, 4096)
+    free_s = [0.0] * packing.num_stages
+    packing.run(free_s, 0.0, [Piece(0, 2048, 0, 2048, True)])
+    slowest_s = max(np.diff(free_s, prepend=0.0))
+    run = served(packing, np.full(30, 2048), np.zeros(30), 1, "first-come")
     assert np.diff(run.end_s)[5:] == pytest.approx(slowest_s, rel=0.02)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
-    for name, more, parameter in (
-        ("kvr-e", {}, "strategies"),
-        ("pp2+cp2", {"gpus": 4}, "strategies"),
-        ("tp", {"engine": "lmdeploy-0.1"}, "engine"),
-        ("tp", {"cached_prefix": 1024, "prefix_placement": "host"}, "prefix_placement"),
-    ):
+    for name in ("kvr-e", "pp2+cp2"):
+        with pytest.raises(InputError, match=r"^strategies"):
+            StrategyPolicy(names=(name,), packs=True)
+    for more in ({"engine": "lmdeploy-0.1"}, {"cached_prefix": 1024, "prefix_placement": "host"}):
         with pytest.raises(InputError) as caught:
-            check_packs(*per_rank(name, **{"gpus": 2, **more}))
-        assert caught.value.parameter == parameter
+            Packing(*per_rank("tp", 2, **more), BUDGET, 4096)
+        assert caught.value.parameter in more

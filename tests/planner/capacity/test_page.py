@@ -11,7 +11,7 @@ import pytest
 import kvrsim
 from kvrsim.views.page import render, unpacked
 from planner.capacity.fleet import FleetRun
-from planner.capacity.page import capacity_data, capacity_page, waiting
+from planner.capacity.page import page, page_data, waiting
 from planner.capacity.result import CapacityPlan
 from planner.capacity.workload import Workload
 
@@ -32,8 +32,8 @@ def plan() -> CapacityPlan:
 
 
 def test_every_fleet_is_in_the_data(plan: CapacityPlan) -> None:
-    data = capacity_data(plan)
-    assert [one["fleet"] for one in data["tried"]] == [one.fleet for one in plan.front.tried]
+    data = page_data(plan)
+    assert [one["fleet"] for one in data["tried"]] == [one.describe() for one in plan.tried]
     assert len(data["tried"][0]["ttft_s"]) == len(data["percentiles"])
     assert len(data["requests"]["arrival_s"]) == data["requests"]["count"] == 600
     assert data["price_per_gpu_hour"] is None
@@ -42,11 +42,11 @@ def test_every_fleet_is_in_the_data(plan: CapacityPlan) -> None:
 
 def test_names_of_others_are_text_and_the_data_come_back(plan: CapacityPlan) -> None:
     named = replace(plan, workload={**plan.workload, "name": "</script><img src=x>"}, warnings=("<b>note</b>",))
-    page = capacity_page(named)
-    text = render(page)
+    made = page(named)
+    text = render(made)
     assert "<img" not in text
     assert "<b>note" not in text
-    assert unpacked(text) == page.data
+    assert unpacked(text) == made.data
     assert len(text) < 300_000
 
 

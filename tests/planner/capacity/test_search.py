@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.interp import percentile_of
 from planner.capacity.fleet import Fleet, FleetLimits, Group, GroupType
 from planner.capacity.request import CapacityRequest, Target
-from planner.capacity.result import CapacityPlan, TriedFleet
 from planner.capacity.search import Fit, FleetSearch, FleetSimulator
-from planner.capacity.times import ServiceTimes, service_times
+from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Source, Workload
 
 SOURCE = Source.of("synthetic:bursty,rate=6,requests=1500,cv=2,context=lognormal:1k:1,max=8k")
@@ -31,7 +28,8 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def times(workload: Workload) -> ServiceTimes:
-    return service_times(make_scenario(ctx=1024, gpus=1)[0], [workload])
+    policy = StrategyPolicy(names=("single", "tsp", "kvr-s"))
+    return service_times(make_scenario(ctx=1024, gpus=1)[0], [workload], policy)
 
 
 def simulator(workloads: list[Workload], times: ServiceTimes, slo_s: float, **more: Any) -> FleetSimulator:
@@ -110,50 +108,6 @@ def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Worklo
     design = (bucket(1, 1, 1500), bucket(1, 1501, 8192))
     late = sum(int((run.ttft_s > 1.0).sum()) for run in simulated.runs(tuple(group.of(4) for group in design)))
     assert late == sum(one.late(4) for one in simulated.buckets(design))
-
-
-SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
-FEW: dict[str, Any] = {
-    "model": "llama-7b",
-    "cluster": "a100-nvlink",
-    "slo_ttft": "1s",
-    "group_sizes": "1,2",
-    "replications": 2,
-    "uniform_only": True,
-}
-
-
-@pytest.fixture(scope="module")
-def explored() -> CapacityPlan:
-    return kvrsim.capacity(requests=SMALL, price_per_gpu_hour=2, **FEW).explored()
-
-
-def at(plan: CapacityPlan, rate: float) -> dict[str, TriedFleet]:
-    return {one.fleet: one for one in plan.front.tried if one.rate == rate}
-
-
-def written(path: Path, rows: list[str]) -> Path:
-    path.write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
-    return path
-
-
-def test_another_rate_is_the_same_requests_replayed(tmp_path: Path) -> None:
-    plans = []
-    for gap_s in (0.2, 0.1):
-        path = written(tmp_path / f"{gap_s}.csv", [f"{gap_s * i},{300 + 7 * i % 900},5" for i in range(600)])
-        plans.append(kvrsim.capacity(requests=path, **FEW | {"replications": 1}))
-    replayed, asked = at(plans[0].explored(), 2.0), at(plans[1], 1.0)
-    both = replayed.keys() & asked.keys()
-    assert both
-    for name in both:
-        assert replayed[name].ttft_s == pytest.approx(asked[name].ttft_s, rel=1e-9)
-
-
-def test_more_requests_in_the_same_time_wait_longer(explored: CapacityPlan) -> None:
-    for name in {one.fleet for one in explored.front.tried}:
-        rising = sorted((one.rate, one.ttft_s) for one in explored.front.tried if one.fleet == name)
-        for (_, slow), (_, fast) in itertools.pairwise(rising):
-            assert all(a <= b * (1 + 1e-9) for a, b in zip(slow, fast, strict=True))
 
 
 def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:

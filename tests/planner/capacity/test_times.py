@@ -23,6 +23,7 @@ from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, weigh
 from planner.capacity.workload import Workload
 from planner.search.search import search
 
+CHAINS = StrategyPolicy(names=("single", "tsp", "kvr-s"))
 KVR = STRATEGIES["kvr-s"]
 
 
@@ -46,7 +47,7 @@ def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash"])
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_times_are_near_those_of_a_full_search(profile: str, gpus: int) -> None:
-    times = ServiceTimes(scenario(profile), 8192, 4096)
+    times = ServiceTimes(scenario(profile), 8192, 4096, CHAINS)
     rng = np.random.default_rng(3)
     new = np.exp2(rng.uniform(5, 12.9, 12)).astype(np.int64)
     cached = np.where(rng.random(12) < 0.5, 0, rng.integers(1, 4096, 12))
@@ -95,7 +96,7 @@ def requests(new: list[int], cached: list[int], output: int = 5) -> Workload:
 
 
 def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None:
-    times = ServiceTimes(scenario("a100-eager"), 8192, 8191)
+    times = ServiceTimes(scenario("a100-eager"), 8192, 8191, CHAINS)
     new, cached = np.array([256, 1024, 2048, 4096, 6144]), np.full(5, 2048)
     for gpus in (1, 2):
         alone = times.seconds(GroupType(gpus), new, 0 * cached)
@@ -107,7 +108,7 @@ def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None
 
 
 def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
-    times = ServiceTimes(scenario("a100-eager"), 32768, 0)
+    times = ServiceTimes(scenario("a100-eager"), 32768, 0, CHAINS)
     new = np.array(
         [1000, times.grids(GroupType(1))[0].most_new_tokens, times.grids(GroupType(1))[0].most_new_tokens + 1, 32768]
     )
