@@ -11,9 +11,11 @@ import json
 import random
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import MISSING, fields, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,8 +34,10 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import _HARMLESS, fill, freeze
 
 FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
+SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
 # Numbers that give the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
+_MOST_LAYERS = 13  # of the configurations that a template is compared on
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -99,6 +103,20 @@ class Symbol(int):
     __rmul__ = __mul__
 
 
+class _Numbers(type):
+    """Whole numbers, symbols included."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+    def __call__(cls, *values: Any) -> Any:
+        return values[0] if isinstance(values[0], Symbol) else int(*values)
+
+
+class _Int(metaclass=_Numbers):
+    """`int` of a class that is read: it keeps symbols."""
+
+
 def _terms(number: int) -> dict[tuple[str, ...], int]:
     return number.terms if isinstance(number, Symbol) else {(): int(number)}
 
@@ -159,10 +177,11 @@ class Kind:
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
         return read_class({"model_type": self.data["model_type"], **config}, "")
 
-    def covers(self, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    def covers(self, config: Mapping[str, Any], spec: ModelSpec, data: Mapping[str, Any] | None = None) -> bool:
+        """Whether the data, or these, give the model of a configuration."""
         source = JsonObject(fields={"model_type": self.data["model_type"], **config}, where="catalogue")
         try:
-            model = fill(self.data, source, "")
+            model = fill(data or self.data, source, "")
         except (ZeroDivisionError, InputError):
             return False
         return model is not None and model == spec
@@ -175,7 +194,10 @@ class Kind:
         numbers = self.numbers(config)
         symbols = {key: Symbol(value, key) for key, value in numbers.items()}
         reads: set[str] = set()
-        with patch.object(self.cls, "__getattribute__", _recorder(self.cls.__getattribute__, reads)):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(self.cls, "__getattribute__", _recorder(self.cls.__getattribute__, reads)))
+            for name in (self.cls.__module__, self.cls.__module__.replace("configuration_", "modeling_")):
+                stack.enter_context(patch.object(import_module(name), "int", _Int, create=True))
             spec = self.read({**config, **symbols})
         self._derived_defaults(config, numbers)
         model = freeze(replace(spec, layers=()))["ModelSpec"]
@@ -186,7 +208,7 @@ class Kind:
         variant["order"] = self._order(config, spec, numbers)
         leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
         variant["numbers"] = sorted(
-            {*_used(variant), *leading}, key=lambda key: isinstance(self.data["defaults"].get(key), str)
+            {*_used(variant), *leading}, key=lambda key: str(self.data["defaults"].get(key)).startswith("=")
         )
         for key in variant["numbers"]:
             self.data["defaults"].setdefault(key, self.defaults[key])
@@ -195,10 +217,10 @@ class Kind:
 
     def _derived_defaults(self, config: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
         """Expressions of numbers that the class derives from others where a file leaves them out."""
-        given = {key: Symbol(value, key) for key, value in numbers.items() if self.defaults[key] is not None}
+        given = {key: Symbol(value, key) for key, value in numbers.items() if isinstance(self.defaults[key], int)}
         values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **given}))
         for key in numbers:
-            if self.defaults[key] is None and isinstance(values.get(key), int):
+            if not isinstance(self.defaults[key], int) and isinstance(values.get(key), int):
                 self.data["defaults"][key] = freeze(values[key])
 
     def _fixed(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
@@ -219,30 +241,33 @@ class Kind:
         return fixed
 
     def _order(self, config: Mapping[str, Any], spec: ModelSpec, numbers: Mapping[str, int]) -> dict[str, Any]:
-        values = vars(self.cls.from_dict(dict(config)))
         count, kinds = len(spec.layers), spec.layer_kind_index
-        lists = {
-            key: [str(one) for one in value]
-            for key, value in values.items()
-            if isinstance(value, list) and len(value) == count and all(isinstance(one, (str, int)) for one in value)
-        }
-        seen = {key: sorted(set(value)) for key, value in lists.items()}
+        seen: dict[str, list[str]] = {}
+        every: list[dict[str, Any]] = []  # lists of layers with the names of the class and with those of the file
+        for source in (vars(self.cls.from_dict(dict(config))), dict(config)):
+            lists = {
+                key: value
+                for key, value in self.own_names(source).items()
+                if isinstance(value, list) and len(value) == count and all(isinstance(one, (str, int)) for one in value)
+            }
+            seen |= {key: sorted({*seen.get(key, ()), *map(str, value)}) for key, value in lists.items()}
+            every.append(lists)
         by: list[str] = []
         table: dict[str, int] = {}
-        if len(set(kinds)) > 1:
-            varied = [key for key, one in seen.items() if len(one) > 1]
-            for names in (*([key] for key in varied), varied):
-                keys = ["|".join(lists[name][number] for name in names) for number in range(count)]
-                table = dict(zip(keys, kinds, strict=True))
-                if names and all(table[key] == kind for key, kind in zip(keys, kinds, strict=True)):
-                    by = list(names)
-                    break
+        varied = [key for key, one in every[0].items() if len({*map(str, one)}) > 1]
+        for names in (*([key] for key in varied), varied) if varied and len(set(kinds)) > 1 else ():
+            rows = [_rows(lists, names) for lists in every if {*names} <= {*lists}]
+            pairs = [(key, kind) for one in rows for key, kind in zip(one, kinds, strict=True)]
+            table = dict(pairs)
+            if all(table[key] == kind for key, kind in pairs):
+                by = list(names)
+                break
         first: list[Any]
         first, cycle = _periodic(kinds)
         leading = [key for key in numbers if re.search("dense|max_window", key) and numbers[key] == len(first)]
         if first and len(set(first)) == 1 and leading and cycle:
             first = [first[0], leading[0]]
-        if any(key in config for key in lists):
+        if any(every[1]) and len(set(kinds)) > 1:
             first, cycle = list(kinds), []
         return {"seen": seen, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
 
@@ -250,6 +275,11 @@ class Kind:
         """Compare the variant with the class for other numbers; fix the numbers that it does not follow."""
         apart = [key for key in numbers if _STRUCTURE.search(key) or key in _LAYERS]
         free = self._follows(config, variant, numbers)
+        order, values = variant["order"], vars(self.cls.from_dict(dict(config)))
+        if free is None and order["by"]:  # no rule for another number of layers: files must list them
+            order["first"], order["cycle"] = [order["kinds"][key] for key in _rows(values, order["by"])], []
+            config = {**config, **{key: values[key] for key in order["by"]}}
+            free = self._follows(config, variant, numbers)
         if free is None:  # which of the numbers that order the layers may change?
             alone = [key for key in apart if self._follows(config, variant, [key]) is not None]
             fixed = [key for key in apart if key not in alone]
@@ -263,37 +293,56 @@ class Kind:
 
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # which no width follows from
-        usual, fixed = self.numbers(config), [key for key in numbers if key not in free and key not in passed_on]
+        usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
+        if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # perhaps the number of a layer
+            fixed |= {key for key in numbers if key in _LAYERS}
         for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # else discarded
             variant["fixed"][key] = usual[key]
             self.data["defaults"].setdefault(key, self.defaults[key])
-        return f"free: {len(free)}; fixed: {', '.join(fixed)}"
+        if len(fixed) > len(free):
+            self.data["variants"].remove(variant)
+            return f"no template follows {', '.join(sorted(fixed))}"
+        return f"free: {len(free)}; fixed: {', '.join(sorted(fixed))}"
 
     def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
         """The keys with whose other numbers template and class agree; None: they differ somewhere."""
-        draw = random.Random(0)
+        draw, used = random.Random(0), _used(variant)
+        # Keys that are in no expression may still give the kinds of layers, such as the first with experts.
+        structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*used, *_LAYERS)}
         usual, changed, passed = self.numbers(config), set[str](), 0
-        variant["fixed"] |= (fixed := {key: usual[key] for key in usual if key not in keys and key in self.defaults})
+        fixed = {key: usual[key] for key in usual if key not in keys and key in self.defaults}
         self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}
-        for attempt in range(48):
-            choices = ((1, 2), (1,) * 9 + (2,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 4]
-            other = fixed | {key: usual[key] * draw.choice(choices) for key in keys}
-            other |= {key: draw.randint(8, 13) for key in keys if key in _LAYERS}
-            other |= {key: draw.choice((1, 2, 3, 5)) for key in keys if _STRUCTURE.search(key)}
+        changing = {**variant, "fixed": variant["fixed"] | fixed}
+        others = [one for one in self.data["variants"] if one is not variant]
+        proven = {**self.data, "variants": [*others, changing]}
+        for factors in _factors(keys, changed, draw):
+            other: dict[str, Any] = fixed | {key: int(usual[key] * factors.get(key, 1)) for key in keys}
+            other |= {key: draw.choice((1, 2, 3, 5)) for key in keys if key in structure}
+            for key in (key for key in keys if key in _LAYERS):
+                count = other[key] = draw.randint(8, _MOST_LAYERS)
+                lists = {name: one for name, one in config.items() if isinstance(one, list) and len(one) == usual[key]}
+                other |= {name: (one * count)[:count] for name, one in lists.items()}
             try:
                 spec = self.read({**config, **other})
             except Exception:  # numbers that the class does not take
                 continue
-            if not self.covers({**config, **other}, spec):
-                changed = set()
-                break
+            if not self.covers({**config, **other}, spec, proven):
+                return None
             passed += 1
             changed |= {key for key in keys if other[key] != usual[key]}
             if passed > 1 and len(changed) == len(keys):
                 break
-        for key in fixed:
-            del variant["fixed"][key]
-        return changed or None
+        return changed
+
+
+def _factors(keys: Sequence[str], changed: Set[str], draw: random.Random) -> Iterator[dict[str, float]]:
+    """Factors of numbers to try: all numbers, some at random, then pairs with each that has not changed yet."""
+    for attempt in range(24):
+        choices = ((2,), (1,) * 9 + (2,), (1, 2), (1,) * 9 + (3,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 6]
+        yield {key: draw.choice(choices) for key in keys}
+    for key, other, factor in product(keys, keys, (0.5, 2)):
+        if key not in changed:
+            yield {key: 2} | {other: factor}
 
 
 def _legacy(cls: Any) -> list[str]:
@@ -318,6 +367,11 @@ def _used(variant: Mapping[str, Any]) -> set[str]:
     return {name for one in expressions for name in re.findall(r"[A-Za-z_]\w*", one)}
 
 
+def _rows(lists: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """What lists of layers say of each layer, as keys of a variant's kinds."""
+    return ["|".join(map(str, row)) for row in zip(*(lists[name] for name in names), strict=True)]
+
+
 def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The shortest start and the shortest cycle after it that reproduce the kinds of all layers."""
     for size in range(1, len(kinds) // 2 + 1):
@@ -327,38 +381,9 @@ def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return list(kinds), []
 
 
-_BIASES = ({"attention_bias": True}, {"attention_bias": False})
-# Configurations of which each type has a variant, besides transformers' defaults: keys that change a structure.
-_SWITCHES: tuple[dict[str, Any], ...] = (
-    *(bias | more for more in ({}, {"head_dim": 128}, {"head_dim": 128, "use_qk_norm": True}) for bias in _BIASES),
-    *({key: True} for key in ("mlp_bias", "use_sliding_window", "use_qk_norm")),
-    *({key: None} for key in ("sliding_window", "q_lora_rank")),
-    {"sliding_window": 2047},
-    {"interleave_moe_layer_step": 2, "use_qk_norm": False},
-)
-# Text models that transformers has inside of larger models alone.
-_TEXT_TYPES = ("minimax_m3_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-# Values that classes need and default configurations lack, from a published model of the type.
-NEEDED: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
-        }
-    },
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "deepseek_v2": {
-        **{"num_experts_per_tok": 6, "n_routed_experts": 64, "moe_intermediate_size": 1408},
-        **{"first_k_dense_replace": 1, "num_key_value_heads": 32},
-    },
-    "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
-    "granitemoehybrid": {"layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(32)]},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
-    "lfm2_moe": {"layer_types": ["full_attention" if number % 4 == 2 else "conv" for number in range(32)]},
-    "ministral": {"head_dim": 128},
-    "phimoe": {"attention_bias": True, "lm_head_bias": True, "sliding_window": 131072},
-    "nemotron": {"num_key_value_heads": 8},
-}
+def needed(model_type: str) -> dict[str, Any]:
+    """Values that a class needs and its default configuration lacks, from a published model of the type."""
+    return dict(SHAPES["types"].get(model_type, [{}])[0])
 
 
 def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -375,15 +400,14 @@ def main() -> None:
     """Write kvrsim/data/types anew, or the types that are named."""
     transformers.logging.set_verbosity_error()
     files = configurations(FOLDER.parent / "models")
-    types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *files, *_TEXT_TYPES})
+    types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *files, *SHAPES["types"]})
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or types:
         if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
             continue  # several models: files have the type of the text model
-        kind, usual = Kind(name), NEEDED.get(name, {})
-        switches = [usual | switch for switch in _SWITCHES if {*switch} <= {*kind.defaults}]
-        given = [usual, *files.get(name, []), *switches]
-        for config in given:
+        kind, usual = Kind(name), needed(name)
+        switches = [usual | switch for switch in SHAPES["switches"] if {*switch} <= {*kind.defaults}]
+        for config in (usual, *files.get(name, []), *SHAPES["types"].get(name, [])[1:], *switches):
             try:
                 print(f"{name}: {kind.add(config)}", flush=True)
             except (RefusedError, InputError) as error:

@@ -38,10 +38,10 @@ class Support:
 
 def support(model_type: str) -> Support:
     """Read a type with the defaults of its configuration, and what they leave out."""
-    from calibrate.catalogue import NEEDED
+    from calibrate.catalogue import needed
     from kvrsim.model.reader import RefusedError, read_class
 
-    fields = {"model_type": model_type, **NEEDED.get(model_type, {})}
+    fields = {"model_type": model_type, **needed(model_type)}
     try:
         return Support(model_type=model_type, model=read_class(fields, model_type))
     except RefusedError as error:

@@ -144,11 +144,14 @@ _MOST_NAMES, _LONGEST_NAME = 100_000, 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """The matrices that have a format."""
+    """The format of some matrices; the first rule that holds for a matrix counts."""
 
-    weights: WeightFormat
+    weights: WeightFormat | None  # None: in the request's dtype
     only: Modules | None = None  # None: all linear layers
-    head: bool = False  # whether the head is quantised
+    head: bool = False  # whether it holds for the head, too
+
+    def holds(self, path: str) -> bool:
+        return (self.only is None or self.only.hold(path)) and (self.head or not _HEADS.hold(path))
 
 
 def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
@@ -160,50 +163,20 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
     method = _method(outer, data)
     short = method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin")
-    known = sorted({"fp8", "compressed_tensors", *_table()["methods"]} - {"integers"})
+    known = sorted({"compressed_tensors", *_table()["methods"]} - {"integers"})
     if short not in known:
         raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(known))
-    rules = (*_narrow_experts(config), *_rules(short, data))
-    named, own_formats = _named_layers(data), _exceptions(data)
+    named = _named_layers(data)
     # A model in FP8 whose experts are quantised further leaves all but these out of that second step.
     lists = _SKIPPED[1:] if named and short == "fp8" else _SKIPPED
-    skipped = [_modules(data, name) for name in lists]
-
-    def format_of(path: str) -> WeightFormat | None:
-        for modules, weights in own_formats:
-            if modules.hold(path):
-                return weights
-        if any(modules.hold(path) for modules in skipped):
-            return None
-        own = _nearest(named, path)
-        if own is not None:
-            return own
-        rule = next((rule for rule in rules if _fits(rule, path)), None)
-        return None if rule is None else rule.weights
-
-    formats = tuple(dict.fromkeys((*(rule.weights for rule in rules), *named.values())))
-    return quantized(model, Quantization(method=method, formats=formats, kv_cache_bits=_kv_cache_bits(data)), format_of)
-
-
-def _fits(rule: _Rule, path: str) -> bool:
-    return (rule.only is None or rule.only.hold(path)) and (rule.head or not _HEADS.hold(path))
-
-
-def _exceptions(data: JsonObject) -> list[tuple[Modules, WeightFormat | None]]:
-    """Modules with a format of their own: GPTQModel's `dynamic` by patterns, AutoRound's `extra_config` by names."""
-    found: list[tuple[Modules, WeightFormat | None]] = []
-    for key in ("dynamic", "extra_config"):
-        entries = data.child(key) if data.has(key) else JsonObject(fields={}, where=data.where)
-        for name in entries.fields:
-            fields = entries.child(name).fields if entries.has(name) else {}
-            own = JsonObject(fields={**data.fields, **fields}, where=data.where, key_path=f"{data.key_path}{key}.")
-            is_name = key == "extra_config" and not re.search(r"[*+\\^$]", name)
-            pattern = name if is_name else f"re:{name.removeprefix('+:').removeprefix('-:')}"
-            lists = JsonObject(fields={name: [pattern]}, where=entries.where, key_path=entries.key_path)
-            modules = _modules(lists, name)
-            whole = name.startswith("-:") or fields.get("bits") == 16
-            found.append((modules, None if whole else _rules("gptq", own)[0].weights))
-    return found
+    skipped = [_Rule(weights=None, only=_modules(data, name), head=True) for name in lists]
+    rules = [*_exceptions(data), *skipped, *named, *_narrow_experts(config), *_rules(short, data)]
+    quantization = Quantization(
+        method=method,
+        formats=tuple(dict.fromkeys(rule.weights for rule in rules if rule.weights is not None)),
+        kv_cache_bits=_kv_cache_bits(data),
+    )
+    return quantized(model, quantization, lambda path: next((one.weights for one in rules if one.holds(path)), None))
 
 
 def _method(outer: JsonObject, data: JsonObject) -> str:
@@ -214,16 +187,14 @@ def _method(outer: JsonObject, data: JsonObject) -> str:
     return "modelopt" if data.has("quant_algo") else "method not named"
 
 
-def _modules(data: JsonObject, key: str) -> Modules:
-    names = data.sequence(key)
-    usable = len(names) <= _MOST_NAMES and all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names)
+def _modules(data: JsonObject, key: str, names: Sequence[Any] | None = None) -> Modules:
+    """Modules by a list of names in the file, or by these."""
+    names = data.sequence(key) if names is None else names
     try:
-        return Modules.named([str(name) for name in names]) if usable else _refused(data, key)
+        if len(names) <= _MOST_NAMES and all(isinstance(one, str) and len(one) <= _LONGEST_NAME for one in names):
+            return Modules.named(names)
     except re.error:
-        return _refused(data, key)
-
-
-def _refused(data: JsonObject, key: str) -> Modules:
+        pass
     raise data.error(key, "an array of names of modules; after re: a regular expression")
 
 
@@ -235,25 +206,91 @@ def _kv_cache_bits(data: JsonObject) -> int | None:
     return {"FP8": 8, "INT8": 8, "NVFP4": 4}.get(algorithm)
 
 
+# Rules
+
+
+def _exceptions(data: JsonObject) -> list[_Rule]:
+    """Modules with a format of their own: GPTQModel's `dynamic` by patterns, AutoRound's `extra_config` by names."""
+    rules = []
+    for key in ("dynamic", "extra_config"):
+        entries = data.child(key) if data.has(key) else replace(data, fields={})
+        for name in entries.fields:
+            fields = entries.child(name).fields if entries.has(name) else {}
+            own = replace(data, fields={**data.fields, **fields}, key_path=f"{data.key_path}{key}.")
+            is_name = key == "extra_config" and not re.search(r"[*+\\^$]", name)
+            pattern = name if is_name else f"re:{name.removeprefix('+:').removeprefix('-:')}"
+            whole = name.startswith("-:") or fields.get("bits") == 16
+            weights = None if whole else _format(_table()["methods"]["integers"], own)
+            rules.append(_Rule(weights=weights, only=_modules(entries, name, [pattern]), head=True))
+    return rules
+
+
+def _named_layers(data: JsonObject) -> list[_Rule]:
+    """Formats of modules in quantized_layers (mixed precision); all experts take the format of their folder."""
+    if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
+        return []
+    layers = data.child("quantized_layers")
+    formats: dict[str, WeightFormat | None] = {}  # one format per distinct entry, as modules have few different entries
+    groups: dict[tuple[int, WeightFormat], list[str]] = {}  # names by depth and format
+    for name, value in layers.fields.items():
+        if repr(value) not in formats:
+            formats[repr(value)] = _format(_table()["methods"]["modelopt"], layers.child(name), optional=True)
+        weights = formats[repr(value)]
+        if weights is not None:
+            place = _EXPERT.sub("", in_text_model(name))
+            groups.setdefault((place.count("."), weights), []).append(place)
+    ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # a module before the one around it
+    return [_Rule(weights=weights, only=Modules.named(names), head=True) for (_, weights), names in ordered]
+
+
+def _narrow_experts(config: JsonObject) -> list[_Rule]:
+    """Format of DeepSeek-V4's FP4 experts inside an FP8 model: an 8-bit exponent for 32 weights, computed in FP8."""
+    if config.text("expert_dtype", "").lower() != "fp4":
+        return []
+    return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
+
+
 def _rules(method: str, data: JsonObject) -> list[_Rule]:
     """The formats of a method, each with the modules that have it."""
     entry = _table()["methods"].get(method, {})
     if isinstance(entry, str):
         return _rules(entry, data)
-    if method == "compressed_tensors" or (method == "modelopt" and _grouped(data)):
+    if method == "compressed_tensors" or (method == "modelopt" and _is_grouped(data)):
         return _compressed_tensors(data)
-    if method == "fp8":  # one scale a matrix, or one for each block
-        block = data.sequence("weight_block_size")
-        whole = WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None)
-        return [_Rule(weights=_blocked(data, "weight_block_size") if block else whole)]
-    if method == "torchao":
-        return [_Rule(weights=_torchao(data))]
+    rules = []
     if method == "quark":
-        return _quark(data)
+        if data.fields.get("layer_type_quant_config"):
+            raise data.error("layer_type_quant_config", "nothing: formats by names of layers")
+        layers = data.child("layer_quant_config") if data.has("layer_quant_config") else replace(data, fields={})
+        for name in layers.fields:
+            rules.append(_Rule(weights=_format(entry, layers.child(name)), only=_modules(layers, name, [name])))
+        data = data.child("global_quant_config")
     weights = _format(entry, data, optional=method == "modelopt")
     only = Modules.named(entry["only"]) if "only" in entry else None
     head = "head" in entry and data.flag(entry["head"], False)
-    return [] if weights is None else [_Rule(weights=weights, only=only, head=head)]
+    return [*rules, _Rule(weights=weights, only=only, head=head)]
+
+
+def _is_grouped(data: JsonObject) -> bool:
+    """Whether a file of NVIDIA's has formats by groups of modules."""
+    algorithm = data.text("quant_algo", "none")
+    known = algorithm.lower() in _table()["methods"]["modelopt"]["formats"]
+    return data.has("config_groups") and not known and algorithm.upper() != _MIXED
+
+
+def _compressed_tensors(data: JsonObject) -> list[_Rule]:
+    """A format for each group of modules; "Linear" means all, with the head."""
+    groups = data.child("config_groups") if data.has("config_groups") else replace(data, fields={})
+    rules = []
+    for group in map(groups.child, groups.fields):
+        if group.has("weights"):
+            targets = group.sequence("targets") or ["Linear"]
+            only = None if "Linear" in targets else _modules(group, "targets")
+            rules.append(_Rule(weights=_of_group(group), only=only, head=True))
+    return rules
+
+
+# Formats
 
 
 def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = False) -> WeightFormat | None:
@@ -262,20 +299,20 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
     InputError for a value that is not in the table; None for one where the entry is optional.
     """
     for key in entry.get("at", ()):
-        data = data.child(key) if data.has(key) else data
+        data = data.child(key) if isinstance(data.fields.get(key), dict) else data
     for key, value in entry.get("exact", {}).items():
         if data.integer(key, value) != value:
             raise data.error(key, str(value))
+    if data.sequence(entry.get("blocks", "")):
+        return _blocked(data, entry["blocks"])
     if "by" in entry:
-        *keys, default = entry["by"] if len(entry["by"]) > 1 else (*entry["by"], None)
-        *outer, key = next((key for key in keys if data.has(key.partition(".")[0])), keys[0]).split(".")
-        for one in outer:
-            data = data.child(one) if data.has(one) or default is None else replace(data, fields={})
-        flags = {"true", "false"} & entry["formats"].keys()
-        value = str(data.flag(key, default == "true")) if flags else data.text(key, default)
-        chosen = entry["formats"].get(value.lower(), entry["formats"].get("*"))
+        formats, places = entry["formats"], [_place(data, path) for path in entry["by"]]
+        inner, key = next((place for place in places if place[0].has(place[1])), places[0])
+        value = str(inner.fields.get(key) if inner.has(key) else entry.get("else")).lower()
+        chosen = formats.get(value, formats.get("*"))
         if chosen is None and not optional:
-            raise data.error(key, ", ".join(entry["formats"]))
+            raise inner.error(key, ", ".join(formats))
+        chosen = formats[chosen] if isinstance(chosen, str) else chosen
         return None if chosen is None else _format(chosen, data)
     bits = _number(entry["bits"], data, minimum=2, maximum=8)
     group = _number(entry.get("group_inputs"), data, minimum=-1)
@@ -287,6 +324,15 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
         group_outputs=entry.get("group_outputs", 1),
         group_inputs=group if group and group > 0 else None,
     )
+
+
+def _place(data: JsonObject, path: str) -> tuple[JsonObject, str]:
+    """The object and the key to which a path with dots leads; an object that is absent has no keys."""
+    *outer, key = path.split(".")
+    for one in outer:
+        inside = data.fields.get(one)
+        data = data.inner(inside if isinstance(inside, dict) else {}, one)
+    return data, key
 
 
 def _number(entry: Any, data: JsonObject, **limits: int) -> Any:
@@ -301,136 +347,38 @@ def _weight_only(bits: int) -> str:
     return "int4_wo" if bits <= 4 else "int8_wo"
 
 
-def _torchao(data: JsonObject) -> WeightFormat:
-    """Read the format by the class of its configuration, or by that class's earlier name."""
-    kind = data.fields.get("quant_type")
-    if isinstance(kind, str):
-        options = data.child("quant_type_kwargs") if data.has("quant_type_kwargs") else replace(data, fields={})
-        name = _table()["torchao_names"].get(kind, kind)
-        own = replace(options, fields={"_type": name, "_data": dict(options.fields)})
-    else:
-        own = data.child("quant_type")
-        own = own.child("default") if own.has("default") else own
-    return _known(_format(_table()["methods"]["torchao"], own))
-
-
-def _known(weights: WeightFormat | None) -> WeightFormat:
-    assert weights is not None
-    return weights
-
-
-def _quark(data: JsonObject) -> list[_Rule]:
-    """AMD's: formats by the names of layers, then one for all others; InputError for one by the type of layers."""
-    if data.fields.get("layer_type_quant_config"):
-        raise data.error("layer_type_quant_config", "nothing: formats by names of layers")
-    layers = data.child("layer_quant_config") if data.has("layer_quant_config") else replace(data, fields={})
-    entry = _table()["methods"]["quark"]
-    rules = [
-        _Rule(
-            weights=_known(_format(entry, layers.child(name))),
-            only=_modules(replace(layers, fields={name: [name]}), name),
-        )
-        for name in layers.fields
-    ]
-    return [*rules, _Rule(weights=_known(_format(entry, data.child("global_quant_config"))))]
-
-
-def _grouped(data: JsonObject) -> bool:
-    algorithm = data.text("quant_algo", "none")
-    known = algorithm.lower() in _table()["methods"]["modelopt"]["formats"]
-    return data.has("config_groups") and not known and algorithm.upper() != _MIXED
-
-
-def _algorithm(data: JsonObject) -> WeightFormat | None:
-    """The format of one of NVIDIA's algorithms; None: not known."""
-    return _format(_table()["methods"]["modelopt"], data, optional=True)
-
-
-def _narrow_experts(config: JsonObject) -> list[_Rule]:
-    """Format of DeepSeek-V4's FP4 experts inside an FP8 model: an 8-bit exponent for 32 weights, computed in FP8."""
-    if config.text("expert_dtype", "").lower() != "fp4":
-        return []
-    return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
-
-
 def _blocked(data: JsonObject, key: str) -> WeightFormat:
     sizes = data.sequence(key)
     if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise data.error(key, "an array of two whole numbers above 0")
-    outputs, inputs = (int(str(size)) for size in sizes)
-    return WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=outputs, group_inputs=inputs)
-
-
-def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
-    """Format of each module in quantized_layers (mixed precision); all experts take the format of their folder."""
-    if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
-        return {}
-    layers, named = data.child("quantized_layers"), {}
-    formats: dict[str, WeightFormat | None] = {}  # one format per distinct entry, as modules have few different entries
-    for name, value in layers.fields.items():
-        entry = repr(value)
-        if entry not in formats:
-            one = layers.child(name)
-            formats[entry] = _algorithm(one)
-        weights = formats[entry]
-        if weights is not None:
-            named[_EXPERT.sub("", in_text_model(name))] = weights
-    return named
-
-
-def _nearest(named: dict[str, WeightFormat], path: str) -> WeightFormat | None:
-    """The format of a module or of the nearest one around it."""
-    place = in_text_model(path)
-    while named and place:
-        if place in named:
-            return named[place]
-        place = place.rpartition(".")[0]
-    return None
-
-
-def _compressed_tensors(data: JsonObject) -> list[_Rule]:
-    """A format for each group of modules; "Linear" means all, with the head."""
-    if not data.has("config_groups"):
-        return []
-    rules, groups = [], data.child("config_groups")
-    for name in groups.fields:
-        group = groups.child(name)
-        if not group.has("weights"):
-            continue
-        targets = group.sequence("targets") or ["Linear"]
-        only = None if "Linear" in targets else _modules(group, "targets")
-        rules.append(_Rule(weights=_of_group(group), only=only, head=True))
-    return rules
+    return WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=sizes[0], group_inputs=sizes[1])
 
 
 def _of_group(group: JsonObject) -> WeightFormat:
+    """The format of a group of compressed-tensors, by its weights and the inputs of its products."""
     data = group.child("weights")
-    bits, floats, strategy = (
-        data.integer("num_bits", 8, minimum=2, maximum=8),
-        data.text("type", "int") == "float",
-        data.text("strategy", ""),
-    )
-    inputs = _input_type(group)
+    bits, strategy = data.integer("num_bits", 8, minimum=2, maximum=8), data.text("strategy", "")
+    floats, inputs = data.text("type", "int") == "float", _input_type(group)
     if strategy == "block" and floats and bits == 8:
         return _blocked(data, "block_structure")
-    size = _number(["group_size", -1], data, minimum=-1)
-    size = size if size > 0 else None
+    size = max(0, data.integer("group_size", -1, minimum=-1)) or None
     if floats and bits == 4 and size == 32:  # MXFP4: an 8-bit exponent for 32 weights
         return WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32)
     if floats and bits == 4:
-        compute = "nvfp4" if inputs == (4, True) else "fp8" if inputs == (8, True) else "int4_wo"
+        compute = {"float4": "nvfp4", "float8": "fp8"}.get(inputs, "int4_wo")
         return WeightFormat(compute=compute, bits=4, scale_bits=8, group_inputs=size or 16)
-    compute = {(8, True): "fp8", (8, False): "int8"}.get(inputs, _weight_only(bits))
-    zero_point = 0 if data.flag("symmetric", True) else bits
-    outputs = None if strategy == "tensor" else 1
     return WeightFormat(
-        compute=compute, bits=bits, scale_bits=16 + zero_point, group_outputs=outputs, group_inputs=size
+        compute={"float8": "fp8", "int8": "int8"}.get(inputs, _weight_only(bits)),
+        bits=bits,
+        scale_bits=16 if data.flag("symmetric", True) else 16 + bits,
+        group_outputs=None if strategy == "tensor" else 1,
+        group_inputs=size,
     )
 
 
-def _input_type(group: JsonObject) -> tuple[int, bool]:
-    """Bits of a product's inputs, and whether they are floating-point numbers."""
+def _input_type(group: JsonObject) -> str:
+    """Type of the inputs of products, such as "float8"."""
     if not group.has("input_activations"):
-        return 16, True
+        return "float16"
     data = group.child("input_activations")
-    return data.integer("num_bits", 8, minimum=2, maximum=16), data.text("type", "int") == "float"
+    return f"{data.text('type', 'int')}{data.integer('num_bits', 8, minimum=2, maximum=16)}"

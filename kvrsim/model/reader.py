@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -186,11 +186,11 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
 
     def starts(self, place: str) -> int:
         """Position in the order at which the first module or product within a module begins."""
-        return min(number for name, number in self.order.items() if f"{name}.".startswith(f"{place}."))
+        return min(number for name, number in self.order.items() if _inside(name, place))
 
     def within(self, place: str) -> int:
         """FLOPs of products of activations within a module."""
-        return sum(flops for name, flops in self.others.items() if f"{name}.".startswith(f"{place}."))
+        return sum(flops for name, flops in self.others.items() if _inside(name, place))
 
 
 def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
@@ -286,6 +286,17 @@ def _attribute(source: Any, *names: str) -> Any:
 
 
 @dataclass(kw_only=True)
+class _Layer:
+    """A layer that is read."""
+
+    place: str  # in the model
+    module: nn.Module
+    named: dict[str, nn.Module]  # modules in it
+    gemms: dict[str, Gemm]  # weights of its products, by the name of the module or of the parameter
+    weights: dict[str, nn.Parameter]
+
+
+@dataclass(kw_only=True)
 class _Reader:
     config: Any
     model: nn.Module
@@ -296,7 +307,6 @@ class _Reader:
     _explained: set[str] = field(default_factory=set)  # modules whose products of activations it describes
     _held: set[int] = field(default_factory=set)  # parameters that earlier layers hold
     _choice: Indexer | None = None  # the last layer's that chooses keys
-    _place: str = ""  # of the layer that is read; "": the model
 
     def spec(self, name: str) -> ModelSpec:
         config, model = self.config, self.model
@@ -306,42 +316,43 @@ class _Reader:
         _equal("features of the embedding", hidden, config.hidden_size)
         layers = [one for number, layer in enumerate(stack) for one in self._layer(f"{place}.{number}", layer)]
         tied = bool(getattr(config, "tie_word_embeddings", False)) if head is None else head.weight is tokens.weight
-        self._place = ""
         outside = self._outside(place, tokens, head)
         mlps = [layer.mlp for layer in sorted(layers, key=lambda layer: layer.num_experts > 0) if layer.mlp]
-        inner = _attribute(config, "intermediate_size")
         rows = vocab if head is None else _symbol(int(head.weight.shape[0]), vocab, getattr(config, "vocab_size", None))
-        lm_head = Gemm(name="lm_head", in_features=hidden, out_features=rows, bias=_bias(head) is not None)
         if head is not None:
             self._describe(head.weight)
         spec = ModelSpec(
             name=name,
             model_type=config.model_type,
-            num_hidden_layers=_symbol(len(layers), config.num_hidden_layers),
+            num_hidden_layers=_symbol(len(layers), config.num_hidden_layers, 2 * config.num_hidden_layers),
             hidden_size=hidden,
-            intermediate_size=(mlps[0][-1].in_features if mlps else hidden) if inner is None else inner,
+            intermediate_size=_attribute(config, "intermediate_size") or (mlps[0][-1].in_features if mlps else hidden),
             vocab_size=vocab,
             max_position_embeddings=_attribute(config, "max_position_embeddings", "n_positions", "seq_length"),
             tie_word_embeddings=tied,
             alibi=self.trace.alibi,
             learned_positions=outside["positions"],
-            parallel_attn=self._parallel(place, stack),
+            parallel_attn=self._parallel(f"{place}.0", stack[0]),
             final_norm_parameters=outside["after"],
             embedding_norm_parameters=outside["before"],
-            lm_head=lm_head,
+            lm_head=Gemm(name="lm_head", in_features=hidden, out_features=rows, bias=_bias(head) is not None),
             layers=tuple(layers),
         )
-        parameters = spec.num_parameters - (lm_head.num_parameters if head is None and not tied else 0)
-        _equal("parameters", parameters, sum(one.numel() for one in model.parameters()))
+        self._compare(spec.num_parameters - (spec.lm_head.num_parameters if head is None and not tied else 0))
+        return replace(spec, approximations=tuple(dict.fromkeys(self.notes)))
+
+    def _compare(self, parameters: int) -> None:
+        """Raise RefusedError where the description and the class differ in parameters or products."""
+        _equal("parameters", parameters, sum(one.numel() for one in self.model.parameters()))
         for key, flops in self.trace.products.items():
             if 1000 * abs(flops - self._described[key]) > sum(self.trace.products.values()):
                 _equal(f"FLOPs of {self.trace.weights[key]}", self._described[key], flops)
             elif flops != self._described[key]:
                 self.notes.append(REPEATED)
         for where in self.trace.others:
-            if not any(f"{where}.".startswith(f"{one}.") for one in self._explained):
-                raise RefusedError(f"{where} ({type(model.get_submodule(where)).__name__}): a product of activations")
-        return replace(spec, approximations=tuple(dict.fromkeys(self.notes)))
+            if not any(_inside(where, one) for one in self._explained):
+                kind = type(self.model.get_submodule(where)).__name__
+                raise RefusedError(f"{where} ({kind}): a product of activations")
 
     def _describe(self, weight: torch.Tensor) -> None:
         if self.trace.products[_storage(weight)]:
@@ -359,8 +370,8 @@ class _Reader:
         total = 0
         for inside in module.modules():
             sides = [one for one in vars(inside).values() if type(one) is not int and isinstance(one, int)]
-            for one in inside._parameters.values():
-                if one is not None and id(one) not in self._held:
+            for one in _own(inside).values():
+                if id(one) not in self._held:
                     self._held.add(id(one))
                     total += prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
         return total
@@ -368,33 +379,28 @@ class _Reader:
     def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None) -> dict[str, int]:
         """Parameters outside of the layers: before them, after them, and rows of learned positions."""
         counts = {"before": 0, "after": 0, "positions": 0}
-        ends = {id(one) for module in (tokens, head) if module is not None for one in module.parameters()}
+        self._held |= {id(one) for module in (tokens, head) if module is not None for one in module.parameters()}
         for name, module in self.model.named_modules():
-            own = [one for one in module._parameters.values() if one is not None]
-            own = [one for one in own if id(one) not in ends | self._held]
+            own = [one for one in _own(module).values() if id(one) not in self._held]
             self._held |= set(map(id, own))
-            size = sum(prod(self.sizes.of(one)) for one in own)
-            runs = name in self.trace.order
-            if own and isinstance(module, nn.Embedding) and own[0].shape[1] == self.config.hidden_size and runs:
+            if own and isinstance(module, nn.Embedding) and name in self.trace.order and re.search("pos|wpe", name):
                 counts["positions"] += self.sizes.of(own[0])[0]
                 continue
             first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
-            counts["before" if first else "after"] += size
+            counts["before" if first else "after"] += sum(prod(self.sizes.of(one)) for one in own)
             for one in own:  # some run for one token alone
                 self._described[_storage(one)] = self.trace.products[_storage(one)]
             if any(_storage(one) in self.trace.products for one in own) and not _STREAMS.search(type(module).__name__):
                 self.notes.append(f"{re.sub(r'[.][0-9]+', '', name)} is counted by its parameters alone")
         return counts
 
-    def _parallel(self, place: str, stack: nn.ModuleList) -> bool:
+    def _parallel(self, place: str, layer: nn.Module) -> bool:
         """Whether attention and MLP read the same input."""
-        first = f"{place}.0"
-        named = {name: module for name, module in stack[0].named_children() if f"{first}.{name}" in self.trace.order}
-        mixers = [name for name, module in named.items() if _is_mixer(module)]
-        mlps = [name for name, module in named.items() if not _is_mixer(module) and self._weights(module)]
-        if not mixers or not mlps:
-            return False
-        return self._origin(f"{first}.{mixers[0]}") == self._origin(f"{first}.{mlps[0]}")
+        used = [(name, one) for name, one in layer.named_children() if self._has_products(one)]
+        mixers = [name for name, module in used if _is_mixer(module) and f"{place}.{name}" in self.trace.order]
+        mlps = [name for name, module in used if not _is_mixer(module) and f"{place}.{name}" in self.trace.order]
+        origins = [self._origin(f"{place}.{names[0]}") for names in (mixers, mlps) if names]
+        return len(origins) == 2 and origins[0] == origins[1]
 
     def _origin(self, name: str) -> int | None:
         """The tensor that a module reads; behind a norm, the norm's."""
@@ -404,90 +410,84 @@ class _Reader:
             return self.trace.sources.get(maker)
         return tensor
 
-    def _weights(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Weights of the products in a module, by the name of the module or of the parameter."""
-        found = {}
-        for place, inside in module.named_modules():
-            for key, one in inside._parameters.items():
-                if one is not None and self._is_used(one):
-                    found[place if key == "weight" and place else f"{place}.{key}".strip(".")] = one
-        return found
-
-    def _is_used(self, weight: torch.Tensor) -> bool:
-        """Whether tokens are multiplied with a weight in the layer that is read."""
-        return weight.numel() > 0 and self._place in self.trace.uses.get(_storage(weight), ())
+    def _has_products(self, module: nn.Module) -> bool:
+        return any(one.numel() > 0 and _storage(one) in self.trace.products for one in module.parameters())
 
     def _is_norm(self, module: nn.Module) -> bool:
-        return "norm" in type(module).__name__.lower() and not self._weights(module)
-
-    def _gemm(self, layer: nn.Module, name: str, split: Split = "whole") -> Gemm:
-        """A weight of a layer by its name there; three dimensions are blocks on a diagonal."""
-        weight = self._weights(layer)[name]
-        self._describe(weight)
-        *groups, outputs, inputs = self.sizes.of(weight)
-        if _storage(weight) in self.trace.turned:
-            outputs, inputs = inputs, outputs
-        count = prod(groups)
-        module = next((one for path, one in layer.named_modules() if path == name), None)
-        return Gemm(
-            name=name,
-            in_features=inputs * count,
-            out_features=outputs * count,
-            bias=_bias(module) is not None,
-            groups=count,
-            split=split,
-        )
+        return "norm" in type(module).__name__.lower() and not self._has_products(module)
 
     # Layers
 
-    def _layer(self, place: str, layer: nn.Module) -> list[LayerSpec]:
+    def _layer(self, place: str, module: nn.Module) -> list[LayerSpec]:
         """Describe a layer. A layer with several mixers becomes one layer per mixer, in their order."""
-        order, self._place = self.trace.order, place
+        order = self.trace.order
         if place not in order:
             self.notes.append("layers that a prefill of text does not run are counted by their parameters alone")
-            return [
-                LayerSpec(
-                    mixer=None, mlp=(), norms_before_mixer=0, norms_after_mixer=0, other_parameters=self._count(layer)
-                )
-            ]
-        named = dict(layer.named_modules())
-        mixers = [name for name, module in named.items() if name and _is_mixer(module) and f"{place}.{name}" in order]
+            other = self._count(module)
+            return [LayerSpec(mixer=None, mlp=(), norms_before_mixer=0, norms_after_mixer=0, other_parameters=other)]
+        layer = self._products(place, module)
+        runs = {name: one for name, one in layer.named.items() if f"{place}.{name}" in order}
+        mixers = [name for name, one in runs.items() if name and _is_mixer(one) and _within(layer.gemms, name)]
         mixers = [name for name in mixers if not any(name.startswith(f"{other}.") for other in mixers)]
-        mixers = [name for name in mixers if self._weights(named[name])]
         starts = {name: self.trace.starts(f"{place}.{name}") for name in mixers}
         mixers = sorted(mixers, key=starts.__getitem__)
-        parts = {name: one for name, one in named.items() if not any(f"{name}.".startswith(f"{m}.") for m in mixers)}
         if len(mixers) > 1:
             self.notes.append(f"{' and '.join(mixers)} of one layer are counted as layers in a row")
+        parts = {name: one for name, one in layer.named.items() if not any(_inside(name, mixer) for mixer in mixers)}
         bounds = [starts[name] for name in mixers[1:]]
-
-        def number(name: str) -> int:
-            return sum(order.get(f"{place}.{name}", 0) >= bound for bound in bounds)
-
+        numbers = {name: sum(order.get(f"{place}.{name}", 0) >= bound for bound in bounds) for name in parts}
         norms = [name for name, one in parts.items() if self._is_norm(one) and _size(one) in (0, self._hidden)]
         inner = [name for name, one in parts.items() if re.search("HyperConnection|AltUp|Router", type(one).__name__)]
-        norms = [name for name in norms if f"{place}.{name}" in order and name.rpartition(".")[0] not in inner]
+        norms = [name for name in norms if name in runs and name.rpartition(".")[0] not in inner]
         passes = self._hyper(place, parts)
         specs = []
         for index in range(max(1, len(mixers))):
-            own = [name for name in norms if number(name) == index]
+            own = [name for name in norms if numbers[name] == index]
             before = sum(order[f"{place}.{name}"] < starts[mixers[index]] for name in own) if mixers else 0
-            spec = self._mlp(place, layer, {name: one for name, one in parts.items() if number(name) == index})
+            spec = self._mlp(layer, {name: one for name, one in parts.items() if numbers[name] == index})
             specs.append(
                 replace(
                     spec,
-                    mixer=self._mixer(place, layer, mixers[index]) if mixers else None,
+                    mixer=self._mixer(layer, mixers[index]) if mixers else None,
                     norms_before_mixer=before + passes,
                     norms_after_mixer=len(own) - before + passes,
                 )
             )
         matrices = sum(spec.num_parameters for spec in specs)
-        specs[-1] = replace(specs[-1], other_parameters=self._count(layer) - matrices)
+        specs[-1] = replace(specs[-1], other_parameters=self._count(module) - matrices)
         return specs
 
     @property
     def _hidden(self) -> int:
         return int(self.config.hidden_size)
+
+    def _products(self, place: str, module: nn.Module) -> _Layer:
+        """The layer with the weights of its products; one of three dimensions is blocks on a diagonal."""
+        layer = _Layer(place=place, module=module, named=dict(module.named_modules()), gemms={}, weights={})
+        for inside, one in layer.named.items():
+            for key, weight in _own(one).items():
+                if not weight.numel() or place not in self.trace.uses.get(_storage(weight), ()):
+                    continue
+                name = inside if key == "weight" and inside else f"{inside}.{key}".strip(".")
+                *groups, outputs, inputs = self.sizes.of(weight)
+                if _storage(weight) in self.trace.turned:
+                    outputs, inputs = inputs, outputs
+                layer.weights[name] = weight
+                layer.gemms[name] = Gemm(
+                    name=name,
+                    in_features=inputs * prod(groups),
+                    out_features=outputs * prod(groups),
+                    bias=key == "weight" and _bias(one) is not None,
+                    groups=prod(groups),
+                )
+        return layer
+
+    def _gemm(self, layer: _Layer, name: str, split: Split = "whole") -> Gemm:
+        self._describe(layer.weights[name])
+        return replace(layer.gemms[name], split=split)
+
+    def _when(self, layer: _Layer, name: str) -> int:
+        return self.trace.order[self.trace.weights[_storage(layer.weights[name])]]
 
     def _hyper(self, place: str, parts: Mapping[str, nn.Module]) -> int:
         """Passes over hidden_size that hyper-connections add to each block, in norms.
@@ -495,73 +495,65 @@ class _Reader:
         A block reads hc_mult streams for their weights and again to write one, then reads all and its output and
         writes all: 4 hc_mult + 2 passes, less the 3 of a residual addition; a norm is two passes.
         """
-        found = [module for module in parts.values() if _STREAMS.search(type(module).__name__)]
-        if not found:
+        streams = [module for module in parts.values() if _STREAMS.search(type(module).__name__)]
+        if not streams:
             return 0
         self.notes.append(HYPER)
         self.trace.others.pop(place, None)  # the mixing of streams
-        for weight in (one for module in found for one in module.parameters()):
+        for weight in (one for module in streams for one in module.parameters()):
             self._describe(weight)
         passes: int = (4 * (_attribute(self.config, "hc_mult", "altup_num_inputs") or 1) - 1) // 2
         return passes
 
     # MLPs and experts
 
-    def _mlp(self, place: str, layer: nn.Module, parts: Mapping[str, nn.Module]) -> LayerSpec:
+    def _mlp(self, layer: _Layer, parts: Mapping[str, nn.Module]) -> LayerSpec:
         linears: list[str] = []
         cube = ""
         for name, module in parts.items():
-            own = {key: one for key, one in module._parameters.items() if one is not None}
-            products = [key for key, one in own.items() if self._is_used(one)]
+            own, runs = _own(module), f"{layer.place}.{name}" in self.trace.order
             if _STREAMS.search(type(module).__name__):
                 continue
-            cubes = any(one.dim() == 3 and min(one.shape) > 1 for one in own.values())
-            if cubes and f"{place}.{name}" in self.trace.order:
+            if runs and any(one.dim() == 3 and min(one.shape) > 1 for one in own.values()):
                 cube = name
-            elif products:
-                linears += [name if key == "weight" and name else f"{name}.{key}".strip(".") for key in products]
-            elif own and f"{place}.{name}" not in self.trace.order:
-                outer = name.partition(".")[0]
-                if not self._weights(layer.get_submodule(outer)) and not isinstance(module, nn.Conv1d):
-                    self.notes.append(f"{outer} is not run in a prefill")
+                continue
+            paths = [name if key == "weight" and name else f"{name}.{key}".strip(".") for key in own]
+            linears += [path for path in paths if path in layer.gemms]
+            outer = layer.named[name.partition(".")[0]]
+            if own and not runs and not self._has_products(outer) and not isinstance(module, nn.Conv1d):
+                self.notes.append(f"{name.partition('.')[0]} is not run in a prefill")
         if not cube:
-            mlp = self._split(place, layer, linears)
+            mlp = self._split(layer, linears)
             widths = [gemm.out_features for gemm in mlp if gemm.split == "columns"]
-            gated = bool(mlp) and sum(widths) == 2 * mlp[-1].in_features
-            return LayerSpec(mixer=None, mlp=mlp, gated_mlp=gated)
-        experts, weights = parts[cube], self._weights(layer)
+            return LayerSpec(mixer=None, mlp=mlp, gated_mlp=bool(mlp) and sum(widths) == 2 * mlp[-1].in_features)
+        experts, place = parts[cube], f"{layer.place}.{cube}"
         count = self.sizes.of(next(one for one in experts.parameters() if one.dim() == 3))[0]
-        routers = [name for name in linears if weights[name].dim() == 2 and weights[name].shape[0] == count]
+        routers = [one for one in linears if layer.gemms[one].groups == 1 and layer.gemms[one].out_features == count]
         if not routers:
             raise RefusedError(f"{cube} ({type(experts).__name__}): no router")
         router = min(routers, key=lambda name: not re.search("router|gate", name))
         linears.remove(router)
+        near = (router, router.rpartition(".")[0], cube.rpartition(".")[0])
+        top_k = [_attribute(one, *_TOP_K) for one in (*(parts.get(name) for name in near), self.config)]
+        if not any(top_k):
+            raise RefusedError(f"{router}: how many experts a token passes through")
         spec = LayerSpec(
             mixer=None,
             mlp=self._experts(cube, experts),
             gated_mlp=bool(getattr(experts, "has_gate", True)),
             num_experts=count,
-            num_experts_per_tok=self._top_k(parts, router, cube),
+            num_experts_per_tok=next(filter(None, top_k)),
             router=self._gemm(layer, router),
-            shared_mlp=self._split(place, layer, linears),
+            shared_mlp=self._split(layer, linears),
         )
         flops = 2 * TOKENS * sum(gemm.num_weights for gemm in spec.mlp)
-        ours = spec.num_experts_per_tok * flops
-        theirs = self.trace.within(f"{place}.{cube}")
         for weight in experts.parameters():
             self._describe(weight)  # for a class that runs all experts for all tokens
-        if theirs not in (0 if any(map(self._is_used, experts.parameters())) else ours, count * flops):
+        ours, theirs = spec.num_experts_per_tok * flops, self.trace.within(place)
+        if theirs not in (0 if _within(layer.gemms, cube) else ours, count * flops):
             _equal(f"FLOPs of {cube}", ours, theirs)
-        self._explained.add(f"{place}.{cube}")
+        self._explained.add(place)
         return spec
-
-    def _top_k(self, parts: Mapping[str, nn.Module], router: str, cube: str) -> int:
-        near = (router, router.rpartition(".")[0], cube.rpartition(".")[0])
-        for one in (*(parts.get(name) for name in near), self.config):
-            count: int | None = _attribute(one, *_TOP_K) if one is not None else None
-            if count is not None:
-                return count
-        raise RefusedError(f"{router}: how many experts a token passes through")
 
     def _experts(self, cube: str, experts: nn.Module) -> tuple[Gemm, ...]:
         """Each matrix of one expert; a gate in one matrix with its projection counts as two."""
@@ -575,79 +567,55 @@ class _Reader:
             towards_hidden = (outputs if "down" in key else inputs) == self.config.hidden_size
             if transposed or (transposed is None and not towards_hidden):
                 outputs, inputs = inputs, outputs
+            keys = [key]
+            if key.startswith("gate_up"):
+                outputs = _symbol(int(outputs) // 2, *(getattr(experts, name, None) for name in _INNER))
+                keys = ["gate_proj", "up_proj"]
             bias = any(name.startswith(key) and "bias" in name for name in names)
-            if not key.startswith("gate_up"):
-                gemms.append((key, inputs, outputs, bias))
-                continue
-            inner = _symbol(int(outputs) // 2, *(getattr(experts, name, None) for name in _INNER))
-            gemms += [("gate_proj", inputs, inner, bias), ("up_proj", inputs, inner, bias)]
-        return tuple(
-            Gemm(
-                name=f"{cube}.0.{key}",
-                in_features=inputs,
-                out_features=outputs,
-                bias=bias,
-                split="rows" if "down" in key else "columns",
-            )
-            for key, inputs, outputs, bias in gemms
-        )
+            split: Split = "rows" if "down" in key else "columns"
+            sizes: Any = {"in_features": inputs, "out_features": outputs, "bias": bias, "split": split}
+            gemms += [Gemm(name=f"{cube}.0.{one}", **sizes) for one in keys]
+        return tuple(gemms)
 
-    def _when(self, layer: nn.Module, name: str) -> int:
-        return self.trace.order[self.trace.weights[_storage(self._weights(layer)[name])]]
-
-    def _split(self, place: str, layer: nn.Module, linears: list[str]) -> tuple[Gemm, ...]:
+    def _split(self, layer: _Layer, linears: list[str]) -> tuple[Gemm, ...]:
         """Matrices of MLPs: each module's last product is split by rows, the earlier ones by columns."""
-        weights, last = self._weights(layer), dict[str, str]()
         linears = sorted(linears, key=lambda name: not _SERVES_ALL.search(name))
-        for name in (one for one in linears if not _SERVES_ALL.search(one)):
-            parent = name.rpartition(".")[0]
-            if parent not in last or self._when(layer, name) > self._when(layer, last[parent]):
-                last[parent] = name
+        last: dict[str, str] = {}
+        for name in sorted(linears, key=lambda name: self._when(layer, name)):
+            if not _SERVES_ALL.search(name):
+                last[name.rpartition(".")[0]] = name
         gemms = []
         for name in linears:
-            split: Split = "rows" if last.get(name.rpartition(".")[0]) == name else "columns"
-            whole = weights[name].shape[0] == 1 or weights[name].dim() > 2 or _SERVES_ALL.search(name)
-            gemms.append(self._gemm(layer, name, "whole" if whole else split))
+            whole = layer.weights[name].shape[0] == 1 or layer.weights[name].dim() > 2 or _SERVES_ALL.search(name)
+            gemms.append(self._gemm(layer, name, "whole" if whole else "rows" if name in last.values() else "columns"))
         return tuple(gemms)
 
     # Mixers
 
-    def _mixer(self, place: str, layer: nn.Module, name: str) -> Mixer:
-        module = layer.get_submodule(name)
-        linears = [path for path in self._weights(layer) if f"{path}.".startswith(f"{name}.")]
+    def _mixer(self, layer: _Layer, name: str) -> Mixer:
+        module = layer.named[name]
+        linears = _within(layer.gemms, name)
         last = max(linears, key=lambda path: self._when(layer, path))
-        cached = self._cached(module)
-        parts = _Parts(name=name, place=f"{place}.{name}", module=module, layer=layer, linears=linears, last=last)
+        parts = _Parts(name=name, module=module, layer=layer, linears=linears, last=last)
         self._explained.add(parts.place)
-        kept = getattr(cached, "recurrent_states", None)
-        states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
         decays = any(path.endswith("A_log") for path, _ in module.named_parameters())
-        if "Attention" in type(module).__name__ and not decays:  # a layer of two mixers keeps both in one cache
-            states = []
-        states = states or self._states(parts)
+        states = self._states(parts, decays)
         if states or decays or "ShortConv" in type(module).__name__:
             return self._recurrence(parts, states)
         indexer = self._indexer(parts)
-        if hasattr(module, "compressor") or "o_a_proj" in {path.rpartition(".")[2] for path in linears}:
+        if hasattr(module, "compressor") or f"{name}.o_a_proj" in linears:
             return self._compressed(parts, indexer)
         if getattr(module, "kv_b_proj", None) is not None:
             return self._latent(parts, indexer)
-        return self._attention(parts, indexer, cached)
+        return self._attention(parts, indexer)
 
-    def _states(self, parts: _Parts) -> list[torch.Tensor]:
-        """Values that a mixer keeps or returns besides its output, for which the class's cache has no place."""
-        own = [one.recurrent_states for one in parts.module.modules() if hasattr(one, "recurrent_states")]
-        number, linear = _attribute(parts.module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
-        if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
-            own.append(linear[number])
-        if own:
-            return own
-        output = self.trace.outputs.get(parts.place)
-        if not re.search("LSTM|Rwkv", type(parts.module).__name__) or not isinstance(output, tuple):
-            return []
-        count = len(self.model.get_submodule(parts.place.rpartition(f".{parts.name}")[0].rpartition(".")[0]))
-        kept = [one for one in output[1] or () if isinstance(one, torch.Tensor)]
-        return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in kept]
+    def _projections(self, parts: _Parts, columns: str) -> tuple[Gemm, ...]:
+        """Matrices but the last, split by columns where the name matches a pattern, else whole."""
+        return tuple(
+            self._gemm(parts.layer, path, "columns" if re.search(columns, path) else "whole")
+            for path in parts.linears
+            if path != parts.last
+        )
 
     def _cached(self, module: nn.Module) -> Any:
         """The layer of the class's cache that a mixer writes; None: it writes none."""
@@ -655,46 +623,60 @@ class _Reader:
         layers = getattr(self.trace.cache, "layers", [])
         return None if number is None or not 0 <= number < len(layers) else layers[number]
 
-    def _attention(self, parts: _Parts, indexer: Indexer | None, cached: Any) -> Attention:
-        config, module, layer = self.config, parts.module, parts.layer
+    def _states(self, parts: _Parts, decays: bool) -> list[torch.Tensor]:
+        """Values that a mixer keeps: in the class's cache, in the mixer itself, or returned next to its output."""
+        module = parts.module
+        kept = getattr(self._cached(module), "recurrent_states", None)
+        states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
+        if states and (decays or "Attention" not in type(module).__name__):  # two mixers keep both in one cache
+            return states
+        states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
+        number, linear = _attribute(module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
+        if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
+            states.append(linear[number])
+        output = self.trace.outputs.get(parts.place)
+        if states or not re.search("LSTM|Rwkv", type(module).__name__) or not isinstance(output, tuple):
+            return states
+        count = int(self.config.num_hidden_layers)
+        returned = [one for one in output[1] or () if isinstance(one, torch.Tensor)]
+        return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in returned]
+
+    def _attention(self, parts: _Parts, indexer: Indexer | None) -> Attention:
+        config, module, cached = self.config, parts.module, self._cached(parts.module)
         heads = _attribute(module, *_HEADS) or config.num_attention_heads
-        output = self._gemm(layer, parts.last, "rows")
-        names = {path: path.removesuffix(".linear") for path in parts.linears if path != parts.last}
-        roles = {path: name.rpartition(".")[2] for path, name in names.items()}
-        queries = [path for path, leaf in roles.items() if _QUERIES.match(leaf)]
-        keys = [path for path, leaf in roles.items() if _KEYS_VALUES.match(leaf)]
-        gates = [path for path, leaf in roles.items() if _GATES.search(leaf)]
-        others = [path for path in roles if path not in (*queries, *keys, *gates)]
+        output = self._gemm(parts.layer, parts.last, "rows")
+        leaves = {path: path.removesuffix(".linear").rpartition(".")[2] for path in parts.linears if path != parts.last}
+        queries = [path for path, leaf in leaves.items() if _QUERIES.match(leaf)]
+        keys = [path for path, leaf in leaves.items() if _KEYS_VALUES.match(leaf)]
+        gates = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
+        fused = [path for path in leaves if path not in (*queries, *keys, *gates)]
+        splits: dict[str, Split] = dict.fromkeys((*queries, *gates), "columns")
+        splits |= dict.fromkeys(keys, "kv_heads")
+        splits |= dict.fromkeys(fused, "qkv_heads")
+        if fused and (len(fused) > 1 or queries or keys):
+            raise RefusedError(f"{', '.join(fused)}: a projection of {type(module).__name__}")
         head_dim = _attribute(module, "head_dim", "head_size", "attention_head_size")
         head_dim = head_dim or _attribute(config, "head_dim") or config.hidden_size // heads
         value_dim = _symbol(int(output.in_features) // int(heads), _attribute(module, "v_head_dim"), head_dim)
-        splits: dict[str, Split] = dict.fromkeys((*queries, *gates), "columns")
-        splits |= dict.fromkeys(keys, "kv_heads")
-        if len(others) == 1 and not queries and not keys:
-            splits[others[0]] = "qkv_heads"
-        elif others:
-            raise RefusedError(f"{', '.join(others)}: a projection of {type(module).__name__}")
-        ordered = sorted(roles, key=lambda path: path not in queries)
-        projections = {path: self._gemm(layer, path, splits[path]) for path in ordered}
+        ordered = sorted(leaves, key=lambda path: path not in queries)
+        projections = {path: self._gemm(parts.layer, path, splits[path]) for path in ordered}
         known = [_attribute(one, *_KV_HEADS) for one in (module, config)]
-        shared = not keys and not others
-        if shared:
+        if keys:
+            kv_heads = int(projections[keys[0]].out_features) // int(head_dim)
+        elif fused:
+            kv_heads = int(projections[fused[0]].out_features - heads * head_dim) // int(head_dim + value_dim)
+        else:
             kv_heads = known[0] or known[1] or heads
             self.notes.append("layers that take K and V of an earlier layer project and cache none")
-        elif keys:
-            kv_heads = int(projections[keys[0]].out_features) // int(head_dim)
-        else:
-            kv_heads = int(projections[others[0]].out_features) - int(heads * head_dim)
-            kv_heads //= int(head_dim + value_dim)
-        window, chunk = self._window(cached)
-        flops = 2 * TOKENS * TOKENS * heads * (head_dim + value_dim)
         if indexer is None:
+            flops = 2 * TOKENS * TOKENS * heads * (head_dim + value_dim)
             _equal(f"FLOPs of {parts.name}", flops, self.trace.within(parts.place))
-        held = [getattr(cached, name, None) for name in ("keys", "values")]
-        if indexer is None and not shared and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
-            theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
-            if theirs != heads * (head_dim + value_dim):  # some classes repeat the keys first, then cache them
-                _equal(f"cached elements of {parts.name} per token", kv_heads * (head_dim + value_dim), theirs)
+            held = [getattr(cached, name, None) for name in ("keys", "values")]
+            if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
+                theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
+                if theirs != heads * (head_dim + value_dim):  # some classes repeat the keys first, then cache them
+                    _equal(f"cached elements of {parts.name} per token", kv_heads * (head_dim + value_dim), theirs)
+        window, chunk = self._window(cached)
         return Attention(
             projections=tuple(projections.values()),
             output=(output,),
@@ -708,7 +690,7 @@ class _Reader:
             rotary=parts.place in self.trace.rotary,
             gate=bool(gates) or any(projections[one].out_features == 2 * heads * head_dim for one in queries),
             indexer=indexer,
-            shared=shared,
+            shared=not keys and not fused,
         )
 
     def _window(self, cached: Any) -> tuple[int | None, int | None]:
@@ -722,26 +704,21 @@ class _Reader:
         return (None, window) if types and types[number] == "chunked_attention" else (window, None)
 
     def _latent(self, parts: _Parts, indexer: Indexer | None) -> LatentAttention:
-        name, module, layer = parts.name, parts.module, parts.layer
-        splits: dict[str, Split] = {"q_proj": "columns", "q_b_proj": "columns"}
-        ends = (f"{name}.kv_b_proj", f"{name}.o_proj")
-        leaves = {path: path.rpartition(".")[2] for path in parts.linears if path not in ends}
+        name, module = parts.name, parts.module
+        expand, parts.last = f"{name}.kv_b_proj", f"{name}.o_proj"
+        parts.linears = [path for path in parts.linears if path != expand]
+        leaves = {path: path.rpartition(".")[2] for path in parts.linears if path != parts.last}
         gate = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
         for path, leaf in leaves.items():
             if leaf not in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa") and path not in gate:
                 raise RefusedError(f"{path}: a projection of {type(module).__name__}")
+        widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         return LatentAttention(
-            projections=tuple(
-                self._gemm(layer, path, "columns" if path in gate else splits.get(leaf, "whole"))
-                for path, leaf in leaves.items()
-            ),
-            expand=self._gemm(layer, ends[0], "columns"),
-            output=(self._gemm(layer, ends[1], "rows"),),
+            projections=self._projections(parts, r"\.q_proj$|\.q_b_proj$|\.[^.]*gate[^.]*$|\.g_proj$"),
+            expand=self._gemm(parts.layer, expand, "columns"),
+            output=(self._gemm(parts.layer, parts.last, "rows"),),
             num_attention_heads=_attribute(module, *_HEADS) or self.config.num_attention_heads,
-            kv_lora_rank=module.kv_lora_rank,
-            qk_nope_head_dim=module.qk_nope_head_dim,
-            qk_rope_head_dim=module.qk_rope_head_dim,
-            v_head_dim=module.v_head_dim,
+            **{width: getattr(module, width) for width in widths},
             indexer=indexer,
             rotary=parts.place in self.trace.rotary,
             gate=bool(gate),
@@ -753,24 +730,21 @@ class _Reader:
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None
             return replace(self._choice, projections=(), shared=True)
-        own = sorted(
-            (path for path in parts.linears if ".indexer." in path),
-            key=lambda path: "kv_proj" in path or "gate_proj" in path,
-        )
         named = parts.module.named_modules()
-        found = next((one for path, one in named if path.rpartition(".")[2] == "indexer"), None)
-        if found is None:
+        module = next((one for path, one in named if path.rpartition(".")[2] == "indexer"), None)
+        if module is None:
             return None
+        own = [path for path in parts.linears if ".indexer." in path]
+        own.sort(key=lambda path: "kv_proj" in path or "gate_proj" in path)
         parts.linears = [path for path in parts.linears if path not in own]
-        heads, head_dim = _attribute(found, *_HEADS), found.head_dim
-        blocks = _attribute(found, "topk_blocks")
+        heads, head_dim, blocks = _attribute(module, *_HEADS), module.head_dim, _attribute(module, "topk_blocks")
         by_kv_head = blocks is not None and heads == self.config.num_key_value_heads
         splits: dict[str, Split] = {path: "kv_heads" for path in own if by_kv_head and path.endswith("q_proj")}
         self._choice = Indexer(
             num_heads=heads,
             head_dim=head_dim,
-            top_k=_attribute(found, "index_topk", "topk") if blocks is None else blocks * found.block_size,
-            block=1 if blocks is None else found.block_size,
+            top_k=_attribute(module, "index_topk", "topk") if blocks is None else blocks * module.block_size,
+            block=1 if blocks is None else module.block_size,
             projections=tuple(self._gemm(parts.layer, path, splits.get(path, "whole")) for path in own),
             # In FP8 with a scale of fp32 for 128 elements, as vLLM and SGLang cache it; of blocks in half precision.
             key_bytes=head_dim + 4 * -(-head_dim // 128) if blocks is None else 2 * head_dim,
@@ -778,23 +752,19 @@ class _Reader:
         return self._choice
 
     def _compressed(self, parts: _Parts, indexer: Indexer | None) -> CompressedAttention:
-        name, module, layer = parts.name, parts.module, parts.layer
-        last, grouped = f"{name}.o_b_proj", f"{name}.o_a_proj"
-        back, first = self._gemm(layer, last, "rows"), self._gemm(layer, grouped, "columns")
+        module, grouped = parts.module, f"{parts.name}.o_a_proj"
+        parts.last = f"{parts.name}.o_b_proj"
+        back, first = self._gemm(parts.layer, parts.last, "rows"), self._gemm(parts.layer, grouped, "columns")
+        parts.linears = [path for path in parts.linears if path != grouped]
         groups = module.o_a_proj.n_groups
-        compressor = getattr(module, "compressor", None)
         return CompressedAttention(
-            projections=tuple(
-                self._gemm(layer, path, "columns" if path.endswith(".q_b_proj") else "whole")
-                for path in parts.linears
-                if path not in (last, grouped)
-            ),
+            projections=self._projections(parts, r"\.q_b_proj$"),
             output=(replace(first, in_features=first.in_features * groups, groups=groups), back),
             num_attention_heads=module.num_heads,
             head_dim=module.head_dim,
             rotary_dim=self.config.qk_rope_head_dim,
             sliding_window=module.sliding_window,
-            compress_ratio=0 if compressor is None else compressor.compress_rate,
+            compress_ratio=getattr(getattr(module, "compressor", None), "compress_rate", 0),
             indexer=indexer,
         )
 
@@ -802,37 +772,35 @@ class _Reader:
         """Delta rules and Mamba-2 by their sizes, others by the size of the state that the class keeps."""
         module = parts.module
         output = self._gemm(parts.layer, parts.last, "rows")
-        linears = [path for path in parts.linears if path != parts.last]
-        leaves = {path.rpartition(".")[2] for path in linears}
+        only_in = all(path in (f"{parts.name}.in_proj", parts.last) for path in parts.linears)
         kind: RecurrenceKind
         named: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
             kind, named = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         elif hasattr(module, "forget_gate"):
             kind, named = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
-        elif leaves == {"in_proj"} and hasattr(module, "n_groups"):
+        elif only_in and hasattr(module, "n_groups"):
             kind, named = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
         elif not states and "ShortConv" not in type(module).__name__:
             raise RefusedError(f"{parts.name} ({type(module).__name__})")
         else:
             diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
             kind = "linear" if self.trace.within(parts.place) and not diagonal else "scan"
-        width = output.in_features
-        heads = _attribute(module, *_HEADS) if kind == "linear" else None
         elements = sum(one.numel() for one in states)
-        state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
-        known = [value for value in vars(module).values() if isinstance(value, int)] if not named else []
-        usual = (heads or 1, heads or width, _symbol(state, *known), width // (heads or width))
-        key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in named) if named else usual
+        if named:
+            key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in named)
+        else:
+            width, heads = output.in_features, _attribute(module, *_HEADS) if kind == "linear" else None
+            state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
+            state = _symbol(state, *(value for value in vars(module).values() if isinstance(value, int)))
+            key_heads, value_heads, key_dim, value_dim = heads or 1, heads or width, state, width // (heads or width)
         if states and 100 * abs(value_heads * key_dim * value_dim - elements) > elements:
             _equal(f"elements of the state of {parts.name}", value_heads * key_dim * value_dim, elements)
         convolution = next((one for one in module.modules() if isinstance(one, nn.Conv1d)), None)
         channels, kernel = (0, 0) if convolution is None else (convolution.out_channels, convolution.kernel_size[0])
         return Recurrence(
             kind=kind,
-            projections=tuple(
-                self._gemm(parts.layer, path, "whole" if path.endswith("_a_proj") else "columns") for path in linears
-            ),
+            projections=self._projections(parts, r"(?<!_a_proj)$"),
             output=(output,),
             num_key_heads=key_heads,
             num_value_heads=value_heads,
@@ -848,11 +816,28 @@ class _Parts:
     """A mixer of a layer and its weights, by their names in the layer."""
 
     name: str
-    place: str  # in the model
     module: nn.Module
-    layer: nn.Module
+    layer: _Layer
     linears: list[str]
     last: str  # its last matrix in order of execution
+
+    @property
+    def place(self) -> str:
+        """Its name in the model."""
+        return f"{self.layer.place}.{self.name}"
+
+
+def _inside(name: str, outer: str) -> bool:
+    """Whether a dotted name is that of a module or of something in it."""
+    return f"{name}.".startswith(f"{outer}.")
+
+
+def _within(names: Iterable[str], outer: str) -> list[str]:
+    return [name for name in names if _inside(name, outer)]
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {key: one for key, one in module._parameters.items() if one is not None}
 
 
 def _equal(what: str, ours: int, theirs: int) -> None:
@@ -870,7 +855,6 @@ def _bias(module: nn.Module | None) -> Any:
 
 def _is_mixer(module: nn.Module) -> bool:
     name = type(module).__name__
-    if any(path.endswith("A_log") for path, _ in module.named_parameters()):
-        inner = not any(isinstance(one, nn.ModuleList) for one in module.children()) and "Layer" not in name
-        return inner or bool(_MIXERS.search(name))
-    return bool(_MIXERS.search(name))
+    decays = any(path.endswith("A_log") for path, _ in module.named_parameters())
+    inner = "Layer" not in name and not any(isinstance(one, nn.ModuleList) for one in module.children())
+    return (decays and inner) or bool(_MIXERS.search(name))

@@ -72,7 +72,7 @@ def _code(expression: str) -> Any:
 _HARMLESS = re.compile(
     r"^_|_token_ids?$|_token_index$|^n_special|drop|_eps$|epsilon|initializer|init_std|^rope_|rotary|theta|dtype"
     r"|^transformers_version$|^architectures$|^auto_map$|^use_cache$|^output_|pretraining|quantization|compression"
-    r"|(^|_)act(ivation)?(_|$)|_name|^name|aux|scal|(embedding|residual|attention|logits?|head|key)_multiplier"
+    r"|(^|_)act(ivation)?(_|$)|_name|^name|aux|scal|(embedding|residual|attention|logits?|head|key|_in|_out|ssm|lm_head)_multiplier|^mlp_multipliers"
     r"|topk_method|scoring|norm_topk|nextn|mtp|^ep_size$|temperature|softcap|^id2label$|^label2id$|^task|^summary"
     r"|^problem|^return_dict|^chunk_size_feed|^n_group$|topk_group|^is_decoder$|^model_type$|^is_encoder_decoder$"
     r"|version$|logits?_|^cross_attention_hidden|^prefix$|bias_update|slow_but|^finetuning|^prune|^tf_|beam|penalty"
@@ -136,7 +136,9 @@ def _fill(
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
         default = defaults.get(key)
-        derived = isinstance(default, str)
+        derived = isinstance(default, str) and default.startswith("=")
+        if not derived and not isinstance(default, int):
+            default = None
         if (key not in given or key in nulls) and (default is None or (key in nulls and not derived)):
             return None
         if derived and key not in given:
