@@ -21,7 +21,7 @@ from kvrsim.hardware import (
 )
 from kvrsim.kernels.coverage import coverage_notes, expert_notes, head_dims, precision_notes
 from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
-from kvrsim.kernels.profile import CalibrationProfile, load_profile
+from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_sibling
 from kvrsim.model.load import known_shape, load_model
 from kvrsim.model.spec import ModelSpec
 from kvrsim.notes import Note, note
@@ -51,9 +51,9 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
         default_notes += profile_notes
     if given is None and not any(one.code == "paper" for one in default_notes) and cluster.name == DEFAULT_CLUSTER:
         default_notes += (note("default cluster", cluster=cluster.name),)
-    cluster = cluster if args.topology is None else cluster.with_topology(args.topology)
+    cluster = cluster if args.topology is None else replace(cluster, topology=args.topology)
     size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=given is not None)
-    cluster = cluster if args.gpus is None else cluster.with_num_gpus(args.gpus)
+    cluster = cluster if args.gpus is None else replace(cluster, num_gpus=args.gpus)
     cluster, link_notes = _linked(cluster, profile, args.link_bandwidth, args.link_latency)
     placement = args.prefix_placement
     scenario = Scenario(
@@ -173,9 +173,7 @@ def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile
     profile, _ = _default_profile(replace(model, name=""), measured)
     if profile is None:
         return None, ()
-    from kvrsim.kernels.sibling import profile_of_sibling
-
-    compute = dict(gpu.peak_flops)["fp16"] / dict(measured.peak_flops)["fp16"]
+    compute = gpu.peak_flops["fp16"] / measured.peak_flops["fp16"]
     memory = gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s
     about = note("sibling", gpu=gpu.name, measured=measured.name, compute=compute, memory=memory)
     return profile_of_sibling(profile, measured, gpu), (about,)
@@ -191,7 +189,7 @@ def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) 
 
 def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | None) -> str:
     """The checkpoint's type, else fp16, else the first that the profile (or the GPU) has."""
-    dtypes = tuple(dict(cluster.gpu.peak_flops)) if profile is None else profile.valid.dtypes
+    dtypes = tuple(cluster.gpu.peak_flops) if profile is None else profile.valid.dtypes
     return next((one for one in (model.dtype, DEFAULT_DTYPE) if one in dtypes), dtypes[0])
 
 
@@ -217,7 +215,7 @@ def _linked(
         if link.like is not None:
             narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
             as_measured = scale(as_measured, narrower, only_rates=True)
-        machine = machine.with_measured(as_measured)
+        machine = replace(machine, link=as_measured)
         if not _timed(profile, "send_recv") and machine.num_gpus > 1:
             link_notes = (note("links, messages", link=datasheet),)
     if bandwidth_bytes_per_s is not None or latency_s is not None:

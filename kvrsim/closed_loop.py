@@ -15,14 +15,12 @@ that also decodes finishes the running step first. Where prompts wait for memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
 OUTPUT_TOKENS = 1024  # per request, where nobody says: the length of public benchmarks
 HALF_STEP = 0.5  # decode steps: a prompt arrives during one
 STEP_TOKENS = 1000  # tokens that take as long as the constant part of a step
-DISAGGREGATED = 0.0  # decode steps, where other GPUs decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +58,3 @@ class ClosedLoop:
         """The prefills that a prompt waits for behind all other users, on average."""
         share = 1.0 if self.prompt_tokens is None else self.prompt_tokens / (self.prompt_tokens + STEP_TOKENS)
         return share * (self.users - 1) / 2
-
-
-def prefill_of_means(means: Iterable[tuple[ClosedLoop, float]]) -> float | None:
-    """Seconds of one prefill, from the mean TTFTs of one setting under several numbers of users.
-
-    The median of what each says (the geometric mean of the middle two), so that one run with stalls does not
-    count. None where none says anything.
-    """
-    from statistics import median  # its imports cost the start of every command
-
-    logs = [math.log(one) for loop, mean_s in means if (one := loop.prefill_s(mean_s)) is not None]
-    return math.exp(median(logs)) if logs else None

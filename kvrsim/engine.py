@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
+from kvrsim.units import scale
 
 PRIOR_ENGINE = "serving"  # the prior that all measured engines share
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
@@ -87,9 +88,8 @@ class Engine:
     def scale_on(self, gpu: str) -> float:
         """Scale of the kernels on a GPU; where the GPU was not measured, the scale of the GPUs that were."""
         known = self.kernel_scale
-        if gpu in known or OTHER_GPU in known or not known:
-            return known.get(gpu, known.get(OTHER_GPU, 1.0))
-        return math.prod(known.values()) ** (1 / len(known))
+        mean = math.prod(known.values()) ** (1 / max(1, len(known)))
+        return known.get(gpu, known.get(OTHER_GPU, mean))
 
     def scale_log_sd(self, gpu: str) -> float:
         """Standard deviation of the logarithm of that scale; 0: known exactly."""
@@ -112,12 +112,11 @@ class Engine:
         is_numbered = version[:1].isdigit()  # a nightly build is as the newest
         nearest = min(self.versions, key=lambda one: _distance(one, version)) if is_numbered else ""
         factor = self.versions.get(nearest, 1.0)
-        seconds = {one.name: getattr(self.host, one.name) for one in fields(self.host)}
         return replace(
             self,
             name=f"{self.name}@{version}",
-            host=HostRates(**{name: value and factor * value for name, value in seconds.items()}),
-            kernel_scale={gpu: factor * scale for gpu, scale in (self.kernel_scale or {OTHER_GPU: 1.0}).items()},
+            host=scale(self.host, factor),
+            kernel_scale={gpu: factor * own for gpu, own in (self.kernel_scale or {OTHER_GPU: 1.0}).items()},
             is_other_version=not is_numbered or any(_distance(nearest, version)),
         )
 

@@ -11,6 +11,8 @@ An answer to a well-put question says itself where nothing fits or a target is m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class KvrsimError(Exception):
     """Base of every error that kvrsim raises on purpose."""
@@ -43,6 +45,18 @@ def _shown(value: object, most: int) -> str:
     text = " ".join(str(value).split())
     text = text if len(text) <= most else text[: most - 3] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def check_whole(parameter: str, value: object, least: int, most: int, unit: str = "") -> None:
+    """Raise InputError unless the value is a whole number from `least` to `most`; `unit` ends the message."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InputError(parameter, value, f"a whole number from {least} to {most}{unit}")
+
+
+def check_rising(parameter: str, points: Sequence[float], other: str, values: Sequence[object]) -> None:
+    """Raise InputError unless the points of a table rise, and `other` holds one value per point."""
+    if not points or len(points) != len(values) or sorted(set(points)) != list(points):
+        raise InputError(parameter, list(points), f"at least one number, rising, as many as {other}")
 
 
 class NothingFits(KvrsimError):  # noqa: N818 - the name says what is wrong

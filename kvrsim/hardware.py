@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, check_rising, check_whole
 from kvrsim.interp import cell, log_interp
 from kvrsim.io.schema import (
     Check,
@@ -77,9 +77,7 @@ class MeasuredAllReduce:
     bytes_per_s: tuple[float, ...]  # of the fastest method for that size, without latency
 
     def __post_init__(self) -> None:
-        sizes = list(self.nbytes)
-        if not sizes or len(sizes) != len(self.bytes_per_s) or sorted(set(sizes)) != sizes:
-            raise InputError("nbytes", sizes, "rising whole numbers from 1, as many as bytes_per_s")
+        check_rising("nbytes", self.nbytes, "bytes_per_s", self.bytes_per_s)
 
     def seconds(self, nbytes: Array) -> Array:
         """Seconds of messages of `nbytes` bytes, an array of any shape."""
@@ -94,8 +92,7 @@ class AllReduceRates:
 
     def __post_init__(self) -> None:
         counts = [table.num_gpus for table in self.measured]
-        if not counts or sorted(set(counts)) != counts:
-            raise InputError("measured", counts, "tables for at least one number of GPUs, rising")
+        check_rising("measured", counts, "tables", self.measured)
 
     def covers(self, num_gpus: int) -> bool:
         """Whether that number of GPUs is in the measured range."""
@@ -111,9 +108,8 @@ class AllReduceRates:
 # GPUs, links and clusters
 
 DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
-_UNUSED = ("l2_bytes",)  # field of cluster files and profiles of kvrsim 0.1
 PeakFlops = Annotated[
-    tuple[tuple[str, float], ...],
+    Mapping[str, float],
     Keys(DTYPES),
     Check(f"an object with a number for one or more of {', '.join(DTYPES)}", bool),
 ]
@@ -135,11 +131,7 @@ class GpuSpec:
     @classmethod
     def read(cls, data: JsonObject) -> GpuSpec:
         """Read an entry of gpus.json; its source defaults to the file."""
-        return read(cls, data.without(*_UNUSED), source=data.text("source", data.where))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, as `read` takes them."""
-        return fields_to_json(self) | {"peak_flops": dict(self.peak_flops)}
+        return read(cls, data, source=data.text("source", data.where))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +147,7 @@ class MemoryLimit:
 
     def __post_init__(self) -> None:
         fraction = self.memory_fraction
-        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if not is_number or not 0 < fraction <= 1:
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise InputError("memory_fraction", fraction, "a number above 0 and at most 1, such as 0.9")
 
     @property
@@ -271,10 +262,7 @@ class Cluster:
         if self.topology == "nodes" and (self.network is None or self.gpus_per_node is None):
             accepted = "switch, bus or chain (nodes needs a cluster file with gpus_per_node and network)"
             raise InputError("topology", self.topology, accepted)
-        if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int):
-            raise InputError("gpus", self.num_gpus, "a whole number of at least 1")
-        if not 1 <= self.num_gpus <= MAX_GPUS:
-            raise InputError("gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
+        check_whole("gpus", self.num_gpus, 1, MAX_GPUS)
 
     @classmethod
     def read(cls, data: JsonObject) -> Cluster:
@@ -330,16 +318,6 @@ class Cluster:
         link = LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
         return replace(self, link=link)
 
-    def with_measured(self, link: LinkSpec) -> Cluster:
-        """The cluster with a measured link (with several nodes, inside a node)."""
-        return replace(self, link=link)
-
-    def with_num_gpus(self, num_gpus: int) -> Cluster:
-        return replace(self, num_gpus=num_gpus)
-
-    def with_topology(self, topology: Topology) -> Cluster:
-        return replace(self, topology=topology)
-
     def describe(self) -> str:
         """One line for people."""
         bandwidth = format_bandwidth(self.link.bandwidth_bytes_per_s)
@@ -389,7 +367,7 @@ def load_cluster(
     shipped = shipped_files(_DATA / "clusters")
     cluster = _sized(str(name_or_path), argument, tuple(shipped))
     cluster = cluster or Cluster.read(named_object(name_or_path, argument, shipped, "a size such as 2x8xh100"))
-    return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
+    return cluster if num_gpus is None else replace(cluster, num_gpus=num_gpus)
 
 
 def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
@@ -412,9 +390,9 @@ def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
     if not 1 <= per_node <= node.num_gpus or not 1 <= num_nodes * per_node <= MAX_GPUS:
         raise InputError(argument, text, f"NODESxGPUSx{match[3]} with 1 to {node.num_gpus} GPUs per node")
     if num_nodes == 1:
-        return node.with_num_gpus(per_node)
-    sized = replace(node, name=text.lower(), topology="nodes", gpus_per_node=per_node, network=load_link("ib-ndr400"))
-    return sized.with_num_gpus(num_nodes * per_node)
+        return replace(node, num_gpus=per_node)
+    nodes = replace(node, name=text.lower(), topology="nodes", gpus_per_node=per_node, network=load_link("ib-ndr400"))
+    return replace(nodes, num_gpus=num_nodes * per_node)
 
 
 def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:

@@ -211,18 +211,6 @@ class Layout:
         """Name with all sizes, such as tp4+pp2+cp2 or dp8+ep8."""
         return self.degrees.name
 
-    def describe_experts(self) -> str | None:
-        """Describe the place of the routed experts; None if the model has none."""
-        if not self.is_mixture:
-            return None
-        ways = []
-        if self.expert_parallel > 1:
-            ways.append(f"spread over {self.expert_parallel}")
-        if self.expert_tensor > 1:
-            ways.append(f"each sliced over {self.expert_tensor}")
-        text = " and ".join(ways) + " GPUs" if ways else "whole on each GPU"
-        return text if self.expert_data == 1 else f"{text}, {self.expert_data} copies"
-
 
 ONE_LAYOUT = Layout()  # of one GPU
 

@@ -19,7 +19,7 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.cost import no_time
 from kvrsim.kernels.experts import RoutedExperts
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
-from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.model.spec import LayerSpec
 from kvrsim.program import Array, Compute, Load, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
@@ -61,15 +61,16 @@ def memory_of(
     What a rank holds is read from its program: K, V after each operation, messages and gathered pieces until they are
     in the cache, score matrices. Where a program does not say what it holds, it is taken to hold the whole context.
     """
+    parts = _Parts(scenario)
     if strategy.pipeline is not None:
-        ranks = list(_stage_memories(scenario, strategy, partition))
+        ranks = list(parts.stages(strategy, partition))
     else:
         if program is None:  # times only if they determine the calls of attention
             cost = no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
             program = build_program(scenario, strategy, columns(partition.chunk_lens), cost)
         in_flight = np.array([bytes_in_flight(kind) for kind in program.layers])
         ranks = [
-            _rank_memory(scenario, strategy, partition, program, rank, in_flight[:, rank])
+            parts.rank(strategy, partition, program, rank, in_flight[:, rank])
             for rank in range(len(partition.chunk_lens))
         ]
     each_group = tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
@@ -82,133 +83,136 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
     return all(rank.total <= limit_bytes for rank in memory)
 
 
-def _rank_memory(
-    scenario: Scenario, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
-) -> RankMemory:
-    """`in_flight` is the bytes in flight on the rank, in a layer of each kind."""
-    model, request = scenario.share, scenario.request
-    width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
-    access = scenario.prefix_access_plan
-    kept, gathered = [], []
-    for ops, layer, in_flight_bytes in zip(
-        [kind[rank] for kind in program.layers], model.layer_kinds, in_flight, strict=True
-    ):
-        whole = batch * _cache_bytes(model, layer, request.context_len, width)
-        shares = access.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
-        prefix = batch * _cache_bytes(model, layer, request.cached_prefix, width)
-        others = prefix * (1.0 - access.share) if shares else 0.0
-        cached = [float(op.kv_bytes[0]) for op in ops if isinstance(op, Compute) and op.kv_bytes is not None]
-        # What it loads for this layer alone is in flight.
-        dropped = sum(op.nbytes.item() for op in ops if isinstance(op, Load) and not op.ahead)
-        peak = max(cached, default=whole) - dropped
-        gathers = strategy.gathers_kv and access.access == "pass-kv"
-        kept.append(peak - others * gathers)
-        gathered.append(in_flight_bytes + peak - kept[-1])
-    is_last = rank == len(partition.chunk_lens) - 1
-    token_bytes = max(
-        _activation_elements(scenario) * width,
-        _merging_bytes(model, program, rank, width, fused=scenario.traits.fused_merge),
-    )
-    whole_scores = batch * _score_heads(model) * chunk * request.context_len
-    return RankMemory(
-        weights=model.weight_bytes(width),
-        kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
-        gathered=round(max(gathered)),
-        activations=max(batch * chunk * token_bytes, _expert_bytes(scenario, chunk, request.new_tokens)),
-        scores=_score_bytes(program, rank, width, whole=whole_scores) if scenario.kernel == "eager" else 0,
-        logits=batch * _logits_bytes(scenario, chunk, width) if is_last else 0,
-        runtime=RUNTIME_BYTES,
-    )
+class _Parts:
+    """Bytes of what a GPU holds of one batch, part by part."""
 
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.model, self.request = scenario, scenario.share, scenario.request
+        self.batch, self.width = scenario.request.batch, scenario.request.dtype_bytes
+        layout = scenario.expert_placement.layout
+        # Experts that are spread, or that several ranks share, have other tokens than the rank's.
+        self._has_other_tokens = layout.expert_parallel > 1 or layout.exchange != "none"
+        mixers = [layer.mixer for layer in self.model.layer_kinds if layer.mixer is not None]
+        self._score_heads = max((mixer.num_attention_heads for mixer in mixers), default=0)
+        # Elements per token at the widest moment of a layer: residual twice, and the tensors of the mixer or the MLP.
+        self._elements = 2 * self.model.hidden_size + max(map(self._layer_elements, self.model.layer_kinds))
 
-def _score_bytes(program: Program, rank: int, width: int, *, whole: int) -> int:
-    """Bytes of the largest score matrix of the program; `whole` elements if the program states none."""
-    ops = [op for kind in program.layers for op in kind[rank] if isinstance(op, Compute | RingPass)]
-    elements = max((float(op.score_elements[0]) for op in ops if op.score_elements is not None), default=float(whole))
-    return round(elements) * EAGER_SCORE_PEAK_BYTES * width // 2
-
-
-def _stage_memories(scenario: Scenario, strategy: Strategy, partition: Partition) -> Iterator[RankMemory]:
-    """The ranks of a pipeline: a stage's layers, K and V of all tokens in them, the rank's share of a piece at a time.
-
-    The context ranks of a stage gather the K and V of a piece, and attend in two parts; the last one has the logits.
-    """
-    model, request, context = scenario.share, scenario.request, context_ranks(strategy)
-    width, batch, longest = request.dtype_bytes, request.batch, max(partition.chunk_lens)
-    piece = -(-longest // context)
-    layer_bytes, kinds = model.layer_bytes(width), model.layer_kind_index
-    kv_bytes = [_cache_bytes(model, kind, request.context_len, width) for kind in model.layer_kinds]
-    gathered = [_cache_bytes(model, kind, longest, width) if context > 1 else 0.0 for kind in model.layer_kinds]
-    tensors = batch * piece * _activation_elements(scenario) * width
-    score_rows = piece if context == 1 else -(-piece // 2)
-    head = model.head_bytes(width), batch * _logits_bytes(scenario, partition.chunk_lens[-1] // context, width)
-    held = stages(strategy, model.num_hidden_layers, scenario.cluster.num_gpus)
-    experts = _expert_bytes(scenario, piece, longest)
-    for layers in held:
-        begins, ends = layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
-        weights = sum(layer_bytes[layer] for layer in layers) + begins * model.embedding_bytes(width) + ends * head[0]
-        if ends and not begins and model.tie_word_embeddings:
-            weights += model.vocab_size * model.hidden_size * width
-        messages = 0.0 if begins and ends else 2.0 * batch * piece * model.hidden_size * width
-        last = RankMemory(
-            weights=weights,
-            kv_cache=round(batch * sum(kv_bytes[kinds[layer]] for layer in layers)),
-            gathered=round(messages + batch * max(gathered[kinds[layer]] for layer in layers)),
-            activations=max(tensors, experts),
-            scores=_scores(scenario, score_rows, request.context_len) if scenario.kernel == "eager" else 0,
-            logits=head[1] if ends else 0,
+    def rank(
+        self, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
+    ) -> RankMemory:
+        """Memory of a rank; `in_flight` is the bytes in flight on the rank, in a layer of each kind."""
+        model, request, chunk = self.model, self.request, partition.chunk_lens[rank]
+        access = self.scenario.prefix_access_plan
+        kept, gathered = [], []
+        for kind, layer, in_flight_bytes in zip(program.layers, model.layer_kinds, in_flight, strict=True):
+            shares = access.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
+            others = self._cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
+            cached = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
+            # What it loads for this layer alone is in flight.
+            dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
+            peak = max(cached, default=self._cache(layer, request.context_len)) - dropped
+            gathers = strategy.gathers_kv and access.access == "pass-kv"
+            kept.append(peak - others * gathers)
+            gathered.append(in_flight_bytes + peak - kept[-1])
+        ops = [op for kind in program.layers for op in kind[rank] if isinstance(op, Compute | RingPass)]
+        scores = [float(op.score_elements[0]) for op in ops if op.score_elements is not None]
+        merges = any(isinstance(op, RingPass) for op in ops)
+        token_bytes = max(self._elements * self.width, self._merging() if merges else 0)
+        is_last = rank == len(partition.chunk_lens) - 1
+        return RankMemory(
+            weights=model.weight_bytes(self.width),
+            kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
+            gathered=round(max(gathered)),
+            activations=max(self.batch * chunk * token_bytes, self._experts(chunk, request.new_tokens)),
+            scores=self._scores(max(scores, default=self._all_scores(chunk))),
+            logits=self._logits(chunk) if is_last else 0,
             runtime=RUNTIME_BYTES,
         )
-        yield from (*[replace(last, logits=0)] * (context - 1), last)
 
+    def stages(self, strategy: Strategy, partition: Partition) -> Iterator[RankMemory]:
+        """Memory of the ranks of a pipeline.
 
-def _cache_bytes(model: ModelSpec, layer: LayerSpec, tokens: int, width: int) -> float:
-    """Cache and state of that many tokens in a layer, of one sequence."""
-    return 0.0 if layer.mixer is None else float(layer.mixer.cache_bytes(tokens, model.cached_element_bytes(width)))
+        A rank holds its stage's layers, K and V of all tokens in them, and its share of a piece at a time. The context
+        ranks of a stage gather the K and V of a piece, and attend in two parts; the last one has the logits.
+        """
+        model, context, longest = self.model, context_ranks(strategy), max(partition.chunk_lens)
+        piece = -(-longest // context)
+        layer_bytes, kinds = model.layer_bytes(self.width), model.layer_kind_index
+        cached = [self._cache(kind, self.request.context_len) for kind in model.layer_kinds]
+        gathered = [self._cache(kind, longest) if context > 1 else 0.0 for kind in model.layer_kinds]
+        tensors = self.batch * piece * self._elements * self.width
+        scores = self._scores(self._all_scores(piece if context == 1 else -(-piece // 2)))
+        experts = self._experts(piece, longest)
+        for layers in stages(strategy, model.num_hidden_layers, self.scenario.cluster.num_gpus):
+            begins, ends = layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
+            weights = sum(layer_bytes[layer] for layer in layers) + begins * model.embedding_bytes(self.width)
+            weights += ends * model.head_bytes(self.width)
+            if ends and not begins and model.tie_word_embeddings:
+                weights += model.vocab_size * model.hidden_size * self.width
+            messages = 0.0 if begins and ends else 2.0 * self.batch * piece * model.hidden_size * self.width
+            last = RankMemory(
+                weights=weights,
+                kv_cache=round(sum(cached[kinds[layer]] for layer in layers)),
+                gathered=round(messages + max(gathered[kinds[layer]] for layer in layers)),
+                activations=max(tensors, experts),
+                scores=scores,
+                logits=self._logits(partition.chunk_lens[-1] // context) if ends else 0,
+                runtime=RUNTIME_BYTES,
+            )
+            yield from (*[replace(last, logits=0)] * (context - 1), last)
 
+    def _cache(self, layer: LayerSpec, tokens: int) -> float:
+        """Cache and state of that many tokens of each sequence in a layer."""
+        if layer.mixer is None:
+            return 0.0
+        return self.batch * float(layer.mixer.cache_bytes(tokens, self.model.cached_element_bytes(self.width)))
 
-def _activation_elements(scenario: Scenario) -> int:
-    """Elements per token at the widest moment of a layer: residual twice, and the tensors of the mixer or the MLP.
+    def _all_scores(self, chunk: int) -> int:
+        """Elements of the scores of `chunk` queries against the whole context, in the layer with most heads."""
+        return self.batch * self._score_heads * chunk * self.request.context_len
 
-    Experts that are spread, or that several ranks share, have other tokens than the rank's (see _expert_bytes).
-    """
-    model, spread = scenario.share, _has_other_tokens(scenario)
-    return 2 * model.hidden_size + max(
-        max(_mixer_elements(layer), 0 if spread and layer.num_experts else _mlp_elements(layer))
-        for layer in model.layer_kinds
-    )
+    def _scores(self, elements: float) -> int:
+        """Bytes of an eager score matrix in all its copies; fused kernels have none."""
+        return round(elements) * EAGER_SCORE_PEAK_BYTES * self.width // 2 if self.scenario.kernel == "eager" else 0
 
+    def _logits(self, chunk: int) -> int:
+        """Bytes of logits in half precision and of the fp32 copy that Hugging Face returns."""
+        tokens = chunk if self.scenario.traits.head_on_all_tokens else 1
+        return self.batch * tokens * self.scenario.model.vocab_size * (self.width + 4)
 
-def _has_other_tokens(scenario: Scenario) -> bool:
-    layout = scenario.expert_placement.layout
-    return layout.expert_parallel > 1 or layout.exchange != "none"
+    def _merging(self) -> int:
+        """Bytes per token of a ring's merge of results."""
+        merged = FUSED_MERGE_PEAK_BYTES if self.scenario.traits.fused_merge else MERGE_PEAK_BYTES
+        return max(
+            (2 * self.model.hidden_size + _mixer_elements(layer)) * self.width
+            + merged * mixer.num_attention_heads * mixer.v_head_dim
+            for layer in self.model.layer_kinds
+            if isinstance(mixer := layer.mixer, Attention | LatentAttention)
+        )
 
+    def _experts(self, chunk: int, together: int) -> int:
+        """What the busiest GPU holds of its experts' rows, and the chunk's residual stream twice.
 
-def _expert_bytes(scenario: Scenario, chunk: int, together: int) -> int:
-    """What the busiest GPU holds of its experts' rows, and the chunk's residual stream twice.
+        Where ranks gather tokens for their experts, those of the stage, too. together: tokens of a sequence on all
+        ranks.
+        """
+        if not self._has_other_tokens:
+            return 0
+        tokens, every = np.array([float(chunk)]), np.array([float(together)])
+        gathered = together * self.scenario.data_load if self.scenario.gather is not None else 0.0
+        cost, placement = no_time(self.scenario.traits), self.scenario.expert_placement
+        rows = [
+            float(RoutedExperts(layer, cost, placement).rows(tokens, self.batch, every)[0]) * _mlp_widths(layer)
+            for layer in self.model.layer_kinds
+            if layer.num_experts
+        ]
+        held = 2 * chunk + gathered
+        return round(max(rows) * self.width) + round(held * self.batch * self.model.hidden_size * self.width)
 
-    Where ranks gather tokens for their experts, those of the stage, too. together: tokens of a sequence on all ranks.
-    """
-    if not _has_other_tokens(scenario):
-        return 0
-    batch, width = scenario.request.batch, scenario.request.dtype_bytes
-    tokens, every = np.array([float(chunk)]), np.array([float(together)])
-    gathered = together * scenario.data_load if scenario.gather is not None else 0.0
-    cost, placement = no_time(scenario.traits), scenario.expert_placement
-    rows = [
-        float(RoutedExperts(layer, cost, placement).rows(tokens, batch, every)[0]) * _mlp_widths(layer)
-        for layer in scenario.share.layer_kinds
-        if layer.num_experts
-    ]
-    held = 2 * chunk + gathered
-    return round(max(rows) * width) + round(held * batch * scenario.share.hidden_size * width)
-
-
-def _mlp_elements(layer: LayerSpec) -> int:
-    """Elements of the MLP's tensors, for all experts that a token passes through."""
-    if not layer.mlp:
-        return 0
-    return _mlp_widths(layer) * max(1, layer.num_experts_per_tok)
+    def _layer_elements(self, layer: LayerSpec) -> int:
+        """Elements of the mixer's or the MLP's tensors, for all experts that a token of the rank passes through."""
+        apart = not layer.mlp or (self._has_other_tokens and layer.num_experts)
+        return max(_mixer_elements(layer), 0 if apart else _mlp_widths(layer) * max(1, layer.num_experts_per_tok))
 
 
 def _mlp_widths(layer: LayerSpec) -> int:
@@ -225,31 +229,3 @@ def _mixer_elements(layer: LayerSpec) -> int:
         return sum(gemm.out_features for gemm in mixer.projections) + mixer.num_value_heads * mixer.value_head_dim
     kv_heads = mixer.num_attention_heads if isinstance(mixer, LatentAttention) else mixer.num_key_value_heads
     return (mixer.num_attention_heads + kv_heads) * (mixer.head_dim + mixer.v_head_dim)
-
-
-def _score_heads(model: ModelSpec) -> int:
-    """Most heads that make scores in a layer."""
-    return max((mixer.num_attention_heads for layer in model.layer_kinds if (mixer := layer.mixer)), default=0)
-
-
-def _merging_bytes(model: ModelSpec, program: Program, rank: int, width: int, *, fused: bool) -> int:
-    """Bytes per token of a ring's merge of results, in one kernel if `fused`; 0 without a ring."""
-    if not any(isinstance(op, RingPass) for kind in program.layers for op in kind[rank]):
-        return 0
-    merged = FUSED_MERGE_PEAK_BYTES if fused else MERGE_PEAK_BYTES
-    return max(
-        (2 * model.hidden_size + _mixer_elements(layer)) * width + merged * mixer.num_attention_heads * mixer.v_head_dim
-        for layer in model.layer_kinds
-        if isinstance(mixer := layer.mixer, Attention | LatentAttention)
-    )
-
-
-def _scores(scenario: Scenario, chunk: int, attended: int) -> int:
-    elements = scenario.request.batch * _score_heads(scenario.share) * chunk * attended
-    return elements * EAGER_SCORE_PEAK_BYTES * scenario.request.dtype_bytes // 2
-
-
-def _logits_bytes(scenario: Scenario, chunk: int, width: int) -> int:
-    """Bytes of logits in half precision and of the fp32 copy that Hugging Face returns."""
-    tokens = chunk if scenario.traits.head_on_all_tokens else 1
-    return tokens * scenario.model.vocab_size * (width + 4)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from kvrsim.choices import DTYPE_BYTES, DTYPES, PrefixAccess
 from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, check_whole
 from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
 from kvrsim.kernels.attention import ATTENTION_KERNELS
 from kvrsim.kernels.cost import CalibratedCost, CostModel, KernelTraits, RooflineCost
@@ -49,9 +50,9 @@ class Request:
     dtype: str = "fp16"  # one of DTYPES; fp8: the products of the layers, all else in half precision
 
     def __post_init__(self) -> None:
-        _check_whole("ctx", self.context_len, 1, MAX_TOKENS)
-        _check_whole("batch", self.batch, 1, MAX_BATCH)
-        _check_whole("cached_prefix", self.cached_prefix, 0, self.context_len - 1)
+        check_whole("ctx", self.context_len, 1, MAX_TOKENS)
+        check_whole("batch", self.batch, 1, MAX_BATCH)
+        check_whole("cached_prefix", self.cached_prefix, 0, self.context_len - 1, " (less than the context)")
         dtype_bytes(self.dtype)
 
     @property
@@ -63,12 +64,6 @@ class Request:
     def dtype_bytes(self) -> int:
         """Bytes of an element of activations and KV cache; with fp8, which is for products only, of half precision."""
         return dtype_bytes("fp16" if self.dtype == "fp8" else self.dtype)
-
-
-def _check_whole(argument: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        unit = " (less than the context)" if argument == "cached_prefix" else ""
-        raise InputError(argument, value, f"a whole number from {least} to {most}{unit}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +112,7 @@ class Partition:
     @property
     def boundaries(self) -> tuple[int, ...]:
         """The paper's C[0, ..., C]: where each chunk starts, and the end."""
-        ends = [0]
-        for chunk in self.chunk_lens:
-            ends.append(ends[-1] + chunk)
-        return tuple(ends)
+        return tuple(accumulate(self.chunk_lens, initial=0))
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -202,7 +194,7 @@ class Scenario:
 
     def on_gpus(self, num_gpus: int) -> Scenario:
         """The scenario on another number of GPUs."""
-        return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
+        return replace(self, cluster=replace(self.cluster, num_gpus=num_gpus))
 
     def in_layout(self, layout: Layout) -> Scenario:
         """The scenario of one prompt's ranks: GPUs that split all matrices are one rank, other data groups are gone.
@@ -210,7 +202,6 @@ class Scenario:
         Of a batch, the rank sees the sequences of the busiest data group.
         """
         request = replace(self.request, batch=-(-self.request.batch // layout.data))
-        one = replace(self, request=request, layout=layout)
         size, cluster, group = layout.tensor, self.cluster, None
         if size > 1:
             cluster = grouped_cluster(self.cluster, size)
@@ -290,7 +281,7 @@ class Scenario:
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
         """The scenario with a path of that bandwidth between every pair; whether messages hold streams is unchanged."""
-        links = self.cluster.with_topology("switch").with_link(bandwidth_bytes_per_s, latency_s)
+        links = replace(self.cluster, topology="switch").with_link(bandwidth_bytes_per_s, latency_s)
         if self.profile is None:
             return replace(self, cluster=links)
         sends: SendStyle = "overlap" if self.sends_overlap else "rendezvous"
@@ -354,10 +345,8 @@ class Scenario:
     @property
     def traits(self) -> KernelTraits:
         """Traits that all kernels share."""
-        batch, element_bytes = self.request.batch, self.request.dtype_bytes
-        if self.profile is None:
-            return KernelTraits(kernel=self.kernel, batch=batch, element_bytes=element_bytes)
-        return self.profile.kernels.traits(self.kernel, batch, element_bytes)
+        traits = KernelTraits if self.profile is None else self.profile.kernels.traits
+        return traits(kernel=self.kernel, batch=self.request.batch, element_bytes=self.request.dtype_bytes)
 
     @cached_property
     def cost(self) -> CalibratedCost | RooflineCost:

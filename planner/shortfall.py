@@ -78,7 +78,7 @@ def _ports(cluster: Cluster) -> float:
 
 def _smaller_weights(scenario: Scenario) -> tuple[Remedy, ...]:
     profile, model = scenario.profile, scenario.model
-    has = [dtype for dtype, _ in scenario.cluster.gpu.peak_flops] if profile is None else profile.dtypes
+    has = list(scenario.cluster.gpu.peak_flops) if profile is None else profile.dtypes
     if _DTYPE not in has or scenario.request.dtype == _DTYPE or model.quantization is not None:
         return ()
     smaller = replace(scenario, request=replace(scenario.request, dtype=_DTYPE))

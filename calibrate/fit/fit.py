@@ -315,7 +315,7 @@ def element_bytes_of(rows: Iterable[Measurement]) -> int:
 
 def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
     """FLOP/s on the datasheet of the best of these dtypes. Raises InputError if it lists none."""
-    known = [flops for dtype, flops in gpu.peak_flops if dtype in dtypes]
+    known = [flops for dtype, flops in gpu.peak_flops.items() if dtype in dtypes]
     if not known:
         raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
     return max(known)

@@ -163,7 +163,7 @@ def peak_of(gpu: GpuSpec, kind: str | None) -> float:
 
 def computes_in(gpu: GpuSpec, kind: str) -> bool:
     """Whether the GPU's datasheet has a rate for products of that type."""
-    return any(dtype in _PEAKS[kind][1] for dtype, _ in gpu.peak_flops)
+    return any(dtype in _PEAKS[kind][1] for dtype in gpu.peak_flops)
 
 
 def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
@@ -397,7 +397,7 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     found = [found[index] for index in np.argsort(loaded_s)[:: max(1, len(found) // _MOST_ROWS)]]
     flops = 2.0 * column(found, "tokens") * column(found, "in_features") * column(found, "out_features")
     loops = _Loops(warmups=column(found, "warmups"), repeats=column(found, "repeats"))
-    peak = max(flops for _, flops in gpu.peak_flops)
+    peak = max(gpu.peak_flops.values())
     sources = sorted({row.source for row in found})
     names = np.array([f"rate_{sources.index(row.source)}" for row in found])
 

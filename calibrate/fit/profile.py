@@ -583,7 +583,7 @@ class _OperationFits:
         measured = {row.dtype for row in (*attention, *gemms)}
         if self.rows.dtypes == HALF and not self.origin.is_hugging_face:
             measured |= set(HALF)
-        computed = dict(self.gpu.peak_flops)
+        computed = self.gpu.peak_flops
         return ValidRange(
             context_len=_whole_span(column(attention, "chunk") + column(attention, "prefix")),
             num_gpus=(1, most_ranks),

@@ -187,9 +187,6 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             return _gemm(kernels)
         case "attention":
             return " ".join(_attention(name, rates) for name, rates in kernels.attention.items())
-        case "latent" | "sparse" | "experts" | "recurrence":
-            section: Any = getattr(kernels, kind)
-            return str(section.describe())
         case "elementwise":
             rates = kernels.elementwise
             merge = () if rates.merge_bytes_per_s is None else ("merge",)

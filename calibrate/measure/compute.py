@@ -16,6 +16,7 @@ from calibrate.measure.device import device_name, origin, spec_of
 from calibrate.measure.forward import HEAT_S, HOST_CHUNK, LAYERS, ComputeSetup, ForwardTimer, Point
 from calibrate.measure.ranks import PendingRanks
 from kvrsim.interp import quartiles
+from kvrsim.io.schema import to_json
 from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
@@ -39,7 +40,7 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
         return {
-            "gpu": spec_of(setup.device, setup.dtype, setup.threads).to_dict(),
+            "gpu": to_json(spec_of(setup.device, setup.dtype, setup.threads)),
             "model": dict(setup.config),
             "model_name": setup.model.name,
         }

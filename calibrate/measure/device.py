@@ -185,7 +185,7 @@ def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
         name=_slug(name),
         memory_bytes=_memory_bytes() // max(1, (os.cpu_count() or 1) // threads),
         hbm_bytes_per_s=_copy_bytes_per_s("cpu"),
-        peak_flops=((dtype, _product_flops_per_s("cpu", dtype)),),
+        peak_flops={dtype: _product_flops_per_s("cpu", dtype)},
         num_sms=threads,
         source=f"measured by kvrsim calibrate on {name}: the best of {_REPEATS} copies and products",
     )
@@ -196,7 +196,7 @@ def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
         name=_slug(name),
         memory_bytes=int(properties.total_memory),
         hbm_bytes_per_s=_copy_bytes_per_s("cuda"),
-        peak_flops=((dtype, _product_flops_per_s("cuda", dtype)),),
+        peak_flops={dtype: _product_flops_per_s("cuda", dtype)},
         num_sms=int(properties.multi_processor_count),
         source=f"what {name} says of itself, and the best of {_REPEATS} copies and products by kvrsim calibrate",
     )

@@ -12,7 +12,6 @@ what is accepted:
     X | Y                    the first that fits; of several dataclasses the one that has most of the object's keys
     tuple[X, ...]            an array, as list[X] and Sequence[X]; tuple[X, Y] an array of two
     Mapping[str, X]          an object with any keys; Annotated[Mapping[str, X], Keys(...)] with these, in their order
-    Annotated[tuple[tuple[str, X], ...], Keys(...)]   read from the same object
     Annotated[X, Check(...)] an X for which a condition holds
     a frozen dataclass       an object with its fields as keys; a class method `read(data)` of its own comes first
     Any                      any JSON value
@@ -333,13 +332,11 @@ class _Kind:
         self.keys = next((extra.names for extra in self.extras if isinstance(extra, Keys)), None)
         default = _RANGES.get(self.base)
         self.range = next((extra for extra in self.extras if isinstance(extra, Range)), default)
-        self.as_pairs = self.origin is tuple and self.keys is not None
 
     @cached_property
     def inner(self) -> list[_Kind]:
         """Kinds of the items, or of a mapping's keys and values."""
-        args = get_args(self.args[0]) if self.as_pairs else self.args
-        return [_kind(one) for one in args if one is not Ellipsis]
+        return [_kind(one) for one in self.args if one is not Ellipsis]
 
     @property
     def accepted(self) -> str:
@@ -357,7 +354,7 @@ class _Kind:
         if self.origin is Literal:
             *others, last = map(str, self.args)
             return f"{', '.join(others)} or {last}" if others else last
-        if self.origin in (tuple, list, Sequence) and not self.as_pairs:
+        if self.origin in (tuple, list, Sequence):
             item = self.inner[0]
             count = f" of {len(self.args)}" if self.origin is tuple and self.args[-1] is not Ellipsis else ""
             return f"an array{count}" if item.base is Any else f"an array{count}, each {item.accepted}"
@@ -382,7 +379,7 @@ class _Kind:
             return self._number(value)
         if base is str:
             return " ".join(value.split()) or None if isinstance(value, str) else None
-        if self.as_pairs or origin in (dict, Mapping):
+        if origin in (dict, Mapping):
             return self._mapping(value, path, data) if isinstance(value, dict) else None
         if origin in (tuple, list, Sequence):
             return self._array(value, path, data) if isinstance(value, list) else None
@@ -427,8 +424,7 @@ class _Kind:
             child.only(self.keys)
         key_kind, value_kind = self.inner
         names = value if self.keys is None else [key for key in self.keys if child.has(key)]
-        pairs = [(int(key) if key_kind.base is int else key, value_kind.read(value[key], key, child)) for key in names]
-        return tuple(pairs) if self.as_pairs else dict(pairs)
+        return {int(key) if key_kind.base is int else key: value_kind.read(value[key], key, child) for key in names}
 
     def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
         kinds = [_kind(option) for option in self.options]

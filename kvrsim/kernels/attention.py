@@ -15,11 +15,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import numpy as np
 
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, check_rising
 from kvrsim.interp import log_interp
 from kvrsim.io.schema import NonNegative, PositiveShare, Range, Share
 from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
@@ -36,7 +36,6 @@ from kvrsim.kernels.gemm import Product, pieces, products_of
 from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.program import Array
-from kvrsim.units import format_seconds
 
 ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 ATTENTION = Part("attention")
@@ -108,10 +107,8 @@ class MeasuredSizes:
     factors: tuple[float, ...]  # measured over formula time
 
     def __post_init__(self) -> None:
-        sizes = list(self.sizes)
-        if not sizes or len(sizes) != len(self.factors) or sorted(set(sizes)) != sizes:
-            raise InputError("sizes", sizes, "rising numbers above 0, as many as factors")
-        seconds = np.array(sizes) * np.array(self.factors)
+        check_rising("sizes", self.sizes, "factors", self.factors)
+        seconds = np.array(self.sizes) * np.array(self.factors)
         if (np.diff(seconds) < -_ROUNDING * seconds[1:]).any():
             raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
 
@@ -139,10 +136,9 @@ class EagerRates:
         """Seconds of all elements of all heads' score matrices, masked ones included."""
         element_s = 4.0 * call.mean_head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
-        if self.measured is None:
-            return call.chunk * call.keys * (batch * call.num_attention_heads * element_s) + self.start_s
         elements = self.elements(call, batch)
-        return self.start_s + elements * element_s * self.measured.factor(elements)
+        factor = 1.0 if self.measured is None else self.measured.factor(elements)
+        return self.start_s + elements * (element_s * factor)
 
     def elements(self, call: AttentionCall, batch: int) -> Array:
         """Elements of the score matrices of all heads."""
@@ -313,12 +309,12 @@ class FlashRates:
         counted = replace(call, causal=0.0 * call.causal) if call.part_of_chunk else call
         return self._called_s(counted, batch, element_bytes, slots_s / slots)
 
-    def _step_s(self, call: AttentionCall) -> float:
-        """Seconds of a tile of queries and a block of keys: the larger of its products and its softmax."""
-        products_s = self.block_s * call.mean_head_dim / 128
-        if isinstance(products_s, float):
-            return max(products_s, self.softmax_s)
-        return cast(float, np.maximum(products_s, self.softmax_s))  # a fit has heads for each of its rows
+    def _step_s(self, call: AttentionCall) -> Any:
+        """Seconds of a tile of queries and a block of keys: the larger of its products and its softmax.
+
+        An array where a fit has heads for each of its rows.
+        """
+        return np.maximum(self.block_s * call.mean_head_dim / 128, self.softmax_s)
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """Seconds with launch and append, at least those of the unmasked FLOPs at the datasheet's rate."""
@@ -365,7 +361,7 @@ class FlashRates:
         if not self.splits_keys:
             return np.asarray(full_s)
         steps = np.maximum(self.alone_share, tiles * mean * (1.0 / (slots * self.split_share)))
-        return np.minimum(full_s, step_s * steps + (self.alone_share * self.tile_s + self.split_s))
+        return np.asarray(np.minimum(full_s, step_s * steps + (self.alone_share * self.tile_s + self.split_s)))
 
 
 AttentionRates = EagerRates | BlockedRates | FlashRates
@@ -388,20 +384,6 @@ class LatentRates:
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         return self.of(call).least_seconds(call, batch, element_bytes)
-
-    def describe(self) -> str:
-        """The constants, one sentence per form."""
-        forms = {"Expanded": self.expanded, "Absorbed": self.absorbed}
-        return " ".join(_described(name, rates) for name, rates in forms.items() if rates is not None)
-
-
-def _described(name: str, rates: FlashRates) -> str:
-    flops = 4 * 128 * rates.tile_rows * rates.key_block
-    reached = flops * rates.concurrent_tiles / rates.block_s / 1e12
-    return (
-        f"{name}: launch {format_seconds(rates.launch_s)}, tiles of {rates.tile_rows} queries"
-        f" {format_seconds(rates.tile_s)} each, their steps over {rates.key_block} keys at {reached:.0f} TFLOP/s."
-    )
 
 
 class MergedCost(MixerCost):

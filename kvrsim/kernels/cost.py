@@ -177,7 +177,7 @@ class RooflineCost:
 
         Products with quantised inputs, INT8 and NVFP4 too, have the peak of FP8: datasheets are read for no other.
         """
-        peaks = dict(gpu.peak_flops)
+        peaks = gpu.peak_flops
         if dtype not in peaks:
             raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(peaks)}")
         half = peaks.get("bf16", peaks.get("fp16", peaks[dtype])) if dtype == "fp8" else peaks[dtype]

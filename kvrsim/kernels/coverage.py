@@ -65,8 +65,19 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
     sparse = [layer for layer in model.layer_kinds if layer.num_experts]
     if not sparse:
         return
-    if profile is not None:
-        yield from _priced(list(dict.fromkeys(layer.mlp[0].compute for layer in sparse)), profile)
+    rates = None if profile is None else profile.kernels.experts
+    types = dict.fromkeys(layer.mlp[0].compute for layer in sparse)
+    covered = [kind for kind in types if rates is not None and rates.covers(kind, 2)]
+    if profile is not None and covered:  # coverage_notes names experts without rates
+        fit = profile.operations.get("experts")
+        error = "" if fit is None else f", {fit.cross_validated_mape:.0%} off on average for models left out"
+        yield (
+            "mixture of experts: routed experts are priced as grouped products, whose rates stand for tokens spread"
+            f" evenly and by power laws alike{error}"
+        )
+    for kind in filter(None, covered):
+        if profile is not None and rates is not None and (priced := rates.priced_as(kind)) not in (None, kind):
+            yield f"profile {profile.name} has no rates of experts in {EXPLAINED[kind]}; priced as {EXPLAINED[priced]}"
     if placement.num_gpus > 1:
         held = sorted({layer.num_experts // placement.num_gpus for layer in sparse})
         each = " or ".join(map(str, held))
@@ -78,22 +89,6 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
             f"expert parallelism: {each} of each layer's experts on each of {placement.num_gpus} GPUs; the busiest has"
             f" {worst:.2f} times the mean rows ({source}; --expert-imbalance)"
         )
-
-
-def _priced(types: list[str | None], profile: CalibrationProfile) -> Iterator[str]:
-    """Note on the rates of experts; coverage_notes names experts without rates."""
-    rates, fit = profile.kernels.experts, profile.operations.get("experts")
-    covered = [kind for kind in types if rates is not None and rates.covers(kind, 2)]
-    if rates is None or not covered:
-        return
-    error = "" if fit is None else f", {fit.cross_validated_mape:.0%} off on average for models left out"
-    yield (
-        "mixture of experts: routed experts are priced as grouped products, whose rates stand for tokens spread evenly"
-        f" and by power laws alike{error}"
-    )
-    for kind in covered:
-        if kind is not None and (priced := rates.priced_as(kind)) is not None and priced != kind:
-            yield f"profile {profile.name} has no rates of experts in {EXPLAINED[kind]}; priced as {EXPLAINED[priced]}"
 
 
 EXPLAINED = {
@@ -155,19 +150,16 @@ def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gem
 
 def _priced_precision(compute: str, half: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
     """The rates used for a type that the profile lacks."""
-    if profile is None:
+    if profile is None or (priced := profile.kernels.priced_as(compute)) == compute:
         return
-    priced = profile.kernels.priced_as(compute)
-    if priced == compute:
-        return
-    missing = f"profile {profile.name} has no rates of products in {EXPLAINED[compute]}"
     if priced is not None:
-        yield f"{missing}; priced as {EXPLAINED[priced]}"
+        substitute = EXPLAINED[priced]
     elif not GEMM_TYPES[compute].quantised:
-        yield f"{missing}; priced as {half}, which leaves out the dequantising: TTFT may be a little short"
+        substitute = f"{half}, which leaves out the dequantising: TTFT may be a little short"
     elif compute == "nvfp4":
-        yield f"{missing}; priced as {half}, as engines compute them before Blackwell, where TTFT is shorter"
-    elif compute == "int8" or "fp8" in dict(gpu.peak_flops):
-        yield f"{missing}; priced as {half}, which takes longer: TTFT of a long prompt is too long"
+        substitute = f"{half}, as engines compute them before Blackwell, where TTFT is shorter"
+    elif compute == "int8" or "fp8" in gpu.peak_flops:
+        substitute = f"{half}, which takes longer: TTFT of a long prompt is too long"
     else:
-        yield f"{missing}; priced as {half}, as engines compute them on a GPU without such arithmetic"
+        substitute = f"{half}, as engines compute them on a GPU without such arithmetic"
+    yield f"profile {profile.name} has no rates of products in {EXPLAINED[compute]}; priced as {substitute}"

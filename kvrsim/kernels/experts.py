@@ -31,7 +31,6 @@ from kvrsim.kernels.tensor_parallel import Group
 from kvrsim.layout import ONE_LAYOUT, Exchange, Layout
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array
-from kvrsim.units import format_bandwidth, format_seconds
 
 EXPERTS = Part("experts")
 # Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times
@@ -139,20 +138,6 @@ class ExpertRates:
     def priced_as(self, compute: str) -> str | None:
         """The quantised type whose rates stand for one; None: no type does."""
         return next((one for one in alike(compute) if one in self.types), None)
-
-    def describe(self) -> str:
-        """Describe the constants in sentences."""
-        return " ".join(_described(name, rates) for name, rates in {"half precision": self.half, **self.types}.items())
-
-
-def _described(name: str, rates: GroupedRates) -> str:
-    title = name.capitalize() if " " in name else f"`{name}`"
-    return (
-        f"{title}: full tiles {rates.flops_per_s / 1e12:.0f} TFLOP/s, weights"
-        f" {format_bandwidth(rates.weight_bytes_per_s)}, rows {format_bandwidth(rates.row_bytes_per_s)},"
-        f" tiles of {rates.tile_rows:.0f} rows that start and end as {rates.tile_features:.0f} features, start"
-        f" {format_seconds(rates.start_s)}."
-    )
 
 
 def mean_imbalance(

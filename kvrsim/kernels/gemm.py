@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, check_rising
 from kvrsim.interp import log_interp
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.model.gemm import Gemm
@@ -110,9 +110,7 @@ class MeasuredShape:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        rows = list(self.rows)
-        if not rows or len(rows) != len(self.seconds) or sorted(set(rows)) != rows:
-            raise InputError("rows", rows, "rising whole numbers from 1, as many as seconds")
+        check_rising("rows", self.rows, "seconds", self.seconds)
 
 
 def pieces(amount: Array, size: float | Array) -> Array:

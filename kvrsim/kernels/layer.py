@@ -79,11 +79,17 @@ class LayerCosts:
         )
         self._launch_before_s = setting.host.launch_s * (self.kernels.before + self.kernels.mixer)
         self._launch_after_s = setting.host.launch_s * self.kernels.after
-
-    @property
-    def has_mixer(self) -> bool:
-        """Whether tokens see each other in the layer."""
-        return self._mixer is not None
+        self.has_mixer = self._mixer is not None  # whether tokens see each other in the layer
+        self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token depends on the state after all earlier
+        # All-reduces of a group of GPUs: one per block, or one where the blocks are parallel.
+        self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
+        # Whether packing for an exchange counts, as where the runtime's own copies were measured.
+        self.packs = self.has_mixer and traits.copies.own > 0
+        # Host seconds of the launches up to the rotary embedding, of attention, and after it.
+        self.host_qkv_s, self.host_attention_s, self.host_output_mlp_s = (
+            setting.host.layer_s * share + setting.host.kernel_s * kernels
+            for share, kernels in zip(_HOST_SHARES, self.kernels, strict=True)
+        )
 
     @property
     def mixer(self) -> MixerCost:
@@ -97,17 +103,6 @@ class LayerCosts:
         assert isinstance(self._mixer, MergedCost), "a mixer whose blocks are not merged"
         return self._mixer
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the layer is recurrent: each token depends on the state after all earlier tokens."""
-        return isinstance(self.layer.mixer, Recurrence)
-
-    @property
-    def num_sums(self) -> int:
-        """All-reduces of a group of GPUs in the layer: one per block, or one where the blocks are parallel."""
-        blocks = self.layer.num_blocks
-        return min(1, blocks) if self.setting.model.parallel_attn else blocks
-
     # -- before tokens see each other
     def qkv_s(self, chunk: Array) -> Array:
         """Input norm, projections, rotary embedding, launches up to the mixer; the device idles after a host's wait."""
@@ -116,11 +111,6 @@ class LayerCosts:
             seconds = seconds + self.setting.host.resume_s
         local_s = None if self._mixer is None else self._mixer.local_op_s(chunk)
         return seconds if local_s is None else seconds + local_s
-
-    @property
-    def packs(self) -> bool:
-        """Whether packing for an exchange counts, as where the runtime's own copies were measured."""
-        return self._mixer is not None and self.cost.traits.copies.own > 0
 
     def all_to_all_pack_s(self, tokens: Array, features: int) -> Array:
         """That many features of each token, read and written once, as a copy into the cache."""
@@ -206,29 +196,10 @@ class LayerCosts:
 
     # -- the host clock
     @property
-    def host_qkv_s(self) -> float:
-        """Host seconds of the launches up to the rotary embedding."""
-        return self._launch_s(0)
-
-    @property
-    def host_attention_s(self) -> float:
-        """Launches of attention."""
-        return self._launch_s(1)
-
-    @property
     def host_merge_s(self) -> float:
-        """Launches that merge a block's result with that of the blocks before."""
+        """Host seconds of the launches that merge a block's result with that of the blocks before."""
         return self.setting.host.kernel_s * self.merging.merge_kernels
 
-    @property
-    def host_output_mlp_s(self) -> float:
-        """Launches after attention."""
-        return self._launch_s(2)
-
-    def _launch_s(self, third: int) -> float:
-        host = self.setting.host
-        return host.layer_s * _HOST_SHARES[third] + host.kernel_s * self.kernels[third]
-
     def host_all_gather_s(self, num_ranks: int) -> float:
-        """Launches of the all-gathers: one output tensor per rank has to be made and copied."""
+        """Host seconds of the all-gathers, which make and copy one output tensor per rank."""
         return self.setting.host.gather_piece_s * num_ranks

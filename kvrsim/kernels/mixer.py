@@ -74,7 +74,7 @@ class MixerCost(ABC):
 
     # -- the cache
     def cache_bytes(self, tokens: Array) -> Array:
-        """Cache and state of that many tokens."""
+        """Bytes of the cache and the state of `tokens` tokens."""
         return np.asarray(self.setting.batch * self.mixer.cache_bytes(tokens, self._element_bytes))
 
     def needed_bytes(self, tokens: Array) -> Array:
@@ -83,23 +83,21 @@ class MixerCost(ABC):
         return nbytes if self.setting.batch == 1 else self.setting.batch * nbytes
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds of the copies that join the caches of prefix and chunk: one more copy with a prefix."""
-        copies = self.traits.copies
-        if not copies.keep and not copies.append:
-            seconds = np.full(np.broadcast(chunk, prefix).shape, self.setting.resync_s)
-        else:
-            tokens = self.visible(prefix) + chunk
-            copied = np.asarray(tokens * (copies.keep + copies.append))
-            np.multiply(tokens, copies.keep, out=copied, where=prefix <= 0)
-            seconds = self._copy_s(copied) + self.setting.resync_s
-        return seconds + self._write_s(chunk) if copies.own else seconds
+        """Seconds of the copies that join the caches of prefix and chunk."""
+        return self._join_s(chunk, prefix, self.traits.copies.append)
 
     def concat_s(self, chunk: Array, others: Array) -> Array:
-        """Copies that put gathered pieces into one cache; alone, a rank only keeps its own."""
+        """Seconds of the copies that put gathered pieces into one cache."""
+        return self._join_s(chunk, others, self.traits.copies.gather)
+
+    def _join_s(self, chunk: Array, others: Array, more: float) -> Array:
+        """Seconds of copies and of the wait after communication; `more` copies of all tokens where there are others."""
         copies = self.traits.copies
-        tokens = chunk + self.visible(others)
-        seconds = self.setting.resync_s + self._copy_s(tokens * (copies.keep + copies.gather * (others > 0)))
-        return seconds + self._write_s(chunk) if copies.own else seconds
+        seconds = np.full(np.broadcast(chunk, others).shape, self.setting.resync_s)
+        if copies.keep or more:
+            tokens = chunk + self.visible(others)
+            seconds = seconds + self._copy_s(tokens * (copies.keep + more * (others > 0)))
+        return seconds + self._copy_s(chunk * copies.own, kernels=1) if copies.own else seconds
 
     def visible(self, tokens: Array) -> Array:
         """Number of the `tokens` tokens before a query that the query can see."""
@@ -107,12 +105,8 @@ class MixerCost(ABC):
         return tokens if reach is None else np.minimum(tokens, reach)
 
     def _copy_s(self, tokens: Array, kernels: int = 0) -> Array:
-        """Each byte of the cache is read and written."""
+        """Seconds to read and write each byte of the cache of `tokens` tokens."""
         return self.cost.traffic_s(tokens, (Traffic("copy", 2.0 * self._half_token_bytes, kernels),))
-
-    def _write_s(self, chunk: Array) -> Array:
-        """The chunk's own part of the cache into a buffer."""
-        return self._copy_s(chunk * self.traits.copies.own, kernels=1)
 
     # -- token mixing
     @property

@@ -7,7 +7,7 @@ shares go to the other ranks. Shares are even and interleaved, so a window cuts 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 
@@ -42,10 +42,9 @@ class PrefixPlacement:
     def parse(cls, text: str, argument: str) -> PrefixPlacement:
         """Parse "host" or "remote:10GB/s". Raises InputError naming the argument for anything else."""
         place, colon, bandwidth = text.partition(":")
-        if place not in PREFIX_PLACEMENTS or (colon and place not in _LOADED):
-            raise InputError(argument, text, _ACCEPTED)
         try:
-            return cls(place=place, bytes_per_s=parse_bandwidth(bandwidth, argument) if colon else None)
+            rate = parse_bandwidth(bandwidth, argument) if colon else None
+            return cls(place=cast(PrefixPlace, place), bytes_per_s=rate)
         except InputError as error:
             raise InputError(argument, text, _ACCEPTED) from error
 
@@ -99,7 +98,7 @@ class PrefixAccessPlan:
         """
         own = prefix_bytes if self.access == "whole" else prefix_bytes / self.num_ranks
         if not (reads_peers and self.peers is not None):
-            return self._from_source(own)
+            return self.load_own(own)
         others = prefix_bytes - own
         seconds, latency_s = self.peers.busy_s(others), self.peers.latency_s
         if self.source is None:
@@ -112,11 +111,8 @@ class PrefixAccessPlan:
             latency_s=self.source.latency_s + latency_s,
         )
 
-    def load_state(self, state_bytes: Array) -> Load | None:
-        """The first rank's load for a layer whose prefix is a state; None if the rank has the state."""
-        return self._from_source(state_bytes)
-
-    def _from_source(self, nbytes: Array) -> Load | None:
+    def load_own(self, nbytes: Array) -> Load | None:
+        """A rank's load from outside, of a state or of its part of the prefix; None if the rank has these bytes."""
         if self.source is None:
             return None
         seconds = self.source.busy_s(nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrsim.choices import DTYPES
 from kvrsim.engine import Engine, HostRates
-from kvrsim.hardware import AllReduceRates, Cluster, GatherRates
+from kvrsim.hardware import AllReduceRates, Cluster, GatherRates, GpuSpec
 from kvrsim.io.schema import (
     Check,
     JsonObject,
@@ -45,13 +45,9 @@ OPERATION_KINDS = (
     *("send_recv", "all_gather", "all_reduce", "host"),
 )
 SendStyle = Literal["overlap", "rendezvous"]
-TokenSpan = Annotated[
-    tuple[int, int], Check("[smallest, largest], whole numbers above 0", lambda span: span[0] <= span[1])
-]
-SizeSpan = Annotated[
-    tuple[NonNegative, NonNegative],
-    Check("[smallest, largest], numbers of at least 0", lambda span: span[0] <= span[1]),
-]
+_RISING = Check("[smallest, largest], two numbers", lambda span: span[0] <= span[1])
+TokenSpan = Annotated[tuple[int, int], _RISING]
+SizeSpan = Annotated[tuple[NonNegative, NonNegative], _RISING]
 Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda names: names and set(names) <= set(DTYPES))
 ]
@@ -259,7 +255,7 @@ def load_profile(name_or_path: str | Path, argument: str = "profile") -> Calibra
     return CalibrationProfile.read(named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), "roofline"))
 
 
-_STEPS = 60  # of Newton's method, which needs about five
+_NEWTON_STEPS = 60  # of Newton's method, which needs about five
 _ENOUGH = 1e-12  # relative change below which the iteration ends
 
 
@@ -284,7 +280,7 @@ class Clock:
         share, tau = self.sustained_share, self.time_constant_s
         busy = np.asarray(busy_s, dtype=float)
         elapsed = np.maximum(busy, (busy - (1 - share) * tau) / share)
-        for _ in range(_STEPS):
+        for _ in range(_NEWTON_STEPS):
             decay = np.exp(-elapsed / tau)
             done = share * elapsed - (1 - share) * tau * np.expm1(-elapsed / tau)
             step = (busy - done) / (share + (1 - share) * decay)
@@ -292,3 +288,45 @@ class Clock:
             if np.all(step <= _ENOUGH * elapsed):
                 break
         return np.asarray(elapsed)
+
+
+_STEPS = ("block_s", "softmax_s", "tile_s", "chunk_s")  # seconds of one multiprocessor's arithmetic
+_SLOTS = ("concurrent_tiles", "num_sms")
+
+
+def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuSpec) -> CalibrationProfile:
+    """The profile of `measured` with the rates of `gpu`, at the measured fraction of the datasheet.
+
+    Rates of arithmetic scale with the peak of the tensor cores, and rates of bytes with the memory's bandwidth; tiles
+    run on as many multiprocessors as the GPU has. Launches keep their seconds. Times of single products are dropped.
+    """
+    peaks = [one.peak_flops["fp16"] for one in (gpu, measured)]
+    ratios = {
+        "compute": peaks[0] / peaks[1],
+        "memory": gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s,
+        "slots": gpu.num_sms / measured.num_sms,
+    }
+    return replace(profile, kernels=_scaled(profile.kernels, ratios))
+
+
+def _scaled(value: Any, ratios: Mapping[str, float]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _scaled(one, ratios) for key, one in value.items()}
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changes: dict[str, Any] = {"measured": ()} if hasattr(value, "measured") else {}
+    for one in fields(value):
+        old, unit = getattr(value, one.name), one.metadata.get("unit", one.name)
+        if old is None or one.name in changes or not one.init:
+            continue
+        if unit.endswith("flops_per_s"):
+            changes[one.name] = old * ratios["compute"]
+        elif unit.endswith("bytes_per_s"):
+            changes[one.name] = old * ratios["memory"]
+        elif one.name in _STEPS:
+            changes[one.name] = old * ratios["slots"] / ratios["compute"]
+        elif one.name in _SLOTS:
+            changes[one.name] = max(1, round(old * ratios["slots"]))
+        else:
+            changes[one.name] = _scaled(old, ratios)
+    return replace(value, **changes)

@@ -21,7 +21,6 @@ from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.mixer import MixerCost
 from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Array
-from kvrsim.units import format_bandwidth, format_seconds
 
 # Tokens per chunk, by kind of recurrence.
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}
@@ -208,22 +207,6 @@ class RecurrenceRates:
     def of(self, call: RecurrenceCall) -> KindRates:
         """The rates of the call's kind, or of one alike."""
         return self.kinds[self.priced_as(call.kind)]
-
-    def describe(self) -> str:
-        """The constants, in a few sentences."""
-        described = " ".join(_described(kind, rates) for kind, rates in self.kinds.items())
-        return f"{described} Other kinds take the rates of one of these (log standard deviation {self.alike_log_sd})."
-
-
-def _described(kind: str, rates: KindRates) -> str:
-    scan, convolution = rates.scan, rates.convolution
-    return (
-        f"{kind}: start {format_seconds(scan.start_s)}, a chunk of {SCAN_CHUNK[kind]} tokens"
-        f" {format_seconds(scan.chunk_s)}, {scan.flops_per_s / 1e12:.0f} TFLOP/s, beyond"
-        f" {scan.cached_bytes / 1e6:.0f} MB {format_bandwidth(scan.bytes_per_s)}; convolution"
-        f" {format_seconds(convolution.start_s)}, {format_bandwidth(convolution.cached_bytes_per_s)}, beyond"
-        f" {convolution.cached_bytes / 1e6:.0f} MB {format_bandwidth(convolution.bytes_per_s)}."
-    )
 
 
 class RecurrentCost(MixerCost):

@@ -22,7 +22,6 @@ from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.program import Array
-from kvrsim.units import format_seconds
 
 SparseMixer = Attention | LatentAttention | CompressedAttention
 _SCORE_BYTES = 4.0  # of a score, fp32
@@ -171,14 +170,6 @@ class SparseKernels:
         attend_s = self.attend.seconds(queries, call.attended, np.asarray(heads), width, least=least)
         return call.chooses * chosen_s + attend_s
 
-    def describe(self, what: str) -> str:
-        """The constants, in a sentence."""
-        score, attend = self.score.flops_per_s / 1e12, self.attend.flops_per_s / 1e12
-        return (
-            f"{what}: scores and choice at {score:.0f} TFLOP/s, attention at {attend:.0f} TFLOP/s with at least"
-            f" {self.attend.least_heads:.0f} heads, start {format_seconds(self.attend.start_s)}."
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseRates:
@@ -196,11 +187,6 @@ class SparseRates:
         """The kernels that price a call; None: there are none of its kind."""
         entries = call.compress_ratio > 1 or call.window > 0
         return self.blocks if call.block > 1 else (self.entries or self.keys) if entries else self.keys
-
-    def describe(self) -> str:
-        """The constants, one sentence per kind."""
-        kinds = {"Single keys": self.keys, "Entries": self.entries, "Blocks": self.blocks}
-        return " ".join(kernels.describe(what) for what, kernels in kinds.items() if kernels is not None)
 
 
 def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:

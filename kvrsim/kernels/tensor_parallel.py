@@ -80,15 +80,15 @@ class Group:
 
 
 def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
-    """Sum `nbytes` over the GPUs of a group; more_s: seconds in addition to its kernel."""
-    seconds, sent = more_s + group.all_reduce_s(nbytes), 2.0 * group.sent_bytes(nbytes)
-    return Collective(name="all-reduce", seconds=seconds, nbytes=sent)
+    """Sum `nbytes` over the GPUs of a group; `more_s` is added to the kernel's seconds."""
+    sent = 2.0 * group.sent_bytes(nbytes)
+    return Collective(name="all-reduce", seconds=more_s + group.all_reduce_s(nbytes), nbytes=sent)
 
 
 def all_gather(group: Group, nbytes: Array, more_s: float = 0.0) -> Collective:
     """Join `nbytes` from the GPUs of a group; `more_s` is added to the kernel's seconds."""
-    seconds = more_s + group.all_gather_s(nbytes)
-    return Collective(name="all-gather", seconds=seconds, nbytes=group.sent_bytes(nbytes))
+    sent = group.sent_bytes(nbytes)
+    return Collective(name="all-gather", seconds=more_s + group.all_gather_s(nbytes), nbytes=sent)
 
 
 def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
@@ -178,9 +178,8 @@ def _divides(mixer: Mixer, size: int) -> bool:
 
 
 def _heads(mixer: Mixer) -> str:
-    if isinstance(mixer, Recurrence):
-        return f"the {mixer.num_value_heads} value heads and {mixer.num_key_heads} key heads"
-    return f"the {mixer.num_attention_heads} heads and {mixer.num_key_value_heads} KV heads"
+    kinds = ("value heads", "key heads") if isinstance(mixer, Recurrence) else ("heads", "KV heads")
+    return f"the {mixer.num_attention_heads} {kinds[0]} and {mixer.num_key_value_heads} {kinds[1]}"
 
 
 def _layer_share(layer: LayerSpec, size: int) -> LayerSpec:

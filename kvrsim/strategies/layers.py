@@ -61,7 +61,7 @@ def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
     if not costs.has_mixer or (costs.has_state and rank):
         return None
     if costs.has_state:
-        return costs.setting.prefix.load_state(costs.prefix_bytes)
+        return costs.setting.prefix.load_own(costs.prefix_bytes)
     by_heads = strategy.splits_heads and costs.setting.prefix.access == "whole" and step.num_ranks > 1
     needed = costs.on_heads(step.num_ranks) if by_heads else costs
     return costs.setting.prefix.load(needed.prefix_bytes, reads_peers=not strategy.carries_prefix)

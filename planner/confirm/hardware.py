@@ -79,7 +79,7 @@ class Hardware:
 
         check_kernel(scenario.model.model_type, scenario.kernel)
         self.choice(scenario)
-        return replace(scenario, cluster=cluster.with_topology("switch")) if self.emulated else scenario
+        return replace(scenario, cluster=replace(cluster, topology="switch")) if self.emulated else scenario
 
     def choice(self, scenario: Scenario) -> ModelChoice:
         """Return the model as the ranks load it; raise InputError for a dtype that the runtime lacks."""

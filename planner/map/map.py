@@ -259,7 +259,7 @@ def make_map(
     wanted = [
         replace(
             scenario,
-            cluster=cluster.with_num_gpus(num_gpus),
+            cluster=replace(cluster, num_gpus=num_gpus),
             request=replace(scenario.request, context_len=context_len),
         )
         for cluster in clusters

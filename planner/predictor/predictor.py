@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, check_whole
 from kvrsim.io.schema import JsonObject, Whole, fields_to_json, to_json
 from planner.grid import GridFile
 
@@ -82,9 +82,15 @@ class TtftPredictor(GridFile):
         ctx: tokens of the whole context. cached_prefix: leading tokens whose K and V are cached. batch: sequences.
         Raises InputError naming the parameter outside the grid, or where no strategy fits in memory.
         """
-        _check("batch", batch, self.batch[0], self.batch[-1])
-        _check("ctx", ctx, self.new_tokens[0], self.longest_context)
-        _check("cached_prefix", cached_prefix, 0, min(self.cached_prefix[-1], ctx - self.new_tokens[0]))
+        check_whole("batch", batch, self.batch[0], self.batch[-1], ", the range of the predictor")
+        check_whole("ctx", ctx, self.new_tokens[0], self.longest_context, ", the range of the predictor")
+        check_whole(
+            "cached_prefix",
+            cached_prefix,
+            0,
+            min(self.cached_prefix[-1], ctx - self.new_tokens[0]),
+            ", the range of the predictor",
+        )
         new = ctx - cached_prefix
         if new > self.new_tokens[-1]:
             raise InputError("ctx", ctx, f"at most {self.new_tokens[-1]} tokens that are not cached")
@@ -136,11 +142,6 @@ def _mean(seconds: Seconds, places: Sequence[tuple[tuple[int, float], tuple[int,
         for (row, weight), (column, share), points in places
         for point, part in points
     )
-
-
-def _check(argument: str, value: int, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(argument, value, f"a whole number from {least} to {most}, the range of the predictor")
 
 
 def _has_shape(values: Any, shape: Sequence[int]) -> bool:

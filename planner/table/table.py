@@ -17,7 +17,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -222,7 +222,7 @@ def _figures(scenario: Scenario) -> dict[str, Any]:
         "scale": scenario.kernel_scale,
         "sends": [profile.links.sends, profile.links.sends_over_bus],
     }
-    cluster = _numbers(asdict(scenario.cluster.with_num_gpus(1)))
+    cluster = _numbers(asdict(replace(scenario.cluster, num_gpus=1)))
     datasheet = cluster.pop("gpu")
     return {
         "model": _numbers(asdict(scenario.model)),

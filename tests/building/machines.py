@@ -16,7 +16,7 @@ def any_gpu(rng: Draws) -> GpuSpec:
         name="random",
         memory_bytes=80 * 10**9,
         hbm_bytes_per_s=log(rng, 11, 13),
-        peak_flops=tuple((dtype, flops) for dtype in DTYPES),
+        peak_flops=dict.fromkeys(DTYPES, flops),
         num_sms=100,
         source="drawn at random",
     )

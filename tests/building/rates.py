@@ -19,7 +19,7 @@ from tests.building.drawing import Draws, log, maybe
 
 def any_gemm(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> GemmRates:
     """No tiles or up to four; then some of the shapes as measured. None beats the datasheet."""
-    peak = gpu.peak_flops[0][1]
+    peak = gpu.peak_flops["fp16"]
     share = log(rng, -3, 0)
     tiles = [
         Tile(
@@ -53,7 +53,7 @@ def _measured(rng: Draws, rates: GemmRates, product: Product, share: float) -> M
 def any_eager(rng: Draws, gpu: GpuSpec) -> EagerRates:
     """Rates between a thousandth and all of the datasheet's."""
     return EagerRates(
-        flops_per_s=gpu.peak_flops[0][1] * log(rng, -3, 0),
+        flops_per_s=gpu.peak_flops["fp16"] * log(rng, -3, 0),
         bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -3, 0),
         start_s=maybe(rng, 0.0, lambda: log(rng, -7, -4)),
     )
@@ -61,7 +61,7 @@ def any_eager(rng: Draws, gpu: GpuSpec) -> EagerRates:
 
 def any_flash(rng: Draws, gpu: GpuSpec) -> FlashRates:
     """Any way to write the kernel; steps as fast as the datasheet allows, or up to a thousand times slower."""
-    peak = gpu.peak_flops[0][1]
+    peak = gpu.peak_flops["fp16"]
     tile_rows, key_block = rng.choice([1, 16, 64, 128, 192]), rng.choice([1, 16, 64, 128, 256])
     num_sms = rng.choice([1, 108, 132, rng.randint(2, 300)])
     concurrent_tiles = num_sms * rng.choice([1, 2, 3])
@@ -98,7 +98,7 @@ def any_sizes(rng: Draws, least: float) -> MeasuredSizes:
 
 def any_blocked(rng: Draws, gpu: GpuSpec) -> BlockedRates:
     """Rates between a thousandth and all of the datasheet's, of halves and rectangles alike or not."""
-    peak = gpu.peak_flops[0][1]
+    peak = gpu.peak_flops["fp16"]
     shares = [log(rng, -3, 0) for _ in range(2)]
     return BlockedRates(
         causal_flops_per_s=peak * shares[0],
@@ -135,7 +135,7 @@ def any_experts(rng: Draws, gpu: GpuSpec) -> ExpertRates:
 
 def _any_grouped(rng: Draws, gpu: GpuSpec) -> GroupedRates:
     return GroupedRates(
-        flops_per_s=gpu.peak_flops[0][1] * log(rng, -3, 0),
+        flops_per_s=gpu.peak_flops["fp16"] * log(rng, -3, 0),
         weight_bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -2, 0),
         row_bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -2, 0),
         tile_rows=maybe(rng, 0.0, lambda: rng.uniform(1, 300)),

@@ -73,7 +73,7 @@ def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
         return replace(scenario, kernel="sdpa")
     kernels = profile.kernels
     eager = any_eager(rng, gpu)
-    share = eager.flops_per_s / gpu.peak_flops[0][1]
+    share = eager.flops_per_s / gpu.peak_flops["fp16"]
     eager = replace(eager, measured=any_sizes(rng, share))
     kernels = replace(
         kernels,
@@ -222,7 +222,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
     gpu = replace(
         cluster.gpu,
         hbm_bytes_per_s=cluster.gpu.hbm_bytes_per_s * factor,
-        peak_flops=tuple((dtype, flops * factor) for dtype, flops in cluster.gpu.peak_flops),
+        peak_flops={dtype: flops * factor for dtype, flops in cluster.gpu.peak_flops.items()},
     )
     cluster = replace(
         cluster, gpu=gpu, link=scale(cluster.link, 1 / factor), network=scale(cluster.network, 1 / factor)

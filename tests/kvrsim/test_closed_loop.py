@@ -1,13 +1,12 @@
 """The wait model of closed-loop users."""
 
-import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.closed_loop import ClosedLoop, prefill_of_means
+from kvrsim.closed_loop import ClosedLoop
 
 LOOPS = st.builds(
     ClosedLoop,
@@ -57,17 +56,6 @@ def test_one_user_without_decoding_waits_for_nothing() -> None:
     assert ClosedLoop(users=1, tpot_s=0.02, wait_steps=0).mean_ttft_s(0.3) == 0.3
 
 
-def test_several_numbers_of_users_give_one_prefill_and_a_stall_does_not_count() -> None:
-    loops = [ClosedLoop(users=users, tpot_s=0.01) for users in (4, 8, 16)]
-    means = [(loop, loop.mean_ttft_s(0.1)) for loop in loops]
-    assert prefill_of_means(means) == pytest.approx(0.1)
-    assert prefill_of_means([*means[:2], (loops[2], 20.0)]) == pytest.approx(0.1)
-    assert prefill_of_means([(loops[0], means[0][1]), (loops[1], loops[1].mean_ttft_s(0.2))]) == pytest.approx(
-        math.sqrt(0.1 * 0.2)
-    )
-
-
 def test_a_mean_below_the_wait_for_decode_steps_says_nothing() -> None:
     loop = ClosedLoop(users=4, tpot_s=0.1, wait_steps=5.5)
     assert loop.prefill_s(0.5) is None
-    assert prefill_of_means([(loop, 0.5)]) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_what_ships_is_accepted_and_named() -> None:
 
 
 def test_where_a_noise_has_no_place() -> None:
-    switch, chain, bus = (load_cluster(num_gpus=4).with_topology(kind) for kind in ("switch", "chain", "bus"))
+    switch, chain, bus = (replace(load_cluster(num_gpus=4), topology=kind) for kind in ("switch", "chain", "bus"))
     for cluster, spec in (
         (switch, "slow-gpu:4x2"),
         (switch, "slow-link:3-4x2"),
@@ -149,7 +150,7 @@ def test_an_even_cluster_stays_what_it_is() -> None:
     for src, dst in ((1, 2), (2, 1)):
         assert uneven.path(src, dst).bandwidth_bytes_per_s * 4 == cluster.path(src, dst).bandwidth_bytes_per_s
     assert uneven.path(0, 1) == cluster.path(0, 1)
-    far = parse_noise("slow-link:1-2x4").placed_on(cluster.with_topology("chain")).path(0, 3)
+    far = parse_noise("slow-link:1-2x4").placed_on(replace(cluster, topology="chain")).path(0, 3)
     assert far.bandwidth_bytes_per_s * 4 == cluster.link.bandwidth_bytes_per_s
 
 

@@ -90,7 +90,7 @@ def test_more_work_may_end_earlier_on_a_bus() -> None:
         layer = ((work(1.0), send), (work(work_s), send), (Recv(src=0), work(10.0), Recv(src=1)))
         nothing: tuple[tuple[Op, ...], ...] = ((), (), ())
         program = Program(strategy="x", prologue=nothing, layers=(layer,), layer_kind_index=(0,), epilogue=nothing)
-        return EventSimulation(program, cluster.with_topology(topology), record=False).finish_s[-1]
+        return EventSimulation(program, replace(cluster, topology=topology), record=False).finish_s[-1]
 
     assert [finish_s(seconds, "bus") for seconds in (1.0, 2.0)] == pytest.approx([13.0, 12.0])
     assert [finish_s(seconds, "switch") for seconds in (1.0, 2.0)] == pytest.approx([12.0, 12.0])
@@ -99,7 +99,7 @@ def test_more_work_may_end_earlier_on_a_bus() -> None:
 @given(scenario=scenarios(num_gpus=(1, 5), topologies=("switch", "chain")), factor=st.floats(1.0, 100.0))
 @examples(25)
 def test_a_search_never_loses_with_bandwidth(scenario: Scenario, factor: float) -> None:
-    better = scenario.cluster.with_measured(scale(scenario.cluster.link, 1 / factor))
+    better = replace(scenario.cluster, link=scale(scenario.cluster.link, 1 / factor))
     assert ttft_s(replace(scenario, cluster=better), "kvr-s") <= ttft_s(scenario, "kvr-s") * SEARCHED
 
 

@@ -73,7 +73,7 @@ def test_products_never_take_less_with_rows(rng: Draws, element_bytes: int) -> N
     seconds = rates.seconds(rows, shapes, element_bytes)
     assert rises(seconds)
     flops = sum(product.flops_per_row for product in shapes)
-    assert (seconds >= rows * (flops / gpu.peak_flops[0][1]) * (1 - SLACK)).all()
+    assert (seconds >= rows * (flops / gpu.peak_flops["fp16"]) * (1 - SLACK)).all()
 
 
 @given(rng=draws())
@@ -129,7 +129,7 @@ def caller(rng: Draws) -> Callable[[Array, Array], AttentionCall]:
 def rates_of(rng: Draws, gpu: GpuSpec, kernel: str) -> AttentionRates:
     """Of any kind; none beats the datasheet."""
     eager: EagerRates = any_eager(rng, gpu)
-    sizes = any_sizes(rng, eager.flops_per_s / gpu.peak_flops[0][1])
+    sizes = any_sizes(rng, eager.flops_per_s / gpu.peak_flops["fp16"])
     found: dict[str, AttentionRates] = {
         "eager": eager,
         "measured eager": replace(eager, measured=sizes),
@@ -207,7 +207,7 @@ def test_the_least_that_proofs_count_on(kernel: str, rng: Draws) -> None:
         assert (least <= seconds * (1 + SLACK)).all()
         assert rises(least[::-1])
         flops = 4.0 * batch * calls.num_attention_heads * calls.head_dim * calls.causal
-        assert (least >= flops / gpu.peak_flops[0][1] * (1 - 1e-9)).all()
+        assert (least >= flops / gpu.peak_flops["fp16"] * (1 - 1e-9)).all()
     tokens = sizes(rng)
     assert rises(rates.least_seconds(call(tokens, np.full_like(tokens, 7.0)), batch, element_bytes))
 
@@ -287,7 +287,7 @@ def test_links_without_measurements_cost_the_same_either_way(rng: Draws) -> None
     """A short-message rate that is the bandwidth's own changes nothing."""
     cluster = plain(any_cluster(rng, 3, topologies=("switch",)))
     link: LinkSpec = cluster.link
-    same = cluster.with_measured(replace(link, short_bytes_per_s=link.bandwidth_bytes_per_s))
+    same = replace(cluster, link=replace(link, short_bytes_per_s=link.bandwidth_bytes_per_s))
     nbytes = np.geomspace(1, 1e10, 50)
     assert (same.path(0, 1).busy_s(nbytes) == cluster.path(0, 1).busy_s(nbytes)).all()
     assert (cluster.path(0, 1).gather_step_s(nbytes, 3) == cluster.path(0, 1).busy_s(nbytes)).all()

@@ -65,7 +65,7 @@ def test_nothing_beats_its_flops(name: str, rng: Draws) -> None:
     first = request.cached_prefix + 1  # keys of the first new token; each later one attends to at least as many
     attention = sum(_least_attention_flops(layer.mixer, first) for layer in model.layers)
     flops = request.batch * request.new_tokens * (2 * weights_of(model) + attention)
-    least_s = flops / placed.cluster.gpu.peak_flops[0][1]
+    least_s = flops / placed.cluster.gpu.peak_flops["fp16"]
     program = program_of(placed, strategy, [cut])
     device_s = sum(work_s(op).item() for rank in range(program.num_ranks) for _, op in program.ops(rank))
     assert device_s * placed.gpus_per_rank >= least_s * (1 - 1e-9)

@@ -57,7 +57,7 @@ def test_each_recipe_has_shipped(name: str) -> None:
     assert profile.description == recipe.data.text("description")
     assert profile.attention_kernels == ("flash",)
     gpu = load_gpu(profile.gpu)
-    assert profile.kernels.gemm.flops_per_s <= dict(gpu.peak_flops)["bf16"]
+    assert profile.kernels.gemm.flops_per_s <= gpu.peak_flops["bf16"]
     assert profile.kernels.gemm.bytes_per_s <= gpu.hbm_bytes_per_s
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_messages_share_the_bus() -> None:
 
 
 def test_own_links_do_not_share() -> None:
-    cluster = bus_cluster(4).with_topology("switch")
+    cluster = replace(bus_cluster(4), topology="switch")
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
     assert EventSimulation(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
 
@@ -153,7 +154,7 @@ def test_messages_of_a_pair_keep_their_order() -> None:
     """A pair is one flow: its second message waits for the first, however short it is."""
     short_after_long = one_layer((send(1, 100.0), send(1, 10.0)), (Recv(src=0), compute(5.0), Recv(src=0)))
     for topology in ("switch", "bus"):
-        replay = EventSimulation(short_after_long, bus_cluster(2).with_topology(topology))
+        replay = EventSimulation(short_after_long, replace(bus_cluster(2), topology=topology))
         assert [span.end_s for span in replay.timeline.of(0, "transfer")] == pytest.approx([10, 11])
         assert replay.finish_s == pytest.approx((0, 15))
 
@@ -185,7 +186,7 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
             assert moved == pytest.approx((len(cut) - 1) * sum(pieces))
         least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
         assert max(replay.finish_s) >= least_s * (1 - 1e-9)
-        own = plain(scenario.cluster).with_topology("switch")
+        own = replace(plain(scenario.cluster), topology="switch")
         for shared_s, own_s in zip(replay.finish_s, EventSimulation(program, own, record=False).finish_s, strict=True):
             assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"
 
@@ -197,6 +198,6 @@ def test_one_flow_at_a_time_is_as_on_a_switch(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
     cut = any_partition(rng, scenario.request.new_tokens, 2)
     program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
-    own = plain(scenario.cluster).with_topology("switch")
+    own = replace(plain(scenario.cluster), topology="switch")
     want = EventSimulation(program, own, record=False).finish_s
     assert EventSimulation(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)

@@ -44,7 +44,7 @@ def test_laws_of_grouped_products(rng: Draws, batch: int) -> None:
     seconds = rates.seconds(call, batch, 2)
     assert seconds.shape == TOKENS.shape
     assert (np.diff(seconds) >= -1e-12 * seconds[1:]).all()
-    least = call.rows(batch) * 2.0 * call.expert_weights / gpu.peak_flops[0][1]
+    least = call.rows(batch) * 2.0 * call.expert_weights / gpu.peak_flops["fp16"]
     assert (seconds >= least * (1 - 1e-12)).all()
     np.testing.assert_allclose(scale(rates, 2.0).seconds(call, batch, 2), 2 * seconds)
     assert (rates.seconds(replace(call, imbalance=2.0), batch, 2) >= seconds * (1 - 1e-12)).all()

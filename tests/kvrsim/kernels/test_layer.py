@@ -303,7 +303,7 @@ def test_no_profile_beats_the_datasheet(rng: Draws) -> None:
         assert (real.mixer.attention_s(chunk, prefix) >= least.mixer.attention_s(chunk, prefix) * (1 - 1e-12)).all()
         assert (real.mixer.append_s(chunk, prefix) >= least.mixer.append_s(chunk, prefix)).all()
         assert (real.cost.traffic_s(chunk, traffic) >= least.cost.traffic_s(chunk, traffic) * (1 - 1e-12)).all()
-        flops_s = 2.0 * scenario.request.batch * chunk * 5e5 / scenario.cluster.gpu.peak_flops[0][1]
+        flops_s = 2.0 * scenario.request.batch * chunk * 5e5 / scenario.cluster.gpu.peak_flops["fp16"]
         assert (real.cost.row_cost((product,), ())(chunk) >= flops_s * (1 - 1e-12)).all()
 
 
@@ -311,11 +311,11 @@ def test_the_roofline_reads_weights_at_least_once(scenario: Scenario) -> None:
     roofline = replace(scenario, profile=None)
     gpu = roofline.cluster.gpu
     seconds = roofline.cost.row_cost((Product(1000, 1000),), ())(tokens(1e-9, 1e9))
-    assert seconds == pytest.approx([2e6 / gpu.hbm_bytes_per_s, 2e15 / gpu.peak_flops[0][1]])
+    assert seconds == pytest.approx([2e6 / gpu.hbm_bytes_per_s, 2e15 / gpu.peak_flops["fp16"]])
 
 
 def test_a_gpu_refuses_what_it_cannot_compute(scenario: Scenario) -> None:
-    gpu = replace(scenario.cluster.gpu, peak_flops=(("fp16", 1e14),))
+    gpu = replace(scenario.cluster.gpu, peak_flops={"fp16": 1e14})
     roofline = replace(
         scenario, profile=None, cluster=replace(scenario.cluster, gpu=gpu), request=Request(context_len=10, dtype="fp8")
     )

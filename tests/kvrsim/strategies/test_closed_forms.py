@@ -100,7 +100,7 @@ def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None
     chunk = ctx // gpus
     layer = Layer(scenario, chunk)
     flops = 4 * scenario.model.num_attention_heads * scenario.model.head_dim * chunk * chunk
-    block = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"] + layer.merge()
+    block = flops / scenario.cluster.gpu.peak_flops["fp16"] + layer.merge()
     sent = layer.alpha + layer.kv_bytes * layer.beta
     rounds = max(layer.attention(0.0) + layer.cast, sent) + (gpus - 2) * max(block, sent) + block + layer.cast
     expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + rounds)
@@ -137,7 +137,7 @@ def test_zigzag_ring(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
     chunk = ctx // gpus
     layer = Layer(scenario, chunk)
     flops = 2 * scenario.model.num_attention_heads * scenario.model.head_dim * chunk * chunk
-    half = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"]
+    half = flops / scenario.cluster.gpu.peak_flops["fp16"]
     sent = layer.alpha + layer.kv_bytes * layer.beta
     least = max(layer.attention(0.0) + layer.cast, sent) + layer.cast
     most = least + (gpus - 1) * max(half + layer.merge(), sent)
@@ -157,7 +157,7 @@ def test_zigzag(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
     gathered = (gpus - 1) * (layer.alpha + layer.kv_bytes * layer.beta)
     attention = layer.attention(0.0, piece) + layer.attention(ctx - piece, piece)
     flops = 4 * scenario.model.num_attention_heads * scenario.model.head_dim * ctx * ctx / 2
-    assert attention == pytest.approx(flops / dict(scenario.cluster.gpu.peak_flops)["fp16"] / gpus, rel=1e-9)
+    assert attention == pytest.approx(flops / scenario.cluster.gpu.peak_flops["fp16"] / gpus, rel=1e-9)
     expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + gathered + attention)
     assert run_simulation(scenario, strategy="zigzag").ttft_s == pytest.approx(expected, rel=1e-9)
 
@@ -171,7 +171,7 @@ def test_tensor_parallel(model: str, gpus: int, ctx: int, bandwidth: str) -> Non
     """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     spec, gpu, link = scenario.model, scenario.cluster.gpu, scenario.cluster.link
-    peak, hidden = dict(gpu.peak_flops)["fp16"], ctx * spec.hidden_size * 2
+    peak, hidden = gpu.peak_flops["fp16"], ctx * spec.hidden_size * 2
     all_reduce = 2 * (gpus - 1) * (link.latency_s + hidden / gpus / link.bandwidth_bytes_per_s)
     seconds = all_reduce + _around_tensor_parallel(scenario)
     for kind in spec.layers:
@@ -215,7 +215,7 @@ def test_ulysses() -> None:
     piece = 2048 * spec.num_attention_heads // gpus * spec.head_dim * 2
     exchanged = 2 * layer.alpha + (gpus - 1) * (3 + 1) * piece * layer.beta
     flops = 4 * spec.num_attention_heads / gpus * spec.head_dim * 8192 * 8192 / 2
-    attention = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"]
+    attention = flops / scenario.cluster.gpu.peak_flops["fp16"]
     expected = around(scenario, 2048) + spec.num_hidden_layers * (layer.rest + exchanged + attention)
     assert run_simulation(scenario, strategy="ulysses").ttft_s == pytest.approx(expected, rel=1e-9)
 

@@ -28,7 +28,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
         name="cpu-1-thread",
         memory_bytes=2**33,
         hbm_bytes_per_s=5e9,
-        peak_flops=tuple((dtype, 5e10) for dtype in dtypes),
+        peak_flops=dict.fromkeys(dtypes, 5e10),
         num_sms=1,
         source="made up",
     )

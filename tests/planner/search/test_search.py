@@ -135,7 +135,7 @@ def test_on_a_bus(rng: Draws) -> None:
     assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 50)).min() * CLOSE
     last_alone = (1,) * (ranks - 1) + (tokens - ranks + 1,)
     assert found.ttft_s <= evaluator.one(last_alone) * CLOSE
-    own = replace(scenario, cluster=scenario.cluster.with_topology("switch"))
+    own = replace(scenario, cluster=replace(scenario.cluster, topology="switch"))
     plan = search(own, KVR).partition.chunk_lens
     assert found.ttft_s <= evaluator.one(plan) * CLOSE
 

@@ -40,7 +40,7 @@ DEVICE = GpuSpec(
     name="made-up-cpu",
     memory_bytes=2**33,
     hbm_bytes_per_s=1e10,
-    peak_flops=(("fp32", 2e11),),
+    peak_flops={"fp32": 2e11},
     num_sms=1,
     source="made up",
 )
