@@ -74,11 +74,11 @@ models: $(VENV)/.dev ## write the catalogue of model types and its page anew (tr
 	$(BIN)/python -m calibrate.catalogue
 	$(BIN)/python -m validate.models
 
-profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of github.com/microsoft/vidur)
+profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of github.com/microsoft/vidur AISIMULATE=wheel)
 	@[ -n "$(VIDUR)" ] || { echo "make profiles: VIDUR=CLONE, a git clone of https://github.com/microsoft/vidur" >&2; exit 2; }
-	@$(PIP_INSTALL) -e '.[import]' aiconfigurator-core==0.12.0
-	@$(PIP_INSTALL) --no-deps --pre aisimulate==0.13.0.dev202610270000000085
-	$(BIN)/python -m calibrate.shipped.recipes --vidur "$(VIDUR)"
+	@$(PIP_INSTALL) -e '.[import]'
+	@[ -n "$(AISIMULATE)" ] || $(PIP_INSTALL) --no-deps --pre aisimulate==0.13.0.dev202610270000000085
+	$(BIN)/python -m calibrate.shipped.recipes --vidur "$(VIDUR)" $(if $(AISIMULATE),--aisimulate "$(AISIMULATE)")
 	$(BIN)/python -m validate.profiles
 
 clean: ## remove .venv, caches and build outputs

@@ -80,6 +80,7 @@ class Engine:
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, float] = field(default_factory=dict)
     is_other_version: bool = False  # whether a version was asked for that was not measured
+    transfer_s: NonNegative = 0.0  # that a TTFT holds besides where another server decodes (disaggregated serving)
     decode_step: bool = False  # whether TTFT holds one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
     fit: EngineFit | None = None

@@ -1,4 +1,4 @@
-"""The paper's figures 8 to 11, simulated: `python -m validate.figures` rewrites docs/results/figures.md and its plots.
+"""The paper's figures 8 to 11, simulated: `python -m validate.figures` rewrites docs/results/figures.md.
 
 Every number of the page is computed or read from a data file.
 """
@@ -6,11 +6,10 @@ Every number of the page is computed or read from a data file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from kvrsim.builder import make_scenario
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.units import format_tokens
-from kvrsim.views.figure import save_figure
-from kvrsim.views.style import DIM, INK, STRATEGY_COLOURS, styled
 from planner.candidates import Search
 from planner.simulate import run_simulation
 from planner.table.table import PartitionTable
@@ -31,13 +28,8 @@ from validate.report import RESULTS, fill, numbers_table, write_page
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
-DRAWN = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # the paper's figures, and grouped KV heads
+MODELS = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # the paper's figures, and grouped KV heads
 STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
-IMAGES = "figures"  # folder of the plots, next to the page
-_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_MARKERS = {"tsp": "s", "kvr-e": "^", "kvr-s": "o"}
-_BOUNDS = {"TTFT(p): KVR-S without communication": "#000000", "TTFT*(p): closed form": "#8a8f98"}
-_RC: dict[Any, Any] = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +38,6 @@ class Scope:
 
     rows: tuple[Row, ...] = field(default_factory=read_rows)
     gpu_counts: tuple[int, ...] = (2, 4, 8)
-    points: int = 27  # contexts along a curve of TTFT
     scaling_context_len: int = 16384  # tokens
     scaling_gpu_counts: tuple[int, ...] = (1, 2, 4, 8)
     model: str = "llama-7b"  # of scalability and partitions
@@ -56,8 +47,8 @@ class Scope:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models whose TTFTs are drawn: those of DRAWN with published TTFTs over NVLink."""
-        return tuple(model for model in DRAWN if self.contexts(model))
+        """Those of MODELS with published TTFTs over NVLink."""
+        return tuple(model for model in MODELS if self.contexts(model))
 
     def reported(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
         """Return published rows over NVLink, by context."""
@@ -68,12 +59,6 @@ class Scope:
     def contexts(self, model: str) -> list[int]:
         """Return the published contexts of a model over NVLink."""
         return sorted({row.context_len for row in self.rows if (row.model, row.link) == (model, FAST)})
-
-    def curve(self, model: str) -> list[int]:
-        """Return the published contexts and points between them, in steps that grow with the context."""
-        published = self.contexts(model)
-        between = np.geomspace(published[0], published[-1], self.points)
-        return sorted({*published, *(max(1, round(tokens / 128)) * 128 for tokens in between)})
 
     @property
     def halfway(self) -> list[int]:
@@ -150,14 +135,12 @@ def page(predictions: Predictions) -> list[str]:
     scope, printed = predictions.scope, predictions.printed
     noisy = printed["noisy_network"]
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
-    plot = "![{0}: TTFT of TSP, KVR-E and KVR-S by context]({1}/ttft-{0}.png)"
     return fill(
         "figures",
         profile=PROFILE,
         within=sum(map(predictions.is_inside, scope.rows)),
         rows=len(scope.rows),
         case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens",
-        ttft_images="\n\n".join(plot.format(model, IMAGES) for model in scope.models),
         speedups=_speedups(predictions),
         above_no_communication=printed["kvr_s_above_no_communication"]["share"],
         scalability=_scalability(predictions),
@@ -196,8 +179,8 @@ def _speedups(predictions: Predictions) -> list[str]:
 def series(plan: Plan) -> dict[str, float]:
     """Return a plan's TTFTs: its strategies, then TTFT(p) and the closed form TTFT*(p)."""
     by_name = {result.strategy: result.ttft_s for result in plan.strategies}
-    bounds = (plan.bounds.ttft_no_comm_s, plan.bounds.ttft_star_s)
-    return {name: by_name[name] for name in STRATEGIES} | dict(zip(_BOUNDS, bounds, strict=True))
+    bounds = {"TTFT(p)": plan.bounds.ttft_no_comm_s, "TTFT*(p)": plan.bounds.ttft_star_s}
+    return {name: by_name[name] for name in STRATEGIES} | bounds
 
 
 def _scalability(predictions: Predictions) -> list[str]:
@@ -312,105 +295,5 @@ def appendix(predictions: Predictions) -> list[str]:
     return lines
 
 
-def draw_ttft(predictions: Predictions, model: str) -> Any:
-    """Draw TTFT in the upper row and the speed-up over TSP in the lower; one column per number of GPUs."""
-    scope, contexts = predictions.scope, predictions.scope.curve(model)
-    subtitle = "Lines: predicted; bands: prediction interval. Markers: printed in the paper's appendix; bars: rounding."
-    figure = _figure(6.2, f"{model}: TTFT over NVLink by context", subtitle)
-    grid = figure.subplots(2, len(scope.gpu_counts), sharex=True, sharey="row", height_ratios=(1.6, 1), squeeze=False)
-    for (upper, lower), num_gpus in zip(grid.T, scope.gpu_counts, strict=True):
-        tsp = [predictions.of(model, tokens, num_gpus, "tsp").ttft_s for tokens in contexts]
-        tsp_rows = scope.reported(model, num_gpus, "tsp")
-        for strategy, label in STRATEGIES.items():
-            results = [predictions.of(model, tokens, num_gpus, strategy) for tokens in contexts]
-            ttft_s, rows = np.array([result.ttft_s for result in results]), scope.reported(model, num_gpus, strategy)
-            colour = STRATEGY_COLOURS[strategy].light
-            printed: dict[str, Any] = dict(color=colour, marker=_MARKERS[strategy], linestyle="", markersize=6)
-            if strategy != "kvr-e":  # whose band is as wide
-                ends = ([one.ttft_low_s for one in results], [one.ttft_high_s for one in results])
-                upper.fill_between(contexts, *ends, color=colour, alpha=0.16, linewidth=0)
-            upper.plot(contexts, ttft_s, color=colour, label=label)
-            upper.plot(list(rows), [row.ttft_s for row in rows.values()], **printed)
-            lower.plot(contexts, np.array(tsp) / ttft_s, color=colour)
-            pairs = [
-                (tsp_rows[tokens], row) for tokens, row in rows.items() if tokens in tsp_rows and strategy != "tsp"
-            ]
-            for slow, fast in pairs:
-                ratio = slow.ttft_s / fast.ttft_s
-                error = ratio * (slow.rounding_s / slow.ttft_s + fast.rounding_s / fast.ttft_s)
-                lower.errorbar([fast.context_len], [ratio], yerr=error, **printed)
-        _tidy(upper, f"{num_gpus} GPUs")
-        _tidy(lower, "")
-        upper.set_xscale("log")
-        _log_seconds(upper)
-        lower.set_xlabel("context, tokens")
-        lower.set_xticks(scope.contexts(model), labels=map(format_tokens, scope.contexts(model)))
-        lower.set_xticks([], minor=True)
-    grid[0, 0].set_ylabel("TTFT, seconds")
-    grid[1, 0].set_ylabel("times as fast as TSP")
-    grid[0, 0].legend(frameon=False)
-    return figure
-
-
-def draw_scalability(predictions: Predictions) -> Any:
-    """Draw TTFT by GPUs."""
-    scope = predictions.scope
-    title = f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens: TTFT by GPUs"
-    figure = _figure(4.5, title, "Lines: predicted. Markers: printed in the paper's appendix.")
-    axes, counts = figure.subplots(), [plan.num_gpus for plan in predictions.plans]
-    colours = {name: STRATEGY_COLOURS[name].light for name in STRATEGIES} | _BOUNDS
-    for name, colour in colours.items():
-        style = dict(color=colour, linestyle="--" if name in _BOUNDS else "-", label=STRATEGIES.get(name, name))
-        axes.plot(counts, [series(plan)[name] for plan in predictions.plans], **style)
-        printed = {plan.num_gpus: _printed(predictions, plan).get(name) for plan in predictions.plans}
-        points = {count: ttft_s for count, ttft_s in printed.items() if ttft_s is not None}
-        axes.plot(list(points), list(points.values()), marker=_MARKERS.get(name), linestyle="", color=colour)
-    _tidy(axes, "")
-    axes.set(xscale="log", xlabel="GPUs, p", ylabel="TTFT, seconds")
-    _log_seconds(axes)
-    axes.set_xticks(counts, labels=map(str, counts))
-    axes.set_xticks([], minor=True)
-    axes.legend(frameon=False)
-    return figure
-
-
-def _figure(height: float, title: str, subtitle: str) -> Any:
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(10.5, height), layout="constrained")
-    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
-    figure.text(0.012, 1 - 0.42 / height, subtitle, fontsize=9, color=DIM)
-    return figure
-
-
-def _tidy(axes: Any, title: str) -> None:
-    """Set the title, a light grid and two spines."""
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e3e3e3", linewidth=0.6)
-
-
-def _log_seconds(axes: Any) -> None:
-    """Make the vertical axis logarithmic, with the ticks of _SECONDS that are inside its limits."""
-    axes.set_yscale("log")
-    low_s, high_s = axes.get_ylim()
-    inside = [seconds for seconds in _SECONDS if low_s <= seconds <= high_s]
-    axes.set_yticks(inside, labels=[f"{seconds:g}" for seconds in inside])
-    axes.set_yticks([], minor=True)
-
-
-def write(predictions: Predictions, docs: Path) -> None:
-    """Write the plots, then the page."""
-    (docs / IMAGES).mkdir(parents=True, exist_ok=True)
-    with styled(_RC):
-        figures: Mapping[str, Any] = {
-            **{f"ttft-{model}": draw_ttft(predictions, model) for model in predictions.scope.models},
-            "scalability": draw_scalability(predictions),
-        }
-        for name, figure in figures.items():
-            save_figure(figure, docs / IMAGES / f"{name}.png", argument="figures", dpi=110)
-    write_page(docs / "figures.md", page(predictions))
-
-
 if __name__ == "__main__":
-    write(Predictions(Scope()), RESULTS)
+    write_page(RESULTS / "figures.md", page(Predictions(Scope())))

@@ -7,10 +7,10 @@ their records in kvrsim/data/engines. SETTINGS.csv has columns model, config, sy
 precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOLDER has each config as
 NAME_config.json. Neither ships with kvrsim.
 
-A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels. The constants of the
-engines are shrunken towards their common mean, which is the record `serving`. Then each model_type has a factor on the
-seconds of a launch, of all engines and around it of each; then each version has a factor. Each width is that of
-prefills left out: of the engine or of all engines, whichever is wider.
+A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels, and transfer_s more where
+another server decodes. The constants of the engines are shrunken towards their common mean, which is the record
+`serving`. Then each model_type has a factor on the seconds of a launch, of all engines and around it of each; then each
+version has a factor. Each width is that of prefills left out: of the engine or of all engines, whichever is wider.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.errors import InputError
 from kvrsim.program import Array, Flags
+from planner.candidates import Search
 from planner.simulate import run_simulation
 from validate.report import RESULTS, fill, run_command, table, write_page
 
@@ -48,7 +49,7 @@ _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
 _MODEL_SD = 1.5  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
 _VERSION_ROWS = 5.0  # prior rows with which the factor of a version is pulled towards 1
 _NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
-_DISAGGREGATED = 0.3  # weight of prefills of disaggregated fleets: their TTFT also holds the transfer of K and V
+_TRANSFER, _TRANSFER_SD = math.log(0.02), 1.5  # prior of Engine.transfer_s
 _PROBE_S = 1e-6  # of a launch, by which launches are counted
 SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU with an engine
 _HALVES = 8
@@ -139,6 +140,7 @@ class EngineConstants:
 
     mean: Array  # logarithms of TERMS that the engines have in common, shape (4,)
     by_engine: dict[str, Array]  # the same of each
+    transfer_s: float  # see Engine
     shared_types: dict[str, float] = field(default_factory=dict)  # log factor on launch_s by model_type, of all engines
     model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # the same of each engine
     versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on all seconds
@@ -158,13 +160,14 @@ class EngineConstants:
 
     def _without_models(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
         logs = np.array([self.by_engine.get(name, self.mean) for name in settings.rows.engine[rows]])
-        return _predicted(np.exp(logs), settings, rows)
+        return _predicted(np.exp(logs), self.transfer_s, settings, rows)
 
 
-def _predicted(terms: Array, settings: Settings, rows: Flags) -> tuple[Array, Array]:
+def _predicted(terms: Array, transfer_s: float, settings: Settings, rows: Flags) -> tuple[Array, Array]:
     """Seconds of settings, and the part of launches; `terms` has shape (settings, 4)."""
     request_s, token_s, launch_s, scale = terms.T
     launches_s = launch_s * settings.launches[rows]
+    request_s = request_s + transfer_s * (settings.of("mode")[rows] == "disagg")
     whole = request_s + token_s * settings.of("context_tokens")[rows] + scale * settings.kernels_s[rows]
     return whole + launches_s + launch_s * settings.collectives[rows], launches_s
 
@@ -173,27 +176,28 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     """Constants fitted to some of the settings; `rows` is a mask."""
     from scipy.optimize import least_squares
 
-    log_s, weights = np.log(settings.of("prefill_s")[rows]), _weights(settings)[rows]
+    log_s = np.log(settings.of("prefill_s")[rows])
     engines = settings.rows.engine[rows].to_numpy()
     names = [name for name in dict.fromkeys(settings.rows.engine) if name in engines]
     index = np.array([names.index(name) for name in engines])
 
     def errors(point: Array) -> Array:
-        mean, apart = point[:4], point[4:].reshape(-1, 4)
-        seconds, _ = _predicted(np.exp(mean + apart[index]), settings, rows)
-        priors = (mean - _PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
-        return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors])
+        transfer, mean, apart = point[:1], point[1:5], point[5:].reshape(-1, 4)
+        seconds, _ = _predicted(np.exp(mean + apart[index]), float(np.exp(transfer[0])), settings, rows)
+        priors = (transfer - _TRANSFER) / _TRANSFER_SD, (mean - _PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
+        return np.concatenate([(np.log(seconds) - log_s) / _NOISE, *priors])
 
-    point = least_squares(errors, np.concatenate([_PRIOR, np.zeros(4 * len(names))]), loss="soft_l1").x
-    apart = point[4:].reshape(-1, 4)
-    found = EngineConstants(mean=point[:4], by_engine={n: point[:4] + a for n, a in zip(names, apart, strict=True)})
+    start = np.concatenate([[_TRANSFER], _PRIOR, np.zeros(4 * len(names))])
+    (transfer, *mean), apart = np.split(least_squares(errors, start, loss="soft_l1").x, [5])
+    by_engine = {name: mean + one for name, one in zip(names, apart.reshape(-1, 4), strict=True)}
+    found = EngineConstants(mean=np.array(mean), by_engine=by_engine, transfer_s=float(np.exp(transfer)))
     seconds, launches_s = found._without_models(settings, rows)
     model_types = settings.rows.model_type[rows].to_numpy()
 
     def factor_of(own: Flags, around: float) -> float:
         def off(factor: Array) -> Array:
             logs = np.log(seconds[own] + launches_s[own] * np.expm1(factor[0])) - log_s[own]
-            return np.append(weights[own] * logs / _NOISE, (factor[0] - around) / _MODEL_SD)
+            return np.append(logs / _NOISE, (factor[0] - around) / _MODEL_SD)
 
         return float(least_squares(off, [around], loss="soft_l1").x[0])
 
@@ -201,19 +205,14 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     pairs = dict.fromkeys(zip(engines, model_types, strict=True))
     factors = {(e, m): factor_of((engines == e) & (model_types == m), shared[m]) for e, m in pairs}
     found = replace(found, shared_types=shared, model_types=factors)
-    rest = weights * (log_s - np.log(found.seconds(settings, rows)))
+    rest = log_s - np.log(found.seconds(settings, rows))
     versions = settings.rows.engine_version[rows].to_numpy()
     of_version = {}
     for engine, version in dict.fromkeys(zip(engines, versions, strict=True)):
         own = (engines == engine) & (versions == version)
         if version[:1].isdigit():
-            of_version[engine, version] = float(rest[own].sum() / (weights[own].sum() + _VERSION_ROWS))
+            of_version[engine, version] = float(rest[own].sum() / (own.sum() + _VERSION_ROWS))
     return replace(found, versions=of_version)
-
-
-def _weights(settings: Settings) -> Array:
-    mode = settings.of("mode") if "mode" in settings.rows else np.full(len(settings), "agg")
-    return np.where(mode == "disagg", _DISAGGREGATED, 1.0)
 
 
 def left_out(settings: Settings, split: str) -> Array:
@@ -276,6 +275,7 @@ def records(settings: Settings) -> list[Engine]:
         replace(
             base,
             **terms,
+            transfer_s=_rounded(constants.transfer_s),
             model_types={m: _rounded(np.exp(f)) for m, f in sorted(constants.shared_types.items())},
             spread=deviations | {"collective_s": deviations["launch_s"]},
             fit=replace(fit_of, widths={"setting": widths_of(others)}),
@@ -314,6 +314,7 @@ def _record(
     return replace(
         load_engine(name),
         **_terms(constants.by_engine[name]),
+        transfer_s=_rounded(constants.transfer_s),
         model_types={m: _rounded(np.exp(constants.type_factor(name, m))) for m in sorted(constants.shared_types)},
         models=tuple(sorted(set(frame.model_type))),
         gpus=tuple(sorted(set(frame.gpu))),
@@ -447,7 +448,7 @@ def read_others(path: Path) -> list[OtherPrefill]:
                     engine=engine,
                     dtype="fp8" if row["dtype"] == "fp8" else None,
                 )[0],
-                strategy="single" if row["strategy"] == "single" else "tp",
+                **_steps(row, engine),
             )
         except InputError:
             continue
@@ -458,6 +459,23 @@ def read_others(path: Path) -> list[OtherPrefill]:
             OtherPrefill(case=case, tokens=tokens, measured_s=row["value"], ttft_s=result.ttft_s, inside=inside)
         )
     return found
+
+
+def _steps(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Strategy and search of a prefill: prompts longer than a step of the engine take several steps.
+
+    Defaults of engines: vLLM takes 2048 tokens before 0.8 (where max_model_len is above 32k) and 8192 from then on;
+    SGLang 4096 on GPUs of less than 60 GB, else 8192; TensorRT-LLM 8192. A row's note may name another number.
+    """
+    named = re.search(r"max_num_batched_tokens ([0-9]+)", str(row["note"]))
+    old, small = re.match(r"0\.[0-7]\.", str(row["engine_version"])), "40GB" in row["gpu"]
+    step = 2048 if engine == "vllm" and old else 4096 if engine == "sglang" and small else 8192
+    step = int(named[1]) if named else step
+    tokens, tensor = int(row["context"]), () if row["strategy"] == "single" else (f"tp{row['n_gpus']}",)
+    if tokens <= step:
+        return {"strategy": "+".join(tensor) or "single"}
+    pieces = [min(step, tokens - first) for first in range(0, tokens, step)]
+    return {"strategy": "+".join((*tensor, "pp1")), "search": Search(partition=pieces)}
 
 
 _PROFILES = {  # cluster and profile by a part of the GPU's name; the first that fits
@@ -510,6 +528,7 @@ def shipped_seconds(settings: Settings) -> Array:
     constants = EngineConstants(
         mean=_PRIOR,
         by_engine=logs,
+        transfer_s=engines[ENGINES[0]].transfer_s,
         model_types={(n, m): float(np.log(f)) for n, e in engines.items() for m, f in e.model_types.items()},
         versions={(n, v): float(np.log(f)) for n, e in engines.items() for v, f in e.versions.items()},
     )

@@ -46,14 +46,9 @@ from kvrsim.program import Array
 HEAD_DIM = 128
 NARROW_HEAD_DIM = 64
 PROMISED_CHUNK = 128  # from here on, a prefill's chunks: what the profile's error is about
-LONG_KEYS = 4096  # a fit to shorter calls is tried on longer ones
 LLAMA_SCORE_BYTES = 28.0  # see kvrsim/kernels/elementwise.py
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 
-_CLASSES = (1, 128, 512, 2048, 4096, 8192)
-_DECODING_CLASSES = (1, 1024, 8192, 65536)
-_ENOUGH_HEADS = 4  # different counts of query heads, from which on they are held out too
-_ENOUGH = 8  # rows
 _WHOLE = 2**30  # keys of a block: one block for all keys, for a kernel that computes masked scores too
 _KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _WHOLE)
 _NOTHING_S = 1e-15  # below this a constant is 0
@@ -223,44 +218,14 @@ class AttentionFit(Fit[Rates]):
 
     def result(self, rows: Sequence[Measurement]) -> Fitted[Rates]:
         """The fit to these rows, which are `data`, cross-validated by holding out whole chunk sizes."""
-        data, own = self.data, self.own
-        held_out = {"chunk sizes": data.chunk}
-        if len(set(data.num_attention_heads.tolist())) >= _ENOUGH_HEADS:
-            held_out["counts of heads"] = data.num_attention_heads
-        chunks, *heads = (
-            self.left_out(what, labels.tolist()).from_size(data.chunk, PROMISED_CHUNK, "chunk")
-            for what, labels in held_out.items()
-        )
-        by_size = (*own.by(data.chunk, _CLASSES, "chunk"), *_by_prefix(own, data))
+        chunks = self.data.chunk
         return Fitted(
             rates=self.rates,
             source=sources_of(rows),
-            own=own,
-            cross_validated=chunks,
-            checks=(*by_size, *heads, *self._longer()),
+            own=self.own,
+            cross_validated=self.left_out("chunk sizes", chunks.tolist()).from_size(chunks, PROMISED_CHUNK, "chunk"),
             seen=seen_of(rows, _SEEN),
         )
-
-    def _longer(self) -> list[Comparison]:
-        """A fit to short calls against the longer ones."""
-        keys = self.data.keys
-        most = LONG_KEYS if keys.max() > LONG_KEYS else keys.max() // 2
-        short = keys <= most
-        longer = ~short & (self.data.chunk >= PROMISED_CHUNK)
-        if short.sum() < _ENOUGH or not longer.any():
-            return []
-        rates = self.fitted(np.flatnonzero(short))
-        return [self.data.take(longer).compare(f"{self.label}fitted up to {most:g} keys, longer calls", rates)]
-
-
-def _by_prefix(own: Comparison, data: AttentionRows) -> list[Comparison]:
-    """Calls with a prefix and without, where there are both."""
-    behind = data.prefix > 0
-    if behind.all() or not behind.any():
-        return []
-    big = data.chunk >= PROMISED_CHUNK
-    named = ((behind & big, "with"), (~behind & big, "without"))
-    return [own.where(mask, f"{own.label}, {how} a prefix") for mask, how in named if mask.any()]
 
 
 def usable_attention(
@@ -280,60 +245,33 @@ def is_decoding(row: Measurement) -> bool:
     return row.chunk == 1 and (row.prefix or 0) > 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HeldOut:
-    """Held-out calls, predicted by the fitted constants with another kernel's tiles."""
-
-    rows: Sequence[Measurement]
-    kernel: str  # preset whose tiles they have
-
-
 def fit_flash(
     rows: Sequence[Measurement],
     gpu: GpuSpec,
     *,
     kernel: str | None = None,
     head_dim: int = HEAD_DIM,
-    held_out: HeldOut | None = None,
     narrow: Sequence[Measurement] = (),
 ) -> Fitted[FlashRates]:
     """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with this head_dim.
 
     narrow: calls with narrower heads, which tell how long softmax takes. Calls of one query behind a prefix are not
-    fitted but compared by their keys: a piece of a prefill costs no less than one query does.
-    No call is faster than its unmasked FLOPs at the datasheet's rate. Raises InputError for a kernel that is not
-    among the presets.
+    fitted: engines decode with kernels of their own. No call is faster than its unmasked FLOPs at the datasheet's rate.
+    Raises InputError for a kernel that is not among the presets.
     """
     if kernel is not None and kernel not in PRESETS:
         raise InputError("attention_kernel", kernel, ", ".join(KERNELS))
-    return _best_flash(rows, gpu, [kernel] if kernel else list(PRESETS), head_dim, held_out, narrow)
+    return with_softmax(_best_flash(rows, gpu, [kernel] if kernel else list(PRESETS), head_dim), narrow)
 
 
-def _best_flash(
-    rows: Sequence[Measurement],
-    gpu: GpuSpec,
-    kernels: Sequence[str],
-    head_dim: int,
-    held_out: HeldOut | None = None,
-    narrow: Sequence[Measurement] = (),
-) -> Fitted[FlashRates]:
-    calls = usable_attention(rows, head_dim)
-    prefills = [row for row in calls if not is_decoding(row)]
+def _best_flash(rows: Sequence[Measurement], gpu: GpuSpec, kernels: Sequence[str], head_dim: int) -> Fitted[FlashRates]:
+    prefills = [row for row in usable_attention(rows, head_dim) if not is_decoding(row)]
     data = AttentionRows.of(prefills)
-    results = [_flash_form(gpu, name, data).result(prefills) for name in kernels]
-    best = with_softmax(min(results, key=lambda one: one.cross_validated.errors().mape), narrow)
-    checks = list(best.checks)
-    if decoding := [row for row in calls if is_decoding(row)]:
-        queries = AttentionRows.of(decoding)
-        alone = queries.compare("not fitted, one query behind a prefix", best.rates)
-        checks += alone.by(queries.keys, _DECODING_CLASSES, "keys")
-    if held_out is not None:
-        checks += _check_held_out(best.rates, held_out, head_dim)
-    return replace(best, checks=tuple(checks))
-
-
-def _flash_form(gpu: GpuSpec, name: str, data: AttentionRows) -> Any:
-    return _form(name, data, PRESETS[name].parameters(gpu), lambda values: PRESETS[name].rates(gpu, values))
+    forms = (
+        _form(name, data, PRESETS[name].parameters(gpu), lambda values, name=name: PRESETS[name].rates(gpu, values))
+        for name in kernels
+    )
+    return min((form.result(prefills) for form in forms), key=lambda one: one.cross_validated.errors().mape)
 
 
 def _form(name: str, data: AttentionRows, parameters: Sequence[Parameter], make: Any, starts: int = 1) -> Any:
@@ -348,29 +286,18 @@ def _form(name: str, data: AttentionRows, parameters: Sequence[Parameter], make:
     )
 
 
-def _check_held_out(rates: FlashRates, held_out: HeldOut, head_dim: int) -> list[Comparison]:
-    """Another lab's calls by these constants and their kernel's tiles."""
-    tiles = {name: value for name, value in PRESETS[held_out.kernel].structure.items() if name != "splits_keys"}
-    other = replace(rates, **tiles)
-    data = AttentionRows.of(usable_attention(held_out.rows, head_dim))
-    whole = data.compare(f"not fitted, {held_out.kernel} of another source", other)
-    return _by_prefix(whole, data) or [whole]
-
-
 def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fitted[FlashRates]:
     """The rates with softmax_s, which only heads narrower than the fit's use; unchanged without rows.
 
-    One more check: the narrow calls, whole chunk sizes left out. Softmax takes no longer than the products of the
-    fit's heads, and matters from half of that on.
+    Softmax takes no longer than the products of the fit's heads, and matters from half of that on.
     """
     if not rows:
         return fitted
     data, rates, block_s = AttentionRows.of(rows), fitted.rates, fitted.rates.block_s
     bounds = Parameter(name="softmax_s", start=0.7 * block_s, low=0.4 * block_s, high=block_s)
     fit = _form(f"heads of {NARROW_HEAD_DIM}", data, [bounds], lambda values: replace(rates, **values))
-    check = fit.left_out("chunk sizes", data.chunk.tolist())
     seen = dict(fitted.seen) | {"head_dim": (NARROW_HEAD_DIM, HEAD_DIM)}
-    return replace(fitted, rates=fit.rates, checks=(*fitted.checks, check), seen=seen)
+    return replace(fitted, rates=fit.rates, seen=seen)
 
 
 def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
@@ -495,18 +422,12 @@ def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[Latent
     found: dict[LatentForm, Fitted[FlashRates]] = {}
     for form, source in sources.items():
         rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1]
-        best = _best_flash(rows, gpu, causal, mean_head_dim(form))
-        own, held_out, *checks = (
-            replace(one, label=f"{form}, {one.label}") for one in (best.own, best.cross_validated, *best.checks)
-        )
-        found[form] = replace(best, own=own, cross_validated=held_out, checks=tuple(checks))
+        found[form] = _best_flash(rows, gpu, causal, mean_head_dim(form))
     expanded, absorbed = found["expanded"], found.get("absorbed")
-    more = () if absorbed is None else (absorbed.own, absorbed.cross_validated, *absorbed.checks)
     return Fitted(
         rates=LatentRates(expanded=expanded.rates, absorbed=None if absorbed is None else absorbed.rates),
         source="; ".join(f"{one.source} ({form})" for form, one in found.items()),
         own=expanded.own,
         cross_validated=expanded.cross_validated,
-        checks=(*expanded.checks, *more),
         seen={name: span for name, span in expanded.seen.items() if name in ("chunk", "num_attention_heads")},
     )

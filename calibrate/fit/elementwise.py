@@ -70,15 +70,12 @@ def fit_elementwise(
         seconds=seconds,
         weighted=True,
     )
-    promised = tokens >= PROMISED_TOKENS
-    by_kind = [fit.own.where((kinds == KINDS.index(kind)) & promised, f"{kind}, fitted") for kind in measured]
     rates = {op: fit.constants.get(op, fit.constants.get(_LIKE.get(op, op), hbm)) for op in ELEMENTWISE_OPS}
     return Fitted(
         rates=ElementwiseRates(fused=fused, fused_merge=False, start_s=fit.constants["start_s"], **rates),
         source=sources_of(found),
         own=fit.own,
         cross_validated=fit.left_out("sizes", nbytes.tolist()).from_size(tokens, PROMISED_TOKENS, "tokens"),
-        checks=tuple(one for one in by_kind if len(one.measured_s)),
         seen=seen_of(found, ("tokens", "bytes")),
     )
 

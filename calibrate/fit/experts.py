@@ -1,7 +1,7 @@
 """fit_experts: ExpertRates from tables of routed experts, type by type.
 
 Six constants per type are fitted to the rows of one GPU, of all routings alike: what evenly spread and skewed tokens
-have in common. Held out are the shapes of models. The same rows priced as one dense product per expert are compared.
+have in common. Held out are the shapes of models.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.cost import CalibratedCost
-from kvrsim.kernels.experts import ExpertRates, ExpertsCall, GroupedRates, counted_experts
+from kvrsim.kernels.experts import ExpertRates, GroupedRates
 from kvrsim.kernels.gemm import GEMM_TYPES
-from kvrsim.kernels.profile import CalibrationProfile, KernelRates
-from kvrsim.program import Array
+from kvrsim.kernels.profile import CalibrationProfile
 
 _NOISE = 0.15  # see calibrate.fit.gemm
 _MOST_ROWS = 3000  # of a type
@@ -28,7 +26,6 @@ _STARTS = 6
 _FEW_MODELS = 3  # below which shares of experts are held out instead of models
 _LONG = 1024  # tokens from which engines are compared
 _ENOUGH = 20  # common shapes that suffice for a comparison
-_TOKENS = (64, 256, 1024, 4096)
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
@@ -57,25 +54,11 @@ def fit_experts(
     data = [_of_one_gpu(rows, profile) for rows in found]
     fits = [_fit(rows, gpu) for rows in data]
     held_out = []
-    checks: list[Comparison] = []
     for rows, fit in zip(data, fits, strict=True):
         by_model = len(set(rows.shapes)) >= _FEW_MODELS
         what = "models" if by_model else "shares of experts"
         labels = rows.shapes if by_model else list(zip(rows.shapes, rows.tp_size.tolist(), strict=True))
         held_out.append(fit.left_out(what, labels))
-        left_out_s = held_out[-1].predicted_s
-        own, alone, of_kind, dense = (
-            fit.compare(label, predicted)
-            for label, predicted in (
-                (", as shipped", fit.own.predicted_s),
-                (f", {rows.kernel}, {len(set(rows.shapes))} models, {what} left out", left_out_s),
-                ("", left_out_s),
-                (", as dense products", _dense_s(rows, profile.kernels)),
-            )
-        )
-        routings = {one: f"power law of exponent {one:g}" if one else "balanced" for one in np.unique(rows.exponent)}
-        by_routing = (of_kind.where(rows.exponent == one, f"{rows.kind}, {text}") for one, text in routings.items())
-        checks += [own, alone, *of_kind.by(rows.tokens, _TOKENS, "tokens"), *by_routing, dense]
     rates = {rows.kind: fit.rates for rows, fit in zip(data, fits, strict=True)}
     return Fitted(
         rates=ExpertRates(half=rates.pop(HALF), types={kind: rates[kind] for kind in GEMM_TYPES if kind in rates}),
@@ -83,7 +66,6 @@ def fit_experts(
         own=Comparison.joined("as shipped", [fit.own for fit in fits]),
         cross_validated=Comparison.joined("models left out", held_out),
         systematic_log_sd=_systematic_log_sd(data, [_of_one_gpu(rows, profile) for rows in others]),
-        checks=tuple(checks),
         seen={name: span_of([getattr(rows, name) for rows in data]) for name in _SEEN},
     )
 
@@ -122,29 +104,6 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
         noise=_NOISE,
         warm=True,
     )
-
-
-def _dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
-    """Seconds of the rows as one dense product per expert, by the profile's rates of such products."""
-    cost = CalibratedCost(rates=kernels, traits=kernels.traits(next(iter(kernels.attention)), 1, 2))
-    seconds = np.empty(len(rows.tokens))
-    keys = np.stack(
-        [rows.hidden_size, rows.intermediate_size, rows.tp_size, rows.num_experts, rows.num_experts_per_tok]
-    )
-    for key in np.unique(keys, axis=1).T:
-        some = (keys == key[:, None]).all(axis=0)
-        hidden, inner, tp_size, num_experts, per_tok = key
-        call = ExpertsCall(
-            tokens=rows.tokens[some],
-            hidden_size=int(hidden),
-            intermediate_size=max(1, int(inner / tp_size)),
-            gated=bool(rows.gated[some][0]),
-            num_experts=int(num_experts),
-            num_experts_per_tok=float(per_tok),
-            compute=None if rows.kind == HALF else rows.kind,
-        )
-        seconds[some] = cost.row_cost(*counted_experts(call, fused=cost.traits.fused))(call.tokens)
-    return seconds
 
 
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:

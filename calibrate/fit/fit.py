@@ -217,14 +217,13 @@ class Comparison:
             predicted_s=np.concatenate([one.predicted_s for one in parts]),
         )
 
-    def where(self, mask: Some, label: str) -> Comparison:
-        """Some of the rows, under another name."""
-        return replace(self, label=label, measured_s=self.measured_s[mask], predicted_s=self.predicted_s[mask])
-
     def from_size(self, sizes: Array, least: float, what: str) -> Comparison:
         """The rows of at least this size; all rows where none is as large."""
         large = sizes >= least
-        return self.where(large, f"{self.label}, {what} >= {least}") if large.any() else self
+        if not large.any():
+            return self
+        label = f"{self.label}, {what} >= {least}"
+        return replace(self, label=label, measured_s=self.measured_s[large], predicted_s=self.predicted_s[large])
 
     def errors(self) -> Errors:
         """Errors of at least one row."""
@@ -239,16 +238,6 @@ class Comparison:
             log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
             inside=rounded(_inside(np.abs(np.log1p(error)))),
         )
-
-    def by(self, size: Array, edges: Sequence[float], what: str) -> list[Comparison]:
-        """One comparison per class of sizes, each from one edge to below the next; empty classes are dropped."""
-        classes = []
-        for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
-            mask = (size >= low) & (size < high)
-            if mask.any():
-                name = f"{low:.0f} <= {what} < {high:.0f}" if high < np.inf else f"{what} >= {low:.0f}"
-                classes.append(self.where(mask, f"{self.label}, {name}"))
-        return classes
 
 
 def _inside(size: Array) -> float:
@@ -270,7 +259,6 @@ class Fitted(Generic[Rates]):
     own: Comparison  # on the rows of the fit
     cross_validated: Comparison  # on held-out rows: the error that a profile states
     interpolated: Comparison | None = None  # of shapes whose times the profile holds as tables
-    checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
     seen: Mapping[str, Span]  # smallest and largest of each size
     gather: Gather | None = None  # of all-gathers: how they worked
     systematic_log_sd: float | None = None  # see OperationFit
@@ -294,7 +282,7 @@ class Fitted(Generic[Rates]):
     def lines(self) -> list[Errors]:
         """All lines of a report."""
         interpolated = (self.interpolated,) if self.interpolated else ()
-        return [one.errors() for one in (self.own, self.cross_validated, *interpolated, *self.checks)]
+        return [one.errors() for one in (self.own, self.cross_validated, *interpolated)]
 
 
 def column(rows: Iterable[Measurement], name: str) -> Array:

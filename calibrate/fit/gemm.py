@@ -59,7 +59,6 @@ _STARTS = 24
 # Libraries choose faster and slower kernels for similar shapes: the fit is to their mean, not to their mode.
 _NOISE = 0.15
 _USED_SHARE = 0.005  # of the rows that a tile is the fastest for; a tile with fewer is dropped
-_CLASSES = (64, 128, 512, 2048, 8192)
 _MOST_TYPE_ROWS = 4000  # of a quantised type
 _TYPE_STARTS = 8
 _MOST_SHARE = 0.92  # of the datasheet's rate in full waves; no product of random data on a GPU reaches more
@@ -114,7 +113,6 @@ def fit_gemm(
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
         cross_validated=held_out.from_size(data.tokens, PROMISED_ROWS, "rows"),
         interpolated=_interpolated(rates, data),
-        checks=tuple(held_out.by(data.tokens, _CLASSES, "rows")),
         seen=seen_of(found, _SEEN),
     )
 

@@ -27,7 +27,6 @@ from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
 LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
-_CLASSES = (1, 2**16, 2**21, 2**25)
 _LATENCY_SHARE = 0.9  # share of the smallest all-reduce's time
 _KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
 
@@ -70,7 +69,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
     """Fit GatherRates to the fastest kernel's all-gathers inside a node, with rates at most the datasheet's.
 
-    `cross_validated` leaves out a tenth of the sizes at a time; a check leaves out numbers of ranks.
+    `cross_validated` leaves out a tenth of the sizes at a time.
     """
     found, why = _fastest(usable_link_rows(rows, "all_gather"))
     nbytes, ranks = column(found, "bytes"), column(found, "ranks")
@@ -97,9 +96,8 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
         make=lambda values: GatherRates(**values, own_share=OWN_SHARE),
         seconds=seconds,
     )
-    labels = {"sizes": nbytes} | ({"counts of ranks": ranks} if len(set(ranks.tolist())) > 1 else {})
-    held_out = [fit.left_out(what, of.tolist()).from_size(nbytes, LARGE_BYTES, "bytes") for what, of in labels.items()]
-    return _fitted(found, fit.rates, fit.own, *held_out, why=why, gathers=True)
+    held_out = fit.left_out("sizes", nbytes.tolist()).from_size(nbytes, LARGE_BYTES, "bytes")
+    return _fitted(found, fit.rates, fit.own, held_out, why=why, gathers=True)
 
 
 def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
@@ -152,7 +150,7 @@ def _fitted(
     rates: Rates,
     own: Comparison,
     held_out: Comparison,
-    *more: Comparison,
+    *,
     why: str = "",
     gathers: bool = False,
 ) -> Fitted[Rates]:
@@ -162,7 +160,6 @@ def _fitted(
         source=sources_of(rows) + why,
         own=own,
         cross_validated=held_out,
-        checks=(*own.by(column(rows, "bytes"), _CLASSES, "bytes"), *more),
         seen=seen_of(rows, ("bytes", "ranks")),
         gather=("ring" if rows[0].kernel.endswith(RING) else "collective") if gathers else None,
     )

@@ -15,7 +15,6 @@ from calibrate.fit.attention import (
     HEAD_DIM,
     NARROW_HEAD_DIM,
     PROMISED_CHUNK,
-    HeldOut,
     fit_blocked,
     fit_eager,
     fit_flash,
@@ -138,7 +137,6 @@ class FitChoices:
     fused: bool = True  # one kernel each for norm, rotary embedding and activation; layers are never measured so
     sends: SendStyle = "overlap"  # whether messages hold the compute streams
     keep_shapes: Collection[Shape] | None = None  # shapes with tables; None: all, or built-in ones if many
-    held_out: HeldOut | None = None  # attention calls to compare with
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
     elementwise: AssumedElementwise | None = None  # instead of measured element-wise kernels
@@ -207,7 +205,6 @@ def fit_profile(
     report = FitReport(
         profile=profile,
         lines={kind: [*found.lines(), *fit.more_lines.get(kind, ())] for kind, found in fit.fitted.items()},
-        fits={kind: found.own for kind, found in fit.fitted.items()},
         notes=(*_notes_on_unused(rows, fit.used, usable.dtypes), *fit.missing),
         layers=None if origin.model is None else compare_layers(profile, origin.model, rows),
     )
@@ -502,7 +499,6 @@ class _OperationFits:
             self.gpu,
             kernel=self.choices.attention_kernel,
             head_dim=head_dim,
-            held_out=self.choices.held_out,
             narrow=at_burst(self.rows.narrow, self.clock),
         )
 

@@ -14,7 +14,6 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 
-_SHORT_TOKENS = 8192  # longer scans are predicted by a fit to these
 _LONG_TOKENS = 1024  # least tokens of a prefill's chunk
 _NO_OTHER_LOG_SD = 0.5  # of one kind by another's rates, where one alone was measured
 _STARTS = 8
@@ -45,37 +44,16 @@ def fit_recurrence(
     usable = {kind: found.take(found.tokens >= SCAN_CHUNK[kind]) for kind, found in rows.items()}
     scans = {kind: found.take((found.batch == 1) & found.is_scan) for kind, found in usable.items()}
     fits = {kind: _fit(found, ScanRates, _scan_parameters(gpu)) for kind, found in scans.items()}
-    swapped = [
-        _long(scans[kind], f"{kind}, scans by the rates of {other}", found.rates)
-        for kind in fits
-        for other, found in fits.items()
-        if other != kind
-    ]
+    swapped = [_long(scans[kind], found.rates) for kind in fits for other, found in fits.items() if other != kind]
     held_out = []
-    rates, checks = {}, []
+    rates = {}
     for kind, fit in fits.items():
         heads = zip(scans[kind].num_key_heads, scans[kind].num_value_heads, strict=True)
         held_out.append(fit.left_out("head counts", [f"{keys:.0f} {values:.0f}" for keys, values in heads]))
         alone = usable[kind].take((usable[kind].batch == 1) & ~usable[kind].is_scan)
         convolution = _fit(alone, ConvolutionRates, _convolution_parameters(gpu))
         rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
-        batched = usable[kind].take((usable[kind].batch != 1) & usable[kind].is_scan)
-        longer = scans[kind].tokens > _SHORT_TOKENS
-        of_short = fit.fitted(np.flatnonzero(~longer))
-        checks += [
-            _long(scans[kind], f"{kind}, scans of {_LONG_TOKENS} tokens and more, fitted", fit.rates),
-            _compare(
-                f"{kind}, scans above {_SHORT_TOKENS} tokens by a fit to shorter ones",
-                scans[kind].take(longer),
-                of_short,
-            ),
-            _compare(f"{kind}, scans of several sequences, not fitted", batched, fit.rates),
-            _compare(f"{kind}, convolutions, fitted", alone, convolution.rates),
-        ]
-    others = [one for table in compared for one in _against(scans[table.kind], table)]
-    # Of long(seconds there / seconds here), as of products.
-    medians = [float(np.median(np.log(one.measured_s / one.predicted_s))) for one in others]
-    systematic = root_mean_square(medians)
+    systematic = root_mean_square([one for table in compared for one in _log_ratio(scans[table.kind], table)])
     return Fitted(
         rates=RecurrenceRates(
             kinds=rates,
@@ -85,7 +63,6 @@ def fit_recurrence(
         own=Comparison.joined("scans, fitted", [fit.own for fit in fits.values()]),
         cross_validated=Comparison.joined("scans, head counts left out", held_out),
         systematic_log_sd=None if systematic is None else rounded(systematic),
-        checks=(*(check for check in checks if len(check.measured_s)), *swapped, *others),
         seen={name: span_of([getattr(found, name) for found in scans.values()]) for name in _SEEN},
     )
 
@@ -102,26 +79,18 @@ def _fit(rows: RecurrenceRows, make: type[Rates], parameters: Sequence[Parameter
     )
 
 
-def _long(rows: RecurrenceRows, label: str, rates: ScanRates) -> Comparison:
+def _long(rows: RecurrenceRows, rates: ScanRates) -> Comparison:
     """Scans as long as a prefill's chunks."""
-    return _compare(label, rows.take(rows.tokens >= _LONG_TOKENS), rates)
+    long = rows.take(rows.tokens >= _LONG_TOKENS)
+    return Comparison(label="", measured_s=long.seconds, predicted_s=rates.seconds(*long.arguments))
 
 
-def _compare(label: str, rows: RecurrenceRows, rates: ScanRates | ConvolutionRates) -> Comparison:
-    return Comparison(label=label, measured_s=rows.seconds, predicted_s=rates.seconds(*rows.arguments))
-
-
-def _against(scans: RecurrenceRows, other: RecurrenceRows) -> list[Comparison]:
-    """The long scans of both tables: measured there, and measured here in place of the prediction."""
+def _log_ratio(scans: RecurrenceRows, other: RecurrenceRows) -> list[float]:
+    """The median of log(seconds there / seconds here) of the long scans of both tables; empty without common shapes."""
     usable = (other.tokens >= SCAN_CHUNK[other.kind]) & (other.batch == 1) & other.is_scan
     theirs = _by_shape(other.take(usable))
-    both = [(seconds, theirs[shape]) for shape, seconds in _by_shape(scans).items() if shape in theirs]
-    if not both:
-        return []
-    ours_s, theirs_s = np.array(both).T
-    kernel = ", ".join(sorted({str(name) for name in other.kernel[other.is_scan]}))
-    label = f"{other.kind}, the fitted table against {other.source} ({kernel})"
-    return [Comparison(label=label, measured_s=theirs_s, predicted_s=ours_s)]
+    logs = [np.log(theirs[shape] / seconds) for shape, seconds in _by_shape(scans).items() if shape in theirs]
+    return [float(np.median(logs))] if logs else []
 
 
 def _by_shape(rows: RecurrenceRows) -> dict[tuple[float, ...], float]:

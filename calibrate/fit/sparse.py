@@ -44,7 +44,6 @@ _MOST_START_S = 2e-4  # more is a host that launches slowly (Grace), which engin
 _NOISE = 0.1  # each share of the heads has its own autotuned kernel
 _MOST_ROWS = 2000
 _STARTS = 4
-_CLASSES = (1024, 4096, 16384, 65536)
 _CONFIGS = Path(__file__).with_name("models")
 
 
@@ -77,7 +76,6 @@ def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[
         source="; ".join(sorted({one.source for one in fits.values()})),
         own=Comparison.joined("all, fitted", [one.own for one in fits.values()]),
         cross_validated=Comparison.joined("all, contexts left out", [one.cross_validated for one in fits.values()]),
-        checks=tuple(check for one in fits.values() for check in (one.own, one.cross_validated, *one.checks)),
         seen={name: span_of([np.array([one.seen[name] for one in fits.values()])]) for name in ("chunk", "context")},
     )
 
@@ -91,14 +89,7 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[S
     modules = read_modules(kind, source)
     rows = [one.rows for one in modules]
     products = [one.products_s(profile) for one in modules]
-    contexts, heads, models = (
-        np.concatenate(parts)
-        for parts in (
-            [one.context for one in rows],
-            [one.heads for one in rows],
-            [np.full(len(one.rows.chunk), number) for number, one in enumerate(modules)],
-        )
-    )
+    contexts = np.concatenate([one.context for one in rows])
 
     def seconds(kernels: SparseKernels, some: Some) -> Array:
         pairs = zip(modules, products, strict=True)
@@ -114,14 +105,11 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[S
         noise=_NOISE,
         warm=True,
     )
-    by_context, by_heads = fit.left_out("contexts", contexts.tolist()), fit.left_out("counts of heads", heads.tolist())
-    by_model = [fit.own.where(models == number, f"{kind}, {one.name}, fitted") for number, one in enumerate(modules)]
     return Fitted(
         rates=fit.rates,
         source="; ".join(sorted({one.source for one in rows})),
         own=fit.own,
-        cross_validated=by_context,
-        checks=(*by_context.by(contexts, _CLASSES, "context"), by_heads, *(by_model if len(by_model) < 4 else ())),
+        cross_validated=fit.left_out("contexts", contexts.tolist()),
         seen={"chunk": span_of([one.chunk for one in rows]), "context": span_of([one.context for one in rows])},
     )
 

@@ -3,9 +3,9 @@
 PACKAGE:[PLACE:]SYSTEM[/FRAMEWORK[/VERSION]], such as aiconfigurator:a100_sxm/vllm or aisimulate:FILE.whl:b200_sxm.
 PLACE is a wheel or the folder of an unpacked one; without it the installed package is read. FRAMEWORK is vllm, sglang
 or trtllm (default vllm), VERSION the framework's. A version that is not given, or that lacks a table, stands for the
-newest that has it; NCCL's is always the newest. `source` of a measurement names the package, system, framework and
-version that were read. Times are in ms, on the GPU alone. Nothing but tables under systems/data is read. Of the folder
-systems/data/SYSTEM these are read
+newest that has it; of NCCL the newest with all-gathers is read. `source` of a measurement names the package, system,
+framework and version that were read. Times are in ms, on the GPU alone. Nothing but tables under systems/data is read.
+Of the folder systems/data/SYSTEM these are read
 
     gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
                                                                 kvrsim.kernels.gemm.GEMM_TYPES (sq is int8)
@@ -105,7 +105,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         ("comm/nccl", _NCCL_FILE, _read_nccl),
         (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
-        found = source.table(table, file, version if file != _NCCL_FILE else None)
+        found = source.nccl() if file == _NCCL_FILE else source.table(table, file, version)
         if found is not None:
             rows = read(found)
             if file == _DECODE_FILE:  # with the kernels of a prefill, if they do both
@@ -678,13 +678,20 @@ class Source:
 
     def table(self, folder: str, file: str, version: str | None) -> Table | None:
         """The table of this version, else of the newest version that has it; None where there is none."""
-        there = {
-            path.parent.name: path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")
-        }
-        if not there:
-            return None
-        path = there[version if version in there else max(there, key=version_key)]
-        return Table(package=self.package, path=path, argument=self.argument)
+        tables = self._tables(folder, file)
+        return next((one for one in tables if one.version == version), next(iter(tables), None))
+
+    def nccl(self) -> Table | None:
+        """The newest table of NCCL with all-gathers, else the newest: some hold all-reduces of a few GPUs alone."""
+        tables = self._tables("comm/nccl", _NCCL_FILE)
+        gathers = (one for one in tables if (one.read([], ["op_name"])["op_name"] == "all_gather").any())
+        return next(gathers, next(iter(tables), None))
+
+    def _tables(self, folder: str, file: str) -> list[Table]:
+        """All versions of a table, the newest first."""
+        paths = [path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")]
+        found = [Table(package=self.package, path=path, argument=self.argument) for path in paths]
+        return sorted(found, key=lambda one: version_key(one.version), reverse=True)
 
 
 def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:

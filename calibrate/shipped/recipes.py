@@ -1,8 +1,8 @@
 """Fit the shipped profiles of serving engines again: `python -m calibrate.shipped.recipes [NAME ...] --vidur CLONE`.
 
 recipes.json lists the sources of each profile and the operations taken from each. NVIDIA's tables come from the
-installed package aiconfigurator-core, vidur's files from the history of a git clone. The command writes, in the
-checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles.md, and the errors of each operation with a picture in
+package aisimulate (installed, a wheel or its folder), vidur's files from the history of a git clone. The command
+writes, in the checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles.md, and the errors of each operation in
 build/profiles/NAME.md.
 With --only SECTION, which needs no clone, it fits some of calibrate.shipped.recipes again and keeps all else.
 """
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from calibrate.data import OPERATIONS, Measurement
-from calibrate.fit.attention import HeldOut, fit_latent_section
+from calibrate.fit.attention import fit_latent_section
 from calibrate.fit.experts import fit_experts_section
 from calibrate.fit.fit import Fitted
 from calibrate.fit.gemm import builtin_shapes, fit_types_section
@@ -39,11 +39,11 @@ from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile, load_pro
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
 _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
-_UNFILLED = re.compile(r"aiconfigurator:[^/]+/vllm\b")
+_UNFILLED = re.compile(r"aisimulate:(?:.*:)?[^/:]+/vllm\b")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
 _KEYS = (
-    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "compare", "held_out"),
+    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "compare"),
     *("elementwise", "engine", "sections", "description", "not_covered"),
 )
 
@@ -58,7 +58,7 @@ class Recipe:
 
     @classmethod
     def read(cls, name: str, vidur: Path, aisimulate: Path | None = None) -> Recipe:
-        """`aisimulate`: a wheel; None: the installed package. Raises InputError for a profile without a recipe."""
+        """`aisimulate`: a wheel or folder; None: the installed package. Raises InputError for an unknown name."""
         text = _RECIPES.read_text("utf-8")
         if aisimulate is not None:
             text = text.replace("aisimulate:", f"aisimulate:{aisimulate}:")
@@ -90,26 +90,14 @@ class Recipe:
                 found += [row for row in read_public(part.text("source"), self.vidur) if row.operation in wanted]
         return found
 
-    def held_out(self) -> HeldOut | None:
-        """Calls to compare the fit with; None, with a note on standard error, where the clone lacks their file."""
-        if not self.data.has("held_out"):
-            return None
-        part = self.data.child("held_out")
-        try:
-            return HeldOut(rows=read_public(part.text("source"), self.vidur), kernel=part.text("kernel"))
-        except InputError as error:
-            print(f"{self.name}: not compared with held-out calls: {error}", file=sys.stderr)
-            return None
-
     def fit_only(self, names: Collection[str]) -> FitReport:
         """The profile as it ships with some sections fitted again; the report has no more than these."""
-        shipped = FitReport(profile=load_profile(self.name), lines={}, fits={}, notes=())
+        shipped = FitReport(profile=load_profile(self.name), lines={}, notes=())
         return fit_sections(shipped, self.data, names)
 
     def fit(self) -> FitReport:
         """The profile as it ships, in its report."""
         data = self.data
-        held_out = self.held_out()
         rows, message_sms = self.rows(), data.integer("message_sms", 0, minimum=0)
         sizes = [int(size) for size in data.numbers("hidden_size")] if data.has("hidden_size") else []
         profile, report = fit_profile(
@@ -119,7 +107,6 @@ class Recipe:
                 description=data.text("description"),
                 not_covered=data.text("not_covered"),
                 provenance={
-                    **({"compared": "; ".join(sorted({row.source for row in held_out.rows}))} if held_out else {}),
                     "command": f"python -m calibrate.shipped.recipes {self.name} --vidur CLONE",
                     "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation"
                     + f", which hold {message_sms} multiprocessors" * (message_sms > 0),
@@ -131,7 +118,6 @@ class Recipe:
             choices=FitChoices(
                 attention_kernel=data.text("attention_kernel"),
                 keep_shapes=builtin_shapes(),
-                held_out=held_out,
                 others=self.rows(key="compare"),
                 hidden_size=(sizes[0], sizes[1]) if len(sizes) == 2 else None,
                 elementwise=read(AssumedElementwise, data.child("elementwise")) if data.has("elementwise") else None,
@@ -218,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names", metavar="NAME", nargs="*", help="a profile of calibrate/shipped/recipes.json; default: all"
     )
     parser.add_argument("--vidur", metavar="CLONE", type=Path, help=f"a clone of {VIDUR_URL}; without --only, required")
-    parser.add_argument("--aisimulate", metavar="WHEEL", type=Path, help="default: the installed package")
+    parser.add_argument("--aisimulate", metavar="PLACE", type=Path, help="a wheel or its folder; default: installed")
     parser.add_argument("--only", metavar="SECTION", nargs="+", help=f"of {', '.join(SECTIONS)}; all else stays")
     options = parser.parse_args(arguments)
     if options.vidur is None and options.only is None:
@@ -230,9 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipe = Recipe.read(name, options.vidur or Path(), options.aisimulate)
             report = recipe.fit() if options.only is None else recipe.fit_only(options.only)
             report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
-            report.write(details / f"{name}.md", picture=f"{name}.png")
-            if options.only is None:
-                report.plot(details / f"{name}.png")
+            report.write(details / f"{name}.md")
             fits = report.profile.operations
             errors = (f"{kind} {fit.mape:.1%}" for kind, fit in fits.items() if fit.num_rows)
             print(f"{name}: {', '.join(errors)}", file=sys.stderr)

@@ -19,8 +19,6 @@ from kvrsim.builder import make_scenario
 from kvrsim.io.files import write_atomically
 from kvrsim.kernels.profile import Residual, load_profile
 from kvrsim.scenario import Scenario
-from kvrsim.views.figure import save_figure
-from kvrsim.views.style import styled
 from planner.simulate import run_simulation
 from validate.report import fill, table
 
@@ -163,10 +161,8 @@ def summaries(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str
     return {value: summary([row for row in rows if str(row[key]) == value]) for value in values}
 
 
-def part(result: Mapping[str, Any], picture: Path) -> list[str]:
-    """Markdown lines of the part; writes the plot."""
-    with styled():
-        _plot(result, picture)
+def part(result: Mapping[str, Any]) -> list[str]:
+    """Markdown lines of the part."""
     left_out = json.loads((DATA / "a100_eager_left_out.json").read_text("utf-8"))["rel_error"]
     used = [row for row in read_rows() if row.used_for_calibration]
     by_model = {model: [left_out[row.case] for row in used if row.model == model] for model in result["by_model"]}
@@ -176,7 +172,6 @@ def part(result: Mapping[str, Any], picture: Path) -> list[str]:
     blind = [(row["rows"], row["error"]) for row in read_table("kv_runahead_blind_test.csv")]
     return fill(
         "accuracy_paper",
-        picture=picture.name,
         groups=_groups(result),
         models=_models(result, by_model),
         never_blind=len(never_blind),
@@ -241,33 +236,6 @@ def _residual() -> Residual:
     residual = load_profile("a100-eager").residual
     assert residual is not None
     return residual
-
-
-def _plot(result: Mapping[str, Any], path: Path) -> None:
-    """Plot predicted over reported TTFT on logarithmic axes, with lines at 10 % either way."""
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(6.4, 5.2), layout="constrained")
-    axes = figure.add_subplot()
-    ends = np.array([0.05, 5.0])
-    axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.92", label="10 % either way")
-    axes.plot(ends, ends, color="0.6", linewidth=1)
-    looks = {
-        "used for calibration": ("#1f5aa6", "o", ("300GB/s", "none")),
-        "not used, 10 GB/s": ("#d1662b", "s", ("10GB/s",)),
-        "not used, 1 GB/s": ("#8a3ea8", "^", ("1GB/s",)),
-    }
-    for label, (color, marker, links) in looks.items():
-        rows = [row for row in result["rows"] if row["link"] in links]
-        reported, simulated = [row["reported_s"] for row in rows], [row["simulated_s"] for row in rows]
-        axes.scatter(reported, simulated, s=24, color=color, marker=marker, alpha=0.75, linewidth=0, label=label)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="reported TTFT, s", ylabel="predicted TTFT, s")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-    axes.set_title("KV-Runahead's printed TTFTs and profile a100-eager", fontsize=11, loc="left")
-    axes.legend(frameon=False, loc="upper left")
-    axes.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, path, argument="report", dpi=130)
 
 
 GATE = DATA / "paper_gate.json"

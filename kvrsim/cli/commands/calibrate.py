@@ -30,7 +30,7 @@ from kvrsim.arguments import (
 )
 from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
-from kvrsim.cli.options import JSON, output, picture, require_torch, takes, writable
+from kvrsim.cli.options import JSON, output, require_torch, takes, writable
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Hint, facts, show
@@ -283,8 +283,6 @@ class FitArgs(Arguments):
     ------
     report : FILE
         Also write the errors of the fit as Markdown.
-    plot : FILE
-        Plot fitted against measured times: FILE.png, .svg or .pdf.
     """
 
     gpu: Any = entry()
@@ -293,7 +291,6 @@ class FitArgs(Arguments):
     output: Any = output("FILE", "Write the profile, as JSON.")
     name: Any = NAME
     report: Any = entry(writable)
-    plot: Any = entry(picture)
     json: Any = JSON
 
 
@@ -378,9 +375,7 @@ def write_fit(
         )
     profile.write(wanted.output)
     if wanted.report is not None:
-        report.write(wanted.report, picture=wanted.plot)
-    if wanted.plot is not None:
-        report.plot(wanted.plot)
+        report.write(wanted.report)
     if not wanted.json:
         _show(report, wanted)
     return report.to_dict()
@@ -402,9 +397,8 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
     for index, note in enumerate((*report.layers_note, *report.notes)):
         notes.add_row("" if index else "notes:", note)
     notes.add_row("written:", f"{wanted.output}, profile {report.profile.name} of {report.profile.gpu}")
-    for path in (wanted.report, wanted.plot):
-        if path is not None:
-            notes.add_row("", path)
+    if wanted.report is not None:
+        notes.add_row("", wanted.report)
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
     plan = Hint(f"kvrsim plan --profile {shlex.quote(wanted.output)} --gpus 2 --ctx 4k")
     show(table, "", meaning, "", notes, plan)
@@ -419,7 +413,7 @@ def calibrate_all(
     link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
     minutes: Any = _minutes(4),
     output: Any = output(
-        "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png."
+        "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv and FILE.md."
     ),
     name: Any = NAME,
     json: Any = JSON,
@@ -444,7 +438,7 @@ def calibrate_all(
     setup = layers.setup()
     num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
     stem = Path(output).with_suffix("")
-    files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"), ("plot", ".png"))}
+    files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"))}
     measures_links = links is None and link is None and num_ranks > 1
     campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
     if measures_links:
@@ -456,7 +450,7 @@ def calibrate_all(
     sources = [files["compute"], *([links] if links else [])]
     try:
         link = link or (None if links else _datasheet_link(files["compute"]))
-        wanted = FitArgs(output=output, link=link, name=name, report=files["report"], plot=files["plot"], json=json)
+        wanted = FitArgs(output=output, link=link, name=name, report=files["report"], json=json)
         rows = [row for source in sources for row in read_source(source, "output")]
         content = write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
     except InputError as refusal:

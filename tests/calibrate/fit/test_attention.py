@@ -35,8 +35,6 @@ def test_the_constant_comes_back() -> None:
     found = fit_flash(timed(128), H100, kernel="fa3", narrow=timed(NARROW_HEAD_DIM))
     assert found.rates.softmax_s == pytest.approx(TRUE.softmax_s, rel=0.03)
     assert found.seen["head_dim"] == (NARROW_HEAD_DIM, 128)
-    check = next(line for line in found.lines() if "heads of 64" in line.label)
-    assert check.mape < 0.02
 
 
 # -- The fit of latent attention finds the rates that made the rows, in both forms.
@@ -90,8 +88,6 @@ def test_rates_are_found_again(tmp_path: Path) -> None:
     assert fitted.rates.expanded.block_s == pytest.approx(truth("expanded").block_s, rel=0.02)
     assert fitted.rates.absorbed is not None
     assert fitted.rates.absorbed.block_s == pytest.approx(truth("absorbed").block_s, rel=0.02)
-    labels = [line.label for line in fitted.lines()]
-    assert any(label.startswith("absorbed") for label in labels)
     assert fitted.source.count("t1/mla") == 2
 
 

@@ -59,4 +59,3 @@ def test_what_other_tables_say_is_an_error_that_all_sizes_share() -> None:
     fitted = fit_recurrence(rows, GPU, [made("kda", RATES, slower=2.0)])
     assert fitted.operation.systematic_log_sd == pytest.approx(np.log(2.0), rel=1e-3)
     assert fitted.rates.alike_log_sd < 0.02  # both kinds were made by the same rates
-    assert any(line.label.startswith("kda, the fitted table against a test") for line in fitted.lines())

@@ -18,7 +18,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 
 PROFILE = load_profile("h200-flash")
-SHIPPED = FitReport(profile=PROFILE, lines={}, fits={}, notes=())
+SHIPPED = FitReport(profile=PROFILE, lines={}, notes=())
 
 
 def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from validate import accuracy
-from validate import accuracy as operations
 from validate.published import compare as gate
 from validate.published.compare import part, read_rows, run, summary
 
@@ -47,15 +44,11 @@ def test_targets(result: dict[str, Any]) -> None:
     assert sorted(slow)[len(slow) // 2] <= 0.15
 
 
-def test_the_page_has_every_model(result: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_has_every_model(result: dict[str, Any]) -> None:
     json.dumps(result, allow_nan=False)
-    paper = part(result, tmp_path / "accuracy.png")
-    page = "\n".join(accuracy.page([paper, operations.part()]))
-    assert (tmp_path / "accuracy.png").stat().st_size > 0
+    paper = part(result)
+    page = "\n".join(accuracy.page([paper]))
     assert all(model in page for model in {row["model"] for row in result["rows"]})
-    heads = re.findall(r"^## (\d)", page, re.M)
-    assert heads == sorted(heads)
-    assert {"1", "3"} <= set(heads)
 
 
 def test_accuracy_on_the_paper_is_no_worse_than_the_gate(result: dict[str, Any]) -> None:

@@ -74,8 +74,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_fit_writes_a_profile_that_plans(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = ("--compute", files / "compute.csv", "--links", files / "links.csv")
     wanted = ("-o", files / "mine.json", "--attention-kernel", "fa2")
-    extra = ("--report", files / "fit.md", "--plot", files / "fit.png")
-    code, out, err = run(capsys, "fit", *sources, *wanted, *extra)
+    code, out, err = run(capsys, "fit", *sources, *wanted, "--report", files / "fit.md")
     assert (code, err) == (0, "")
     assert "matrix products" in out
     assert "made up" in out
@@ -84,8 +83,7 @@ def test_fit_writes_a_profile_that_plans(files: Path, capsys: pytest.CaptureFixt
     assert profile.links.bandwidth_bytes_per_s == pytest.approx(210e9, rel=0.02)
     assert {"source", "devices", "attention kernels", "dtypes"} <= set(profile.provenance)
     assert kvrsim.__version__ in profile.provenance["fitted"]
-    assert "](fit.png)" in (files / "fit.md").read_text() or str(files / "fit.png") in (files / "fit.md").read_text()
-    assert (files / "fit.png").stat().st_size > 1000
+    assert "## Matrix products" in (files / "fit.md").read_text()
     plan = ["plan", "--gpus", "2", "--ctx", "2k", "--profile", str(files / "mine.json"), "--json"]
     assert cli.main(plan) == 0
     assert json.loads(capsys.readouterr().out)["best"]["ttft_s"] > 0
@@ -115,7 +113,6 @@ def test_import_reads_several_sources(files: Path, capsys: pytest.CaptureFixture
         ("fit --compute compute.csv", "--output: got nothing"),
         ("fit --compute links.csv -o p.json", "--gpu: got 'nothing for no gemm or attention rows'"),
         ("fit --compute compute.csv -o missing/p.json", "--output: got 'missing/p.json'"),
-        ("fit --compute compute.csv -o p.json --plot p.txt", "--plot: got 'p.txt'"),
         ("import -o p.json", "SOURCE...: got nothing"),
         ("import compute.csv?colour=red -o p.json", "SOURCE...: got 'compute.csv?colour=red'"),
         ("bake", "command of kvrsim calibrate: got 'bake', accepted: compute, links, all, fit, import"),
