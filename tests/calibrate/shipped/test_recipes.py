@@ -74,7 +74,7 @@ def test_unknown_recipe_is_refused() -> None:
 
 
 def test_products_of_unfilled_memory_are_refused() -> None:
-    source = {"source": "aiconfigurator:a100_sxm/vllm/0.14.0", "operations": ["gemm"]}
+    source = {"source": "aisimulate:a100_sxm/vllm/0.14.0", "operations": ["gemm"]}
     recipe = Recipe(name="mine", data=JsonObject(fields={"sources": [source]}, where="recipes"), vidur=Path())
     with pytest.raises(InputError, match=r"sources\[0\].source: .* accepted: for gemm a table of random data"):
         recipe.rows()
