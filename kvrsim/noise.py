@@ -77,10 +77,10 @@ class Noise:
                 raise InputError("noise", f"slow-link:{link.first}-{link.second}", f"GPUs from 0 to {last}")
             if cluster.topology == "chain" and link.second != link.first + 1:
                 raise InputError("noise", f"slow-link:{link.first}-{link.second}", "neighbours, since it is a chain")
-        takes_a_share = self.side_traffic is not None and not self.side_traffic.is_quiet and self.side_traffic.share > 0
-        if cluster.shares_bandwidth and (self.slow_links or takes_a_share):
+        has_traffic = self.side_traffic is not None and not self.side_traffic.is_quiet
+        if cluster.shares_bandwidth and (self.slow_links or has_traffic):
             what = "slow-link" if self.slow_links else "side-traffic"
-            raise InputError("noise", what, "share=0, jitter or slow-gpu on a bus, which has no link of a pair")
+            raise InputError("noise", what, "jitter or slow-gpu on a bus, which has no link of a pair")
         return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,30 +134,24 @@ class NoiseDraw:
         traffic = noise.side_traffic
         quiet = traffic is None or traffic.is_quiet or num_ranks < 2
         self.slots = None if quiet or traffic is None else _Slots(traffic, num_ranks, roots)
-        self.compute_jitter = _Jitter(noise.compute_jitter, (_COMPUTE,), roots) if noise.compute_jitter else None
-        self.message_jitter = _Jitter(noise.message_jitter, (_MESSAGES,), roots) if noise.message_jitter else None
+        self.compute_jitter = _Jitter(noise.compute_jitter, (_COMPUTE,), roots)
+        self.message_jitter = _Jitter(noise.message_jitter, (_MESSAGES,), roots)
 
-    def only(self, index: int) -> NoiseDraw:
-        """The draw of a single sample."""
-        return NoiseDraw(self.noise, self.num_ranks, seed=self.seed, samples=(self.samples[index],))
-
-    @property
-    def jitters_compute(self) -> bool:
-        """Whether operations that follow one another are disturbed each on its own."""
-        return self.compute_jitter is not None
+    def only(self, indices: Sequence[int]) -> NoiseDraw:
+        """The draw of some of the samples."""
+        samples = [self.samples[index] for index in indices]
+        return NoiseDraw(self.noise, self.num_ranks, seed=self.seed, samples=samples)
 
     def compute_end_s(self, rank: int, index: int, start_s: Array, device_s: Array) -> Array:
         """When the index-th operation that a rank computes ends, if it begins then."""
-        if self.compute_jitter is not None:
-            device_s = device_s * self.compute_jitter.factor((rank,), index)
+        device_s = device_s * self.compute_jitter((rank,), index)
         if self.slots is None or (warp := self.slots.of_rank(rank)) is None:
             return start_s + device_s
         return warp.end_s(start_s, device_s)
 
     def message_end_s(self, src: int, dst: int, index: int, start_s: Array, busy_s: Array) -> Array:
         """When the index-th message from src to dst has left, if it begins then."""
-        if self.message_jitter is not None:
-            busy_s = busy_s * self.message_jitter.factor((src, dst), index)
+        busy_s = busy_s * self.message_jitter((src, dst), index)
         if self.slots is None or (warp := self.slots.of_link(src, dst)) is None:
             return start_s + busy_s
         return warp.end_s(start_s, busy_s)
@@ -173,8 +167,10 @@ class _Jitter:
     drawn: dict[tuple[int, ...], list[Array]] = field(default_factory=dict)  # place -> blocks of (_BLOCK, samples)
     generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
 
-    def factor(self, place: tuple[int, ...], index: int) -> Array:
-        """Factor of the index-th operation there, shape (samples,)."""
+    def __call__(self, place: tuple[int, ...], index: int) -> Array | float:
+        """Factor of the index-th operation there, shape (samples,), or 1.0."""
+        if not self.log_sd:
+            return 1.0
         blocks = self.drawn.setdefault(place, [])
         while len(blocks) <= index // _BLOCK:
             if place not in self.generators:

@@ -8,7 +8,7 @@ where flows do not share bandwidth; where they do, see kvrsim.executors.bus.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -94,15 +94,6 @@ class Message:
     in_turn: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """Messages of one rank that leave in turn, with nothing between them."""
-
-    dsts: tuple[int, ...]
-    link_s: Array  # until each has left, shape (messages, B)
-    latency_s: Array  # shape (messages, 1)
-
-
 Step = Segment | Message | Recv | AllGather | RingPass | AllToAll | Load
 Block = list[list[Step]]  # per rank
 
@@ -125,7 +116,7 @@ def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = 
         [compiled(rank, ops) for rank, ops in enumerate(block)]
         for block in (program.prologue, *program.layers, program.epilogue)
     ]
-    if draw is not None and draw.jitters_compute:  # jitter may shorten a compute, so that any host may delay its device
+    if draw is not None and draw.noise.compute_jitter:  # may shorten work, so that any host may delay its device
         return blocks
     freed = {id(steps): _without_host(steps) for steps in known.values()}
     for rank in range(program.num_ranks):
@@ -184,38 +175,13 @@ def _without_host(steps: list[Step]) -> list[Step] | None:
     return [replace(step, floor_s=None) if isinstance(step, Segment) else step for step in steps] if leads else steps
 
 
-def _with_bursts(steps: list[Step]) -> list[Step | Burst]:
-    """Join messages that leave in turn one after another, which takes less time; not where the host may delay them."""
-    joined: list[Step | Burst] = []
-    for in_turn, group in groupby(steps, lambda step: isinstance(step, Message) and step.in_turn and not step.host_s):
-        messages = cast(list[Message], list(group))
-        if in_turn and not messages[0].rendezvous:
-            link_s = np.cumsum(np.stack(np.broadcast_arrays(*(one.link_s for one in messages))), axis=0)
-            latency_s = np.array([[one.latency_s] for one in messages])
-            joined.append(Burst(tuple(one.dst for one in messages), link_s, latency_s))
-        else:
-            joined.extend(messages)
-    return joined
-
-
-def _runs_forward(steps: Block) -> bool:
-    """Whether ranks wait only for the messages of earlier ranks, and no host delays its device."""
-    return all(
-        (isinstance(step, Segment) and step.floor_s is None)
-        or (isinstance(step, Message) and not step.rendezvous and not step.host_s)
-        or (isinstance(step, Recv) and not step.rendezvous and not step.host_s and step.src < rank)
-        for rank, own in enumerate(steps)
-        for step in own
-    )
-
-
 @dataclass(slots=True)
 class _Rank:
     """State of one rank in its program."""
 
     clock: Array  # device time
     host_s: float = 0.0  # time at which the host has issued all so far; the host runs ahead
-    steps: Sequence[Step | Burst] = ()
+    steps: Sequence[Step] = ()
     step: int = 0
     num_computes: int = 0
     loaded_s: Array | float = 0.0  # time at which the loads so far have left their link
@@ -257,67 +223,55 @@ class BatchEvaluator:
         self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # by the first rank and its operation
         self.scratch = np.empty(self.shape)
         prologue, *kinds, epilogue = compile_blocks(program, cluster, draw)
-        self._run(prologue)
+        everyone = range(program.num_ranks)
+        self._run(prologue, everyone)
         for period, times in periods_of(program):
-            steps = [[step for kind in period for step in kinds[kind][rank]] for rank in range(program.num_ranks)]
+            steps = [[step for kind in period for step in kinds[kind][rank]] for rank in everyone]
             self._repeat(steps, times)
-        self._run(epilogue)
+        self._run(epilogue, everyone)
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _repeat(self, steps: Block, times: int) -> None:
-        """Take all ranks through a period that often, as far as no law spares periods."""
-        most_waits = len(self.ranks)
-        bursts = [_with_bursts(own) if self.draw is None else own for own in steps]
-        if self.draw is None and times > 2 * most_waits and _runs_forward(steps):
-            for _ in range(most_waits):
-                self._run(bursts)
-            self._skip_forward(steps, times - 2 * most_waits)
-            times = most_waits
-        collective = any(isinstance(step, AllGather | RingPass | AllToAll) for step in steps[0])
-        states_s: list[Array] = []
+        """Take all ranks through a period that often, each group of ranks that exchange something on its own."""
+        exchanges = [step for own in steps for step in own if not isinstance(step, Segment)]
+        size = len(self.ranks)
+        if all(isinstance(step, AllGather) for step in exchanges):
+            size = next((step.among or size for step in exchanges if isinstance(step, AllGather)), 1)
+        reaches_steady_state = size == 1 or any(isinstance(one, AllGather | RingPass | AllToAll) for one in exchanges)
+        for first in range(0, len(self.ranks), size):
+            group = range(first, first + size)
+            if self.draw is None and reaches_steady_state and times > 1:
+                self._repeat_until_steady(steps, times, group)
+            else:
+                for _ in range(times):
+                    self._run(steps, group)
+
+    def _repeat_until_steady(self, steps: Block, times: int, group: range) -> None:
+        """Take a group of ranks through a period that often, the last ones at once if they all advance alike."""
+        ranks, states_s = self.ranks[group.start : group.stop], []
         for left in reversed(range(times)):
-            hosts_s = [rank.host_s for rank in self.ranks]
-            self._run(bursts)
-            if left == 0 or self.draw is not None or not (collective or len(self.ranks) == 1):
-                continue
-            states_s.append(np.stack([*(rank.clock for rank in self.ranks), *self.links_s.values()]))
-            issued_s = [rank.host_s - before_s for rank, before_s in zip(self.ranks, hosts_s, strict=True)]
+            hosts_s, links_s = [rank.host_s for rank in ranks], dict(self.links_s)
+            self._run(steps, group)
+            used = [edge for edge, free_s in self.links_s.items() if free_s is not links_s.get(edge)]
+            states_s.append(np.stack([*(rank.clock for rank in ranks), *(self.links_s[edge] for edge in used)]))
+            issued_s = [rank.host_s - before_s for rank, before_s in zip(ranks, hosts_s, strict=True)]
             advance_s = steady_advance(states_s[-3:], max(issued_s))
             if advance_s is not None:
-                for rank, host_s in zip(self.ranks, issued_s, strict=True):
+                for rank, host_s in zip(ranks, issued_s, strict=True):
                     rank.clock += left * advance_s
                     rank.host_s += left * host_s
-                for edge, free_s in self.links_s.items():
-                    self.links_s[edge] = free_s + left * advance_s
+                for edge in used:
+                    self.links_s[edge] = self.links_s[edge] + left * advance_s
                 return
 
-    def _skip_forward(self, steps: Block, periods: int) -> None:
-        """Skip that many periods in which no rank waits.
-
-        In a program that runs forward, a rank waits only for earlier ranks, and the time of each of its points is the
-        latest, over all periods so far, of an arrival then and its own time since. From one period per earlier rank on,
-        arrivals are convex in the number of periods, so that the latest comes from the last arrival or from the
-        beginning. As many periods behind the skipped ones hold the last arrivals.
-        """
-        for index, own in enumerate(steps):
-            rank = self.ranks[index]
-            for step in own:
-                if isinstance(step, Segment):
-                    rank.clock += periods * step.device_s
-                    rank.host_s += periods * step.host_s
-                elif isinstance(step, Message):
-                    way = (index, index) if step.in_turn else (index, step.dst)
-                    self.links_s[way] = self.links_s[way] + periods * step.link_s
-
-    def _run(self, steps: Sequence[Sequence[Step | Burst]]) -> None:
-        """Run every rank to the end of its steps; ranks of a collective run together once all have reached it."""
-        for rank, own in zip(self.ranks, steps, strict=True):
-            rank.steps = own
-            rank.step = 0
+    def _run(self, steps: Block, group: range) -> None:
+        """Run a group of ranks to the end of their steps; those of a collective together once all have reached it."""
+        for index in group:
+            self.ranks[index].steps, self.ranks[index].step = steps[index], 0
         while True:
             before = self._progress()
-            states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
-            if all(state == "done" for state in states):
+            states = {index: self._advance(index, self.ranks[index]) for index in group}
+            if all(state == "done" for state in states.values()):
                 return
             groups = self._ready(states)
             for ranks in groups:
@@ -325,18 +279,14 @@ class BatchEvaluator:
             if not groups and self._progress() == before:
                 raise AssertionError(f"the program deadlocks: {states}")
 
-    def _ready(self, states: Sequence[str]) -> list[range]:
+    def _ready(self, states: Mapping[int, str]) -> list[range]:
         """Groups of ranks that have all arrived at their collective."""
-        groups, first = [], 0
-        while first < len(states):
-            ranks = range(first, first + 1)
-            if states[first] == "collective":
-                op = self.ranks[first].steps[self.ranks[first].step]
-                ranks = op.members(first, len(states)) if isinstance(op, AllGather) else range(len(states))
-                if ranks[0] == first and all(states[rank] == "collective" for rank in ranks):
-                    groups.append(ranks)
-            first = ranks[-1] + 1
-        return groups
+        groups = set()
+        for index, state in states.items():
+            if state == "collective":
+                op, num_ranks = self.ranks[index].steps[self.ranks[index].step], len(self.ranks)
+                groups.add(op.members(index, num_ranks) if isinstance(op, AllGather) else range(num_ranks))
+        return [ranks for ranks in groups if all(states[rank] == "collective" for rank in ranks)]
 
     def _progress(self) -> tuple[int, int, int]:
         """A value that changes whenever a rank advances or offers a message."""
@@ -348,8 +298,6 @@ class BatchEvaluator:
             step = rank.steps[rank.step]
             if isinstance(step, Segment):
                 self._compute(index, rank, step)
-            elif isinstance(step, Burst):
-                self._send_burst(index, rank, step)
             elif isinstance(step, Message):
                 if not self._send(index, rank, step):
                     return "waits"
@@ -394,13 +342,6 @@ class BatchEvaluator:
             rank.clock = rank.issue(message.host_s)
             self.offers[edge] = message
         return False
-
-    def _send_burst(self, index: int, rank: _Rank, burst: Burst) -> None:
-        way = (index, index)
-        left_s = np.maximum(self.links_s.get(way, _NEVER), rank.issue(0.0)) + burst.link_s
-        self.links_s[way] = left_s[-1]
-        for dst, arrival_s in zip(burst.dsts, left_s + burst.latency_s, strict=True):
-            self.arrivals.setdefault((index, dst), deque()).append(arrival_s)
 
     def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
         """Wait for a message; return False if it is not on its way yet."""

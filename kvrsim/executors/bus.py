@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,22 +23,26 @@ from kvrsim.executors.steady import periods_of, steady_advance
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass, beside_message_s
 
+if TYPE_CHECKING:  # importing noise would slow the start of every plan
+    from kvrsim.noise import NoiseDraw
+
 Index = npt.NDArray[np.intp]
 Value = Array | float
 Key = tuple[str | int, ...]
 _EVALUATED, _LEAST_PERIODS = 4, 8  # periods of a steady program that are evaluated; fewer are not worth it
 
 
-def run_shared(program: Program, cluster: Cluster) -> Array:
+def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
     """Finish time of each rank in seconds, shape (num_ranks, B), on a cluster whose flows share a bus.
 
     TTFT is the last rank's. Equal to the event executor's to rounding.
+    draw: jitter, for a program of one partition; the shape is then (num_ranks, samples).
     """
-    blocks = compile_blocks(program, cluster)
-    finish_s = _steady_finish_s(program, cluster, blocks)
+    blocks = compile_blocks(program, cluster, draw)
+    finish_s = _steady_finish_s(program, cluster, blocks) if draw is None else None
     if finish_s is None:
         prologue, *kinds, epilogue = blocks
-        graph = _Graph(program, cluster)
+        graph = _Graph(program, cluster, draw)
         graph.take([prologue, *(kinds[kind] for kind in program.layer_kind_index), epilogue])
         finish_s = _Run(graph).finish_s()
     return finish_s
@@ -105,6 +109,7 @@ class _Post:
     after: int
     later: _Later
     busy_s: Value | None  # None: see _Graph.pieces_s
+    jitter: Value  # factor of that time
     key: Key
 
 
@@ -130,7 +135,9 @@ class _Track:
     now: _Later = field(default_factory=_Later)  # since the last wait
     parts: list[_Later] = field(default_factory=list)  # between waits
     missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
-    works: dict[int, Array] = field(default_factory=dict)  # by wait: operations since the rank's previous wait
+    # By wait: work since the rank's previous wait, without jitter, and its factor.
+    works: dict[int, tuple[Array, Value]] = field(default_factory=dict)
+    num_computed: int = 0
     host_s: float = 0.0
     lags: bool = False  # whether the device may be earlier than the host, which no longer holds after an operation
     receives: bool = False  # whether the last step was to receive a message
@@ -140,8 +147,9 @@ class _Track:
 class _Graph:
     """Waits of all ranks and messages of all lanes, read from the ranks' steps."""
 
-    def __init__(self, program: Program, cluster: Cluster) -> None:
-        self.cluster, self.num_ranks, self.num_rows = cluster, program.num_ranks, program.num_rows
+    def __init__(self, program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> None:
+        self.cluster, self.num_ranks, self.draw = cluster, program.num_ranks, draw
+        self.num_rows = program.num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
         self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # by the rank and its way out
         self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it comes to
@@ -167,10 +175,11 @@ class _Graph:
         receives, track.receives = track.receives, False
         match step:
             case Segment():
-                floor_s = None if step.floor_s is None else step.floor_s + track.host_s
-                track.now = track.now.plus(step.device_s)
-                if floor_s is not None:
-                    track.now = track.now.at_least(floor_s)
+                jitter = self._work_jitter(rank) if step.has_noise else 1.0
+                track.now = track.now.plus(step.device_s * jitter)
+                if step.floor_s is not None:
+                    floor_s = step.floor_s if self.draw is None else np.maximum(step.device_s * jitter, step.host_s)
+                    track.now = track.now.at_least(floor_s + track.host_s)
                 track.host_s += step.host_s
                 track.lags = False
             case Message():
@@ -203,8 +212,21 @@ class _Graph:
         if notice is not None:
             self.notices[rank, number].append(notice)
 
-    def _post(self, rank: int, way: Key, key: Key, busy_s: Value | None, later: _Later) -> None:
-        self.lanes[(rank, *way)].append(_Post(len(self.tracks[rank].missing), later, busy_s, key))
+    def _post(
+        self, rank: int, dst: int, key: Key, busy_s: Value | None, later: _Later = _Later(), *, in_turn: bool = False
+    ) -> None:
+        *_, number = self._number("sent", rank, dst)
+        assert isinstance(number, int)
+        jitter = 1.0 if self.draw is None else self.draw.message_jitter((rank, dst), number - 1)
+        post = _Post(len(self.tracks[rank].missing), later, busy_s, jitter, key)
+        self.lanes[rank, "turn" if in_turn else dst].append(post)
+
+    def _work_jitter(self, rank: int) -> Value:
+        """Factor of the next work that the rank computes."""
+        if self.draw is None:
+            return 1.0
+        self.tracks[rank].num_computed += 1
+        return self.draw.compute_jitter((rank,), self.tracks[rank].num_computed - 1)
 
     def _issue(self, track: _Track, host_s: float) -> _Later:
         """Time at which the device reaches an operation with that issue time on the host."""
@@ -214,14 +236,13 @@ class _Graph:
 
     def _send(self, rank: int, track: _Track, message: Message) -> None:
         key = self._number("message", rank, message.dst)
-        way: Key = ("turn",) if message.in_turn else (message.dst,)
         issued = self._issue(track, message.host_s)
         if not message.rendezvous:
-            self._post(rank, way, key, message.link_s, issued)
+            self._post(rank, message.dst, key, message.link_s, issued, in_turn=message.in_turn)
             return
         track.now = issued
         self._wait(rank, (("ready", *key), 0.0))
-        self._post(rank, way, key, message.link_s, _Later())
+        self._post(rank, message.dst, key, message.link_s, in_turn=message.in_turn)
         self._wait(rank, (key, 0.0))
 
     def _recv(self, rank: int, track: _Track, recv: Recv, *, joins: bool) -> None:
@@ -252,7 +273,7 @@ class _Graph:
             after = ranks[(rank - ranks[0] + step + 1) % len(ranks)]
             size_s = self.cluster.path(holder, after).gather_step_s(op.nbytes, len(ranks))
             self.pieces_s["gather", holder, number, step] = size_s
-            self._post(rank, (dst,), ("gather", rank, number, step), None, _Later())
+            self._post(rank, dst, ("gather", rank, number, step), None)
             self._wait(rank, (("gather", src, number, step), latency_s))
 
     def _ring_pass(self, rank: int, track: _Track, op: RingPass) -> None:
@@ -262,16 +283,17 @@ class _Graph:
             *_, number = key
             track.now = track.now.at_least(track.host_s)
             self._wait(rank, (("come", dst, "pass", number), 0.0), notice=("come", rank, "pass", number))
-            self._post(rank, (dst,), key, self.cluster.path(rank, dst).busy_s(nbytes), _Later())
+            self._post(rank, dst, key, self.cluster.path(rank, dst).busy_s(nbytes))
             self._wait(rank, (key, 0.0), (("pass", src, number), self.cluster.path(src, rank).latency_s))
+            jitter = self._work_jitter(rank)
             if op.overlaps:
-                track.works[len(track.missing) - 1] = work_s
+                track.works[len(track.missing) - 1] = work_s, jitter
                 self.message_share = op.message_share
             else:
-                track.now = track.now.plus(work_s)
+                track.now = track.now.plus(work_s * jitter)
             track.host_s += host_s
             track.now = track.now.at_least(track.host_s)
-        track.now = track.now.at_least(track.host_s).plus(op.device_s[-1])
+        track.now = track.now.at_least(track.host_s).plus(op.device_s[-1] * self._work_jitter(rank))
         track.now = self._issue(track, op.host_s[-1])
 
     def _all_to_all(self, rank: int, track: _Track, op: AllToAll) -> None:
@@ -284,7 +306,7 @@ class _Graph:
             notice = ("come", rank, "exchange", number) if shift == 1 else None
             self._wait(rank, (("come", dst, "exchange", number), 0.0), *before, notice=notice)
             key = ("exchange", rank, number, shift)
-            self._post(rank, (dst,), key, self.cluster.path(rank, dst).busy_s(nbytes), _Later())
+            self._post(rank, dst, key, self.cluster.path(rank, dst).busy_s(nbytes))
             before = [(key, 0.0)]
             arrivals.append((("exchange", src, number, shift), self.cluster.path(src, rank).latency_s))
         self._wait(rank, *before, *arrivals)
@@ -357,13 +379,14 @@ class _Run:
         most = int(self.num_waits.max())
         missing = np.full((most + 1, self.num_ranks), -1)
         self.work_of = np.full((most + 1, self.num_ranks), -1)
-        works: list[Array] = []
+        works: list[tuple[Array, Value]] = []
         for rank, track in enumerate(tracks):
             missing[: len(track.missing), rank] = track.missing
-            for wait, work_s in track.works.items():
+            for wait, work in track.works.items():
                 self.work_of[wait, rank] = len(works)
-                works.append(np.broadcast_to(work_s, self.num_rows))
-        self.works_s = np.array(works)
+                works.append(work)
+        self.works_s = np.array([np.broadcast_to(work_s, self.num_rows) for work_s, _ in works])
+        self.work_jitter = np.array([np.broadcast_to(jitter, self.num_rows) for _, jitter in works])
         part_s, floor_s = self._laters([[*track.parts, track.now] for track in tracks], most + 1)
         least_s = np.cumsum(part_s, axis=0)  # before which no part can end
         self.part_s, self.part_floor_s = part_s.ravel(), None if (floor_s <= least_s).all() else floor_s.ravel()
@@ -398,7 +421,8 @@ class _Run:
         for lane, posts in enumerate(lanes):
             for number, post in enumerate(posts):
                 after[number, lane] = post.after
-                busy_s[number, lane] = graph.pieces_s[post.key] if post.busy_s is None else post.busy_s
+                alone_s = graph.pieces_s[post.key] if post.busy_s is None else post.busy_s
+                busy_s[number, lane] = alone_s * post.jitter
         post_s, floor_s = self._laters([*([post.later for post in posts] for posts in lanes), []], most + 1)
         owners = np.array([*(key[0] for key in keys), 0], dtype=np.intp)
         least_s = begun_s[after, owners] + post_s
@@ -526,8 +550,9 @@ class _Run:
         works = self.work_of.take(waits * self.num_ranks + self.rank_of.take(places))
         some = np.flatnonzero(works >= 0)
         came_s, there_s = self.came_s.take(places.take(some)), over_s.take(some)
-        work_s = self.works_s[works.take(some), self.row_of.take(places.take(some))]
-        done_s = came_s + beside_message_s(work_s, there_s - came_s, self.message_share)
+        at = works.take(some), self.row_of.take(places.take(some))
+        work_s = beside_message_s(self.works_s[at], there_s - came_s, self.message_share)
+        done_s = came_s + work_s * self.work_jitter[at]
         over_s[some] = np.maximum(there_s, done_s)
 
     def _go_on(self, places: Index, passed: Index, over_s: Array) -> _Arrivals:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,16 @@ class Link:
         return start_s
 
 
-OnLink = Callable[[int, int, Link], None]  # sender, receiver and their link, when it is first used
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parcel:
+    """A message, or a piece of an all-gather."""
+
+    src: int
+    dst: int
+    nbytes: float
+    op: SpanOp  # its content, or "all-gather"
+    layer: int | None
+    gathered_by: int | None = None  # ranks of the all-gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +146,9 @@ class Network:
         *,
         record: bool,
         noise: NoiseDraw | None,
-        on_link: OnLink | None,
     ) -> None:
         self.env, self.cluster, self.num_ranks = env, cluster, num_ranks
-        self.record, self.noise, self.on_link = record, noise, on_link
+        self.record, self.noise = record, noise
         self.spans: list[Span] = []
         self.bus = FairBus(env)
         self.links: dict[tuple[int, int], Link] = {}
@@ -152,19 +161,14 @@ class Network:
         if (src, dst) not in self.links:
             path = self.cluster.path(src, dst)
             bus = self.bus if path.shared_bus else None
+            ends_s = None if self.noise is None else partial(self._message_end_s, src, dst)
             self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
-            self.links[src, dst] = Link(self.env, path, bus, self._message_noise(src, dst))
-            if self.on_link is not None:
-                self.on_link(src, dst, self.links[src, dst])
+            self.links[src, dst] = Link(self.env, path, bus, ends_s)
         return self.links[src, dst]
 
-    def _message_noise(self, src: int, dst: int) -> EndsAt | None:
-        noise = self.noise
-        if noise is None:
-            return None
-        return lambda number, start_s, busy_s: noise.message_end_s(
-            src, dst, number, np.array([start_s]), np.array([busy_s])
-        ).item()
+    def _message_end_s(self, src: int, dst: int, number: int, start_s: float, busy_s: float) -> float:
+        assert self.noise is not None
+        return self.noise.message_end_s(src, dst, number, np.array([start_s]), np.array([busy_s])).item()
 
     def inbox(self, src: int, dst: int) -> simpy.Store:
         """Messages from src that have arrived at dst and wait to be received."""
@@ -188,49 +192,37 @@ class Network:
         if self.record and end_s > start_s:
             self.spans.append(Span(rank=rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s))
 
-    def carry(
-        self,
-        src: int,
-        dst: int,
-        nbytes: float,
-        layer: int | None,
-        left: simpy.Event | None,
-        to: simpy.Store,
-        *,
-        gathered_by: int | None = None,
-        payload: Payload = "KV",
-    ) -> Process:
-        """Move one message, or a piece of an all-gather of `gathered_by` ranks: queue, transmission, latency."""
-        link, size = self.link(src, dst), np.array(nbytes)
-        step_s = link.path.gather_step_s(size, gathered_by) if gathered_by else link.path.busy_s(size)
-        start_s = yield from link.transmit(nbytes, step_s.item())
-        end_s = self.env.now
+    def carry(self, parcel: Parcel, to: simpy.Store, left: simpy.Event | None = None) -> Process:
+        """Queue, transmission and latency of a parcel; `left` happens when its last byte leaves, `to` receives it."""
+        src, dst, gathered_by = parcel.src, parcel.dst, parcel.gathered_by
+        link, nbytes = self.link(src, dst), np.array(parcel.nbytes)
+        step_s = link.path.gather_step_s(nbytes, gathered_by) if gathered_by else link.path.busy_s(nbytes)
+        start_s = yield from link.transmit(parcel.nbytes, step_s.item())
         if left is not None:
             left.succeed()
         if self.record:
-            op: SpanOp = "all-gather" if gathered_by else payload
             span = Span(
                 rank=src,
                 kind="transfer",
-                op=op,
-                name=f"{op} {src}→{dst}",
-                layer=layer,
+                op=parcel.op,
+                name=f"{parcel.op} {src}→{dst}",
+                layer=parcel.layer,
                 start_s=start_s,
-                end_s=end_s,
+                end_s=self.env.now,
                 peer=dst,
-                nbytes=nbytes,
+                nbytes=parcel.nbytes,
             )
             self.spans.append(span)
         latency_s = link.path.gather_latency_s if gathered_by else link.path.latency_s
         if latency_s:
             yield self.env.timeout(latency_s)
-        yield to.put(nbytes)
+        yield to.put(parcel.nbytes)
 
 
 class EventSimulation:
     """One simulated prefill. `finish_s` is when each rank ended; TTFT is the last rank's.
 
-    noise: one sample that disturbs it. on_link: called when a link is first used.
+    noise: one sample that disturbs it.
     """
 
     def __init__(
@@ -240,12 +232,11 @@ class EventSimulation:
         *,
         record: bool = True,
         noise: NoiseDraw | None = None,
-        on_link: OnLink | None = None,
     ) -> None:
         assert noise is None or noise.num_samples == 1, "one sample at a time"
         self.program = program
         env = simpy.Environment()
-        self.network = Network(env, cluster, program.num_ranks, record=record, noise=noise, on_link=on_link)
+        self.network = Network(env, cluster, program.num_ranks, record=record, noise=noise)
         ranks = [RankProcess(program, rank, self.network) for rank in range(program.num_ranks)]
         processes = [env.process(rank.run()) for rank in ranks]
         env.run(simpy.AllOf(env, processes))
@@ -337,8 +328,8 @@ class RankProcess:
             yield self.network.ready(self.rank, op.dst).get()
         if before is not None:
             yield before
-        carried = self.network.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox, payload=op.payload)
-        yield from carried
+        parcel = Parcel(src=self.rank, dst=op.dst, nbytes=op.nbytes.item(), op=op.payload, layer=layer)
+        yield from self.network.carry(parcel, inbox, left)
 
     def _recv(self, layer: int | None, op: Recv) -> Process:
         yield from self._until(self.clock_s)
@@ -384,8 +375,8 @@ class RankProcess:
         dst, steps = self._after(ranks), len(ranks) - 1
         for step in range(steps):
             yield meeting.joined[dst]
-            to = meeting.pieces[dst]
-            self.env.process(self.network.carry(self.rank, dst, nbytes, layer, None, to, gathered_by=len(ranks)))
+            piece = Parcel(src=self.rank, dst=dst, nbytes=nbytes, op="all-gather", layer=layer, gathered_by=len(ranks))
+            self.env.process(self.network.carry(piece, meeting.pieces[dst]))
             nbytes = yield meeting.pieces[self.rank].get()
             if step == steps - 1:
                 done.succeed()
@@ -400,7 +391,9 @@ class RankProcess:
             self.host_s += host_s
             work_s = op.device_s[index]
             if index < last:
-                yield self.env.process(self._pass_on(layer, op.nbytes[index].item(), op.payload))
+                meeting, dst = self._join(self._all), self._after(self._all)
+                yield from self._pass_on(meeting, dst, op.nbytes[index], op.payload, layer)
+                yield meeting.pieces[self.rank].get()
                 if op.overlaps:
                     work_s = beside_message_s(work_s, np.array(self.env.now - begin_s), op.message_share)
                 else:
@@ -411,15 +404,13 @@ class RankProcess:
             if index < last and op.overlaps:
                 self._waited("ring", layer, op.payload)
 
-    def _pass_on(self, layer: int | None, nbytes: float, payload: Payload) -> Process:
-        """Pass the piece to the next rank once both are in the round; return when the next piece has also arrived."""
-        dst, meeting = self._after(self._all), self._join(self._all)
+    def _pass_on(self, meeting: Meeting, dst: int, nbytes: Array, payload: Payload, layer: int | None) -> Process:
+        """Send a message to a rank once it has come to the meeting; return when the message has left."""
         yield meeting.joined[dst]
         left = self.env.event()
-        carried = self.network.carry(self.rank, dst, nbytes, layer, left, meeting.pieces[dst], payload=payload)
-        self.env.process(carried)
+        parcel = Parcel(src=self.rank, dst=dst, nbytes=nbytes.item(), op=payload, layer=layer)
+        self.env.process(self.network.carry(parcel, meeting.pieces[dst], left))
         yield left
-        yield meeting.pieces[self.rank].get()
 
     def _all_to_all(self, layer: int | None, op: AllToAll) -> Process:
         """Send the messages in turn, then wait for the others' messages."""
@@ -427,14 +418,7 @@ class RankProcess:
         yield from self._until(max(self.clock_s, self.host_s))
         meeting = self._join(self._all)
         for shift, nbytes in enumerate(op.nbytes, start=1):
-            dst = (self.rank + shift) % self.program.num_ranks
-            yield meeting.joined[dst]
-            left = self.env.event()
-            carried = self.network.carry(
-                self.rank, dst, nbytes.item(), layer, left, meeting.pieces[dst], payload=op.payload
-            )
-            self.env.process(carried)
-            yield left
+            yield from self._pass_on(meeting, (self.rank + shift) % self.program.num_ranks, nbytes, op.payload, layer)
         for _ in op.nbytes:
             yield meeting.pieces[self.rank].get()
         self._waited("all-to-all", layer, op.payload)

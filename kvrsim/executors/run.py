@@ -157,16 +157,15 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
     if not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
+    from kvrsim.executors.bus import run_shared  # not at every start
+
     if draw is None:
-        from kvrsim.executors.bus import run_shared  # not at every start
-
         return run_shared(program, cluster)
-    from kvrsim.executors.event import EventSimulation
-
+    size = max(1, _SHARED_CELLS // max(1, len(program.layer_kind_index) * program.num_ranks**2))
+    parts = [draw.only(range(draw.num_samples)[first : first + size]) for first in range(0, draw.num_samples, size)]
     rows = [program.row(index) for index in range(program.num_rows)]
-    samples = [draw.only(sample) for sample in range(draw.num_samples)]
-    runs = [[EventSimulation(row, cluster, record=False, noise=one).finish_s for one in samples] for row in rows]
-    return np.moveaxis(np.array(runs), -1, 0)
+    each_s = [np.concatenate([run_shared(row, cluster, part) for part in parts], axis=1) for row in rows]
+    return np.stack(each_s, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,8 @@ def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:
     A single one where a layer leaves messages or loads to a later one, which a state of ranks and links does not hold.
     """
     kinds = program.layer_kind_index
-    if program.layer_numbers is not None or not all(_is_closed(program.layers[kind]) for kind in set(kinds)):
-        return [(kinds, 1)]
-    return list(_periods(kinds))
+    is_closed = all(_is_closed(program.layers[kind]) for kind in set(kinds))
+    return list(_periods(kinds)) if is_closed else [(kinds, 1)]
 
 
 def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -8,9 +8,11 @@ next stage. Ranks are numbered stage by stage, so that those that gather are nei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from functools import cache
+from itertools import accumulate, chain, pairwise, zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -108,53 +110,58 @@ class PieceOps:
 def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
     """Every stage takes one piece after another: receive its activations, run the own layers, send them on.
 
-    pieces: float arrays of shape (B,), tokens of each. A block is a step of all stages: for each piece the way in, all
-    layers of every stage (under the number of the first), the way out.
+    pieces: float arrays of shape (B,), tokens of each. A wave is two or more blocks of all ranks, in which stage s has
+    piece wave - s: the messages between stages, then the layers, one block per layer where ranks of a stage exchange
+    something, else one block (under the number of the first layer).
     """
     ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
     layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
-    patterns = [tuple(kinds[layer] for layer in rows) for rows in layers]
+    rows = [[range(layer, layer + 1) for layer in own] if context > 1 else [own] for own in layers]  # per stage
     ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
-    rendezvous, host_s = not scenario.sends_overlap, scenario.host.message_s
+    message: dict[str, Any] = {
+        "host_s": scenario.host.message_s,
+        "rendezvous": not scenario.sends_overlap,
+        "payload": "activations",
+    }
     prologue, epilogue = ops.ends(scenario, cost)
 
-    def way_in(number: int, stage: int, rank: int) -> tuple[Op, ...]:
-        if stage:
-            src = (stage - 1) * context + rank
-            first: tuple[Op, ...] = (Recv(src=src, host_s=host_s, rendezvous=rendezvous, payload="activations"),)
-        else:
-            first = _of_piece(ops.embedding[rank], number, context)
-        return (*first, *_of_piece(ops.preparation[rank], number, context))
+    def way_in(piece: int, stage: int, rank: int) -> Iterator[Op]:
+        """Send the previous piece on, then receive and prepare this one."""
+        if 0 < piece <= len(pieces) and stage < len(layers) - 1:
+            yield Send(dst=(stage + 1) * context + rank, nbytes=ops.sent_bytes[rank][piece - 1], **message)
+        if 0 <= piece < len(pieces):
+            if stage:
+                yield Recv(src=(stage - 1) * context + rank, **message)
+            else:
+                yield from _of_piece(ops.embedding[rank], piece, context)
+            yield from _of_piece(ops.preparation[rank], piece, context)
 
-    def way_out(number: int, stage: int, rank: int) -> tuple[Op, ...]:
-        if stage == len(layers) - 1:
-            return ()
-        dst, nbytes = (stage + 1) * context + rank, ops.sent_bytes[rank][number]
-        return (Send(dst=dst, nbytes=nbytes, host_s=host_s, rendezvous=rendezvous, payload="activations"),)
+    @cache
+    def layers_of_piece(piece: int, own: tuple[int, ...], rank: int) -> tuple[Op, ...]:
+        loads = [ops.loads[kind][rank] if piece == 0 else () for kind in own]
+        each = [_of_piece(ops.layers[kind][rank], piece, context) for kind in own]
+        return tuple(chain.from_iterable(chain.from_iterable(zip(loads, each, strict=True))))
 
-    blocks: list[tuple[tuple[Op, ...], ...]] = []
-    for number in range(len(pieces)):
-        of_kind = [
-            [
-                (ops.loads[kind][rank] if number == 0 else ()) + _of_piece(own, number, context)
-                for rank, own in enumerate(layer)
-            ]
-            for kind, layer in enumerate(ops.layers)
-        ]
-        blocks.append(tuple(way_in(number, *at) for at in ranks))
-        of_pattern = {  # stages of the same kinds of layers share their operations
-            (pattern, rank): tuple(chain(*(of_kind[kind][rank] for kind in pattern)))
-            for pattern, rank in dict.fromkeys((patterns[stage], rank) for stage, rank in ranks)
-        }
-        blocks.append(tuple(of_pattern[patterns[stage], rank] for stage, rank in ranks))
-        blocks.append(tuple(way_out(number, *at) for at in ranks))
+    blocks: dict[Hashable, tuple[tuple[Op, ...], ...]] = {}
+    order: list[tuple[Hashable, list[int | None]]] = []  # key of each block, and the layer of each rank in it
+    for wave in range(len(pieces) + len(layers) - 1):
+        blocks[wave] = tuple(tuple(way_in(wave - stage, stage, rank)) for stage, rank in ranks)
+        order.append((wave, [None] * len(ranks)))
+        at_work = [own if 0 <= wave - stage < len(pieces) else [] for stage, own in enumerate(rows)]
+        for now in zip_longest(*at_work, fillvalue=range(0)):
+            patterns = tuple(tuple(kinds[layer] for layer in own) for own in now)
+            if (wave, patterns) not in blocks:
+                each = [layers_of_piece(wave - stage, patterns[stage], rank) for stage, rank in ranks]
+                blocks[wave, patterns] = tuple(each)
+            order.append(((wave, patterns), [now[stage].start if now[stage] else None for stage, _ in ranks]))
+    index = {key: number for number, key in enumerate(blocks)}
     even = Program(
         strategy=strategy.name,
         prologue=(prologue,) * len(ranks),
-        layers=tuple(blocks),
-        layer_kind_index=tuple(range(len(blocks))),
+        layers=tuple(blocks.values()),
+        layer_kind_index=tuple(index[key] for key, _ in order),
         epilogue=(*((),) * (len(ranks) - 1), epilogue),
-        layer_numbers=tuple((None, layers[stage][0], None) * len(pieces) for stage, _ in ranks),
+        layer_numbers=tuple(zip(*(numbers for _, numbers in order), strict=True)),
     )
     return even.slowed([scenario.cluster.slowness(rank) for rank in range(len(ranks))])
 

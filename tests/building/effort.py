@@ -3,13 +3,14 @@
 quick    `make test`: a fifth of the number that the law names, always the same
 full     `make test-all` and CI: half of it, always the same
 nightly  `make nightly`: five times the number, drawn from a seed that is printed
+mutation `benchmarks/mutation.py`: as quick, and a failure is not made smaller
 """
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-_EFFORT = {"quick": 1 / 5, "full": 1 / 2, "nightly": 5.0}
+_EFFORT = {"quick": 1 / 5, "full": 1 / 2, "nightly": 5.0, "mutation": 1 / 5}
 _LEAST = 5
 
 
@@ -23,6 +24,7 @@ def register_profiles() -> None:
             database=None,
             max_examples=_examples(100, name),
             print_blob=name == "nightly",
+            phases=[phase for phase in Phase if name != "mutation" or phase in (Phase.explicit, Phase.generate)],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
         )
     settings.load_profile("quick")

@@ -133,11 +133,11 @@ def test_where_a_noise_has_no_place() -> None:
         (switch, "slow-link:3-4x2"),
         (chain, "slow-link:0-2x2"),
         (bus, "slow-link:0-1x2"),
-        (bus, "side-traffic:share=0.5"),
+        (bus, "side-traffic:share=0,slowdown=0.1"),
     ):
         with pytest.raises(InputError, match="noise"):
             parse_noise(spec).placed_on(cluster)
-    for spec in ("jitter:0.1", "side-traffic:share=0,slowdown=0.1", "slow-gpu:1x2"):
+    for spec in ("jitter:0.1", "side-traffic:duty=0", "slow-gpu:1x2"):
         parse_noise(spec).placed_on(bus)
 
 

@@ -1,0 +1,187 @@
+"""Mutation testing of the model of time and of the bounds: which small changes of the code no law notices.
+
+python benchmarks/mutation.py [--sample 150] [--seed 1] [--only PATH]    try mutants that have no result yet
+python benchmarks/mutation.py --report                                   write results/mutation.md
+
+A mutant is one changed operator, constant, condition or call, or one statement left out; assertions, messages and
+imports are left alone. Each runs in a fork, in which the mutated definitions replace the module's, with the tests that
+cover it. Results are kept in results/mutation.json; a mutant is known by the code of its line, so that it is tried
+again where that line changes. Survivors that cannot change an answer stand with a reason in data/equivalent_mutants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import random
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _report import RESULTS, write
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT, EQUIVALENT = RESULTS / "mutation.json", Path(__file__).parent / "data" / "equivalent_mutants.json"
+LAWS, NOISE = "tests/laws/test_executors.py", "tests/laws/test_noise_runs.py"
+_OWN = "own and not bus or many_layers and switch"
+TESTS = {  # tests that cover a module, and the expression that selects among them
+    "kvrsim/executors/batch.py": ([LAWS, NOISE], f"({_OWN} or sample_by_sample) and not kvr-s and not papers"),
+    "kvrsim/executors/bus.py": ([LAWS, NOISE], "bus or sample_by_sample"),
+    "kvrsim/executors/chain.py": ([LAWS], f"({_OWN} or equals_its_rows) and (kvr-s or kvr-b)"),
+    "kvrsim/executors/event.py": ([LAWS, "tests/kvrsim/executors", "tests/kvrsim/results/test_timeline.py"], ""),
+    "kvrsim/executors/pipeline.py": ([LAWS, "tests/kvrsim/executors/test_pipeline.py"], f"{_OWN} and pp or layouts"),
+    "kvrsim/executors/run.py": ([LAWS, NOISE, "tests/kvrsim/executors"], "not papers"),
+    "kvrsim/executors/steady.py": ([LAWS], "many_layers"),
+    "planner/search/bound.py": (["tests/planner/search/test_bound.py"], ""),
+    "planner/search/pipeline_bound.py": (["tests/planner/search/test_pipeline_bound.py"], ""),
+}
+LIMIT_S = 120  # CPU seconds of one mutant; more means that it never ends
+_OPERATORS = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
+}
+_NAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "any": "all", "all": "any"}
+
+
+def mutants(path: str) -> Iterator[tuple[str, ast.Module]]:
+    """Every mutant of a module: its name and its code."""
+    text = (ROOT / path).read_text()
+    for number in range(sum(1 for _ in _sites(ast.parse(text)))):
+        tree = ast.parse(text)
+        node, what, change = list(_sites(tree))[number]
+        before = ast.unparse(node)
+        change()
+        yield f"{path}: {' '.join(before.split())[:150]}: {what}", ast.fix_missing_locations(tree)
+
+
+def _sites(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
+    """The statement, the name and the function of each change."""
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.stmt) or isinstance(statement, ast.Assert | ast.Raise | ast.Import):
+            continue
+        if isinstance(statement, ast.AugAssign) or (
+            isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+        ):
+            yield statement, "left out", lambda one=statement: _leave_out(tree, one)
+        for node in _own_expressions(statement):
+            yield from ((statement, what, change) for what, change in _changes(node))
+
+
+def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Nodes of a statement without those of other statements and of annotations."""
+    for name, value in ast.iter_fields(statement):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.expr) and name not in ("annotation", "returns", "decorator_list", "bases"):
+                yield from ast.walk(child)
+    if isinstance(statement, ast.AugAssign):
+        yield statement
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
+    match node:
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in _OPERATORS:
+            new = _OPERATORS[type(op)]
+            yield f"{type(op).__name__} -> {new.__name__}", lambda: setattr(node, "op", new())
+        case ast.Compare(ops=[op, *_]) if type(op) in _OPERATORS:
+            new = _OPERATORS[type(op)]
+            yield f"{type(op).__name__} -> {new.__name__}", lambda: node.ops.__setitem__(0, new())
+        case ast.Constant(value=bool(value)):
+            yield f"{value} -> {not value}", lambda: setattr(node, "value", not value)
+        case ast.Constant(value=int(value)):
+            yield f"{value} -> {value + 1}", lambda: setattr(node, "value", value + 1)
+        case ast.Attribute(attr=name) if name in _NAMES:
+            yield f"{name} -> {_NAMES[name]}", lambda: setattr(node, "attr", _NAMES[name])
+        case ast.Call(func=ast.Name(id=name) as called) if name in _NAMES:
+            yield f"{name} -> {_NAMES[name]}", lambda: setattr(called, "id", _NAMES[name])
+        case ast.UnaryOp(op=ast.Not() | ast.USub() as op):
+            yield f"without {type(op).__name__}", lambda: setattr(node, "op", ast.UAdd())
+
+
+def _leave_out(tree: ast.Module, statement: ast.stmt) -> None:
+    for parent in ast.walk(tree):
+        for _, value in ast.iter_fields(parent):
+            if isinstance(value, list) and statement in value:
+                value[value.index(statement)] = ast.Pass()
+
+
+def is_killed(path: str, tree: ast.Module) -> bool:
+    """Whether a test fails on the mutant, or does not end."""
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        try:
+            _replace(path, tree)
+            files, selected = TESTS[path]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "mutation"]
+            os._exit(pytest.main([*options, *files, *(["-k", selected] if selected else [])]))
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def _replace(path: str, tree: ast.Module) -> None:
+    """Run the mutated module, and replace what any module has of the original by what it defines."""
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    mutated = {"__name__": module.__name__, "__file__": module.__file__, "__package__": module.__package__}
+    exec(compile(tree, path, "exec"), mutated)
+    own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    for other in [one for name, one in sys.modules.items() if name.startswith(("kvrsim", "planner"))]:
+        for name, value in own.items():
+            if vars(other).get(name) is value:
+                setattr(other, name, mutated[name])
+
+
+def report(results: dict[str, bool]) -> None:
+    """Write the page: killed mutants per module, and all survivors."""
+    reasons = json.loads(EQUIVALENT.read_text())
+    lines = ["| module | mutants | killed | equivalent | killed of the others |", "|---|---|---|---|---|"]
+    for path in TESTS:
+        own = {name: killed for name, killed in results.items() if name.startswith(path)}
+        killed, equal = sum(own.values()), sum(name in reasons for name, killed in own.items() if not killed)
+        lines.append(f"| {path} | {len(own)} | {killed} | {equal} | {killed / max(1, len(own) - equal):.0%} |")
+    survivors = [name for name, killed in results.items() if not killed]
+    equal = sum(name in reasons for name in survivors)
+    share = (len(results) - len(survivors)) / max(1, len(results) - equal)
+    lines += ["", f"{len(results)} mutants drawn at random; {share:.1%} of those that are not equivalent are killed."]
+    lines += ["", "Survivors:", "", *(f"- `{name}`. {reasons.get(name, '')}".rstrip() for name in survivors)]
+    write("mutation", "python benchmarks/mutation.py; python benchmarks/mutation.py --report", lines)
+
+
+def main() -> None:
+    """Try a sample of mutants, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    os.chdir(ROOT)
+    for path in TESTS:
+        importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    every = [(path, *one) for path in TESTS for one in mutants(path)]
+    drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
+    if args.report:
+        known = {name for _, name, _ in drawn}
+        return report({name: killed for name, killed in results.items() if name in known})
+    for path in dict.fromkeys(path for path, _, _ in drawn if path.startswith(args.only)):
+        assert not is_killed(path, ast.parse((ROOT / path).read_text())), f"the tests of {path} fail without a change"
+    for path, name, tree in drawn:
+        if name not in results and path.startswith(args.only):
+            results[name] = is_killed(path, tree)
+            RESULT.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
+            print("killed  " if results[name] else "SURVIVED", name, flush=True)
+
+
+if __name__ == "__main__":
+    os.nice(10)
+    main()
