@@ -5,8 +5,9 @@ python benchmarks/mutation.py --report                                   write r
 
 A mutant is one changed operator, constant, condition or call, or one statement left out; assertions, messages and
 imports are left alone. Each runs in a fork, in which the mutated definitions replace the module's, with the tests that
-cover it. Results are kept in results/mutation.json; a mutant is known by the code of its line, so that it is tried
-again where that line changes. Survivors that cannot change an answer stand with a reason in data/equivalent_mutants.json.
+cover it. Results are kept in results/mutation.json. The name of a mutant is the code of its statement, so that it is
+tried again where the statement changes. data/equivalent_mutants.json holds survivors that cannot change an answer,
+with the reason.
 """
 
 from __future__ import annotations
