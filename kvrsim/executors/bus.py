@@ -328,11 +328,7 @@ class _Graph:
 class _Targets:
     """Arrivals that a cause (its row and column in a table of causes) triggers at waits."""
 
-    def __init__(
-        self, targets: Mapping[tuple[int, int], Sequence[_Target]], shape: tuple[int, int], *, is_complete: bool
-    ) -> None:
-        """is_complete: every cause has a target."""
-        self.is_complete = is_complete
+    def __init__(self, targets: Mapping[tuple[int, int], Sequence[_Target]], shape: tuple[int, int]) -> None:
         self.columns: list[tuple[Index, Index, Array]] = []
         for number in range(max(map(len, targets.values()), default=0)):
             rank, wait, latency_s = np.full(shape, -1), np.zeros(shape, dtype=np.intp), np.zeros(shape)
@@ -344,11 +340,10 @@ class _Targets:
     def of(self, causes: Index, rows: Index, time_s: Array, num_rows: int) -> _Arrivals:
         """Arrivals of causes that happen then; causes: row times columns plus column. rows: their partitions."""
         parts = []
-        for number, (rank, wait, latency_s) in enumerate(self.columns):
+        for rank, wait, latency_s in self.columns:
             own = rank.take(causes)
-            if number or not self.is_complete:
-                some = np.flatnonzero(own >= 0)
-                own, causes, rows, time_s = own.take(some), causes.take(some), rows.take(some), time_s.take(some)
+            some = np.flatnonzero(own >= 0)
+            own, causes, rows, time_s = own.take(some), causes.take(some), rows.take(some), time_s.take(some)
             parts.append((own * num_rows + rows, wait.take(causes), time_s + latency_s.take(causes)))
         return _joined(parts)
 
@@ -388,8 +383,7 @@ class _Run:
         self.works_s = np.array([np.broadcast_to(work_s, self.num_rows) for work_s, _ in works])
         self.work_jitter = np.array([np.broadcast_to(jitter, self.num_rows) for _, jitter in works])
         part_s, floor_s = self._laters([[*track.parts, track.now] for track in tracks], most + 1)
-        least_s = np.cumsum(part_s, axis=0)  # before which no part can end
-        self.part_s, self.part_floor_s = part_s.ravel(), None if (floor_s <= least_s).all() else floor_s.ravel()
+        self.part_s, self.part_floor_s = part_s.ravel(), floor_s.ravel()
         self.size = self.num_ranks * self.num_rows
         self.missing = np.repeat(missing, self.num_rows)
         self.there_s = np.full(self.missing.size, -np.inf)  # by wait and place: the last arrival so far
@@ -398,25 +392,24 @@ class _Run:
         self.ready_s = np.zeros(self.size)  # time at which a rank comes to its wait
         self.came_s = np.zeros(self.size)  # time at which the rank came to its previous wait
         self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
-        self._prepare_lanes(graph, np.concatenate([np.zeros_like(least_s[:1]), least_s]))
+        self._prepare_lanes(graph, most)
         notices = {
             (wait, rank): [target for key in keys for target in graph.targets.pop(key, ())]
             for (rank, wait), keys in graph.notices.items()
         }
-        self.notices = _Targets(notices, missing.shape, is_complete=False)
+        self.notices = _Targets(notices, missing.shape)
         assert not graph.targets, "the program deadlocks: a message is received that nobody sends"
         places, none = np.arange(self.size), np.zeros(self.size, dtype=np.intp)
         begun = self._go_on(places, none, np.zeros(self.size))
         empty = np.flatnonzero(self.missing[: self.size] == 0)
         self._deliver(_joined([begun, self._pass(empty, none[: empty.size])]))
 
-    def _prepare_lanes(self, graph: _Graph, begun_s: Array) -> None:
-        """begun_s: before which no rank has passed that many waits, shape (waits + 2, ranks, B)."""
+    def _prepare_lanes(self, graph: _Graph, most_waits: int) -> None:
         keys = sorted(graph.lanes, key=lambda key: key[0])
         lanes = [graph.lanes[key] for key in keys]
         self.num_posts = np.array([len(posts) for posts in lanes], dtype=np.intp)
         most, num_lanes = max(map(len, lanes), default=0), len(lanes) + 1  # the last one is empty
-        after = np.full((most + 1, num_lanes), len(begun_s) - 1)
+        after = np.full((most + 1, num_lanes), most_waits + 1)
         busy_s = np.zeros((most + 1, num_lanes, self.num_rows))
         for lane, posts in enumerate(lanes):
             for number, post in enumerate(posts):
@@ -425,8 +418,7 @@ class _Run:
                 busy_s[number, lane] = alone_s * post.jitter
         post_s, floor_s = self._laters([*([post.later for post in posts] for posts in lanes), []], most + 1)
         owners = np.array([*(key[0] for key in keys), 0], dtype=np.intp)
-        least_s = begun_s[after, owners] + post_s
-        self.post_s, self.post_floor_s = post_s.ravel(), None if (floor_s <= least_s).all() else floor_s.ravel()
+        self.post_s, self.post_floor_s = post_s.ravel(), floor_s.ravel()
         self.after, self.busy_s = after.ravel(), busy_s.ravel()
         self.num_lanes = num_lanes
         self.lane_of, self.row_of_slot = np.divmod(np.arange(num_lanes * self.num_rows), self.num_rows)
@@ -447,7 +439,7 @@ class _Run:
         messages = {(number, lane): post for lane, posts in enumerate(lanes) for number, post in enumerate(posts)}
         arrivals = {at: graph.targets.pop(post.key, []) for at, post in messages.items()}
         assert all(arrivals.values()), "a message that nobody receives"
-        self.arrivals = _Targets(arrivals, after.shape, is_complete=True)
+        self.arrivals = _Targets(arrivals, after.shape)
         sources = {(target.rank, lane) for (_, lane), targets in arrivals.items() for target in targets}
         # Whether each wait is for one message, and messages arrive in the order of the rank's waits.
         self.in_order = len(sources) == len({rank for rank, _ in sources}) and bool(
@@ -560,9 +552,7 @@ class _Run:
         at = passed * self.size + places
         self.over_s[at] = over_s
         self.passed[places] = passed
-        ready_s = over_s + self.part_s.take(at)
-        if self.part_floor_s is not None:
-            np.maximum(ready_s, self.part_floor_s.take(at), out=ready_s)
+        ready_s = np.maximum(over_s + self.part_s.take(at), self.part_floor_s.take(at))
         if len(self.works_s):
             self.came_s[places] = self.ready_s.take(places)
         self.ready_s[places] = ready_s
@@ -581,4 +571,4 @@ class _Run:
         after = self.after.take(number * self.num_lanes + self.lane_of.take(slots))
         at = number * self.number.size + slots
         ready_s = self.over_s.take(after * self.size + self.owner_place.take(slots)) + self.post_s.take(at)
-        return ready_s if self.post_floor_s is None else np.maximum(ready_s, self.post_floor_s.take(at))
+        return np.asarray(np.maximum(ready_s, self.post_floor_s.take(at)))
