@@ -44,6 +44,7 @@ _ROUNDING = 1e-9  # relative
 _WIDEST_EXPANDED = 256  # width of a head's key; wider ones are latents
 _FP32_BYTES = 4
 _NOT_COUNTED = np.full(1, np.nan)
+_TOGETHER = 2**13  # elements up to which the blocks of all counts are priced together; larger arrays cost page faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +137,8 @@ class EagerRates:
         """Seconds of all elements of all heads' score matrices, masked ones included."""
         element_s = 4.0 * call.mean_head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
-        elements = self.elements(call, batch)
-        factor = 1.0 if self.measured is None else self.measured.factor(elements)
-        return self.start_s + elements * (element_s * factor)
+        factor = 1.0 if self.measured is None else self.measured.factor(self.elements(call, batch))
+        return call.chunk * call.keys * (batch * call.num_attention_heads * element_s * factor) + self.start_s
 
     def elements(self, call: AttentionCall, batch: int) -> Array:
         """Elements of the score matrices of all heads."""
@@ -498,20 +498,27 @@ class SoftmaxCost(MergedCost):
         kernels skip the masked half in one call.
         """
         mixer = self.mixer
-        whole_s = self.attention_s(chunk, prefix)
         numbers = [np.arange(float(count)) for count in counts]
         if self.traits.lower_bound and mixer.reach is None:  # then in proportion to the keys before the block
             numbers = [number.mean(keepdims=True) for number in numbers]
         lengths = [len(number) for number in numbers]
+        if len(counts) > 1 and sum(lengths) * np.size(chunk) > _TOGETHER:
+            return np.concatenate([self.in_blocks_s(chunk, prefix, (count,)) for count in counts])
+        whole_s = self.attention_s(chunk, prefix)
+        if counts == (1,):
+            return whole_s[None]
         ones = (1,) * np.ndim(whole_s)
         calls = np.array(counts, dtype=float).reshape(-1, *ones)
-        queries = np.repeat(chunk / calls, lengths, axis=0)
+        queries = chunk / calls if len(counts) == 1 else np.repeat(chunk / calls, lengths, axis=0)
         before = prefix + np.concatenate(numbers).reshape(-1, *ones) * queries
         queries = np.broadcast_to(queries, before.shape)
         blocks = self._call(queries, self.visible(before), self._causal(queries, before))
         each_s = self.cost.call_s(replace(blocks, part_of_chunk=True))
+        if len(counts) == 1:
+            seconds = each_s.sum(axis=0, keepdims=True)
+        else:
+            seconds = np.add.reduceat(each_s, np.cumsum([0, *lengths[:-1]]), axis=0)
         joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
-        seconds = np.add.reduceat(each_s, np.cumsum([0, *lengths[:-1]]), axis=0)
         seconds = seconds * (calls / np.reshape(lengths, calls.shape)) + self.cost.traffic_s(chunk, (joined,))
         if self._repeats:
             seconds = seconds + self._repeat_s(self.visible(prefix) + chunk)

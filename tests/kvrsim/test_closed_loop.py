@@ -47,15 +47,6 @@ def test_short_prompts_share_steps(loop: ClosedLoop, seconds: float, tokens: flo
     assert (short < longer < long) or loop.users == 1
 
 
-def test_a_thousand_tokens_add_half_a_prefill() -> None:
-    loop = ClosedLoop(users=8, tpot_s=0.0, output_tokens=0.0, prompt_tokens=1000, wait_steps=0)
-    assert loop.mean_ttft_s(0.2) == pytest.approx(0.2 * (1 + 7 / 4))
-
-
-def test_one_user_without_decoding_waits_for_nothing() -> None:
-    assert ClosedLoop(users=1, tpot_s=0.02, wait_steps=0).mean_ttft_s(0.3) == 0.3
-
-
 def test_a_mean_below_the_wait_for_decode_steps_says_nothing() -> None:
     loop = ClosedLoop(users=4, tpot_s=0.1, wait_steps=5.5)
     assert loop.prefill_s(0.5) is None

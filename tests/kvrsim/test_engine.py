@@ -75,12 +75,6 @@ def test_terms_of_a_request_are_added() -> None:
     assert ttft_s(with_host(step_s=0.125)) == pytest.approx(alone + 0.125)
 
 
-def test_a_slow_host_is_a_floor() -> None:
-    num_layers = 32
-    assert ttft_s(with_host(layer_s=1.0)) >= num_layers
-    assert ttft_s(with_host(layer_s=1e-9)) == pytest.approx(ttft_s(NOTHING), rel=1e-3)
-
-
 def test_kernel_scale_is_of_kernels_alone() -> None:
     """Three times the kernels, the same request."""
     base = with_host(request_s=0.25)
@@ -177,7 +171,6 @@ def test_a_version_is_the_nearest_that_was_measured() -> None:
     exact, near = load_engine("vllm@0.18.0"), load_engine("vllm@0.18.4")
     factor = engine.versions["0.18.0"]
     assert exact.host.launch_s == near.host.launch_s == pytest.approx(factor * engine.host.launch_s)
-    assert (exact.is_other_version, near.is_other_version) == (False, True)
     assert near.sides(near.unknowns("llama", "h100", 4096)) >= exact.sides(exact.unknowns("llama", "h100", 4096))
     with pytest.raises(InputError, match="engine: got 'vllm-2023@1'"):
         load_engine("vllm-2023@1")

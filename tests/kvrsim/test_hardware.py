@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim import hardware
 from kvrsim.builder import make_scenario
 from kvrsim.choices import TOPOLOGIES
 from kvrsim.errors import InputError
@@ -36,12 +35,7 @@ from kvrsim.hardware import (
 from kvrsim.kernels.tensor_parallel import group_of
 from kvrsim.model.load import load_model
 from kvrsim.program import AllGather, Array, Program
-from kvrsim.units import scale
 from tests.building import any_cluster
-
-DATA = Path(hardware.__file__).parent / "data"
-NEW = {"gb200", "b300", "gb300", "rtx-pro-6000"}
-LINKS = sorted(name for name in json.loads((DATA / "links.json").read_text()) if not name.startswith("_"))
 
 GPU = {"name": "mine", "memory_bytes": 24e9, "hbm_bytes_per_s": 1e12, "peak_flops": {"fp16": 1e14}, "num_sms": 64}
 LINK = {"name": "wire", "bandwidth_bytes_per_s": 1e9, "latency_s": 0}
@@ -67,12 +61,6 @@ def refusal(path: Path) -> str:
 # What ships
 
 
-def test_builtin_names() -> None:
-    assert {"a100-40gb", "a100-80gb", "h100", "h20", "h200", "l40s", "b200", *NEW} <= set(builtin_gpus())
-    assert {"nvlink3", "nvlink4", "nvlink5", "pcie4-x16", "pcie5-x16"} <= set(LINKS)
-    assert {"a100-nvlink", "h100-nvlink", "l40s-pcie", "a100-10gbs-bus"} <= set(builtin_clusters())
-
-
 @pytest.mark.parametrize("name", builtin_gpus())
 def test_builtin_gpu_is_plausible(name: str) -> None:
     gpu = load_gpu(name)
@@ -91,17 +79,6 @@ def test_builtin_cluster(name: str) -> None:
     assert cluster.num_gpus == (16 if cluster.topology == "nodes" else 8)
     assert load_cluster(name, 3) == replace(cluster, num_gpus=3)
     assert name in cluster.describe()
-
-
-def test_datasheet_figures() -> None:
-    cluster = load_cluster()
-    assert (cluster.gpu.name, cluster.topology) == ("a100-80gb", "switch")
-    assert cluster.link.bandwidth_bytes_per_s == 300e9
-    assert cluster.gpu.peak_flops["fp16"] == 312e12
-    assert dict(load_gpu("h100").peak_flops)["fp8"] == 1979e12
-    slow = load_cluster("a100-10gbs-bus")
-    assert (slow.topology, slow.link.bandwidth_bytes_per_s) == ("bus", 10e9)
-    assert load_link("ib-ndr400").bandwidth_bytes_per_s == 50e9
 
 
 @given(total=st.integers(1, 2**50), fraction=st.floats(0, 1, exclude_min=True))
@@ -201,10 +178,10 @@ def test_measurements_do_not_hold_for_another_link() -> None:
 # Changes
 
 
-@pytest.mark.parametrize(("bandwidth", "latency"), [(0, None), (-1, None), (math.nan, None), (math.inf, None)])
-def test_bad_bandwidth(bandwidth: float, latency: None) -> None:
+@pytest.mark.parametrize("bandwidth", [0, -1, math.nan, math.inf])
+def test_bad_bandwidth(bandwidth: float) -> None:
     with pytest.raises(InputError, match=r"^link_bandwidth: "):
-        load_cluster().with_link(bandwidth, latency)
+        load_cluster().with_link(bandwidth)
 
 
 @pytest.mark.parametrize("num_gpus", [0, -1, 1.5, True, "8", 2**16 + 1])
@@ -286,14 +263,6 @@ def test_between_numbers_of_gpus_lies_the_time_between() -> None:
     size = np.array(2.0**30)
     assert RATES.seconds(size, 4) == pytest.approx((2 * RATES.seconds(size, 2) + RATES.seconds(size, 8)) / 3)
     assert [RATES.covers(count) for count in (1, 2, 5, 8, 9)] == [False, True, True, True, False]
-
-
-def test_narrower_links_slow_the_bytes_and_not_the_latency() -> None:
-    narrower = scale(RATES, 1.5, only_rates=True)
-    for nbytes in (512.0, 2.0**20, 2.0**28):
-        whole = RATES.seconds(np.array(nbytes), 2)
-        assert narrower.seconds(np.array(nbytes), 2) == pytest.approx(4e-6 + 1.5 * (whole - 4e-6))
-    assert scale(RATES, 2.0).seconds(np.array(2.0**20), 8) == pytest.approx(2 * RATES.seconds(np.array(2.0**20), 8))
 
 
 @pytest.mark.parametrize("wrong", [(), (table(8), table(2)), (table(2), table(2))])

@@ -84,13 +84,6 @@ def test_a_verdict_depends_on_the_share_and_says_so() -> None:
     assert simulated.to_dict()["memory_fraction"] == 0.96
 
 
-def test_the_kv_cache_of_llama() -> None:
-    """Half a megabyte a token: 2 x 32 layers x 4096 features x 2 bytes."""
-    (part,) = memory_of(scenario_of(1000, 1), SINGLE, Partition(chunk_lens=(1000,)))
-    assert part.kv_cache == 1000 * 2**19
-    assert part.gathered == 0
-
-
 def two_chains(step: Step, rank: int) -> Iterator[Op]:
     """A strategy of one's own: an early and a late piece a rank, early K, V go to the rank before, late to the next."""
     early, late = pieces(step, rank)

@@ -85,10 +85,3 @@ def test_a_partition_fits_the_request(chunks: tuple[int, ...], accepted: str) ->
         Partition.of(chunks, num_tokens=10, num_ranks=3)
     assert caught.value.parameter == "partition"
     assert accepted in caught.value.accepted
-
-
-def test_no_more_ranks_than_tokens() -> None:
-    with pytest.raises(InputError) as caught:
-        Partition.even(3, 4)
-    assert caught.value.parameter == "gpus"
-    assert Partition.even(4, 4).chunk_lens == (1, 1, 1, 1)

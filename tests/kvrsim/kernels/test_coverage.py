@@ -220,19 +220,6 @@ def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
     assert read_s[1] == pytest.approx(read_s[0] * (0.5 + 2 / 128) / 2)
 
 
-def without_experts(profile: CalibrationProfile) -> CalibrationProfile:
-    return replace(profile, kernels=replace(profile.kernels, experts=None))
-
-
-def test_experts_in_four_bits() -> None:
-    """gpt-oss without rates of experts: their products at the 4-bit rates, projections at half precision's."""
-    counted = [without_experts(profile_with(int4_wo=factor)) for factor in (0.5, 1.0)]
-    slow, fast = (made(profile, model="gpt-oss-20b")[0] for profile in counted)
-    for one, other in zip(slow.layer_costs(), fast.layer_costs(), strict=True):
-        assert one.qkv_s(CHUNK) == pytest.approx(other.qkv_s(CHUNK))
-        assert one.output_mlp_s(CHUNK)[1] > 1.5 * other.output_mlp_s(CHUNK)[1]
-
-
 def test_a_quantised_product_is_measured_where_its_own_type_was() -> None:
     """A shape with a table in half precision is not thereby known in FP8."""
     kernels = load_profile("h100-flash").kernels

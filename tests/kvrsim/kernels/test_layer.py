@@ -93,18 +93,6 @@ def test_projections_cost_two_flops_a_weight(scenario: Scenario) -> None:
     assert costs.output_mlp_s(tokens(1, 10)) == pytest.approx([2 * weights, 20 * weights])
 
 
-def test_eager_computes_the_whole_rectangle(scenario: Scenario) -> None:
-    seconds = costs_of(scenario).mixer.attention_s(tokens(3, 3), tokens(0, 7))
-    assert seconds == pytest.approx([4 * 64 * 3 * 3, 4 * 64 * 3 * 10])
-
-
-def test_flash_leaves_the_masked_half(scenario: Scenario) -> None:
-    """Half of the chunk's own square, all of the prefix's rectangle."""
-    flash = costs_of(replace(scenario, kernel="flash"))
-    seconds = flash.mixer.attention_s(tokens(6, 6), tokens(0, 10))
-    assert seconds == pytest.approx([4 * 64 * 18, 4 * 64 * (18 + 60)])
-
-
 def test_the_score_matrix_moves_through_memory(scenario: Scenario) -> None:
     slow = with_rates(scenario, attention={"eager": EagerRates(flops_per_s=1.0, bytes_per_s=1.0, start_s=0.0)})
     more = costs_of(slow).mixer.attention_s(tokens(3), tokens(7)) - costs_of(scenario).mixer.attention_s(

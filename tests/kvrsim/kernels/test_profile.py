@@ -216,13 +216,3 @@ def test_more_work_takes_longer_and_none_beats_the_burst(clock: Clock, work: lis
     assert (np.diff(seconds) >= -1e-9 * seconds[1:]).all()
     assert (seconds >= busy * (1 - 1e-12)).all()
     assert (seconds <= busy / clock.sustained_share * (1 + 1e-9)).all()
-
-
-def test_short_work_is_at_the_burst_clock_and_long_work_at_the_sustained_one() -> None:
-    clock = Clock(sustained_share=0.8, time_constant_s=0.1)
-    short, long = clock.stretched_s(np.array([1e-5, 1e4]))
-    assert short == pytest.approx(1e-5, rel=1e-4)
-    assert long == pytest.approx((1e4 - 0.2 * 0.1) / 0.8)
-    assert clock.stretched_s(np.zeros((2, 3))).shape == (2, 3)
-    assert (clock.stretched_s(np.zeros(2)) == 0).all()
-    assert Clock(sustained_share=1.0, time_constant_s=0.1).stretched_s(np.array([3.0])) == pytest.approx([3.0])

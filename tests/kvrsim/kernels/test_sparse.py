@@ -56,13 +56,6 @@ def test_a_call_of_chosen_keys() -> None:
     assert (few.attended, few.chooses, few.score_flops) == (40.0, 0.0, 0.0)
 
 
-def test_entries_stand_for_several_tokens() -> None:
-    entries = replace(CALL, compress_ratio=4, window=16)
-    assert (entries.seen, entries.keys, entries.attended) == (87.5, 100.0, 66.0)
-    every = replace(entries, top_k=None, index_heads=0)
-    assert (every.attended, every.chooses) == (116.0, 0.0)
-
-
 def test_no_limit_counts_more_than_queries_see() -> None:
     """The mean of min(keys, top_k) over the queries, as the sum over them has it."""
     for prefix, chunk in ((0, 400), (20, 100), (300, 100)):
