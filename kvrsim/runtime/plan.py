@@ -80,20 +80,6 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EmulatedLink:
-    """A link in one direction, whose messages go one after another."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0  # from the departure of the last byte to its arrival
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
-        if not self.latency_s >= 0:
-            raise InputError("link_latency", self.latency_s, "at least 0 seconds")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelChoice:
     """The model that the ranks run, with random weights."""
 

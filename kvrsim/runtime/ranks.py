@@ -33,7 +33,7 @@ from kvrsim.errors import InputError, KvrsimError
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of, is_out_of_memory
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.plan import EmulatedLink
+    from kvrsim.hardware import LinkSpec
     from kvrsim.runtime.transport import DistributedTransport
 
 Command = tuple[str, dict[str, Any]]  # a method of the worker, and its arguments
@@ -69,7 +69,7 @@ class Launch:
     timeout_s: float = 60.0  # for a message: longer than any rank computes between two messages
     deadline_s: float = 600.0  # for the start, and again for the work
     threads: int = 1  # of each rank's CPU computation
-    link: EmulatedLink | None = None  # speed of messages; None: the links' own
+    link: LinkSpec | None = None  # speed of messages; None: the links' own
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

@@ -23,7 +23,7 @@ from kvrsim.errors import InputError
 from kvrsim.runtime.faults import LinkError, meaning
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.plan import EmulatedLink
+    from kvrsim.hardware import LinkSpec
     from kvrsim.runtime.ranks import RankSlot
 
 Edge = tuple[int, int]  # source and destination rank
@@ -431,7 +431,7 @@ class EmulatedTransport(DistributedTransport):
     processes, so all ranks run on one host. All-gathers and all-reduces are rings.
     """
 
-    def __init__(self, slot: RankSlot, *, link: EmulatedLink, **settings: Any) -> None:
+    def __init__(self, slot: RankSlot, *, link: LinkSpec, **settings: Any) -> None:
         """Connect as DistributedTransport. Raises InputError with NCCL, or where ranks run on several hosts."""
         super().__init__(slot, **settings)
         if self.backend == "nccl":

@@ -13,7 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.runtime import host
-from kvrsim.runtime.plan import EmulatedLink, Job, ModelChoice, RunPlan, run_strategy
+from kvrsim.runtime.plan import Job, ModelChoice, RunPlan, run_strategy
 from kvrsim.runtime.ranks import Launch, OnProgress, started_by_torchrun
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
@@ -99,8 +99,6 @@ class Hardware:
 
     def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:
         """Return how ranks are started for `count` prefills, of which the longest takes that many seconds."""
-        link = scenario.cluster.link
-        rates = EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
         return Launch(
             num_ranks=num_ranks,
@@ -109,7 +107,7 @@ class Hardware:
             timeout_s=timeout_s,
             deadline_s=_START_S + timeout_s + _TIMEOUT_FACTOR * count * longest_s,
             threads=self.threads,
-            link=rates if self.emulated and num_ranks > 1 else None,
+            link=scenario.cluster.link if self.emulated and num_ranks > 1 else None,
         )
 
     @property

@@ -224,6 +224,15 @@ class Exchange(CacheListener):
         message.wait()
         self.clock.mark("received", layer, peer=src)
 
+    def gather(self, rows: Any, layer: int) -> None:
+        """All-gather the chunks' rows of K and V, [C, W], as the plan says."""
+        if self.transport.size == 1:
+            return
+        self.clock.mark("wait", layer)
+        gather = self.transport.ring_all_gather if self.plan.gather == "ring" else self.transport.all_gather
+        gather(rows, self.plan.partition.boundaries)
+        self.clock.mark("received", layer)
+
     def send(self, message: Any, layer: int | None, dst: int) -> None:
         """Start to send to another rank."""
         self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)

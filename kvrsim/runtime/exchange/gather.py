@@ -37,19 +37,12 @@ class Gathered(Exchange):
 
     def before_attention(self, layer: int) -> None:
         """Gather K and V, or wait for a state."""
-        if self.transport.size == 1:
-            return
-        buffer, boundaries = self.buffer(layer), self.plan.partition.boundaries
-        if not isinstance(buffer, KvBuffer):
+        buffer = self.buffer(layer)
+        if isinstance(buffer, KvBuffer):
+            self.gather(buffer.data, layer)
+        else:
             self.post(layer)
             self.receive(layer)
-            return
-        self.clock.mark("wait", layer)
-        if self.plan.gather == "ring":
-            self.transport.ring_all_gather(buffer.data, boundaries)
-        else:
-            self.transport.all_gather(buffer.data, boundaries)
-        self.clock.mark("received", layer)
 
     def after_scan(self, layer: int) -> None:
         self.forward_state(layer)
@@ -80,39 +73,19 @@ class Zigzag(OwnAttentionExchange):
         return own.new_zeros(self.plan.context_len, own.shape[1])
 
     @cached_property
-    def _others(self) -> Any:
-        """Buffers that receive the other ranks' pieces; the backend's all-gather needs buffers for all ranks."""
-        own = self.buffer(self.geometry.linked_layers[0]).data
-        rows = self.plan.context_len - (len(own) if self.plan.gather == "ring" else 0)
-        return own.new_zeros(rows, own.shape[1])
+    def _pieces(self) -> Any:
+        """The same, rank by rank, as they are gathered."""
+        return torch.zeros_like(self._whole)
 
     def before_attention(self, layer: int) -> None:
         """Gather and join."""
-        own = self.buffer(layer).data
-        if self.transport.size == 1:
-            self._whole.copy_(own)
-            return
-        self.clock.mark("wait", layer)
-        pieces = self._gather(own)
-        self.clock.mark("received", layer)
-        for rank, piece in enumerate(pieces):
-            runs = zigzag_pieces(self.plan, rank)
-            for run, part in zip(runs, piece.split([len(run) for run in runs]), strict=True):
-                self._whole[run.start : run.stop].copy_(part)
-
-    def _gather(self, own: Any) -> list[Any]:
-        """Return every rank's piece."""
-        lens, rank = self.plan.partition.chunk_lens, self.rank
-        if self.plan.gather == "ring":
-            pieces = list(self._others.split([*lens[:rank], *lens[rank + 1 :]]))
-            pieces.insert(rank, own)
-            self.transport.gather_pieces(pieces)
-            return pieces
         boundaries = self.plan.partition.boundaries
-        pieces = [self._others[start:end] for start, end in pairwise(boundaries)]
-        pieces[rank].copy_(own)
-        self.transport.all_gather(self._others, boundaries)
-        return pieces
+        self._pieces[boundaries[self.rank] : boundaries[self.rank + 1]].copy_(self.buffer(layer).data)
+        self.gather(self._pieces, layer)
+        for rank, (start, end) in enumerate(pairwise(boundaries)):
+            runs = zigzag_pieces(self.plan, rank)
+            for run, part in zip(runs, self._pieces[start:end].split([len(run) for run in runs]), strict=True):
+                self._whole[run.start : run.stop].copy_(part)
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend with each piece to all tokens up to its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Pending, Transport
-
-_LANDINGS = 2  # pieces of activations for which a stage has memory: one to run, one to arrive
 
 
 class StageForward(ModelForward):
@@ -89,7 +88,9 @@ class Pipeline(Exchange):
         self.stage, self.caches = stage, tuple[PrefixCache, ...]()
         super().__init__(stage, transport, plan, memory)
         self.first_layer = stage.layers.start
-        self._landings = [] if stage.is_first else self._make_landings()
+        make = partial(torch.empty, dtype=self.geometry.dtype, device=self.geometry.device)
+        width, lengths = stage.model.config.hidden_size, () if stage.is_first else plan.partition.chunk_lens
+        self._landings = [make(plan.batch, length, width) for length in lengths]  # where pieces arrive
         self._arriving: list[Pending] = []  # messages of this prefill's pieces
 
     @classmethod
@@ -133,32 +134,13 @@ class Pipeline(Exchange):
         """Return the stage's layers."""
         return kept[self.stage.layers.start : self.stage.layers.stop]
 
-    def send(self, message: Any, layer: int | None, dst: int) -> None:
-        """Send a piece once the one before has left: no more are kept."""
-        self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)
-        self.finish()
-        self._sends.append(self.transport.isend(message, dst))
-
-    def _make_landings(self) -> list[Any]:
-        """Return flat memory in which pieces arrive in turn."""
-        lengths, geometry = self.plan.partition.chunk_lens, self.geometry
-        size = self.plan.batch * max(lengths) * self.stage.model.config.hidden_size
-        count = min(_LANDINGS, len(lengths))
-        return [torch.empty(size, dtype=geometry.dtype, device=geometry.device) for _ in range(count)]
-
-    def _landing(self, number: int) -> Any:
-        """Return where a piece arrives, [B, c, hidden_size]."""
-        shape = self.plan.batch, self.plan.partition.chunk_lens[number], self.stage.model.config.hidden_size
-        flat = self._landings[number % len(self._landings)]
-        return flat[: shape[0] * shape[1] * shape[2]].view(shape)
-
     def _post_piece(self, number: int) -> None:
-        if not self.stage.is_first and number < len(self.plan.partition.chunk_lens):
-            self._arriving.append(self.transport.irecv_prev(self._landing(number)))
+        if not self.stage.is_first and number < len(self._landings):
+            self._arriving.append(self.transport.irecv_prev(self._landings[number]))
 
     def _receive_piece(self, number: int) -> Any:
         self.wait_for(self._arriving[number], None, self.rank - 1)
-        return self._landing(number)
+        return self._landings[number]
 
 
 def stage_of(plan: RunPlan, geometry: Geometry, rank: int, size: int) -> range:

@@ -44,11 +44,16 @@ class Share:
         """Return the first of `count` equal things in the share, and the one after the last; shares differ by one."""
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
+    def heads(self, count: int) -> tuple[int, int]:
+        """Return the same of KV heads; with more ranks than heads, several ranks have the same one."""
+        first = count * self.rank // self.size
+        return first, first + max(1, count // self.size)
+
 
 class ShardForward(ModelForward):
     """The forward over one rank's share of a model, whose weights are views of the model's."""
 
-    sums: TensorParallel
+    exchange: TensorParallel
 
     def __init__(self, whole: ModelForward, share: Share) -> None:
         """Raise InputError where the model has no tensor-parallel plan, or its heads do not divide."""
@@ -103,12 +108,11 @@ class ShardForward(ModelForward):
             module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
 
     def _columns_of(self, name: str, module: Any) -> tuple[int, int]:
-        """Return the rank's outputs. With more ranks than KV heads, several ranks have the same KV head."""
-        size = self.share.size
-        if name.rsplit(".", 1)[-1] not in _KV_PROJECTIONS or self.kv_heads >= size:
+        """Return the rank's outputs: whole heads of K and V."""
+        if not name.endswith(_KV_PROJECTIONS):
             return self.share.bounds(module.out_features)
-        head, width = self.share.rank * self.kv_heads // size, module.out_features // self.kv_heads
-        return head * width, (head + 1) * width
+        width = module.out_features // self.kv_heads
+        return tuple(head * width for head in self.share.heads(self.kv_heads))
 
     def _cut_columns(self, module: Any, bounds: tuple[int, int]) -> None:
         module.weight = self._part(module.weight, 0, bounds)
@@ -147,7 +151,7 @@ class ShardForward(ModelForward):
 
     def _sum(self, part: Any, layer: int | None) -> Any:
         part = part.contiguous()
-        self.sums.sum_up(part, layer)
+        self.exchange.sum_up(part, layer)
         return part
 
     def _gather_logits(self, part: Any, count: int) -> Any:
@@ -157,7 +161,7 @@ class ShardForward(ModelForward):
         flat = part.reshape(-1, part.shape[-1])
         whole = flat.new_empty(count, flat.shape[0])
         whole[start:end] = flat.t()
-        self.sums.gather_rows(whole, boundaries)
+        self.exchange.transport.ring_all_gather(whole, boundaries)
         return whole.t().reshape(*part.shape[:-1], count)
 
 
@@ -190,7 +194,7 @@ class TensorParallel(Exchange):
         """`forward` runs the whole model."""
         shard = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
         super().__init__(shard, transport, plan, memory)
-        shard.sums = self
+        shard.exchange = self
         self._scratch: Any = None  # buffer of sums, allocated once
 
     @classmethod
@@ -213,13 +217,10 @@ class TensorParallel(Exchange):
 
     def own_part(self, kept: KvPairs) -> KvPairs:
         """Return this rank's KV heads."""
-        parts: KvPairs = []
-        for layer, pair in enumerate(kept):
-            assert pair is not None
-            count = self.buffer(layer).layout.num_key_value_heads
-            first = self.rank * pair[0].shape[1] // self.transport.size
-            parts.append((pair[0][:, first : first + count], pair[1][:, first : first + count]))
-        return parts
+        share = Share(rank=self.rank, size=self.transport.size)
+        pairs = [pair for pair in kept if pair is not None]
+        heads = slice(*share.heads(pairs[0][0].shape[1]))
+        return [(keys[:, heads], values[:, heads]) for keys, values in pairs]
 
     def sum_up(self, part: Any, layer: int | None) -> None:
         """Replace `part`, contiguous, by the sum over ranks; layer: to which it belongs, None: to the embedding."""
@@ -234,8 +235,3 @@ class TensorParallel(Exchange):
         else:
             self.transport.all_reduce(part)
         self.clock.mark("received", layer)
-
-    def gather_rows(self, whole: Any, boundaries: list[int]) -> None:
-        """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
-        if self.transport.size > 1:
-            self.transport.ring_all_gather(whole, boundaries)

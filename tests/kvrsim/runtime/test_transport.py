@@ -12,7 +12,6 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.plan import EmulatedLink
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import _DataUnpickler, choose_backend
 
@@ -60,13 +59,3 @@ def test_nccl_where_each_rank_has_a_gpu_of_its_own(devices: list[str | None], ba
     else:
         with pytest.raises(InputError, match="accepted: gloo"):
             choose_backend(devices, "nccl")
-
-
-@pytest.mark.parametrize(
-    ("settings", "option"),
-    [({"bandwidth_bytes_per_s": 0}, "link_bandwidth"), ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "link_latency")],
-)
-def test_a_link_that_cannot_be_is_refused(settings: dict[str, float], option: str) -> None:
-    with pytest.raises(InputError) as error:
-        EmulatedLink(**settings)
-    assert error.value.parameter == option

@@ -13,19 +13,21 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
+from kvrsim.hardware import LinkSpec
 from kvrsim.kernels.cost import no_time
 from kvrsim.memory import memory_of
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.plan import RUN_STRATEGIES, EmulatedLink, RunPlan, run_strategy
+from kvrsim.runtime.plan import RUN_STRATEGIES, RunPlan, run_strategy
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 from tests.kvrsim.runtime.runtime_workers import Result, exact, model_of, run_plan
 
+SLOW = LinkSpec(name="slow", bandwidth_bytes_per_s=1e9, latency_s=0.0, source="a test")
 NAMES = {run: name for name, run in reversed(RUN_STRATEGIES.items())}
 
 
@@ -67,8 +69,8 @@ def test_what_is_spoilt_is_noticed() -> None:
     assert [one for one in results if exact(one[-1]) or one[-1].logits < 0.05] == []
 
 
-@pytest.mark.parametrize("link", [None, EmulatedLink(bandwidth_bytes_per_s=1e9)])
-def test_messages_over_other_transports_are_the_same(link: EmulatedLink | None) -> None:
+@pytest.mark.parametrize("link", [None, SLOW])
+def test_messages_over_other_transports_are_the_same(link: LinkSpec | None) -> None:
     how = Launch(num_ranks=2, link=link)
     results = launch(partial(workers.over_other_transports, staged=link is None), how=how)[-1]
     assert [one for one in results if not exact(one[-1])] == []
