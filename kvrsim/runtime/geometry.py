@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvrsim.choices import ATTENTIONS, Attention
+from kvrsim.choices import Attention
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_config
@@ -146,8 +146,6 @@ class Geometry:
         Raises InputError naming `model` where the runtime does not support the architecture.
         """
         attention = getattr(model, "kvrsim_attention", None) or model.config._attn_implementation
-        if attention not in ATTENTIONS:
-            raise InputError("attention", attention, "one of " + ", ".join(ATTENTIONS))
         parameter = next(model.parameters())
         return cls.of_config(model.config, attention, dtype=parameter.dtype, device=parameter.device)
 

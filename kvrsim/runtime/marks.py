@@ -63,22 +63,31 @@ class Clock:
         self.moments = []
 
     def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
-        """Record this moment; `message` holds peer and nbytes."""
-        self._record(dict(name=name, layer=layer, **message), None)
+        """Record this moment, on the device behind all that was issued so far; `message` holds peer and nbytes."""
+        event, now_s = self._event(), time.monotonic()
+        if not self.moments:
+            self.start_s = now_s
+        self.moments.append((dict(name=name, layer=layer, **message), event, now_s))
 
     def wait(self) -> None:
         """Return when the device has finished all that was issued."""
 
     def finish(self) -> Sequence[Mark]:
         """Wait for the device; return all marks since start, in order."""
-        times = ((fields, now_s - self.start_s) for fields, _, now_s in self.moments)
-        return [Mark(**fields, device_s=at_s, host_s=at_s) for fields, at_s in times]
+        self.wait()
+        marks = []
+        for fields, event, now_s in self.moments:
+            host_s = now_s - self.start_s
+            marks.append(Mark(**fields, device_s=self._device_s(event, host_s), host_s=host_s))
+        return marks
 
-    def _record(self, fields: dict[str, Any], event: Any) -> None:
-        now_s = time.monotonic()
-        if not self.moments:
-            self.start_s = now_s
-        self.moments.append((fields, event, now_s))
+    def _event(self) -> Any:
+        """Return what the device records with a mark."""
+        return None
+
+    def _device_s(self, event: Any, host_s: float) -> float:
+        """Return the device's time of a mark, in seconds since the first one."""
+        return host_s
 
 
 class CudaClock(Clock):
@@ -100,22 +109,17 @@ class CudaClock(Clock):
         if hold_s > 0:
             self.cuda._sleep(round(hold_s * _CYCLES_PER_S))
 
-    def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
-        """Record an event behind all that was issued so far."""
-        event = self.cuda.Event(enable_timing=True)
-        event.record()
-        self._record(dict(name=name, layer=layer, **message), event)
-
     def wait(self) -> None:
         (self.cuda if self.all_streams else self.cuda.current_stream()).synchronize()
 
-    def finish(self) -> Sequence[Mark]:
-        self.wait()
-        first: Any = self.moments[0][1] if self.moments else None
-        return [
-            Mark(**fields, device_s=first.elapsed_time(event) / 1e3, host_s=now_s - self.start_s)  # from milliseconds
-            for fields, event, now_s in self.moments
-        ]
+    def _event(self) -> Any:
+        event = self.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _device_s(self, event: Any, host_s: float) -> float:
+        milliseconds: float = self.moments[0][1].elapsed_time(event)
+        return milliseconds / 1e3
 
 
 def clock_of(device: Any, *, all_streams: bool = False) -> Clock:

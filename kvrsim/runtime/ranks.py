@@ -91,13 +91,8 @@ class Launch:
             device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(device)
         torch.set_num_threads(self.threads)
-        settings: dict[str, Any] = dict(
-            size=self.num_ranks, device=device, timeout_s=self.timeout_s, backend=self.backend
-        )
-        if self.link is None:
-            transport = DistributedTransport(slot, **settings)
-        else:
-            transport = EmulatedTransport(slot, link=self.link, **settings)
+        make = DistributedTransport if self.link is None else partial(EmulatedTransport, link=self.link)
+        transport = make(slot, size=self.num_ranks, device=device, timeout_s=self.timeout_s, backend=self.backend)
         transport.warmup()
         return transport
 
@@ -187,10 +182,10 @@ class RankPool:
         self._folder = tempfile.mkdtemp(prefix="kvrsim-")
         self._pipes: dict[int, Pipe] = {}
         self._processes: dict[int, Any] = {}
-        context = _context()
-        # Reached layers, -1 before the first. No lock: a rank that dies must not hold back the others.
-        self._layers = context.RawArray("i", [-1] * num_ranks)
         try:
+            context = _context()
+            # Reached layers, -1 before the first. No lock: a rank that dies must not hold back the others.
+            self._layers = context.RawArray("i", [-1] * num_ranks)
             for rank in range(num_ranks):
                 self._pipes[rank], theirs = context.Pipe()
                 arguments = (theirs, make, rank, self._folder, self._layers)
@@ -199,8 +194,10 @@ class RankPool:
                 self._processes[rank] = process
                 theirs.close()
             self._collect(range(num_ranks), start_s)
-        except BaseException:
+        except BaseException as error:
             self.close(wait_s=0.0)
+            if not isinstance(error, RankError):  # an interrupt: the server may still import for long
+                _kill_server()
             raise
 
     def ask(
@@ -383,6 +380,13 @@ def _context() -> Any:
     with _interrupts_blocked():
         forkserver.ensure_running()
     return context
+
+
+def _kill_server() -> None:
+    """Kill the server that forks processes; the next pool starts another."""
+    if (pid := getattr(forkserver._forkserver, "_forkserver_pid", None)) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _layer_of(layers: Any, rank: int) -> int | None:

@@ -242,14 +242,13 @@ def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) ->
 class _Work:
     """A torch.distributed work, the tensor that it must keep alive, and where a staged message goes on arrival."""
 
-    def __init__(self, work: Any, tensor: Any, failure: LinkError, target: Any = None) -> None:
-        self.work, self.tensor, self.failure, self.target = work, tensor, failure, target
+    def __init__(self, work: Any, tensor: Any, peer: int, failure: str, target: Any = None) -> None:
+        self.work, self.tensor, self.target = work, tensor, target
+        self.peer, self.failure = peer, failure
 
     def wait(self) -> None:
-        try:
+        with _link_errors(self.peer, self.failure):
             self.work.wait()
-        except RuntimeError as error:
-            raise LinkError(self.failure.peer, f"{self.failure.reason}: {meaning(error)}") from None
         if self.target is not None:
             self.target.copy_(self.tensor)
 
@@ -292,14 +291,13 @@ class DistributedTransport(Transport):
         tensor = tensor.to("cpu") if self.staged else tensor
         with _link_errors(dst, f"nothing can be sent to rank {dst}"):
             work = self._links.isend((self.rank, dst), tensor)
-        return _Work(work, tensor, LinkError(dst, f"not taken by rank {dst}"))
+        return _Work(work, tensor, dst, f"not taken by rank {dst}")
 
     def irecv(self, tensor: Any, src: int) -> Pending:
         landing = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) if self.staged else tensor
         with _link_errors(src, f"nothing can be received from rank {src}"):
             work = self._links.irecv((src, self.rank), landing)
-        failure = LinkError(src, f"nothing came from rank {src}")
-        return _Work(work, landing, failure, tensor if self.staged else None)
+        return _Work(work, landing, src, f"nothing came from rank {src}", tensor if self.staged else None)
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """Gather with the backend's collective, pieces padded to the longest."""

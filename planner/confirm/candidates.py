@@ -34,37 +34,33 @@ def strategies_here(
     wanted = list(dict.fromkeys(STRATEGIES if names is None else names))
     allowed = [name for name in RUN_STRATEGIES if name != _LOOKS_UP and (mode == "ranks" or name in REPLAYED)]
     where = "what the runtime runs without a table" if mode == "ranks" else "what one device can replay in turn"
+
+    def check(name: str) -> None:
+        """Raise InputError where planner or runtime cannot run a strategy on this model and number of ranks."""
+        if name not in allowed:
+            raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
+        strategy = get_strategy(name, "strategies")
+        even = Partition.even(scenario.request.new_tokens, per_rank_scenario(scenario, strategy).cluster.num_gpus)
+        candidate = Candidate(scenario=scenario, strategy=strategy, partition=even)
+        hardware.choice(scenario).check(hardware.run_plan(candidate))
+
     for name in wanted:
         if name != "all":
-            if name not in allowed:
-                raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
-            _check_runs(scenario, name, hardware)
+            check(name)
     if "all" not in wanted:
         return tuple(wanted), ()
     planned, notes = all_for(scenario)
     runnable, reasons = [], dict[str, list[str]]()
-    for name in (strategy.name for strategy in planned):
+    for strategy in planned:
         try:
-            if name in allowed:
-                _check_runs(scenario, name, hardware)
-                runnable.append(name)
-            else:
-                reasons.setdefault(where, []).append(name)
+            check(strategy.name)
+            runnable.append(strategy.name)
         except InputError as error:
-            reasons.setdefault(error.accepted, []).append(name)
+            reasons.setdefault(error.accepted, []).append(strategy.name)
     at = wanted.index("all")
     wanted[at : at + 1] = runnable
     left_out = (f"not measured: {', '.join(left)}: takes {reason}" for reason, left in reasons.items())
     return tuple(dict.fromkeys(wanted)), (*notes, *left_out)
-
-
-def _check_runs(scenario: Scenario, name: str, hardware: Hardware) -> None:
-    """Raise InputError where the planner or the runtime cannot run the strategy on this model and number of ranks."""
-    strategy = get_strategy(name, "strategies")
-    per_rank = per_rank_scenario(scenario, strategy)
-    even = Partition.even(scenario.request.new_tokens, per_rank.cluster.num_gpus)
-    candidate = Candidate(scenario=scenario, strategy=strategy, partition=even)
-    hardware.choice(scenario).check(hardware.run_plan(candidate))
 
 
 def partitions_around(scenario: Scenario, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
