@@ -5,6 +5,7 @@ Commands are imported when they are looked at, so that one does not pay for the 
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -197,7 +198,9 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without × still gets its table
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    gc.freeze()  # the interpreter's end would walk through every object of torch, for a second
+    sys.exit(code)
 
 
 def _open_closed_streams() -> None:

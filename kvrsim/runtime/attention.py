@@ -29,6 +29,7 @@ _LEAST_BLOCK = 128  # queries in a block of attention in a window: kernels for f
 _FLASH_WIDTH = 8  # the width of a head must be a multiple
 
 Attend = Callable[[Any, float | None], Any]  # attention of queries at a scale; K and V are in the cache
+Compute = Callable[[Any, Any, Any, float | None, int | None], Any]  # of Q, K and V, a scale and a window
 
 
 def use_flash(model: Any) -> None:
@@ -36,16 +37,9 @@ def use_flash(model: Any) -> None:
 
     Raises InputError naming `attention` for ALiBi, whose biases these kernels do not take.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if getattr(model.config, "alibi", False):
         raise InputError("attention", "flash", "eager or sdpa for a model with ALiBi")
-    if model.config.model_type == "falcon":
-        model.base_model.register_forward_pre_hook(_pass_flash_mask, with_kwargs=True)
-    else:
-        AttentionInterface.register(INTERFACE_NAME, _interface)
-        AttentionMaskInterface.register(INTERFACE_NAME, _no_mask)
-        model.set_attn_implementation(INTERFACE_NAME)
+    _replace_attention(model, INTERFACE_NAME, lambda *parts: chunk_attention(*parts))
     model.kvrsim_attention = "flash"
 
 
@@ -55,30 +49,44 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 
     The result of `attend` has the width of V. K and V have gone to the cache.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def interface(module: Any, query: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        return attend(query, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
-
     before = model.config._attn_implementation
-    handles = []
-    if model.config.model_type == "falcon":
-        model.config._attn_implementation = "sdpa"
-        mask = _computing_mask(model, lambda query, key, value, scale: attend(query, scale))
-        hook = model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask}), with_kwargs=True
-        )
-        handles.append(hook)
-    else:
-        AttentionInterface.register(_OWN_NAME, interface)
-        AttentionMaskInterface.register(_OWN_NAME, _no_mask)
-        model.config._attn_implementation = _OWN_NAME
+    remove = _replace_attention(model, _OWN_NAME, lambda query, key, value, scale, window: attend(query, scale))
     try:
         yield
     finally:
         model.config._attn_implementation = before
-        for handle in handles:
-            handle.remove()
+        remove()
+
+
+def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], object]:
+    """Make the model compute attention by `compute`, registered by `name`, without a mask.
+
+    Falcon does not use transformers' AttentionInterface: it gets a mask that computes. Returns what removes that.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def interface(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Any, None]:
+        out = compute(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
+        return out.transpose(1, 2).contiguous(), None
+
+    def pass_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        _no_mask(attention_mask=kwargs.get("attention_mask"))
+        return args, kwargs | {"attention_mask": mask}
+
+    if model.config.model_type == "falcon":
+        model.config._attn_implementation = "sdpa"
+        device = next(model.parameters()).device
+        mask: _ComputingMask = torch.ones(1, 1, 1, 1, device=device).as_subclass(_ComputingMask)
+        mask.compute = compute
+        hook = model.base_model.register_forward_pre_hook(pass_mask, with_kwargs=True)
+        remove: Callable[[], object] = hook.remove
+        return remove
+    AttentionInterface.register(name, interface)
+    AttentionMaskInterface.register(name, _no_mask)
+    model.config._attn_implementation = name
+    return lambda: None
 
 
 def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
@@ -257,13 +265,6 @@ def repeat_heads(kv: Any, heads: int) -> Any:
     return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 
-def _interface(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
-    """Attention in the signature of transformers' AttentionInterface; the result has shape [B, c, H, D]."""
-    assert attention_mask is None
-    out = chunk_attention(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
-    return out.transpose(1, 2).contiguous(), None
-
-
 def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
     """Make no mask, for transformers' AttentionMaskInterface: `chunk_attention` needs none and takes no padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -277,24 +278,12 @@ class _ComputingMask(torch.Tensor):  # type: ignore[misc]
     scaled_dot_product_attention untouched. torch.nn.attention.bias.CausalBias works the same way.
     """
 
-    compute: Callable[[Any, Any, Any, float | None], Any]
+    compute: Compute
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             query, key, value = args
             assert kwargs is not None
-            return kwargs["attn_mask"].compute(query, key, value, kwargs.get("scale"))
+            return kwargs["attn_mask"].compute(query, key, value, kwargs.get("scale"), None)
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def _pass_flash_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Hook before Falcon's forward: pass the mask that computes, in place of none or of one without padding."""
-    _no_mask(attention_mask=kwargs.get("attention_mask"))
-    return args, kwargs | {"attention_mask": _computing_mask(module, chunk_attention)}
-
-
-def _computing_mask(module: Any, compute: Callable[[Any, Any, Any, float | None], Any]) -> _ComputingMask:
-    mask: _ComputingMask = torch.ones(1, 1, 1, 1, device=next(module.parameters()).device).as_subclass(_ComputingMask)
-    mask.compute = compute
-    return mask

@@ -24,13 +24,16 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of, is_out_of_memory
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     from kvrsim.hardware import LinkSpec
@@ -42,6 +45,7 @@ RankFunction = Callable[..., Any]  # (transport, *arguments) -> data classes, or
 Pipe = Any  # multiprocessing.connection.Connection, whose type differs between systems
 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
+_LOCK = "kvrsim.lock"  # file that a process locks in its temporary folder
 _GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # seconds in which a process may end by itself
@@ -179,7 +183,7 @@ class RankPool:
     def __init__(self, num_ranks: int, make: Callable[..., Any], *, start_s: float) -> None:
         """Start the ranks. Raises RankError where a rank fails, or is not ready in time."""
         self._handled = _unwind_on_ending_signals()
-        self._folder = tempfile.mkdtemp(prefix="kvrsim-")
+        self._folder = tempfile.mkdtemp(prefix="kvrsim-", dir=_own_folder())
         self._pipes: dict[int, Pipe] = {}
         self._processes: dict[int, Any] = {}
         try:
@@ -380,6 +384,23 @@ def _context() -> Any:
     with _interrupts_blocked():
         forkserver.ensure_running()
     return context
+
+
+def _own_folder() -> Path:
+    """Return the temporary folder that multiprocessing removes with this process.
+
+    Remove those of processes that were killed: nobody holds their locks.
+    """
+    folder = Path(util.get_temp_dir())
+    if sys.platform == "win32":
+        return folder
+    if not (folder / _LOCK).exists():
+        fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+    for lock in folder.parent.glob(f"pymp-*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    return folder
 
 
 def _kill_server() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.cli.main import ENDED
 from kvrsim.errors import InputError
+from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.ranks import Launch, launch
 from tests.kvrsim.runtime.runtime_models import CONFIGS
@@ -97,7 +100,7 @@ def wait_for(what: object, within_s: float) -> bool:
 
 
 def left_in(folder: Path) -> list[str]:
-    return [path.name for path in (folder / "tmp").iterdir() if path.name.startswith(("kvrsim-", "pymp-"))]
+    return [str(path) for path in folder.glob("pymp-*")]
 
 
 @linux
@@ -106,7 +109,11 @@ def left_in(folder: Path) -> list[str]:
     ("number", "stops"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGTERM, False)]
 )
 def test_ranks_at_work_end_with_their_parent(
-    started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals, stops: bool
+    started: subprocess.Popen[bytes],
+    tmp_path: Path,
+    number: signal.Signals,
+    stops: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank that was stopped, too."""
     assert wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 300)
@@ -115,8 +122,13 @@ def test_ranks_at_work_end_with_their_parent(
     os.kill(started.pid, number)
     assert wait_for(lambda: started.poll() is not None, 300)
     assert wait_for(lambda: processes_of(tmp_path) == [], 300)
-    left = left_in(tmp_path)
-    assert [name for name in left if number != signal.SIGKILL or name.startswith("kvrsim-")] == []
+    if number == signal.SIGKILL:  # the next run removes what is left
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+        monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: tempfile.mkdtemp(prefix="pymp-"))
+        folder = ranks._own_folder()
+        assert left_in(tmp_path / "tmp") == [str(folder)]
+        shutil.rmtree(folder)
+    assert left_in(tmp_path / "tmp") == []
     if number == signal.SIGTERM:
         assert started.returncode == 128 + number
         assert started.returncode in ENDED
@@ -246,7 +258,7 @@ def test_an_interrupt_while_ranks_start_is_one_line_and_leaves_nothing(tmp_path:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    while not list(tmp_path.glob("kvrsim-*")):
+    while not list(tmp_path.glob("pymp-*/kvrsim-*")):
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(1.0)  # the server imports torch
@@ -255,4 +267,4 @@ def test_an_interrupt_while_ranks_start_is_one_line_and_leaves_nothing(tmp_path:
     assert (process.returncode, out) == (130, "")
     (line,) = (line for line in errors.splitlines() if "other processes" not in line)  # a note of a busy machine
     assert "interrupted" in line
-    assert not list(tmp_path.glob("kvrsim-*"))
+    assert left_in(tmp_path) == []
