@@ -1,107 +1,72 @@
-"""The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
+"""The best pipeline: pieces and layers per stage, by beam searches over coarse nodes, then over nodes near the best.
 
-With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
-pieces of equal time are the best for their number; later ones are shorter, since they see more keys. What is
-left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
-
-`PieceWork` leaves the host's clock out but for a layer's own launches: seeds rest on it, the executors judge.
+With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. Early
+pieces are longer, since later ones see more keys. A beam search finds pieces of any number between given nodes; the
+executor judges the best of them. Coarse nodes lie at parts of lengths that fill the tiles of matrix products.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.arguments import OnProgress
-from kvrsim.ends import step
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
-from kvrsim.program import Array, Collective, Compute, Op
+from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Step, Strategy
-from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, even_layers
+from planner.search.beam import Beam, Layers, Pieces, layers_s
 from planner.search.minimise import (
     Allowance,
     Boundaries,
     Evaluator,
     Row,
-    best_of,
+    chunk_lens,
     chunks_between,
     distinct,
     first_step,
     groups,
     minimise,
-    rounded,
-    to_grid,
     unique_rows,
+    valid,
 )
 from planner.search.search import SearchResult
 
 _STEP_TOKENS = 8192  # of chunked prefill: max_num_batched_tokens of vLLM, chunked_prefill_size of SGLang
 _GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
 _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds per piece of any length
-_ONE_STAGE = 0  # index of a layout with the same layers on every rank
-
-
-class PieceWork:
-    """What pieces take in the layers of a scenario; `strategy`: a pipeline."""
-
-    def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
-        self.scenario, self.strategy = scenario, strategy
-        self.num_stages = scenario.cluster.num_gpus
-        self.costs = scenario.layer_costs()
-        self.kinds = np.array(scenario.share.layer_kind_index)
-        self.counts = np.bincount(self.kinds, minlength=len(self.costs))
-
-    def kinds_s(self, lengths: Array, starts: Array) -> Array:
-        """Seconds of a layer of each kind, shape (kinds, pieces); tokens of each piece, and before it."""
-        return np.stack([self._layer_s(Step(costs, (lengths,), (starts,))) for costs in self.costs])
-
-    def all_s(self, lengths: Array, starts: Array) -> Array:
-        """Seconds of each piece in all layers, and of its step on every stage; shape (pieces,)."""
-        return np.asarray(self.counts @ self.kinds_s(lengths, starts) + self.num_stages * self.step_s(lengths, starts))
-
-    def step_s(self, lengths: Array, starts: Array) -> Array:
-        """What each piece costs on each stage before its first layer."""
-        return _held_s(step(self.scenario, lengths, starts + lengths, self.scenario.cost), lengths)
-
-    def _layer_s(self, one: Step) -> Array:
-        ops = tuple(layer_ops(self.strategy, one, _ONE_STAGE))
-        return np.maximum(_held_s(ops, one.chunks[0]), sum(op.host_s for op in ops if isinstance(op, Compute)))
-
-    def starts(self, lengths: Array) -> Array:
-        """Tokens before each piece, the cached prefix included."""
-        return np.asarray(self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths)
-
-
-def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
-    """Device seconds of operations one after another."""
-    parts = (
-        op.device_s if isinstance(op, Compute) else op.seconds for op in ops if isinstance(op, Compute | Collective)
-    )
-    return sum(parts, np.zeros_like(like))
 
 
 PAGE = 64  # tokens; ends of pieces are multiples, and engines' page sizes divide it
 MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
-_EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
-_REFINED, _POLISHED = 6, 3  # seeds that are refined; and polished
-_SLOW = 1.3  # a number of pieces whose best is this much slower than the best of all ends the seeds
-_TIMES, _ROUNDS = 96, 48  # descents with a piece more or less, over the ends, at most 4; and rounds of each
+_NODES = 96  # of a coarse search, at most
+_LENGTHS, _SPACINGS, _PARTS = 96, 3, 4  # lengths of pieces, spacings of nodes, spacings per length
+_LONG, _LONGEST = 4, 12  # times as many nodes are possible where pieces are short; spacings of a piece, at most
+_REFINED, _CLOSE = 2, 1.01  # partitions of coarse searches that are refined; their TTFT over the best, at most
+_AROUND, _FEW = 3, 24  # nodes on each side of an end, where the ends are few; number of ends that are not few
+_MOST_REFINED = 512  # ends of pieces, above which nothing is refined
+_LONGER, _AGAIN = 2.2, 3  # a refined piece over the one before, at most; rounds with the same spacing
+_ALL_LAYOUTS = 8  # up to which all are tried
+_NEIGHBOURS, _NEAR = 11, 1.03  # layouts that a round tries; TTFT with the same pieces over the best, at most
+_SIMULATED = 6  # partitions of a beam search
+_ROUNDS = 48  # of a descent
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates per round; cells: x pieces x stages
-_BALANCING = 24
-_RANDOM, _IDLE = 0.25, 8  # of a round's candidates; and rounds without a gain, at most
-_BETTER, _NEAR = 1e-5, 1.01  # of TTFT, that they must gain; of the best, within which another number is improved
-_MOST_GAIN = 0.025  # of TTFT, that moves are taken to gain over the best seed; 0.019 was the most seen on even GPUs
-_WORTH = 1e-4  # of TTFT, that another descent must gain
+_MOST_GAIN = 0.03  # of TTFT, that refining is taken to gain over the coarse search
+_WORTH = 1e-4  # of TTFT, that a round must gain
+
+Found = tuple[Row, float]  # a row of _Search, and its TTFT
 
 
 def search_pipeline(
@@ -208,27 +173,106 @@ class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, stride: int, least: int) -> None:
         self.scenario, self.strategy, self.stride, self.least = scenario, strategy, stride, least
         self.tokens, self.num_stages = scenario.request.new_tokens, scenario.cluster.num_gpus
-        self.work = PieceWork(scenario, strategy)
-        self.num_layers, self.end = len(self.work.kinds), -(-self.tokens // stride)
-        self.evaluator, self.rng, self.method = Evaluator(scenario, strategy), np.random.default_rng(0), "pipeline"
+        self._kinds = np.array(scenario.share.layer_kind_index)
+        self.num_layers, self.end = scenario.share.num_hidden_layers, -(-self.tokens // stride)
+        self.evaluator, self.method = Evaluator(scenario, strategy), "pipeline"
 
-    def run(self, given: Row | None) -> tuple[Row, float]:
+    def run(self, given: Row | None) -> Found:
         """Return the best row and its TTFT; where `given` fixes the pieces' ends, only their layers are searched."""
         if given is not None:
-            rows = self._on_stages(given)
-            best = rows[int(self.evaluate(rows).argmin())]
-            return self._refined(best, moves_pieces=False)
+            return min((self._descended(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
         if self.scenario.cluster.shares_bandwidth:
-            return self._descended(*self._polished(*self._refined(self._on_own_links())))
-        seeds = self._seeds()
-        if self._is_hopeless(seeds[0][1]):
-            return seeds[0]
-        few = self._most(len(seeds[0][0])) < _MOST_MOVES // 2  # a candidate takes long
-        refined = sorted((self._refined(row) for row, _ in seeds[: _REFINED // (1 + few)]), key=lambda one: one[1])
-        if self._is_hopeless(refined[0][1]):
-            return refined[0]
-        polished = (self._polished(*one) for one in refined[: 1 if few else _POLISHED])
-        return self._descended(*min(polished, key=lambda one: one[1]))
+            return self._descended(self._on_own_links(), moves_pieces=True)
+        found = list[tuple[Row, float, int]]()
+        for spacing in self._spacings():
+            nodes = np.append(np.arange(0, self.end, spacing), self.end)
+            beam = self._beam(nodes, self._longest(nodes, spacing))
+            found += [(*self._fastest(nodes, beam.best([one])), spacing) for one in self._layouts(nodes[1:-1])]
+        found.sort(key=itemgetter(1))
+        if self._is_hopeless(found[0][1]):
+            return found[0][:2]
+        number = _REFINED if self.evaluator.allowance is None else 1
+        refined = [self._refined(*one) for one in found[:number] if one[1] <= _CLOSE * found[0][1]]
+        return self._descended(min(refined, key=itemgetter(1))[0], moves_pieces=True)
+
+    def _spacings(self) -> list[int]:
+        """Distances between nodes, in strides: parts of the lengths whose even pieces take the least TTFT.
+
+        Multiples of such lengths fill the tiles of matrix products.
+        """
+        lengths = np.geomspace(1, self.end, _LENGTHS).astype(np.int64)
+        lengths = np.union1d(lengths, np.arange(1, min(self.end, _LENGTHS) + 1))
+        tokens = np.minimum(self.stride * lengths, self.tokens).astype(float)
+        middle = np.full_like(tokens, self.scenario.request.cached_prefix + self.tokens / 2)
+        pieces_s = layers_s(self.scenario, self.strategy, tokens, middle)[self._kinds].sum(axis=0) / self.num_stages
+        ttft_s = pieces_s * (self.tokens / tokens + self.num_stages - 1)
+        parts = [1] * (self.end <= _NODES)
+        parts += [self._part(int(length)) for length in lengths[np.argsort(ttft_s, kind="stable")]]
+        return list(dict.fromkeys(parts))[:_SPACINGS]
+
+    def _longest(self, nodes: Row, spacing: int) -> Array | None:
+        """The longest pieces of a coarse search, tokens; None: any."""
+        return None if len(nodes) <= _NODES else np.full(len(nodes), float(_LONGEST * self.stride * spacing))
+
+    def _part(self, length: int) -> int:
+        """The least part of a length that does not make too many nodes."""
+        most = [_NODES * _LONG, *[_NODES] * (_PARTS - 1)]
+        parts = [
+            length // number
+            for number in range(1, _PARTS + 1)
+            if length % number == 0 and self.end * number <= most[number - 1] * length
+        ]
+        return min(parts, default=-(-self.end // most[0]))
+
+    def _refined(self, row: Row, ttft_s: float, spacing: int) -> Found:
+        """Move the ends of pieces and of stages by less and less, with pieces more or less, as long as TTFT falls."""
+        again = 1
+        while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
+            around = spacing * np.arange(-_AROUND, _AROUND + 1) if len(ends) < _FEW else spacing * np.arange(-1, 2)
+            near = np.append(ends[:, None] + around, (ends[1:] + ends[:-1]) // 2)
+            nodes = unique_rows(np.append(near[(near > 0) & (near < self.end)], [0, self.end])[:, None])[:, 0]
+            longest = self.stride * _LONGER * np.interp(nodes, ends[:-1], np.diff(ends))
+            layouts = [self._layers(row), *self._neighbours(row, ttft_s)]
+            pieces = self._beam(nodes, longest).best(layouts, [np.searchsorted(nodes, ends[1:-1])])
+            before_s = ttft_s
+            row, ttft_s = min((row, ttft_s), self._fastest(nodes, pieces), key=itemgetter(1))
+            again = again + 1 if ttft_s < before_s * (1 - _WORTH) and again < _AGAIN else 0
+            if not again and spacing == 1:
+                break
+            spacing = spacing if again else max(1, spacing // 2)
+        return row, ttft_s
+
+    def _neighbours(self, row: Row, ttft_s: float) -> list[Layers]:
+        """Layouts near the row's, the fastest with its pieces."""
+        moves = self._layer_moves(len(self._ends(row)))
+        rows = row + moves[valid(row + moves, self.end + self.num_layers)]
+        if not len(rows):
+            return []
+        times_s = self.evaluate(rows)
+        order = np.argsort(times_s, kind="stable")[: min(_NEIGHBOURS, 1 + _NEIGHBOURS * _FEW // row.size)]
+        most_s = max(_NEAR * ttft_s, times_s[order[0]])
+        return [self._layers(rows[index]) for index in order if times_s[index] <= most_s]
+
+    def _layer_moves(self, number: int) -> Boundaries:
+        """Moves of the ends of stages, alone and in groups; number: ends of pieces in a row."""
+        ends = [step * np.eye(self.num_stages - 1, dtype=np.int64) for step in (2, 4, 8, 16)]
+        moves = np.pad(np.concatenate([groups(self.num_stages - 1), *ends]), ((0, 0), (number + 1, 0)))
+        return np.concatenate([moves, -moves])
+
+    def _beam(self, nodes: Row, longest: Array | None = None) -> Beam:
+        tokens = np.minimum(self.stride * nodes, self.tokens).astype(float)
+        return Beam(self.scenario, self.strategy, tokens, self.least, longest)
+
+    def _fastest(self, nodes: Row, found: Sequence[Pieces]) -> Found:
+        """The row with the least TTFT of some pieces."""
+        rows: dict[int, list[Row]] = {}
+        for pieces in found[:_SIMULATED]:
+            rows.setdefault(len(pieces.inner), []).append(self._row(nodes[pieces.inner], pieces.layers))
+        each = []
+        for alike in rows.values():
+            ttft_s = self.evaluate(np.array(alike))
+            each.append((alike[int(ttft_s.argmin())], float(ttft_s.min())))
+        return min(each, key=itemgetter(1))
 
     def _is_hopeless(self, ttft_s: float) -> bool:
         """Whether nothing near a row of this TTFT is taken to beat what the search's allowance says."""
@@ -237,18 +281,6 @@ class _Search:
             return False
         self.method = "rough"
         return True
-
-    def _descended(self, row: Row, ttft_s: float) -> tuple[Row, float]:
-        """Add or remove a piece as long as TTFT falls; with many pieces, one matters little."""
-        for _ in range(min(4, _TIMES // len(row)) if len(row) else 0):
-            others = [self._refined(one) for one in self._one_more_or_less(row)]
-            best, best_s = min(others, key=lambda one: one[1], default=(row, ttft_s))
-            if best_s < _NEAR * ttft_s:
-                best, best_s = self._polished(best, best_s)
-            if best_s >= ttft_s * (1 - _WORTH):
-                break
-            row, ttft_s = best, best_s
-        return row, ttft_s
 
     def _on_own_links(self) -> Row:
         """The best for links of all of a bus or of a flow's least share, which takes little time."""
@@ -260,132 +292,56 @@ class _Search:
             self.evaluator.evaluations += run.evaluator.evaluations
         return min(rows, key=lambda row: float(self.evaluate(row[None])[0]))
 
-    def _seeds(self) -> list[tuple[Row, float]]:
-        """Pieces of equal time, and even ones, on even stages and on stages of equal time: the fastest."""
-        numbers, scored = self._numbers(), list[tuple[Row, float]]()
-        for number, equal in zip(numbers, self._equal_times(numbers), strict=True):
-            ends = [rounded(one, self.stride, self.tokens) for one in (equal, np.full(number, self.tokens / number))]
-            rows = np.concatenate([self._on_stages(one // self.stride) for one in ends])
-            times_s = self.evaluate(rows)
-            scored.append((rows[int(times_s.argmin())], float(times_s.min())))
-            if scored[-1][1] > _SLOW * min(ttft_s for _, ttft_s in scored):
-                break  # more pieces take longer still
-        return sorted(scored, key=lambda one: one[1])[:_REFINED]
-
-    def _on_stages(self, ends: Row) -> Boundaries:
-        """Rows with these ends of pieces, on even stages and on stages of equal time."""
+    def _layouts(self, ends: Row) -> list[Layers]:
+        """Layers per stage: all, where they are few; else even, by speed, and fewer where messages hold a stage."""
+        if math.comb(self.num_layers - 1, self.num_stages - 1) <= _ALL_LAYOUTS:
+            ends = np.array(list(combinations(range(1, self.num_layers), self.num_stages - 1)), dtype=np.int64)
+            return [tuple(map(int, one)) for one in chunks_between(ends, self.num_layers)]
         lengths = chunks_between(self.stride * ends, self.tokens).astype(float)
-        layers_s = self.work.kinds_s(lengths, self.work.starts(lengths)).sum(axis=1)[self.work.kinds]
-        speeds = np.cumsum([1 / self.scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
-        shares = (np.cumsum(layers_s) / layers_s.sum())[:, None]
-        equal = 1 + np.abs(shares - (speeds / speeds[-1])[:-1]).argmin(axis=0)
-        even = np.cumsum(even_layers(self.num_layers, self.num_stages))[:-1]
-        layouts = [even, distinct(equal, 1, self.num_layers)]
-        rows = [np.concatenate([ends, [self.end], self.end + layout]) for layout in layouts]
-        return unique_rows(np.array(rows, dtype=np.int64))
+        starts = self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths
+        each_s = layers_s(self.scenario, self.strategy, lengths, starts).sum(axis=1)[self._kinds]
+        slowness = np.array([self.scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
+        shares = np.cumsum(1 / slowness)[:-1] / (1 / slowness).sum()
+        equal = 1 + np.abs((np.cumsum(each_s) / each_s.sum())[:, None] - shares).argmin(axis=0)
+        held_s = np.zeros(self.num_stages)
+        if not self.scenario.sends_overlap:
+            nbytes = self.scenario.layer_costs()[0].activation_bytes(lengths)
+            for stage in range(self.num_stages - 1):
+                held_s[stage : stage + 2] += self.scenario.cluster.path(stage, stage + 1).busy_s(nbytes).sum()
+        fewer = np.ones(self.num_stages, dtype=np.int64)
+        for _ in range(self.num_layers - self.num_stages):
+            fewer[((fewer + 1) * each_s.mean() * slowness + held_s).argmin()] += 1
+        layouts = (
+            even_layers(self.num_layers, self.num_stages),
+            chunk_lens(tuple(distinct(equal, 1, self.num_layers)), self.num_layers),
+            tuple(map(int, fewer)),
+        )
+        return list(dict.fromkeys(layouts))
 
-    def _numbers(self) -> list[int]:
-        """Numbers of pieces: all small ones, then ever fewer of the large ones, and powers of two, which fill tiles."""
-        most = max(1, min(self.tokens // self.least, MOST_A_STAGE * self.num_stages))
-        numbers = list(range(1, min(_EVERY, most) + 1))
-        while numbers[-1] < most:
-            numbers.append(min(most, math.ceil(numbers[-1] * _RATIO)))
-        return sorted({*numbers, *(1 << power for power in range(most.bit_length()))})
-
-    def _equal_times(self, numbers: list[int]) -> list[Array]:
-        """So many lengths each, real-valued, that take all layers equally long, but for those at the least length."""
-        counts = np.array(numbers)
-        firsts = np.cumsum(counts) - counts
-        number = np.repeat(counts, counts).astype(float)
-        lengths, floor = self.tokens / number, np.minimum(self.least, self.tokens / number)
-
-        def of_all(values: Array) -> Array:
-            """Sums over the pieces of each number, at each piece."""
-            return np.repeat(np.add.reduceat(values, firsts), counts)
-
-        for _ in range(_BALANCING):
-            ends = np.cumsum(lengths)
-            begins = ends - lengths
-            begins -= np.repeat(begins[firsts], counts)
-            pieces_s = self.work.all_s(lengths, self.scenario.request.cached_prefix + begins)
-            lengths = np.maximum(lengths * (of_all(pieces_s) / number / pieces_s) ** 0.7, floor)
-            above = lengths - floor
-            lengths = floor + above * ((self.tokens - number * floor) / np.maximum(of_all(above), 1e-9))
-        return np.split(lengths, firsts[1:])
-
-    def _refined(self, row: Row, *, moves_pieces: bool = True) -> tuple[Row, float]:
-        """Ends of pieces and of stages moved, alone and in groups, as long as TTFT falls."""
-        number = len(row) - self.num_stages  # of ends of pieces
+    def _descended(self, row: Row, *, moves_pieces: bool = False) -> Found:
+        """Ends of stages moved, alone and in groups, as long as TTFT falls; and of pieces."""
+        number = len(self._ends(row))
         pieces = np.pad(groups(number if moves_pieces else 0), ((0, 0), (0, len(row) - number * moves_pieces)))
-        ends = [step * np.eye(self.num_stages - 1, dtype=np.int64) for step in (2, 4, 8, 16)]
-        stages = np.pad(np.concatenate([groups(self.num_stages - 1), *ends]), ((0, 0), (number + 1, 0)))
         return minimise(
             row,
             self.end + self.num_layers,
             1,
             self.evaluate,
             rounds=_ROUNDS,
-            halve_from=first_step(self.end, 8 * (number + 1), 1),
+            halve_from=first_step(self.end, 8 * (number + 1), 1) if moves_pieces else 1,
             directions=self._thinned(np.concatenate([pieces, -pieces])),
-            also=self._thinned(np.concatenate([stages, -stages])),
+            also=self._thinned(self._layer_moves(number)),
         )
 
-    def _polished(self, row: Row, ttft_s: float) -> tuple[Row, float]:
-        """A stride moved from any piece to any other, and random exchanges, as long as that helps now and then."""
-        number, idle = len(row) - self.num_stages + 1, 0
-        pairs = np.stack(np.nonzero(~np.eye(number, dtype=bool)), axis=1)
-        most = self._most(len(row))
-        while idle < min(_IDLE, 2 + len(pairs) // most) and len(row) > 1:
-            lengths = np.diff(row, prepend=0, append=self.end + self.num_layers)
-            pieces, layers = lengths[:number], lengths[number:]
-            src, dst = pairs[self.rng.permutation(len(pairs))[:most]].T
-            moved = np.repeat(lengths[None], len(src), axis=0)
-            moved[np.arange(len(src)), src] -= 1
-            moved[np.arange(len(src)), dst] += 1
-            rows = np.cumsum(moved[moved.min(axis=1) > 0], axis=1)[:, :-1]
-            best, best_s = best_of(rows, row, ttft_s, self.end + self.num_layers, self.evaluate)
-            exchanged = np.concatenate([self._exchanged(one, int(_RANDOM * most)) for one in (pieces, layers)], axis=1)
-            rows = np.cumsum(exchanged, axis=1)[:, :-1]
-            seconds = self.evaluate(rows, best_s)
-            if seconds.min() < best_s:
-                best, best_s = rows[int(seconds.argmin())], float(seconds.min())
-            idle = 0 if best_s < ttft_s * (1 - _BETTER) else idle + 1
-            if best_s <= ttft_s:
-                row, ttft_s = best, best_s
-        return row, ttft_s
+    def _row(self, ends: Row, layers: Sequence[int]) -> Row:
+        return np.concatenate([ends, [self.end], self.end + np.cumsum(layers)[:-1]]).astype(np.int64)
 
-    def _exchanged(self, lengths: Row, count: int) -> Boundaries:
-        """The lengths with some of one moved to another, twice, or less often; shape (count, lengths)."""
-        rows, index = np.repeat(lengths[None], count, axis=0), np.arange(count)
-        for _ in range(2):
-            src, dst = self.rng.integers(len(lengths), size=(2, count))
-            moved = np.minimum(rows[index, src] - 1, rows[index, src] ** self.rng.random(count)).astype(np.int64)
-            moved[self.rng.random(count) < 0.5] = 0
-            rows[index, src] -= moved
-            rows[index, dst] += moved
-        return rows
+    def _ends(self, row: Row) -> Row:
+        return row[: len(row) - self.num_stages]
 
-    def _one_more_or_less(self, row: Row) -> list[Row]:
-        """The best row with a piece less or more: pieces joined or divided, or the others longer or shorter."""
-        ends, others = np.split(row, [-self.num_stages])
-        edges = np.concatenate([[0], ends, [self.end]])
-        pieces, middles = np.diff(edges), (edges[:-1] + edges[1:]) // 2
-        index = range(len(pieces))
-        fewer = [np.delete(ends, at) for at in range(len(ends))]
-        fewer += [self._scaled(np.delete(pieces, at)) for at in index if len(ends)]
-        more = [np.sort(np.append(ends, middle)) for middle in middles if middle not in edges]
-        more += [self._scaled(np.insert(pieces, at, pieces[at])) for at in index if len(pieces) < self.end]
-        best = []
-        for changed in filter(None, (fewer, more)):
-            rows = self._thinned(np.array([np.concatenate([one, others]) for one in changed]))
-            seconds = self.evaluate(rows)
-            if math.isfinite(seconds.min()):
-                best.append(rows[int(seconds.argmin())])
-        return best
-
-    def _scaled(self, lengths: Row) -> Row:
-        """Ends of pieces in these proportions."""
-        return to_grid(np.cumsum(lengths)[:-1] * (self.end / lengths.sum()), 1, self.end)
+    def _layers(self, row: Row) -> Layers:
+        """Layers per stage."""
+        return tuple(map(int, self.partitions(row[None])[1][0]))
 
     def partitions(self, rows: Boundaries) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens of the pieces and layers of the stages, shapes (B, pieces) and (B, stages)."""
@@ -404,9 +360,5 @@ class _Search:
 
     def _thinned(self, rows: Boundaries) -> Boundaries:
         """Candidates, thinned until a round takes about as long as with few pieces and stages."""
-        most = self._most(rows.shape[1])
+        most = int(np.clip(_CELLS // (max(1, rows.shape[1]) * self.num_stages), _LEAST_MOVES, _MOST_MOVES))
         return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]
-
-    def _most(self, length: int) -> int:
-        """Return the most candidates to evaluate in one round; `length` is the number of columns of a row."""
-        return int(np.clip(_CELLS // (length * self.num_stages), _LEAST_MOVES, _MOST_MOVES))
