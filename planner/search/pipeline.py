@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +52,12 @@ _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds p
 PAGE = 64  # tokens; ends of pieces are multiples, and engines' page sizes divide it
 MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
 _NODES = 96  # of a coarse search, at most
-_LENGTHS, _SPACINGS, _PARTS = 96, 3, 4  # lengths of pieces, spacings of nodes, spacings per length
+_LENGTHS, _PARTS = 96, 4  # lengths of pieces; spacings of nodes per length
 _LONG, _LONGEST = 4, 12  # times as many nodes are possible where pieces are short; spacings of a piece, at most
-_REFINED, _CLOSE = 2, 1.01  # partitions of coarse searches that are refined; their TTFT over the best, at most
+_CLOSE = 1.01  # TTFT of a second partition that is refined over that of the first, at most
 _AROUND, _FEW = 3, 24  # nodes on each side of an end, where the ends are few; number of ends that are not few
 _MOST_REFINED = 512  # ends of pieces, above which nothing is refined
-_LONGER, _AGAIN = 2.2, 3  # a refined piece over the one before, at most; rounds with the same spacing
+_LONGER = 2.2  # a refined piece over the one before, at most
 _ALL_LAYOUTS = 8  # up to which all are tried
 _NEIGHBOURS, _NEAR = 11, 1.03  # layouts that a round tries; TTFT with the same pieces over the best, at most
 _SIMULATED = 6  # partitions of a beam search
@@ -67,6 +67,17 @@ _MOST_GAIN = 0.03  # of TTFT, that refining is taken to gain over the coarse sea
 _WORTH = 1e-4  # of TTFT, that a round must gain
 
 Found = tuple[Row, float]  # a row of _Search, and its TTFT
+
+
+class _Effort(NamedTuple):
+    """How much a search tries."""
+
+    spacings: int  # of nodes in coarse searches
+    refined: int  # partitions of coarse searches
+    again: int  # rounds with the same spacing
+
+
+_QUICK, _THOROUGH = _Effort(3, 1, 1), _Effort(4, 2, 5)  # with an allowance, and without one
 
 
 def search_pipeline(
@@ -96,6 +107,7 @@ def search_pipeline(
     else:
         run, given = _Search(scenario, strategy, 1, 1), np.array(pieces.boundaries[1:-1], dtype=np.int64)
     run.evaluator.on_progress, run.evaluator.allowance = on_progress, allowance
+    run.effort = _THOROUGH if allowance is None else _QUICK
     row, ttft_s = run.run(given)
     lengths, layers = (tuple(map(int, one[0])) for one in run.partitions(row[None]))
     evaluations = run.evaluator.evaluations
@@ -176,6 +188,7 @@ class _Search:
         self._kinds = np.array(scenario.share.layer_kind_index)
         self.num_layers, self.end = scenario.share.num_hidden_layers, -(-self.tokens // stride)
         self.evaluator, self.method = Evaluator(scenario, strategy), "pipeline"
+        self.effort = _THOROUGH
 
     def run(self, given: Row | None) -> Found:
         """Return the best row and its TTFT; where `given` fixes the pieces' ends, only their layers are searched."""
@@ -191,8 +204,7 @@ class _Search:
         found.sort(key=itemgetter(1))
         if self._is_hopeless(found[0][1]):
             return found[0][:2]
-        number = _REFINED if self.evaluator.allowance is None else 1
-        refined = [self._refined(*one) for one in found[:number] if one[1] <= _CLOSE * found[0][1]]
+        refined = [self._refined(*one) for one in found[: self.effort.refined] if one[1] <= _CLOSE * found[0][1]]
         return self._descended(min(refined, key=itemgetter(1))[0], moves_pieces=True)
 
     def _spacings(self) -> list[int]:
@@ -208,7 +220,7 @@ class _Search:
         ttft_s = pieces_s * (self.tokens / tokens + self.num_stages - 1)
         parts = [1] * (self.end <= _NODES)
         parts += [self._part(int(length)) for length in lengths[np.argsort(ttft_s, kind="stable")]]
-        return list(dict.fromkeys(parts))[:_SPACINGS]
+        return list(dict.fromkeys(parts))[: self.effort.spacings]
 
     def _longest(self, nodes: Row, spacing: int) -> Array | None:
         """The longest pieces of a coarse search, tokens; None: any."""
@@ -226,7 +238,7 @@ class _Search:
 
     def _refined(self, row: Row, ttft_s: float, spacing: int) -> Found:
         """Move the ends of pieces and of stages by less and less, with pieces more or less, as long as TTFT falls."""
-        again = 1
+        again = 0
         while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
             around = spacing * np.arange(-_AROUND, _AROUND + 1) if len(ends) < _FEW else spacing * np.arange(-1, 2)
             near = np.append(ends[:, None] + around, (ends[1:] + ends[:-1]) // 2)
@@ -236,7 +248,7 @@ class _Search:
             pieces = self._beam(nodes, longest).best(layouts, [np.searchsorted(nodes, ends[1:-1])])
             before_s = ttft_s
             row, ttft_s = min((row, ttft_s), self._fastest(nodes, pieces), key=itemgetter(1))
-            again = again + 1 if ttft_s < before_s * (1 - _WORTH) and again < _AGAIN else 0
+            again = again + 1 if ttft_s < before_s * (1 - _WORTH) and again < self.effort.again else 0
             if not again and spacing == 1:
                 break
             spacing = spacing if again else max(1, spacing // 2)
@@ -249,7 +261,7 @@ class _Search:
         if not len(rows):
             return []
         times_s = self.evaluate(rows)
-        order = np.argsort(times_s, kind="stable")[: min(_NEIGHBOURS, 1 + _NEIGHBOURS * _FEW // row.size)]
+        order = np.argsort(times_s, kind="stable")[: min(_NEIGHBOURS, 2 * _NEIGHBOURS * _FEW // row.size)]
         most_s = max(_NEAR * ttft_s, times_s[order[0]])
         return [self._layers(rows[index]) for index in order if times_s[index] <= most_s]
 
