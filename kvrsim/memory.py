@@ -48,6 +48,14 @@ class RankMemory:
         held = self.weights + self.kv_cache + self.gathered + self.runtime
         return held + max(self.scores, self.activations, self.logits)
 
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """The parts that are alive at the peak, in words: of scores, activations and logits only the largest."""
+        moments = {"scores": self.scores, "activations": self.activations, "logits": self.logits}
+        largest = max(moments, key=lambda name: moments[name])
+        held = {"weights": self.weights, "KV cache": self.kv_cache, "KV in flight": self.gathered}
+        return held | {largest: moments[largest], "runtime": self.runtime}
+
     def to_dict(self) -> dict[str, int]:
         """The parts and their total."""
         return fields_to_json(self) | {"total": self.total}

@@ -195,37 +195,24 @@ def output(metavar: str, help: str, default: Any = MISSING) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineArgs(Arguments):
-    """Files of a timeline.
+class PageArgs(Arguments):
+    """Files of a timeline; a picture may be an interactive page.
 
     Output
     ------
     trace : FILE
         Write the timeline as JSON for Perfetto or chrome://tracing.
     plot : FILE
-        Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf.
+        Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.
     """
 
     trace: Any = entry(writable)
-    plot: Any = entry(picture)
+    plot: Any = entry(picture_or_page)
 
     @property
     def is_given(self) -> bool:
         """Whether one of the files is given."""
         return self.trace is not None or self.plot is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageArgs(TimelineArgs):
-    """Arguments of commands whose picture may be an interactive page.
-
-    Output
-    ------
-    plot : FILE
-        Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.
-    """
-
-    plot: Any = entry(picture_or_page)
 
     @property
     def is_page(self) -> bool:

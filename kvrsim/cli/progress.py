@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from shutil import get_terminal_size
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
+_CLEAR = "\r\x1b[K"  # go to the beginning of the line and erase it
 PATIENCE_S = 0.5  # shorter work shows nothing on a terminal
 FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next come after twice as long each
 
@@ -27,7 +26,7 @@ class Progress:
         self._started_s = time.monotonic()
         self._patience_s = 0.0 if text else PATIENCE_S
         self._next_line_s = FIRST_LINE_S
-        self._bar: Bar | None = None
+        self._is_shown = False
         self._state: tuple[float, float | None, str] = (0, None, text)
         self._since_s = 0.0  # start of the work with the present text
         self._lock = threading.Lock()
@@ -46,8 +45,8 @@ class Progress:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._bar is not None:
-            self._bar.stop()
+        if self._is_shown:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
     @property
     def elapsed_s(self) -> float:
@@ -80,26 +79,14 @@ class Progress:
         return line
 
     def _draw(self) -> None:
-        """Show the state, at most once per interval."""
-        done, total, text = self._state
-        if not text:
+        if not self._state[2]:
             return
         if sys.stderr.isatty():
-            if self._bar is None and self.elapsed_s < self._patience_s:
-                return
-            bar = self._bar or self._start()
-            bar.update(bar.task_ids[0], description=self._line(), completed=done, total=total)
+            if self.elapsed_s >= self._patience_s:
+                line = self._line()[: get_terminal_size().columns - 1]
+                print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
+                self._is_shown = True
         elif self.elapsed_s >= self._next_line_s:
             while self._next_line_s <= self.elapsed_s:
                 self._next_line_s = 2 * max(self._next_line_s, 1.0)
             print(f"kvrsim: {self._line()}, after {self.elapsed_s:.0f} s", file=sys.stderr, flush=True)
-
-    def _start(self) -> Bar:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        columns = (SpinnerColumn("line"), TextColumn("{task.description}", markup=False), BarColumn())
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
-        self._bar.add_task("", total=None)
-        self._bar.start()
-        return self._bar

@@ -10,14 +10,14 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvrsim.text import in_markdown, markdown_table, printable
-from kvrsim.units import format_bytes, format_seconds, format_tokens
+from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import Table, Text, format_interval, format_partition, interval_title
 
 if TYPE_CHECKING:
@@ -35,16 +35,15 @@ _WIDE = 100  # columns; from here on there is room for two blanks between a tabl
 _PROSE = 24  # columns of the screen that a cell of several words has at least
 
 
+Row = tuple[str, str | None]  # a label and its text; None or empty: the label is left out
+
+
 @dataclass(slots=True)
 class Facts:
     """Labels, each with a text that wraps next to it."""
 
+    rows: list[tuple[str, str]]
     style: str = "bold"  # of the labels
-    rows: list[tuple[str, str]] = field(default_factory=list)
-
-    def add_row(self, label: str, text: str) -> None:
-        """Add a fact."""
-        self.rows.append((label, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,9 @@ class Hint:
 Part = str | Table | Facts | Hint
 
 
-def facts(*, style: str = "bold") -> Facts:
-    """An empty list of facts."""
-    return Facts(style=style)
+def facts(*rows: Row, style: str = "bold") -> Facts:
+    """The rows that have a text."""
+    return Facts(rows=[(label, text) for label, text in rows if text], style=style)
 
 
 def show(*parts: Part) -> None:
@@ -132,11 +131,7 @@ def _stacked(table: Table) -> Iterator[str | Facts]:
     first, *others = table.columns
     for cells in table.texts():
         yield Text(f"{first.label} {cells[0]}".strip(), "bold")
-        row = facts(style="")
-        for column, cell in zip(others, cells[1:], strict=True):
-            if cell:
-                row.add_row(f"  {column.label}", cell)
-        yield row
+        yield facts(*((f"  {column.label}", cell) for column, cell in zip(others, cells[1:], strict=True)), style="")
 
 
 def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
@@ -189,9 +184,7 @@ def _console(width: int | None = None) -> Console:
 
 def show_tree(name: str, content: Mapping[str, Any]) -> None:
     """Print keys and values, nested ones indented."""
-    table = facts()
-    table.rows += _branch(content, indent="  ")
-    show(Text(name, "bold"), table)
+    show(Text(name, "bold"), Facts(list(_branch(content, indent="  "))))
 
 
 def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
@@ -210,11 +203,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
-    """Subtitle of a chart: the measured task, in one line."""
-    return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
 
 
 def blocks_text(query_blocks: Sequence[int]) -> str:
@@ -243,15 +231,6 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
     first = (*first, *question.settings())
     second = (cluster.describe(), f"profile {question.profile}", *question.served())
     return Text(" · ".join(first)), Text(" · ".join(second), style="dim")
-
-
-def measured_header(question: Question, conditions: Mapping[str, str]) -> tuple[Text, Text]:
-    """Header of a measurement in two lines, with the prediction's profile if there is one."""
-    from kvrsim.scenario import ROOFLINE
-
-    first, _ = header(question, question.cluster)
-    predicted = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.served())
-    return first, Text(" · ".join((f"measured on {conditions['device']}", *predicted)), style="dim")
 
 
 def headline(text: str) -> Text:
@@ -291,48 +270,30 @@ def limit_text(limit: MemoryLimit) -> str:
     return f"{limit.describe()} (--memory-fraction)"
 
 
-def add_notes(table: Facts, notes: Iterable[str]) -> None:
+def note_rows(notes: Iterable[str]) -> list[Row]:
     """One row per note."""
-    for note in notes:
-        table.add_row(Text("note:", style="yellow"), note)
+    return [(Text("note:", style="yellow"), note) for note in notes]
 
 
-def add_users(table: Facts, loop: ClosedLoop | None, mean_ttft_s: float | None) -> None:
+def users_row(loop: ClosedLoop | None, mean_ttft_s: float | None) -> Row:
     """The mean TTFT of closed-loop users, if requested."""
-    if loop is not None and mean_ttft_s is not None:
-        text = f"mean TTFT {format_seconds(mean_ttft_s)} of {loop.users} at once, {loop.output_tokens:g} output tokens"
-        table.add_row("users:", f"{text} each, {format_seconds(loop.tpot_s)} per token on the same GPUs")
+    if loop is None or mean_ttft_s is None:
+        return "users:", None
+    text = f"mean TTFT {format_seconds(mean_ttft_s)} of {loop.users} at once, {loop.output_tokens:g} output tokens"
+    return "users:", f"{text} each, {format_seconds(loop.tpot_s)} per token on the same GPUs"
 
 
-def add_misfits(table: Facts, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:
-    """Note on a lack of memory."""
-    for line in over_memory(memory, limit):
-        table.add_row("", f"{strategy}, {line}")
-
-
-def over_memory(memory: Sequence[RankMemory], limit_bytes: int) -> Iterator[str]:
-    """A line about the ranks whose peak is over the limit: what the worst one needs, and how many others there are."""
-    over = [rank for rank, rank_memory in enumerate(memory) if rank_memory.total > limit_bytes]
-    if over:
-        worst = max(over, key=lambda rank: memory[rank].total)
-        needs = f"{format_bytes(memory[worst].total)} of {format_bytes(limit_bytes)}"
-        others = f"; {len(over) - 1} other ranks need more than the limit, too" if len(over) > 1 else ""
-        yield f"rank {worst} needs {needs}: {', '.join(_parts(memory[worst]))}{others}"
-
-
-def _parts(rank_memory: RankMemory) -> list[str]:
-    """Parts alive at the peak; only the largest of scores, activations and logits is."""
-    moments = {"scores": rank_memory.scores, "activations": rank_memory.activations, "logits": rank_memory.logits}
-    largest = max(moments, key=lambda name: moments[name])
-    parts = {
-        "weights": rank_memory.weights,
-        "KV cache": rank_memory.kv_cache,
-        "KV in flight": rank_memory.gathered,
-        largest: moments[largest],
-        "runtime": rank_memory.runtime,
-    }
-    ranked = sorted(parts.items(), key=lambda part: -part[1])
-    return [f"{name} {format_bytes(size)}" for name, size in ranked if size]
+def misfit_row(strategy: str, memory: Sequence[RankMemory], limit_bytes: int) -> Row:
+    """What the rank needs that is furthest over the limit, and how many others there are; no text if all fit."""
+    over = [rank for rank, held in enumerate(memory) if held.total > limit_bytes]
+    if not over:
+        return "", None
+    worst = max(over, key=lambda rank: memory[rank].total)
+    needs = f"{format_bytes(memory[worst].total)} of {format_bytes(limit_bytes)}"
+    parts = sorted(memory[worst].at_peak.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+    others = f"; {len(over) - 1} other ranks need more than the limit, too" if len(over) > 1 else ""
+    return "", f"{strategy}, rank {worst} needs {needs}: {listed}{others}"
 
 
 def mean_change(noisy: Distribution) -> str:

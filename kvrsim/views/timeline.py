@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from kvrsim.hardware import MemoryLimit
@@ -71,7 +72,7 @@ def to_data(shown: LabelledTimeline) -> dict[str, Any]:
         "title": shown.title,
         "memory": shown.memory or shown.name,
         "ranks": timeline.num_ranks,
-        "rank_names": [timeline.rank_name(rank) for rank in range(timeline.num_ranks)],
+        "rank_names": list(timeline.rank_names),
         "end_s": timeline.end_s,
         "tick_s": tick_s,
         "first_tokens_s": _first_tokens_s(timeline),
@@ -142,14 +143,8 @@ def memory_data(memory: Mapping[str, Sequence[RankMemory]], limit: MemoryLimit) 
 
 
 def _grouped(ranks: Sequence[RankMemory]) -> Iterator[list[Any]]:
-    first, held = 0, [_parts(rank) for rank in ranks]
-    for rank in range(1, len(held) + 1):
-        if rank == len(held) or held[rank] != held[first]:
-            yield [first, rank - 1, held[first]]
-            first = rank
-
-
-def _parts(held: RankMemory) -> list[int]:
-    """Bytes in the order of _PARTS; of parts that are never alive together, only the largest."""
-    moment = max(held.scores, held.activations, held.logits)
-    return [held.weights, held.kv_cache, held.gathered, moment, held.runtime]
+    first = 0
+    for parts, same in groupby(list(rank.at_peak.values()) for rank in ranks):
+        count = len(list(same))
+        yield [first, first + count - 1, parts]
+        first += count

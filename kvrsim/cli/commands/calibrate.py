@@ -151,6 +151,7 @@ class RankArgs(Arguments):
     timeout: Any = entry(quantity(parse_seconds), "60s")
 
 
+@app.command("compute")
 @takes(LayerArgs)
 def compute(
     layers: LayerArgs,
@@ -171,6 +172,7 @@ def compute(
     _measure_one(campaign, minutes, json=json)
 
 
+@app.command("links")
 @takes(RankArgs)
 def links(
     effort: RankArgs,
@@ -252,13 +254,11 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 def show_outcome(outcome: Outcome, output: str) -> None:
     """One line each for what was measured, what was not, and where it is."""
-    table, spread = facts(), outcome.median_spread
+    spread = outcome.median_spread
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
-    table.add_row("measured:", f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}")
-    for point, why in outcome.skipped.items():
-        table.add_row("skipped:", f"{point}: {why}")
-    table.add_row("written:", output)
-    show(table)
+    measured = f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}"
+    skipped = (("skipped:", f"{point}: {why}") for point, why in outcome.skipped.items())
+    show(facts(("measured:", measured), *skipped, ("written:", output)))
 
 
 def command() -> str:
@@ -294,6 +294,7 @@ class FitArgs(Arguments):
     json: Any = JSON
 
 
+@app.command("fit")
 @takes(FitArgs)
 def fit(
     wanted: FitArgs,
@@ -309,10 +310,10 @@ def fit(
 
     Example: kvrsim calibrate fit --compute compute.csv --links links.csv -o here.json
     """
-    sources = {"compute": compute} | ({} if links is None else {"links": links})
-    _fit(sources, wanted, "compute")
+    _fit({"compute": [compute], "links": [] if links is None else [links]}, wanted)
 
 
+@app.command("import")
 @takes(FitArgs)
 def import_(
     wanted: FitArgs,
@@ -328,29 +329,24 @@ def import_(
 
     Example: kvrsim calibrate import aisimulate:b200_sxm/trtllm -o b200.json
     """
+    _fit({"SOURCE...": sources}, wanted, measurements)
+
+
+def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: str | None = None) -> None:
+    """Fit a profile to the rows of sources, by the argument that names them; also write the rows, if requested."""
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 
+    named = [(name, source) for name, several in sources.items() for source in several]
+    rows: list[Measurement] = []
     with Progress() as progress:
-        rows = []
-        for number, source in enumerate(sources):
-            progress(number, len(sources), f"reading {printable(source)}")
-            rows += read_source(source, "SOURCE...")
+        for number, (name, source) in enumerate(named):
+            progress(number, len(named), f"reading {printable(source)}")
+            rows += read_source(source, name)
     if measurements is not None:
         write_measurements(measurements, rows, "measurements")
-    content = write_fit(rows, wanted, "SOURCE...", read_origins(sources, "SOURCE..."))
-    if wanted.json:
-        print_json(content)
-
-
-def _fit(sources: Mapping[str, str], wanted: FitArgs, argument: str) -> None:
-    """Fit a profile to the rows of sources, by the argument that names each."""
-    from calibrate.data import read_origins
-    from calibrate.importers import read_source
-
-    rows = [row for name, source in sources.items() for row in read_source(source, name)]
-    origins = [origin for name, source in sources.items() for origin in read_origins([source], name)]
-    content = write_fit(rows, wanted, argument, origins)
+    origins = [origin for name, source in named for origin in read_origins([source], name)]
+    content = write_fit(rows, wanted, next(iter(sources)), origins)
     if wanted.json:
         print_json(content)
 
@@ -390,20 +386,20 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
     for kind, fit in report.profile.operations.items():
         errors = (f"{fit.mape:.1%}", f"{fit.cross_validated_mape:.1%}") if fit.num_rows else ("", "")
         table.add_row(TITLES[kind], str(fit.num_rows), *errors)
-    notes = facts()
     sources = sorted({fit.source for fit in report.profile.operations.values() if fit.num_rows})
-    for index, source in enumerate(sources):
-        notes.add_row("" if index else "from:", source)
-    for index, note in enumerate((*report.layers_note, *report.notes)):
-        notes.add_row("" if index else "notes:", note)
-    notes.add_row("written:", f"{wanted.output}, profile {report.profile.name} of {report.profile.gpu}")
-    if wanted.report is not None:
-        notes.add_row("", wanted.report)
+    about = (*report.layers_note, *report.notes)
+    notes = facts(
+        *(("" if index else "from:", source) for index, source in enumerate(sources)),
+        *(("" if index else "notes:", note) for index, note in enumerate(about)),
+        ("written:", f"{wanted.output}, profile {report.profile.name} of {report.profile.gpu}"),
+        ("", wanted.report),
+    )
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
     plan = Hint(f"kvrsim plan --profile {shlex.quote(wanted.output)} --gpus 2 --ctx 4k")
     show(table, "", meaning, "", notes, plan)
 
 
+@app.command("all")
 @takes(LayerArgs, RankArgs)
 def calibrate_all(
     layers: LayerArgs,
@@ -474,6 +470,7 @@ def _datasheet_link(compute: str) -> str | None:
     return None if gpu in known else _NO_DATASHEET
 
 
+@app.command("prefills")
 @takes(PrefillArgs)
 def prefills(
     args: PrefillArgs,
@@ -550,17 +547,15 @@ def show_fit(fit: PrefillFit, output: str) -> None:
     times_s = zip(fit.measured_s, fit.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
     for case, seconds in zip(fit.cases, times_s, strict=True):
         rows.add_row(case, *map(format_seconds, seconds), f"{seconds[3] / seconds[0] - 1:+.1%}")
-    notes = facts()
-    if not all(term.identified for term in fit.terms):
-        names = ", ".join(term.prior.name for term in fit.terms if not term.identified)
-        notes.add_row("not identified:", f"{names}; the rows say little, or only of a sum, and the prior decides")
-    if fit.engine.fit is not None:
-        notes.add_row(
-            "inside the interval:", f"{fit.engine.fit.coverage:.0%} of the rows left out (80 % are meant to be)"
-        )
-    if len(set(fit.cases)) < _FEW:
-        notes.add_row("few rows:", "measure other lengths and numbers of GPUs, too")
-    notes.add_row("written:", f"{output}, profile {fit.profile.name} of {fit.profile.gpu}, with the engine in it")
+    names = ", ".join(term.prior.name for term in fit.terms if not term.identified)
+    held = fit.engine.fit
+    inside = None if held is None else f"{held.coverage:.0%} of the rows left out (80 % are meant to be)"
+    notes = facts(
+        ("not identified:", names and f"{names}; the rows say little, or only of a sum, and the prior decides"),
+        ("inside the interval:", inside),
+        ("few rows:", "measure other lengths and numbers of GPUs, too" if len(set(fit.cases)) < _FEW else None),
+        ("written:", f"{output}, profile {fit.profile.name} of {fit.profile.gpu}, with the engine in it"),
+    )
     meaning = "left out: each row predicted by a fit without it, and without its repetitions"
     show(table, "", errors, "", narrowing(rows, "before", "after"), "", meaning, "", notes)
 
@@ -577,10 +572,11 @@ def show_check(check: PrefillCheck, scenario: Scenario) -> None:
             format_interval(row.low_s, row.high_s),
             f"{row.rel_error:+.1%}",
         )
-    notes = facts()
-    notes.add_row("profile:", f"{scenario.profile_name}, engine {scenario.engine_name}")
-    notes.add_row("absolute error:", f"median {check.errors.median_ape:.1%}, mean {check.errors.mape:.1%}")
-    notes.add_row("inside the interval:", f"{check.coverage:.0%} of {len(check.rows)} rows")
+    notes = facts(
+        ("profile:", f"{scenario.profile_name}, engine {scenario.engine_name}"),
+        ("absolute error:", f"median {check.errors.median_ape:.1%}, mean {check.errors.mape:.1%}"),
+        ("inside the interval:", f"{check.coverage:.0%} of {len(check.rows)} rows"),
+    )
     show(narrowing(rows, "80 %"), "", notes)
 
 
@@ -590,14 +586,3 @@ def _value(term: FittedTerm, value: float) -> str:
 
 def _shares(errors: Errors) -> tuple[str, str]:
     return f"{errors.median_ape:.1%}", f"{errors.mape:.1%}"
-
-
-for _name, _command in {
-    "compute": compute,
-    "links": links,
-    "all": calibrate_all,
-    "fit": fit,
-    "import": import_,
-    "prefills": prefills,
-}.items():
-    app.command(_name)(_command)

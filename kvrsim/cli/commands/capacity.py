@@ -12,10 +12,9 @@ from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Part, facts, header, limit_text, rests_on_line
+from kvrsim.cli.text import Part, facts, header, limit_text, note_rows, rests_on_line
 from kvrsim.cli.text import headline as emphasised
 from kvrsim.units import format_seconds
-from kvrsim.views.table import Text
 
 if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
@@ -77,34 +76,34 @@ def capacity(
 
 
 _SHOWN = 6  # fleets
+_FIRST = ("interval:", "engines:", "traffic:", "would meet:")  # details next to the answer
 
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:
     """The fleet, the requests, the alternatives, and what the answer rests on."""
     from planner.capacity.page import details, fleet_table, group_table, headline, verdict
 
-    best = plan.first
-    nothing_served = best.unserved == best.requests
-    answer, table = facts(), facts()
-    answer.add_row("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan)))
-    answer.add_row("target:", headline(plan))
-    if not nothing_served:
-        for tokens, groups, strategies, requests in group_table(plan).texts():
-            answer.add_row(
-                "groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests"
-            )
-        for label, line in details(plan):
-            (answer if label in ("interval", "engines", "traffic", "would meet") else table).add_row(f"{label}:", line)
-    for reason in plan.reasons():
-        table.add_row("why not:", reason)
-    table.add_row("memory:", limit_text(plan.scenario.memory_limit))
-    for label in ("decoding", "dispatch"):
-        table.add_row(f"{label}:", plan.assumptions()[label])
-    table.add_row("search:", f"{plan.simulated_requests} requests simulated in {format_seconds(plan.seconds)}")
-    table.add_row("rests on:", rests_on_line(plan.question))
-    for note in plan.warnings:
-        table.add_row(Text("note:", style="yellow"), note)
+    is_served = plan.first.unserved < plan.first.requests
+    about = [(f"{label}:", line) for label, line in details(plan)] if is_served else []
+    answer = facts(
+        ("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan))),
+        ("target:", headline(plan)),
+        *(
+            ("groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests")
+            for tokens, groups, strategies, requests in (group_table(plan).texts() if is_served else ())
+        ),
+        *(row for row in about if row[0] in _FIRST),
+    )
+    table = facts(
+        *(row for row in about if row[0] not in _FIRST),
+        *(("why not:", reason) for reason in plan.reasons()),
+        ("memory:", limit_text(plan.scenario.memory_limit)),
+        *((f"{label}:", plan.assumptions()[label]) for label in ("decoding", "dispatch")),
+        ("search:", f"{plan.simulated_requests} requests simulated in {format_seconds(plan.seconds)}"),
+        ("rests on:", rests_on_line(plan.question)),
+        *note_rows(plan.warnings),
+    )
     args = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
     fleets = fleet_table(plan)
     fleets.rows, fleets.styles = fleets.rows[:_SHOWN], fleets.styles[:_SHOWN]
-    return [answer, "", *args, "", *(() if nothing_served else (fleets, "")), table]
+    return [answer, "", *args, "", *((fleets, "") if is_served else ()), table]

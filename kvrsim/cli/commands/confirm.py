@@ -14,7 +14,7 @@ from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, Part, facts, header, headline, likely, show
+from kvrsim.cli.text import Hint, Part, facts, header, headline, likely, note_rows, show
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, parse_share
@@ -101,13 +101,8 @@ def confirm(
     scenario, warnings = build_scenario(args)
     machine = hardware_of(hardware, args, scenario)
     if wanted.search:
-        excluded = {
-            "strategies": wanted.strategies,
-            "virtual": wanted.virtual,
-            "trace": files.trace,
-            "plot": files.plot,
-        }
-        for name, value in excluded.items():
+        about = {"strategies": wanted.strategies, "virtual": wanted.virtual, "trace": files.trace, "plot": files.plot}
+        for name, value in about.items():
             if value:
                 raise InputError(name, value, "nothing with --search, which measures partitions")
         if wanted.output is None:
@@ -167,18 +162,19 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
     """One row per candidate, the one predicted to be the fastest first; then orders, regret and errors."""
     from planner.confirm.views import candidates_table
 
-    answer, table = facts(), facts()
-    answer.add_row("measured:", headline(_measured(result)))
-    answer.add_row("regret:", _regret(result))
-    answer.add_row("order:", _order(result))
-    answer.add_row("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
-    for reason in result.reasons:
-        answer.add_row(Text("NOT MET:", style="red"), reason)
-    if result.max_logit_error is not None:
-        table.add_row("logits:", f"differ from one process's by at most {result.max_logit_error:.2g}")
-    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
-    for warning in result.warnings:
-        table.add_row(Text("note:", style="yellow"), warning)
+    answer = facts(
+        ("measured:", headline(_measured(result))),
+        ("regret:", _regret(result)),
+        ("order:", _order(result)),
+        ("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates"),
+        *((Text("NOT MET:", style="red"), reason) for reason in result.reasons),
+    )
+    most = result.max_logit_error
+    table = facts(
+        ("logits:", None if most is None else f"differ from one process's by at most {most:.2g}"),
+        ("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items())),
+        *note_rows(result.warnings),
+    )
     return [answer, "", *header(result.question, result.cluster), "", candidates_table(result), "", table]
 
 
@@ -222,17 +218,16 @@ def _regret(result: Confirmation) -> str:
 
 def show_search(result: SearchedPartition) -> None:
     """The fastest measured partition, and the cost of the search."""
-    table, search = facts(), result.search
+    search, question = result.search, result.question
     best, plan = (
         f"{', '.join(map(str, one))}, TTFT {format_seconds(search.median_s(one))}" for one in (search.best, search.seed)
     )
-    table.add_row("best:", headline(f"{best} measured"))
-    table.add_row("gain:", f"{result.gain:.1%} over the plan's partition")
-    table.add_row("plan:", f"{plan} measured")
-    table.add_row("search:", f"{result.partitions} partitions, {result.prefills} prefills, {search.ended}")
-    table.add_row("written:", result.output)
-    table_file = shlex.quote(result.output)
-    look_up = Hint(
-        f"kvrsim table lookup {table_file} --gpus {result.question.num_gpus} --ctx {result.question.context_len}"
+    table = facts(
+        ("best:", headline(f"{best} measured")),
+        ("gain:", f"{result.gain:.1%} over the plan's partition"),
+        ("plan:", f"{plan} measured"),
+        ("search:", f"{result.partitions} partitions, {result.prefills} prefills, {search.ended}"),
+        ("written:", result.output),
     )
-    show(table, "", *header(result.question, result.question.cluster), look_up)
+    file, size = shlex.quote(result.output), f"--gpus {question.num_gpus} --ctx {question.context_len}"
+    show(table, "", *header(question, question.cluster), Hint(f"kvrsim table lookup {file} {size}"))

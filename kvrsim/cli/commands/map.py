@@ -10,14 +10,13 @@ from kvrsim.arguments import MapArgs, PoolArgs, ScenariosArgs, option
 from kvrsim.cli.options import OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Part, facts, header, headline, limit_text
+from kvrsim.cli.text import Part, Row, facts, header, headline, limit_text, note_rows
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
-from kvrsim.views.table import TIED, Text
+from kvrsim.views.table import TIED
 
 if TYPE_CHECKING:
     from planner.map.map import StrategyMap, Winner
 
-NOTE = Text("note:", style="yellow")
 _PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg, FILE.pdf, or a page FILE.html."
 
 
@@ -50,31 +49,29 @@ def map_screen(result: StrategyMap) -> list[Part]:
     """The best by context for each bandwidth; then the fastest strategies and the break-even contexts."""
     from planner.map.view import break_even_table, winners_table
 
-    answer, best, notes = facts(), result.best(), facts()
+    answer, notes = list[Row](), list[str]()
     for bandwidth in result.bandwidths:
-        here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
+        here = [one for one in result.best() if one.link_bandwidth_bytes_per_s == bandwidth]
         line = "; ".join(_best_by_context(here)) or "nothing fits in memory"
-        answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline(line))
+        answer.append((f"best, {format_bandwidth(bandwidth)}:", headline(line)))
         if result.gpu_counts[-1] > 1 and not any(one.pays for one in here):
             links = f"links of {format_bandwidth(bandwidth)}"
-            notes.add_row(NOTE, f"with {links}, more than one GPU is not faster at any of these contexts")
-    parts: list[Part] = [answer, "", *header(result.question, result.cluster, f"Fastest strategy for {result.model}")]
-    parts += ["", winners_table(result)]
-    if (break_evens := break_even_table(result)).rows:
-        parts += ["", break_evens]
-    if any(winner.ties and winner.pays for winner in result.winners()):
-        what = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
-        notes.add_row("ties:", what)
-    notes.add_row("memory:", limit_text(result.memory_limit))
+            notes.append(f"with {links}, more than one GPU is not faster at any of these contexts")
     too_long = [point.context_len for point in result.points if point.strategy == "single" and not point.fits]
     if too_long:
         shortest = format_tokens(min(too_long))
-        notes.add_row(
-            NOTE, f"from {shortest} on, one GPU has too little memory; there the fastest strategy that fits wins"
-        )
-    for note in result.warnings:
-        notes.add_row(NOTE, note)
-    return [*parts, "", notes]
+        notes.append(f"from {shortest} on, one GPU has too little memory; there the fastest strategy that fits wins")
+    ties = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
+    table = facts(
+        ("ties:", ties if any(winner.ties and winner.pays for winner in result.winners()) else None),
+        ("memory:", limit_text(result.memory_limit)),
+        *note_rows((*notes, *result.warnings)),
+    )
+    head = header(result.question, result.cluster, f"Fastest strategy for {result.model}")
+    parts: list[Part] = [facts(*answer), "", *head, "", winners_table(result)]
+    if (break_evens := break_even_table(result)).rows:
+        parts += ["", break_evens]
+    return [*parts, "", table]
 
 
 def _best_by_context(best: list[Winner]) -> Iterator[str]:

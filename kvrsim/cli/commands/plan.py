@@ -16,9 +16,7 @@ from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
     Facts,
     Part,
-    add_misfits,
-    add_notes,
-    add_users,
+    Row,
     blocks_text,
     coverage_text,
     facts,
@@ -26,21 +24,17 @@ from kvrsim.cli.text import (
     headline,
     limit_text,
     mean_change,
+    misfit_row,
+    note_rows,
     rests_on_line,
     round_up_percent,
+    users_row,
 )
 from kvrsim.errors import InputError
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
-from kvrsim.views.table import (
-    MOST_ROWS,
-    TIED,
-    Text,
-    format_partition,
-    sentences,
-    strategies_table,
-)
+from kvrsim.views.table import MOST_ROWS, TIED, Text, format_partition, sentences, strategies_table
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
@@ -143,10 +137,8 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
     head += [headline(first), *others, "", *header(plan.question, plan.cluster), ""]
     if explain:
         return [*head, strategies_table(plan), "", _explained(plan)]
-    below = facts()
-    add_users(below, plan.users, plan.first.mean_ttft_s)
-    _add_noise(below, plan)
-    add_notes(below, without(plan.warnings, *_DETAILS))
+    notes = note_rows(without(plan.warnings, *_DETAILS))
+    below = facts(users_row(plan.users, plan.first.mean_ttft_s), *_noise_rows(plan), *notes)
     tail: list[Part] = [*_left_out(plan), *([below] if below.rows else [])]
     if plan.feasible:
         head += [strategies_table(plan, short=True), ""]
@@ -171,40 +163,38 @@ def _left_out(plan: Plan) -> Iterator[str]:
 
 def _explained(plan: Plan) -> Facts:
     """Everything else that the plan knows."""
-    table, search, limit, best = facts(), plan.search, plan.memory_limit, plan.first
-    table.add_row("strategy:", best.title)
-    if best.approximate is not None:
-        table.add_row("approximate:", best.approximate)
+    search, limit, best = plan.search, plan.memory_limit, plan.first
+    ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
+    partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
+    rough = [one.strategy for one in plan.strategies if not one.searched]
+    short = [plan.shortfall.strategy] if plan.shortfall else [one.strategy for one in plan.strategies]
+    return facts(
+        ("strategy:", best.title),
+        ("approximate:", best.approximate),
+        *_partitions(plan),
+        ("ties:", ties if plan.ties else None),
+        *_kvr(plan),
+        ("critical path:", ", ".join(f"{one.operation} {one.share:.0%}" for one in plan.limits)),
+        ("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}"),
+        ("", f"rough partitions, as they cannot be the best or the budget ended: {_listed(rough)}" if rough else None),
+        ("others:", f"not compared, as they cannot fit: {_listed(plan.not_compared)}" if plan.not_compared else None),
+        *_noise_rows(plan),
+        ("memory:", limit_text(limit)),
+        *(misfit_row(one.strategy, one.memory, limit.nbytes) for one in plan.strategies if one.strategy in short),
+        ("rests on:", rests_on_line(plan.question, coverage_text(plan.interval_coverage))),
+        *note_rows(without(plan.warnings, "memory")),
+    )
+
+
+def _partitions(plan: Plan) -> Iterator[Row]:
+    """The uneven partitions of what fits, the calls of attention of the best, and the bounds of pipelines."""
     for one in plan.strategies:
         if one.fits and len(set(one.partition)) > 1:
-            table.add_row(f"{one.strategy}:", f"{', '.join(map(str, one.partition))} tokens{_stages(one)}")
-        if one is best and best.query_blocks is not None:
-            table.add_row("", blocks_text(best.query_blocks))
+            yield f"{one.strategy}:", f"{', '.join(map(str, one.partition))} tokens{_stages(one)}"
+        if one is plan.first and one.query_blocks is not None:
+            yield "", blocks_text(one.query_blocks)
         if (bound := one.bound) is not None:
-            table.add_row("", _bound_text(bound.gap, bound.lower_bound_s, "pieces and stages"))
-    if plan.ties:
-        table.add_row("ties:", f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)")
-    for label, line in _kvr(plan):
-        table.add_row(label, line)
-    if plan.limits:
-        shares = ", ".join(f"{one.operation} {one.share:.0%}" for one in plan.limits)
-        table.add_row("critical path:", shares)
-    if search.evaluations:
-        partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
-        table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
-    if rough := [one.strategy for one in plan.strategies if not one.searched]:
-        table.add_row("", f"rough partitions, as they cannot be the best or the budget ended: {_listed(rough)}")
-    if plan.not_compared:
-        table.add_row("others:", f"not compared, as they cannot fit: {_listed(plan.not_compared)}")
-    _add_noise(table, plan)
-    table.add_row("memory:", limit_text(limit))
-    nearest = None if plan.shortfall is None else plan.shortfall.strategy
-    for one in plan.strategies:
-        if nearest in (None, one.strategy):
-            add_misfits(table, one.strategy, one.memory, limit.nbytes)
-    table.add_row("rests on:", rests_on_line(plan.question, coverage_text(plan.interval_coverage)))
-    add_notes(table, without(plan.warnings, "memory"))
-    return table
+            yield "", _bound_text(bound.gap, bound.lower_bound_s, "pieces and stages")
 
 
 def _stages(one: StrategyResult) -> str:
@@ -216,7 +206,7 @@ def _bound_text(gap: float, lower_s: float, of: str) -> str:
     return f"at most {round_up_percent(gap)} % slower than the best {of} ({lower})"
 
 
-def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
+def _kvr(plan: Plan) -> Iterator[Row]:
     """The bounds of KV-Runahead over single GPUs, where it is compared and fits; and of another chain that is best."""
     bounds, kvr = plan.bounds, next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
     if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
@@ -239,15 +229,14 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(plain)} and {len(hybrids)} hybrids such as {hybrids[0]}"
 
 
-def _add_noise(table: Facts, plan: Plan) -> None:
+def _noise_rows(plan: Plan) -> Iterator[Row]:
     """The distributions of TTFT under noise."""
-    if plan.noise is None:
-        return
-    table.add_row("noise:", plan.noise.noise.describe())
+    if plan.noise is not None:
+        yield "noise:", plan.noise.noise.describe()
     for result in plan.strategies:
         if (noisy := result.noisy) is not None:
             times = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
-            table.add_row("", f"{result.strategy}: {', '.join(times)}; {mean_change(noisy)}")
+            yield "", f"{result.strategy}: {', '.join(times)}; {mean_change(noisy)}"
 
 
 def show_launch(launch: Launch) -> None:

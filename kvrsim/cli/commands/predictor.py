@@ -60,11 +60,11 @@ def build(
         question = {"question": predictor.question, "version": __version__, "cluster": to_json(scenario.cluster)}
         print_json(question | {"output": output, **about})
         return
-    table, longest = facts(), predictor.longest_context
+    longest = predictor.longest_context
     most = f"up to {longest} tokens, batch {predictor.batch[-1]}"
-    table.add_row("predictor:", f"{about['prefills']} prefills of {', '.join(about['strategies'])}, {most}")
-    table.add_row("written:", output)
-    show(table, Hint(f"kvrsim predictor lookup {shlex.quote(output)} --ctx {longest // 2}"))
+    grid = f"{about['prefills']} prefills of {', '.join(about['strategies'])}, {most}"
+    look_up = Hint(f"kvrsim predictor lookup {shlex.quote(output)} --ctx {longest // 2}")
+    show(facts(("predictor:", grid), ("written:", output)), look_up)
 
 
 @app.command("lookup")
@@ -96,9 +96,8 @@ def lookup(
     if json:
         print_json(estimate.to_dict() | about)
         return
-    table, interval = facts(), format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
+    interval = format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
     time = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
-    table.add_row("TTFT:", headline(time))
     gpus = f"{about['num_gpus']} GPU{'s' * (about['num_gpus'] > 1)} of {about['cluster']}"
-    table.add_row("of:", f"{about['model']} on {gpus}, profile {about['profile']}, engine {about['engine']}")
-    show(table)
+    of = f"{about['model']} on {gpus}, profile {about['profile']}, engine {about['engine']}"
+    show(facts(("TTFT:", headline(time)), ("of:", of)))

@@ -9,8 +9,9 @@ from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, option, switch,
 from kvrsim.cli.options import JSON, HardwareArgs, PageArgs, hardware_of, require_torch, takes
 from kvrsim.cli.output import print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import facts, headline, measured_header, show
+from kvrsim.cli.text import facts, header, headline, note_rows, show
 from kvrsim.io.files import is_first_rank
+from kvrsim.scenario import ROOFLINE
 from kvrsim.units import format_seconds
 from kvrsim.views.table import Text, format_partition, narrowing
 
@@ -91,24 +92,25 @@ def show_run(result: RunResult) -> None:
     """One row per rank, then TTFT and its spread."""
     from planner.confirm.run_views import ranks_table
 
-    rows, timing, partition = ranks_table(result), result.timing, result.plan.partition.chunk_lens
-    answer, table, count = facts(), facts(), len(timing.ttft_s)
-    gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
-    measured = (
-        f"{format_seconds(timing.median_s)} measured, median of {count}; spread {format_seconds(timing.iqr_s)} (IQR)"
-    )
-    answer.add_row("TTFT:", headline(f"{result.strategy.name} on {gpus}, {measured}"))
+    timing, question, partition = result.timing, result.question, result.plan.partition.chunk_lens
+    gpus, count = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}", len(timing.ttft_s)
+    measured = f"measured, median of {count}; spread {format_seconds(timing.iqr_s)} (IQR)"
+    predicted, chunks, logits = None, None, None
     if result.predicted_s is not None:
-        error = result.predicted_s / timing.median_s - 1
-        answer.add_row("predicted:", f"{format_seconds(result.predicted_s)} ({error:+.1%})")
+        predicted = f"{format_seconds(result.predicted_s)} ({result.predicted_s / timing.median_s - 1:+.1%})"
     if result.chunk_per_rank and len(partition) > 1:
-        answer.add_row("partition:", f"{format_partition(partition, room=10**6)} tokens")
+        chunks = f"{format_partition(partition, room=10**6)} tokens"
     if (difference := timing.difference) is not None:
         largest = f"{difference.logits:.2g} of {difference.logits_scale:.2g}"
-        kept = f"KV cache by at most {difference.kv_cache:.2g}"
-        table.add_row("logits:", f"differ from one process's by at most {largest}; {kept}")
-    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items()))
-    for warning in result.warnings:
-        table.add_row(Text("note:", style="yellow"), warning)
-    args = measured_header(result.question, result.conditions)
-    show(answer, "", *args, "", narrowing(rows, "sent", "tokens"), "", table)
+        logits = f"differ from one process's by at most {largest}; KV cache by at most {difference.kv_cache:.2g}"
+    answer = facts(
+        ("TTFT:", headline(f"{result.strategy.name} on {gpus}, {format_seconds(timing.median_s)} {measured}")),
+        ("predicted:", predicted),
+        ("partition:", chunks),
+    )
+    machine = "; ".join(f"{name} {value}" for name, value in result.conditions.items())
+    table = facts(("logits:", logits), ("machine:", machine), *note_rows(result.warnings))
+    first, _ = header(question, question.cluster)
+    by = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.served())
+    second = Text(" · ".join((f"measured on {result.conditions['device']}", *by)), style="dim")
+    show(answer, "", first, second, "", narrowing(ranks_table(result), "sent", "tokens"), "", table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs, UsersArgs
@@ -9,11 +11,8 @@ from kvrsim.cli.options import OutputArgs, PageArgs, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import (
-    Facts,
     Part,
-    add_misfits,
-    add_notes,
-    add_users,
+    Row,
     blocks_text,
     coverage_text,
     facts,
@@ -22,17 +21,20 @@ from kvrsim.cli.text import (
     likely,
     limit_text,
     mean_change,
+    misfit_row,
+    note_rows,
     rests_on_line,
     stages_text,
+    users_row,
 )
 from kvrsim.errors import InputError
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import Table, columns, format_partition, narrowing, ranks_table
 
 if TYPE_CHECKING:
-    from kvrsim.noise import Distribution, Estimate
+    from kvrsim.noise import Estimate
     from kvrsim.results.results import SimResult
-    from kvrsim.results.timeline import Breakdown, BreakdownRow
+    from kvrsim.results.timeline import Breakdown
 
 
 @takes(ScenarioArgs, SimulateArgs, UsersArgs, NoiseArgs, PageArgs, OutputArgs)
@@ -67,23 +69,24 @@ _WIDE = 0.005  # share of TTFT from which on a cause is listed
 def simulation_screen(result: SimResult) -> list[Part]:
     """TTFT, the question, one row per rank, and the rest."""
     limit = result.memory_limit.nbytes
-    answer, table = facts(), facts()
-    answer.add_row("TTFT:", headline(_ttft(result, limit)))
-    add_users(answer, result.users, result.mean_ttft_s)
-    if result.layers is not None:
-        answer.add_row("pipeline:", stages_text(result.partition, result.layers))
-    elif len(result.partition) > 1:
-        answer.add_row("partition:", f"{format_partition(result.partition, room=10**6)} tokens")
-    if result.query_blocks is not None:
-        answer.add_row("query blocks:", blocks_text(result.query_blocks))
-    _add_noise(answer, result)
-    if said := _interval(result):
-        table.add_row("interval:", said)
-    table.add_row("executor:", result.executor)
-    table.add_row("memory:", limit_text(result.memory_limit))
-    add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
-    table.add_row("rests on:", rests_on_line(result.question, coverage_text(result.interval_coverage)))
-    add_notes(table, result.warnings)
+    partition = None if len(result.partition) < 2 else f"{format_partition(result.partition, room=10**6)} tokens"
+    answer = facts(
+        ("TTFT:", headline(_ttft(result, limit))),
+        users_row(result.users, result.mean_ttft_s),
+        ("partition:", partition)
+        if result.layers is None
+        else ("pipeline:", stages_text(result.partition, result.layers)),
+        ("query blocks:", None if result.query_blocks is None else blocks_text(result.query_blocks)),
+        *_noise_rows(result),
+    )
+    table = facts(
+        ("interval:", _interval(result)),
+        ("executor:", result.executor),
+        ("memory:", limit_text(result.memory_limit)),
+        misfit_row(result.strategy, [rank.memory for rank in result.per_rank], limit),
+        ("rests on:", rests_on_line(result.question, coverage_text(result.interval_coverage))),
+        *note_rows(result.warnings),
+    )
     parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", ranks_table(result), ""]
     if result.breakdown is not None:
         parts += [narrowing(_breakdown(result.breakdown), "basis", "roofline"), ""]
@@ -104,18 +107,14 @@ def _interval(result: SimResult) -> str:
     return f"from {causes}" if causes else ""
 
 
-def _add_noise(table: Facts, result: SimResult) -> None:
+def _noise_rows(result: SimResult) -> Iterator[Row]:
     """The distribution of TTFT under noise."""
-    if result.noise is not None and result.noisy is not None:
-        table.add_row("noise:", result.noise.describe())
-        _add_distribution(table, result.noisy)
-
-
-def _add_distribution(table: Facts, noisy: Distribution) -> None:
-    table.add_row("", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {mean_change(noisy)}")
-    percentiles = ((name, getattr(noisy, name)) for name in ("p50", "p95", "p99"))
-    shown = ", ".join(f"{name} {_limits(estimate)}" for name, estimate in percentiles)
-    table.add_row("", f"{shown}, worst {format_seconds(noisy.worst_s)}")
+    if result.noise is None or (noisy := result.noisy) is None:
+        return
+    yield "noise:", result.noise.describe()
+    yield "", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {mean_change(noisy)}"
+    shown = ", ".join(f"{name} {_limits(getattr(noisy, name))}" for name in ("p50", "p95", "p99"))
+    yield "", f"{shown}, worst {format_seconds(noisy.worst_s)}"
 
 
 def _limits(estimate: Estimate) -> str:
@@ -139,21 +138,10 @@ def _breakdown(breakdown: Breakdown) -> Table:
         rows = {row.rank: row for row in breakdown.rows if (row.kind, row.what) == key}
         seconds = [format_seconds(rows[rank].seconds) if rank in rows else "" for rank in ranks]
         share = sum(row.share for row in rows.values()) / (last + 1)
-        table.add_row(*key, *seconds, f"{share:.1%}", _roofline(list(rows.values())), _known(list(rows.values())))
+        least = [None if row.roofline_share is None else row.roofline_share * row.seconds for row in rows.values()]
+        total_s = sum(row.seconds for row in rows.values())
+        roofline = "" if None in least else f"{sum(filter(None, least)) / total_s:.0%}"
+        bases = Counter(row.basis for row in rows.values())
+        basis = ", ".join(f"{name} ({count})" if len(bases) > 1 else name for name, count in bases.items())
+        table.add_row(*key, *seconds, f"{share:.1%}", roofline, basis)
     return table
-
-
-def _roofline(rows: list[BreakdownRow]) -> str:
-    """Least seconds over seconds, all ranks together."""
-    if any(row.roofline_share is None for row in rows):
-        return ""
-    least_s = sum((row.roofline_share or 0.0) * row.seconds for row in rows)
-    return f"{least_s / sum(row.seconds for row in rows):.0%}"
-
-
-def _known(rows: list[BreakdownRow]) -> str:
-    """Basis of the seconds: one word, or one for each number of ranks."""
-    kinds = dict.fromkeys(row.basis for row in rows)
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    return ", ".join(f"{kind} ({sum(row.basis == kind for row in rows)})" for kind in kinds)

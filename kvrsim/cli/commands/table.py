@@ -11,7 +11,7 @@ from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count,
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
 from kvrsim.cli.output import print_answer, print_json, warn
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Facts, Hint, Part, facts, headline, round_up_percent, show
+from kvrsim.cli.text import Facts, Hint, Part, facts, headline, note_rows, round_up_percent, show
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.table import Text, columns, format_partition, narrowing
 
@@ -104,17 +104,18 @@ def show_(answer: OutputArgs, *, file: Any = FILE) -> None:
 
 def show_lookup(result: TableLookup) -> None:
     """Print the partition and its origin."""
-    table = facts()
-    table.add_row("partition:", headline(", ".join(map(str, result.partition))))
-    table.add_row("shares:", " ".join(f"{share:.3f}" for share in result.fractions))
     between = " and ".join(map(format_tokens, result.between))
     sources = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
-    table.add_row("from:", sources.get(result.source, f"extrapolated from the shares of {between}"))
-    for warning in result.warnings:
-        table.add_row(Text("note:", style="yellow"), warning)
     gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
-    table.add_row("question:", f"{format_tokens(result.context_len)} tokens on {gpus}")
-    show(table)
+    show(
+        facts(
+            ("partition:", headline(", ".join(map(str, result.partition)))),
+            ("shares:", " ".join(f"{share:.3f}" for share in result.fractions)),
+            ("from:", sources.get(result.source, f"extrapolated from the shares of {between}")),
+            *note_rows(result.warnings),
+            ("question:", f"{format_tokens(result.context_len)} tokens on {gpus}"),
+        )
+    )
 
 
 def table_screen(table: PartitionTable) -> list[Part]:
@@ -134,30 +135,29 @@ def table_screen(table: PartitionTable) -> list[Part]:
             "" if entry.gap is None else f"{round_up_percent(entry.gap)} %",
             "yes" if entry.fits else Text("NO", style="red"),
         )
-    notes = facts()
-    if any(entry.gap is not None for entry in table.entries):
-        notes.add_row(
-            "gap:", "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
-        )
-    notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
+    gap = "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
+    notes = facts(
+        ("gap:", gap if any(entry.gap is not None for entry in table.entries) else None),
+        ("built by:", f"kvrsim {table.kvrsim_version}; times are simulated"),
+    )
     args = Text(" · ".join(f"{name} {fact}" for name, fact in table.setting.facts().items()), style="dim")
     return [summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes]
 
 
 def show_built(table: PartitionTable, output: str) -> None:
     """Entries, gains and path of a new table."""
-    summary, last = summary_of(table), table.entries[-1]
-    summary.add_row("written:", output)
-    show(summary, Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}"))
+    last = table.entries[-1]
+    look_up = Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}")
+    show(summary_of(table), facts(("written:", output)), look_up)
 
 
 def summary_of(table: PartitionTable) -> Facts:
     """Summary of the table, and whether all entries fit."""
-    entries, summary = table.entries, facts()
-    ends = min(one.context_len for one in entries), max(one.context_len for one in entries)
-    contexts = " to ".join(dict.fromkeys(map(format_tokens, ends)))
-    count, gpus = f"{len(entries)} partition{'s' * (len(entries) != 1)}", ", ".join(map(str, table.gpu_counts))
-    summary.add_row("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs"))
-    unfit = sum(not one.fits for one in entries)
-    summary.add_row("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit")
-    return summary
+    lengths = [one.context_len for one in table.entries]
+    contexts = " to ".join(dict.fromkeys(map(format_tokens, (min(lengths), max(lengths)))))
+    count, gpus = f"{len(lengths)} partition{'s' * (len(lengths) != 1)}", ", ".join(map(str, table.gpu_counts))
+    unfit = sum(not one.fits for one in table.entries)
+    return facts(
+        ("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs")),
+        ("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit"),
+    )
