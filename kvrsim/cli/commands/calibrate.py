@@ -266,6 +266,77 @@ def command() -> str:
     return " ".join(["kvrsim", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
 
 
+@app.command("all")
+@takes(LayerArgs, RankArgs)
+def calibrate_all(
+    layers: LayerArgs,
+    effort: RankArgs,
+    *,
+    links: Any = option("FILE", "Use links measured elsewhere instead of measuring them.", "Machine"),
+    link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
+    minutes: Any = _minutes(4),
+    output: Any = output(
+        "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv and FILE.md."
+    ),
+    name: Any = NAME,
+    json: Any = JSON,
+) -> None:
+    """Measure layers and links of this machine and fit a profile.
+
+    Reports how well the profile agrees with the measurements.
+
+    Example: kvrsim calibrate all --minutes 5 -o here.json
+    """
+    from calibrate.data import read_origins
+    from calibrate.importers import read_source
+    from calibrate.measure.compute import compute_campaign, layer_kv_bytes
+    from calibrate.measure.links import link_campaign
+
+    if Path(output).suffix != ".json":
+        raise InputError("output", output, "a file that ends in .json")
+    if links is not None and link is not None:
+        raise InputError("link", link, "nothing where --links is given")
+    if links is not None:
+        read_source(links, "links")  # raises before the work starts
+    setup = layers.setup()
+    num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
+    stem = Path(output).with_suffix("")
+    files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"))}
+    measures_links = links is None and link is None and num_ranks > 1
+    campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
+    if measures_links:
+        links = f"{stem}.links.csv"
+        longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
+        ranks = _link_setup(setup.device, num_ranks, setup.threads, longest, effort.timeout)
+        campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
+    outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
+    sources = [files["compute"], *([links] if links else [])]
+    try:
+        link = link or (None if links else _datasheet_link(files["compute"]))
+        wanted = FitArgs(output=output, link=link, name=name, report=files["report"], json=json)
+        rows = [row for source in sources for row in read_source(source, "output")]
+        content = write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
+    except InputError as refusal:
+        advice = "measure again with nothing else running, or with more --minutes"
+        raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
+    finally:
+        for campaign, _ in campaigns:
+            campaign.journal().remove()
+    if json:
+        measured = {title: outcome_json(outcome) for title, outcome in outcomes.items()}
+        print_json(content | {"measured": measured, "files": {"profile": output, **files, "links": links}})
+
+
+def _datasheet_link(compute: str) -> str | None:
+    """None where a built-in cluster has the device; else the link that such a device is likely to have."""
+    from calibrate.data import read_origins
+    from kvrsim.hardware import builtin_clusters, load_cluster
+
+    gpu = next((origin["gpu"]["name"] for origin in read_origins([compute], "compute")), None)
+    known = {load_cluster(name).gpu.name for name in builtin_clusters()}
+    return None if gpu in known else _NO_DATASHEET
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitArgs(Arguments):
     """What to fit, and where to write the result.
@@ -397,77 +468,6 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
     plan = Hint(f"kvrsim plan --profile {shlex.quote(wanted.output)} --gpus 2 --ctx 4k")
     show(table, "", meaning, "", notes, plan)
-
-
-@app.command("all")
-@takes(LayerArgs, RankArgs)
-def calibrate_all(
-    layers: LayerArgs,
-    effort: RankArgs,
-    *,
-    links: Any = option("FILE", "Use links measured elsewhere instead of measuring them.", "Machine"),
-    link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
-    minutes: Any = _minutes(4),
-    output: Any = output(
-        "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv and FILE.md."
-    ),
-    name: Any = NAME,
-    json: Any = JSON,
-) -> None:
-    """Measure layers and links of this machine and fit a profile.
-
-    Reports how well the profile agrees with the measurements.
-
-    Example: kvrsim calibrate all --minutes 5 -o here.json
-    """
-    from calibrate.data import read_origins
-    from calibrate.importers import read_source
-    from calibrate.measure.compute import compute_campaign, layer_kv_bytes
-    from calibrate.measure.links import link_campaign
-
-    if Path(output).suffix != ".json":
-        raise InputError("output", output, "a file that ends in .json")
-    if links is not None and link is not None:
-        raise InputError("link", link, "nothing where --links is given")
-    if links is not None:
-        read_source(links, "links")  # raises before the work starts
-    setup = layers.setup()
-    num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
-    stem = Path(output).with_suffix("")
-    files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"))}
-    measures_links = links is None and link is None and num_ranks > 1
-    campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
-    if measures_links:
-        links = f"{stem}.links.csv"
-        longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
-        ranks = _link_setup(setup.device, num_ranks, setup.threads, longest, effort.timeout)
-        campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
-    outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
-    sources = [files["compute"], *([links] if links else [])]
-    try:
-        link = link or (None if links else _datasheet_link(files["compute"]))
-        wanted = FitArgs(output=output, link=link, name=name, report=files["report"], json=json)
-        rows = [row for source in sources for row in read_source(source, "output")]
-        content = write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
-    except InputError as refusal:
-        advice = "measure again with nothing else running, or with more --minutes"
-        raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
-    finally:
-        for campaign, _ in campaigns:
-            campaign.journal().remove()
-    if json:
-        measured = {title: outcome_json(outcome) for title, outcome in outcomes.items()}
-        print_json(content | {"measured": measured, "files": {"profile": output, **files, "links": links}})
-
-
-def _datasheet_link(compute: str) -> str | None:
-    """None where a built-in cluster has the device; else the link that such a device is likely to have."""
-    from calibrate.data import read_origins
-    from kvrsim.hardware import builtin_clusters, load_cluster
-
-    gpu = next((origin["gpu"]["name"] for origin in read_origins([compute], "compute")), None)
-    known = {load_cluster(name).gpu.name for name in builtin_clusters()}
-    return None if gpu in known else _NO_DATASHEET
 
 
 @app.command("prefills")

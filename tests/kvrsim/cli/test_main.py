@@ -16,6 +16,7 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.output import NOT_WRITTEN
 from kvrsim.strategies import STRATEGIES
+from tests.building.commands import answer, screen
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAN = ("plan", "--gpus", "2", "--ctx", "512")
@@ -26,14 +27,6 @@ SIMULATE = ("simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512")
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command prints with --json."""
-    code = cli.main([*arguments, "--json"])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    return json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} in JSON"))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,17 +68,13 @@ def test_simulate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-30b", "--strategies", "tsp,kvr-e"]
-    assert cli.main([*arguments, "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert err == ""
-    plan = json.loads(out)
+    plan = answer(capsys, *arguments, code=1)
     assert plan["best"] is None
     assert (plan["nearest"]["strategy"], plan["nearest"]["fits"]) == (plan["shortfall"]["strategy"], False)
-    assert cli.main([*arguments, "--explain"]) == 1
-    screen = " ".join(capsys.readouterr().out.split())
-    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) kvr-e, rank" in screen
-    assert "scores" in screen
-    assert "weights" in screen
+    shown = " ".join(screen(capsys, *arguments, "--explain", code=1).split())
+    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) kvr-e, rank" in shown
+    assert "scores" in shown
+    assert "weights" in shown
 
 
 def test_trace_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +103,7 @@ def test_what_ships_is_listed_and_shown(kind: str, name: str, capsys: pytest.Cap
     assert name in [row["name"] for row in listed[kind]]
     assert answer(capsys, kind, "show", name)["name"] == name
     for arguments in (["list"], ["show", name]):
-        assert cli.main([kind, *arguments]) == 0
-        out, err = capsys.readouterr()
-        assert err == ""
+        out = screen(capsys, kind, *arguments)
         assert name in out
         assert max(map(len, out.splitlines())) <= 80
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from pathlib import Path
 
 import pytest
 
 from kvrsim.cli import main as cli
 from kvrsim.cli.output import print_csv
+from tests.building.commands import answer, refusal, run, screen
 
 SETTING = ("--gpus", "2", "--profile", "roofline")
 TABLES = {  # a command's list in its JSON
@@ -31,18 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(arguments) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", TABLES, ids=" ".join)
 def test_tables_hold_what_json_holds(
     arguments: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    content = json.loads(printed(capsys, *arguments, "--json"))
-    rows = list(csv.DictReader(io.StringIO(printed(capsys, *arguments, "--format", "csv"))))
+    content = answer(capsys, *arguments)
+    rows = list(csv.DictReader(io.StringIO(run(capsys, *arguments, "--format", "csv")[0])))
     assert len(rows) == len(content[TABLES[arguments]]) > 0
     compared = 0
     for row, whole in zip(rows, content[TABLES[arguments]], strict=True):
@@ -61,23 +56,20 @@ def test_markdown_is_the_terminals_own_table(
     arguments: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    screen = printed(capsys, *arguments)
-    for table in printed(capsys, *arguments, "--format", "md").split("\n\n"):
+    shown = screen(capsys, *arguments)
+    for table in run(capsys, *arguments, "--format", "md")[0].split("\n\n"):
         head, rule, *lines = table.splitlines()
         assert {line.count("|") for line in (head, rule, *lines)} == {rule.count("---") + 1}
         for line in lines:
             cells = line.replace("\\", "").split("|")[1:-1]
-            assert all(word in screen for cell in cells for word in cell.split())
+            assert all(word in shown for cell in cells for word in cell.split())
 
 
 @pytest.mark.parametrize(
     "others", [("--json", "--format", "csv"), ("--format", "xml"), ("--format", "md", "--emit", "vllm")], ids=" ".join
 )
 def test_what_formats_do_not_go_with(others: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--ctx", "1k", *others]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvrsim: error: --format: got ")
+    assert "error: --format: got " in refusal(capsys, "plan", "--ctx", "1k", *others)
 
 
 def test_cells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import kvrsim
 from calibrate.data import Measurement, read_measurements, write_measurements
 from calibrate.fit.attention import PRESETS, AttentionRows
 from calibrate.fit.links import SendRates
-from kvrsim.cli import main as cli
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.gemm import GemmRates, Product, Tile
 from kvrsim.kernels.profile import load_profile
+from tests.building.commands import answer, refusal, screen
 
 DEVICE = "NVIDIA A100-SXM4-80GB"
 
@@ -65,17 +64,10 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.main(["calibrate", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_fit_writes_a_profile_that_plans(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = ("--compute", files / "compute.csv", "--links", files / "links.csv")
     wanted = ("-o", files / "mine.json", "--attention-kernel", "fa2")
-    code, out, err = run(capsys, "fit", *sources, *wanted, "--report", files / "fit.md")
-    assert (code, err) == (0, "")
+    out = screen(capsys, "calibrate", "fit", *sources, *wanted, "--report", files / "fit.md")
     assert "matrix products" in out
     assert "made up" in out
     profile = load_profile(files / "mine.json")
@@ -84,16 +76,13 @@ def test_fit_writes_a_profile_that_plans(files: Path, capsys: pytest.CaptureFixt
     assert {"source", "devices", "attention kernels", "dtypes"} <= set(profile.provenance)
     assert kvrsim.__version__ in profile.provenance["fitted"]
     assert "## Matrix products" in (files / "fit.md").read_text()
-    plan = ["plan", "--gpus", "2", "--ctx", "2k", "--profile", str(files / "mine.json"), "--json"]
-    assert cli.main(plan) == 0
-    assert json.loads(capsys.readouterr().out)["best"]["ttft_s"] > 0
+    plan = ["plan", "--gpus", "2", "--ctx", "2k", "--profile", files / "mine.json"]
+    assert answer(capsys, *plan)["best"]["ttft_s"] > 0
 
 
 def test_fit_as_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = ("-o", files / "mine.json", "--attention-kernel", "fa2", "--name", "ours", "--json")
-    code, out, err = run(capsys, "fit", "--compute", files / "compute.csv", *wanted)
-    assert (code, err) == (0, "")
-    report = json.loads(out)
+    wanted = ("-o", files / "mine.json", "--attention-kernel", "fa2", "--name", "ours")
+    report = answer(capsys, "calibrate", "fit", "--compute", files / "compute.csv", *wanted)
     assert report["profile"] == "ours"
     assert report["operations"]["gemm"]["mape"] < 0.02
     assert report["operations"]["send_recv"]["num_rows"] == 0
@@ -102,8 +91,7 @@ def test_fit_as_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_import_reads_several_sources(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = (f"{files / 'compute.csv'}?gpu=A100", files / "links.csv")
     wanted = ("-o", files / "mine.json", "--measurements", files / "all.csv", "--attention-kernel", "fa2")
-    code, _, err = run(capsys, "import", *sources, *wanted)
-    assert (code, err) == (0, "")
+    screen(capsys, "calibrate", "import", *sources, *wanted)
     assert read_measurements(files / "all.csv") == compute_rows() + link_rows()
 
 
@@ -122,8 +110,5 @@ def test_a_mistake_costs_one_line(
     files: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)
-    code, out, err = run(capsys, *arguments.split())
-    assert (code, out) == (2, "")
-    assert err.startswith(f"kvrsim: error: {message}")
-    assert err.count("\n") == 1
+    assert f"kvrsim: error: {message}" in refusal(capsys, "calibrate", *arguments.split())
     assert not (files / "p.json").exists()

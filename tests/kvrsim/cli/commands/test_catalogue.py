@@ -9,42 +9,29 @@ from typing import Any
 import pytest
 
 from kvrsim.builder import make_scenario
-from kvrsim.cli import main as cli
 from kvrsim.cli.commands.catalogue import about
 from kvrsim.model.load import load_model
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy_engines import engines_with
+from tests.building.commands import answer, screen
 from tests.kvrsim.model.model_configs import GQA
 
 ROOT = Path(__file__).parents[4]
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["strategies", *arguments]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
-
-
-def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    found = json.loads(printed(capsys, "list", "--json"))["strategies"]
-    assert isinstance(found, list)
-    return found
-
-
 def test_all_are_listed_as_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = listed(capsys)
+    found = answer(capsys, "strategies", "list")["strategies"]
     assert [one["name"] for one in found][: len(STRATEGIES)] == list(STRATEGIES)
     for one in found[: len(STRATEGIES)]:
-        assert one == json.loads(printed(capsys, "show", one["name"], "--json"))
+        assert one == answer(capsys, "strategies", "show", one["name"])
         assert all(one[key] for key in ("title", "each_rank", "communication", "holds", "source"))
         page, _, anchor = one["docs"].partition("#")
         assert (
             f"\n## {anchor.capitalize()}\n" in (ROOT / page).read_text("utf-8") if anchor else (ROOT / page).is_file()
         )
         assert one["runs_here"] == (one["name"] in RUN_STRATEGIES)
-    table = printed(capsys, "list")
+    table = screen(capsys, "strategies", "list")
     assert all(f"\n{name} " in table for name in STRATEGIES)
 
 
@@ -60,13 +47,13 @@ def test_engines_are_those_of_a_plan(name: str) -> None:
 
 
 def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = " ".join(printed(capsys, "show", "tp8+kvr-s").split())
+    text = " ".join(screen(capsys, "strategies", "show", "tp8+kvr-s").split())
     assert "a rank is 8 GPUs that split every matrix; a chunk whose length is searched" in text
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import replace\nfrom kvrsim.strategies import KVR_S\nS = replace(KVR_S, name='mine')"
     )
-    found = json.loads(printed(capsys, "show", f"{path}:S", "--json"))
+    found = answer(capsys, "strategies", "show", f"{path}:S")
     assert (found["name"], found["runs_here"], found["engines"], found["docs"]) == ("mine", False, [], None)
 
 
@@ -86,19 +73,8 @@ LEGACY_OF_A_LAYER = (
 )
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["models", *arguments]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
-
-
-def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    return json.loads(shown(capsys, *arguments, "--json"))
-
-
 def test_fields_of_softmax_attention_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    model = as_json(capsys, "show", "qwen3-8b")
+    model = answer(capsys, "models", "show", "qwen3-8b")
     assert set(LEGACY) <= set(model)
     (kind,) = model["layer_kinds"]
     assert set(LEGACY_OF_A_LAYER) <= set(kind)
@@ -110,7 +86,7 @@ def test_fields_of_softmax_attention_stay(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_kinds_of_layers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    model = as_json(capsys, "show", "gpt-oss-20b")
+    model = answer(capsys, "models", "show", "gpt-oss-20b")
     assert model["mixers"] == [
         {"mixer": "window of 128", "num_layers": 12},
         {"mixer": "full attention", "num_layers": 12},
@@ -124,9 +100,7 @@ def test_what_is_approximated_is_told(tmp_path: Any, capsys: pytest.CaptureFixtu
     text = {"model_type": "qwen3_vl_text", **GQA}
     path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 2}}))
     assert load_model(path).model_type == "qwen3_vl_text"
-    assert as_json(capsys, "show", str(path))["approximations"] == ["the vision tower is left out"]
-    assert "the vision tower is left out" in shown(capsys, "show", str(path))
-    assert (
-        cli.main(["plan", "--gpus", "2", "--ctx", "512", "--strategies", "kvr-e", "--model", str(path), "--json"]) == 0
-    )
-    assert "seeing: the vision tower is left out" in json.loads(capsys.readouterr().out)["warnings"]
+    assert answer(capsys, "models", "show", str(path))["approximations"] == ["the vision tower is left out"]
+    assert "the vision tower is left out" in screen(capsys, "models", "show", str(path))
+    plan = answer(capsys, "plan", "--gpus", "2", "--ctx", "512", "--strategies", "kvr-e", "--model", path)
+    assert "seeing: the vision tower is left out" in plan["warnings"]

@@ -18,11 +18,11 @@ from calibrate.measure.campaign import Seconds
 from calibrate.measure.compute import ComputeBench, Point, compute_rows, grid, traffic_of
 from calibrate.measure.forward import ComputeSetup, ForwardTimer
 from calibrate.measure.links import LinkBench, LinkPoint, link_points
-from kvrsim.cli import main as cli
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import load_profile
 from kvrsim.model.gemm import Gemm
 from kvrsim.runtime.marks import Clock
+from tests.building.commands import answer, refusal, run
 
 pytestmark = pytest.mark.slow
 
@@ -127,22 +127,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calibrate.measure.compute.spec_of", lambda *_: DEVICE)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 @pytest.mark.usefixtures("made_up")
 def test_all_makes_a_profile_that_predicts_the_machine(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "mine.json"
     options = ("--model", config, "--ctx", "2k", "--ranks", 4, "--minutes", 0.5)
-    code, out, err = run(capsys, "calibrate", "all", "-o", output, *options, "--json")
-    assert code == 0, err
-    answer = json.loads(out)
-    assert answer["measured"]["layers"]["rows"] > 100
+    made = answer(capsys, "calibrate", "all", "-o", output, *options)
+    assert made["measured"]["layers"]["rows"] > 100
     assert all(Path(name).exists() for name in answer["files"].values())
     names = {path.name for path in tmp_path.iterdir()}
     beside = {"mine.json", "mine.compute.csv", "mine.links.csv", "mine.md", "mine.png"}
@@ -166,10 +158,9 @@ def test_all_makes_a_profile_that_predicts_the_machine(
 def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compute, links = tmp_path / "c.csv", tmp_path / "l.csv"
     quick = ("--minutes", 0.05)
-    code, out, err = run(
+    out, err = run(
         capsys, "calibrate", "compute", "--device", "cpu", "--model", config, "--ctx", 128, "-o", compute, *quick
     )
-    assert code == 0, err
     assert str(compute) in "".join(out.split())
     rows = read_measurements(compute)
     assert {"gemm", "attention", "layer", "norm", "cache_append", "head"} <= {row.operation for row in rows}
@@ -177,11 +168,8 @@ def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: 
     assert origin is not None
     assert origin["model"]["hidden_size"] == 256
     assert set(origin["versions"]) >= {"python", "torch", "transformers"}
-    code, out, err = run(
-        capsys, "calibrate", "links", "--ranks", 2, "--max-bytes", "64KiB", "-o", links, *quick, "--json"
-    )
-    assert code == 0, err
-    assert json.loads(out)["rows"] == len(read_measurements(links)) > 5
+    made = answer(capsys, "calibrate", "links", "--ranks", 2, "--max-bytes", "64KiB", "-o", links, *quick)
+    assert made["rows"] == len(read_measurements(links)) > 5
     told = read_origin(links)
     assert told is not None
     assert told["topology"] in ("switch", "bus")
@@ -209,10 +197,7 @@ def test_mistakes_get_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "calibrate", *arguments)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert named in err
+    assert named in refusal(capsys, "calibrate", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,7 +205,6 @@ def test_without_torch_one_line_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = run(capsys, "calibrate", "compute", "-o", tmp_path / "x.csv")
-    assert code == 2
-    assert err.startswith("kvrsim: error: torch: got 'no such module', accepted: ")
-    assert "pip install '.[hardware]' in a checkout" in err
+    line = refusal(capsys, "calibrate", "compute", "-o", tmp_path / "x.csv")
+    assert "error: torch: got 'no such module', accepted: " in line
+    assert "pip install '.[hardware]' in a checkout" in line

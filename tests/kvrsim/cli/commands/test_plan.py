@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import kvrsim
-from kvrsim.cli import main as cli
 from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
@@ -21,6 +20,7 @@ from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED, strategies_table
 from planner import candidates
+from tests.building.commands import answer, refusal, run, screen
 
 CLUSTERS = ("switch", "bus", "chain")
 
@@ -30,12 +30,6 @@ def cluster_file(folder: Path, **changes: Any) -> str:
     path = folder / "mine.json"
     path.write_text(json.dumps(to_json(replace(load_cluster("a100-nvlink"), name="mine", **changes))))
     return str(path)
-
-
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The JSON of a command."""
-    assert cli.main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_the_default_compares_all_that_could_fit() -> None:
@@ -95,14 +89,13 @@ def test_speed_ups_are_over_something_that_can_run(capsys: pytest.CaptureFixture
     """Llama-3-70B: TSP holds all weights on every GPU, which none has room for."""
     arguments = ("plan", "--gpus", "8", "--ctx", "16k", "--model", "llama-3-70b", "--cluster", "h100-nvlink")
     arguments = (*arguments, "--strategies", "tsp,tp,tp2+pp")
-    plan = asked(capsys, *arguments)
+    plan = answer(capsys, *arguments)
     rows = {row["strategy"]: row for row in plan["strategies"]}
     assert not rows["tsp"]["fits"]
     assert plan["yardstick"] == "tp"
     assert rows["tp"]["speedup"] == 1.0
     assert rows["tp"]["speedup_over_tsp"] == pytest.approx(rows["tsp"]["ttft_s"] / rows["tp"]["ttft_s"])
-    assert cli.main(list(arguments)) == 0
-    out = capsys.readouterr().out
+    out = screen(capsys, *arguments)
     assert "vs TP " in out
     assert "as fast as TSP" not in out
 
@@ -112,20 +105,18 @@ NOTHING_FITS = ("plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-3-70b",
 
 def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     """Each remedy is a command, which is then run."""
-    assert cli.main([*NOTHING_FITS, "--json"]) == 1
-    plan = json.loads(capsys.readouterr().out)
+    plan = answer(capsys, *NOTHING_FITS, code=1)
     peaks = {row["strategy"]: max(row["peak_bytes"]) for row in plan["strategies"]}
     short = plan["shortfall"]
     assert short["strategy"] == min(peaks, key=lambda name: peaks[name])
     assert short["over_bytes"] == peaks[short["strategy"]] - plan["memory_limit_bytes"] > 0
     assert {"--gpus 4", "--dtype fp8"} <= {" ".join(one["change"].split()[:2]) for one in short["would_fit"]}
     for one in short["would_fit"]:
-        again = asked(capsys, *NOTHING_FITS, *one["change"].split())
+        again = answer(capsys, *NOTHING_FITS, *one["change"].split())
         row = next(row for row in again["strategies"] if row["strategy"] == one["strategy"])
         assert row["fits"]
         assert max(row["peak_bytes"]) <= one["peak_bytes"]
-    assert cli.main([*NOTHING_FITS]) == 1
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(screen(capsys, *NOTHING_FITS, code=1).split())
     assert f"Nothing fits on 2 GPUs: the nearest, {short['strategy']}, needs" in out
     assert "Would fit:" in out
     assert TIED not in out
@@ -190,7 +181,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("command", QUESTIONS)
 def test_the_question_is_in_the_answer(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    content = asked(capsys, *QUESTIONS[command])
+    content = answer(capsys, *QUESTIONS[command])
     question = content["question"]
     about = ("model", "profile", "num_gpus", "context_len", "batch", "cached_prefix", "dtype", "attention")
     values = [question[key] for key in about]
@@ -204,17 +195,17 @@ def test_the_question_is_in_the_answer(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_its_cluster_is_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = asked(capsys, "clusters", "show", "h100-2x8-ndr400")
-    plan = asked(capsys, "plan", "--cluster", "h100-2x8-ndr400", "--profile", "roofline", "--ctx", "2k")
+    shown = answer(capsys, "clusters", "show", "h100-2x8-ndr400")
+    plan = answer(capsys, "plan", "--cluster", "h100-2x8-ndr400", "--profile", "roofline", "--ctx", "2k")
     assert set(plan["cluster"]) == set(shown)
     path = tmp_path / "again.json"
     path.write_text(json.dumps(plan["cluster"]))
-    again = asked(capsys, "plan", "--cluster", str(path), "--profile", "roofline", "--ctx", "2k")
+    again = answer(capsys, "plan", "--cluster", str(path), "--profile", "roofline", "--ctx", "2k")
     assert again["best"]["ttft_s"] == plan["best"]["ttft_s"]
 
 
 def test_the_question_has_the_network_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, "simulate", "--strategy", "tsp", "--cluster", "h100-2x8-ndr400", "--ctx", "1k")
+    found = answer(capsys, "simulate", "--strategy", "tsp", "--cluster", "h100-2x8-ndr400", "--ctx", "1k")
     cluster = found["question"]["cluster"]
     assert (cluster["topology"], cluster["gpus_per_node"], cluster["num_gpus"]) == ("nodes", 8, 16)
     assert (cluster["network"]["name"], cluster["network"]["bandwidth_bytes_per_s"]) == ("ib-ndr400", 50e9)
@@ -226,9 +217,7 @@ def test_the_question_has_the_network_between_nodes(capsys: pytest.CaptureFixtur
 def test_what_builds_a_file_says_the_question(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "file.json"
-    assert cli.main([*command, "--ctx", "512", "--gpus", "2", "-o", str(file), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = answer(capsys, *command, "--ctx", "512", "--gpus", "2", "-o", tmp_path / "file.json")
     assert (content["question"]["num_gpus"], content["version"]) == (2, kvrsim.__version__)
     assert content["cluster"]["gpu"]["name"] == content["question"]["cluster"]["gpu"] == "a100-80gb"
 
@@ -242,8 +231,7 @@ def test_all_of_the_clusters_gpus_take_part_by_default(num_gpus: int, tmp_path: 
 
 def test_more_gpus_than_a_named_switch_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = cluster_file(tmp_path, num_gpus=4)
-    assert cli.main(["plan", "--ctx", "1k", "--cluster", path, "--gpus", "5"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "plan", "--ctx", "1k", "--cluster", path, "--gpus", "5")
     assert "--gpus: got '5', accepted: at most 4" in error
     assert "mine" in error
 
@@ -259,13 +247,8 @@ def test_more_gpus_where_there_is_room_for_them_cost_a_note(topology: str, tmp_p
 LONG = ("plan", "llama-3.1-70b", "8xh100", "--ctx", "64k", "--strategies", "tp,pp-s,kvr-s,tsp")
 
 
-def screen(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert cli.main([*arguments]) == code
-    return capsys.readouterr().out
-
-
 def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = asked(capsys, *LONG)
+    plan = answer(capsys, *LONG)
     run, promise, because, *_ = (out := screen(capsys, *LONG)).splitlines()
     best = plan["best"]
     assert run.startswith(f"Run {best['strategy']} on 8 GPUs")
@@ -282,7 +265,7 @@ def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytes
 
 def test_long_lists_of_pieces_are_short_on_the_screen_and_whole_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (*LONG[:-1], "pp-s")
-    pieces = asked(capsys, *arguments)["best"]["partition"]
+    pieces = answer(capsys, *arguments)["best"]["partition"]
     assert sum(pieces) == 65536
     assert len(pieces) > 8
     assert f"{len(pieces)} pieces, {pieces[0]} falling to {pieces[-1]} tokens" in screen(capsys, *arguments)
@@ -297,12 +280,11 @@ def test_times_of_a_column_have_one_unit() -> None:
 
 
 def test_a_target_that_load_misses_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("plan", "--gpus", "2", "--ctx", "2k", "--strategies", "tp,tsp", "--slo", "10s", "--json")
-    assert cli.main([*arguments]) == 0
-    idle = json.loads(capsys.readouterr().out)["promise"]
+    arguments = ("plan", "--gpus", "2", "--ctx", "2k", "--strategies", "tp,tsp", "--slo", "10s")
+    idle = answer(capsys, *arguments)["promise"]
     assert (idle["meets"], idle["rate_per_s"]) == (True, None)
-    assert cli.main([*arguments, "--rate", str(2 * idle["most_rate_per_s"])]) == 1
-    assert json.loads(capsys.readouterr().out)["promise"]["meets"] is False
+    busy = answer(capsys, *arguments, "--rate", 2 * idle["most_rate_per_s"], code=1)["promise"]
+    assert busy["meets"] is False
 
 
 def test_the_papers_question_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,10 +294,10 @@ def test_the_papers_question_says_so_first(capsys: pytest.CaptureFixture[str]) -
 
 def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s,tp", "--emit", "vllm")
-    launch = asked(capsys, *arguments)
+    launch = answer(capsys, *arguments)
     assert (launch["engine"], launch["strategy"]) == ("vllm", "tp")
     assert launch["plan"]["best"]["strategy"] == "tp"  # what is launched is promised
-    out = screen(capsys, *arguments)
+    out, _ = run(capsys, *arguments)
     assert out.startswith("vllm serve")
     assert "Run tp " in out
     assert "kvr-s would take" in " ".join(out.split())
@@ -327,5 +309,5 @@ def test_emit_refuses_a_context_without_positions_before_the_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("planner.plan.search_all", None)
-    assert cli.main(["plan", "llama-3.1-70b", "8xh100", "--ctx", "1M", "--emit", "sglang"]) == 2
-    assert "--ctx: got '1048576', accepted: at most 131072 tokens" in capsys.readouterr().err
+    line = refusal(capsys, "plan", "llama-3.1-70b", "8xh100", "--ctx", "1M", "--emit", "sglang")
+    assert "--ctx: got '1048576', accepted: at most 131072 tokens" in line

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from kvrsim.cli import main as cli
+from tests.building.commands import answer, refusal, screen
 
 BUILD = [
     "predictor",
@@ -31,40 +30,37 @@ BUILD = [
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """A small predictor's file."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*BUILD, "-o", "ttft.json", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = answer(capsys, *BUILD, "-o", "ttft.json")
     assert (told["output"], told["strategies"], told["longest_context"]) == ("ttft.json", ["tp"], 1024)
     return "ttft.json"
 
 
 def test_lookup(built: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["predictor", "lookup", built, "--ctx", "900", "--cached-prefix", "512", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    prompt = ("--ctx", "900", "--cached-prefix", "512")
+    told = answer(capsys, "predictor", "lookup", built, *prompt)
     assert list(told)[:4] == ["ttft_s", "ttft_low_s", "ttft_high_s", "strategy"]
     assert told["num_gpus"] == 2
     assert {"model", "cluster", "profile", "engine"} < set(told)
-    simulate = ("simulate", "--strategy", "tp", "--gpus", "2", "--ctx", "900", "--cached-prefix", "512", "--json")
-    assert cli.main([*simulate]) == 0
-    assert told["ttft_s"] == pytest.approx(json.loads(capsys.readouterr().out)["ttft_s"], rel=0.03)
-    assert cli.main(["predictor", "lookup", built, "--ctx", "900", "--batch", "2"]) == 0
-    out = capsys.readouterr().out
+    simulated = answer(capsys, "simulate", "--strategy", "tp", "--gpus", "2", *prompt)
+    assert told["ttft_s"] == pytest.approx(simulated["ttft_s"], rel=0.03)
+    out = screen(capsys, "predictor", "lookup", built, "--ctx", "900", "--batch", "2")
     assert out.startswith("TTFT: tp, ")
     assert "2 GPUs of" in out
+    line = refusal(capsys, "predictor", "lookup", built, "--ctx", "1k", "--cached-prefix", "1k")
+    assert "--cached-prefix: got " in line
 
 
-def test_build_refuses_before_it_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*BUILD, "-o", "missing/ttft.json"],
+        [*BUILD, "--strategy", "nonsense", "-o", "ttft.json"],
+        ["predictor", "lookup", "empty.json", "--ctx", "1k"],
+    ],
+)
+def test_mistakes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*BUILD, "-o", "missing/ttft.json"]) == 2
-    assert cli.main([*BUILD, "--strategy", "nonsense", "-o", "ttft.json"]) == 2
-    Path("ttft.json").write_text("{}")
-    assert cli.main(["predictor", "lookup", "ttft.json", "--ctx", "1k"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 3
-
-
-def test_outside_is_one_line(built: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["predictor", "lookup", built, "--ctx", "1k", "--cached-prefix", "1k"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert err.startswith("kvrsim: error: --cached-prefix: got ")
+    Path("empty.json").write_text("{}")
+    assert refusal(capsys, *words)

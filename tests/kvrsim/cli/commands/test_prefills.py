@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrsim.cli import main as cli
 from kvrsim.engine import Engine, HostRates
+from tests.building.commands import answer, refusal, run, screen
 
 ROWS = """\
 model,gpu,num_gpus,strategy,context_len,batch,cached_prefix,dtype,ttft_s
@@ -35,34 +35,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str, engine: str = "engine.json") -> tuple[int, str, str]:
-    options = ("--profile", "h100-flash", "--engine", engine)
-    code = cli.main(["calibrate", "prefills", *options, *arguments])
-    return code, *capsys.readouterr()
+CHECKED = ("calibrate", "prefills", "--profile", "h100-flash", "--engine", "engine.json")
 
 
 def test_a_fitted_profile_plans_and_checks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "rows.csv", "-o", "mine.json")
-    assert (code, err) == (0, "")
+    out = screen(capsys, *CHECKED, "rows.csv", "-o", "mine.json")
     for shown in ("request_s", "identified", "left out", "llama-2-7b 4096 single on 1 GPU", "mine.json"):
         assert shown in out
     written = json.loads((folder / "mine.json").read_text("utf-8"))
     assert written["name"] == "mine"
     assert written["engine"]["fit"]["num_rows"] == 4
-    check = ["calibrate", "prefills", "rows.csv", "--profile", "mine.json", "--check", "--json"]
-    assert cli.main(check) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys, "calibrate", "prefills", "rows.csv", "--profile", "mine.json", "--check")
     assert found["median_ape"] < 0.05
     assert written["cluster"]["name"] == "h100-nvlink"
-    plan = ["plan", "--profile", "mine.json", "--model", "llama-2-7b", "--gpus", "1", "--ctx", "1k", "--json"]
-    assert cli.main(plan) == 0
-    assert json.loads(capsys.readouterr().out)["best"]["ttft_s"] == pytest.approx(0.047, rel=0.1)
+    plan = ["plan", "--profile", "mine.json", "--model", "llama-2-7b", "--gpus", "1", "--ctx", "1k"]
+    assert answer(capsys, *plan)["best"]["ttft_s"] == pytest.approx(0.047, rel=0.1)
 
 
 def test_the_fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "rows.csv", "-o", "mine.json", "--name", "ours", "--json")
-    found = json.loads(out)
-    assert code == 0
+    found = answer(capsys, *CHECKED, "rows.csv", "-o", "mine.json", "--name", "ours")
     assert (found["profile"], found["output"], found["n"]) == ("ours", "mine.json", 4)
     names = [term["name"] for term in found["terms"]]
     assert names == ["request_s", "token_s", "layer_s", "kernel_scale", "sustained_share"]
@@ -72,17 +63,14 @@ def test_the_fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_check_as_json_has_the_agreed_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "rows.csv", "--check", "--json")
-    found = json.loads(out)
-    assert code == 0
+    found = answer(capsys, *CHECKED, "rows.csv", "--check")
     assert set(found) == {"rows", "n", "median_ape", "mape", "coverage", "warnings"}
     assert set(found["rows"][0]) == {"case", "measured_s", "predicted_s", "low_s", "high_s", "rel_error"}
 
 
 def test_the_check_leaves_with_0_however_far_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.csv").write_text(ROWS.replace("0.0", "9.0"), encoding="utf-8")
-    code, out, _ = run(capsys, "rows.csv", "--check")
-    assert code == 0
+    out = screen(capsys, *CHECKED, "rows.csv", "--check")
     assert "inside the interval: 0%" in out or "25% of 4 rows" in out
 
 
@@ -90,8 +78,7 @@ def test_an_output_of_a_benchmark_takes_the_options(folder: Path, capsys: pytest
     record = {"run_name": "a", "batch_size": 1, "input_len": 1024, "output_len": 8, "prefill_latency": 0.05}
     (folder / "result.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     options = ("--model", "llama-2-7b", "--gpus", "2", "--dtype", "bf16")
-    code, out, err = run(capsys, "result.jsonl", "rows.csv", "--check", "--json", *options)
-    assert code == 0
+    out, err = run(capsys, *CHECKED, "result.jsonl", "rows.csv", "--check", "--json", *options)
     assert json.loads(out)["rows"][0]["case"] == "llama-2-7b 1024 tp on 2 GPUs"
     assert "note: result.jsonl: times inside the engine" in err
 
@@ -110,15 +97,12 @@ def test_an_output_of_a_benchmark_takes_the_options(folder: Path, capsys: pytest
 def test_a_mistake_costs_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
 ) -> None:
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert line in err
+    assert line in refusal(capsys, *CHECKED, *arguments)
 
 
 def test_a_failed_fit_leaves_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.csv").write_text(ROWS.replace("llama-2-7b", "no-model"), encoding="utf-8")
-    assert run(capsys, "rows.csv", "-o", "mine.json")[0] == 2
+    refusal(capsys, *CHECKED, "rows.csv", "-o", "mine.json")
     assert not (folder / "mine.json").exists()
 
 
@@ -130,7 +114,7 @@ def test_an_interrupted_fit_leaves_no_file(
 
     monkeypatch.setattr("calibrate.prefills.fit.solve", interrupted)
     (folder / "mine.json").write_text("what was there", encoding="utf-8")
-    code, out, err = run(capsys, "rows.csv", "-o", "mine.json")
-    assert (code, out, err) == (130, "", "kvrsim: interrupted: nothing is kept; the same command begins anew\n")
+    out, err = run(capsys, *CHECKED, "rows.csv", "-o", "mine.json", code=130)
+    assert (out, err) == ("", "kvrsim: interrupted: nothing is kept; the same command begins anew\n")
     assert (folder / "mine.json").read_text("utf-8") == "what was there"
     assert {path.name for path in folder.iterdir()} == {"rows.csv", "engine.json", "mine.json"}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.table import build
 from planner.table.build import Draft, draft_of
+from tests.building.commands import answer, refusal, run
 
 ROOT = Path(__file__).resolve().parents[4]
 BUILD = ("table", "build", "--gpus", "2", "--ctx", "512:1536:512", "--profile", "roofline", "--jobs", "1")
@@ -38,15 +38,9 @@ def table(capsys: pytest.CaptureFixture[str]) -> str:
     return "table.json"
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]:
-    """What a command prints with --json, and what it says on standard error."""
-    assert cli.main([*arguments, "--json"]) == 0
-    out, err = capsys.readouterr()
-    return json.loads(out), err
-
-
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
-    told, err = answer(capsys, *BUILD, "-o", "table.json")
+    out, err = run(capsys, *BUILD, "-o", "table.json", "--json")
+    told = json.loads(out)
     assert (told["output"], told["entries"]) == ("table.json", 3)
     assert "roofline" in err
     content = json.loads(Path("table.json").read_text())
@@ -62,7 +56,8 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     for ctx, source in (("1k", "exact"), ("700", "interpolated"), ("100", "extrapolated"), ("1m", "extrapolated")):
-        found, err = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", ctx)
+        out, err = run(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", ctx, "--json")
+        found = json.loads(out)
         assert found["source"] == source
         assert (found["num_gpus"], sum(found["partition"])) == (2, found["context_len"])
         assert sum(found["fractions"]) == pytest.approx(1)
@@ -71,22 +66,20 @@ def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_simulate_and_plan(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--gpus", "2", "--ctx", "700", "--profile", "roofline", "--table", table)
-    found, _ = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700")
-    result, _ = answer(capsys, "simulate", "--strategy", "kvr-p", *arguments)
+    found = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700")
+    result = answer(capsys, "simulate", "--strategy", "kvr-p", *arguments)
     assert (result["strategy"], result["partition"]) == ("kvr-p", found["partition"])
-    plan, _ = answer(capsys, "plan", "--strategies", "kvr-s,kvr-p", *arguments)
+    plan = answer(capsys, "plan", "--strategies", "kvr-s,kvr-p", *arguments)
     assert [row["strategy"] for row in plan["strategies"]] == ["kvr-s", "kvr-p"]
     assert plan["strategies"][1]["partition"] == found["partition"]
     assert not any("kvr-p" in warning for warning in plan["warnings"])
     other = ("--gpus", "2", "--ctx", "100", "--model", "llama-13b", "--table", table)
-    plan, _ = answer(capsys, "plan", "--strategies", "kvr-p", *other)
+    plan = answer(capsys, "plan", "--strategies", "kvr-p", *other)
     notes = [warning for warning in plan["warnings"] if "kvr-p" in warning]
     assert "model llama-7b, not llama-13b" in notes[0]
     assert "profile roofline, not a100-eager" in notes[0]
     assert "extrapolated" in notes[1]
-    result, _ = answer(
-        capsys, "simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "512", "--partition", "300,212"
-    )
+    result = answer(capsys, "simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "512", "--partition", "300,212")
     assert result["partition"] == [300, 212]
 
 
@@ -115,13 +108,7 @@ def test_mistakes_take_one_line(
     Path("folder").mkdir()
     Path("other.json").write_text('{"a": 1}')
     Path("cut.json").write_text(Path(table).read_text()[:500])
-    assert cli.main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvrsim: error: ")
-    assert err.count("\n") == 1
-    assert named in err
-    assert "accepted" in err
+    assert named in refusal(capsys, *arguments)
 
 
 @pytest.mark.parametrize("backend", ["dask", "ray"])
@@ -131,11 +118,9 @@ def test_a_backend_that_is_not_installed(
     monkeypatch.setitem(sys.modules, "distributed", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.util.joblib", None)
-    assert cli.main([*BUILD, "-o", "table.json", "--pool", backend]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"kvrsim: error: --pool: got '{backend}'")
-    assert "pip install" in err
-    assert err.count("\n") == 1
+    line = refusal(capsys, *BUILD, "-o", "table.json", "--pool", backend)
+    assert f"--pool: got '{backend}'" in line
+    assert "pip install" in line
 
 
 def test_interrupted_work_resumes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
