@@ -83,7 +83,7 @@ def test_the_report_of_a_fit_escapes_names() -> None:
         provenance={evil: evil},
         operations={},
     )
-    page = FitReport(profile=told, fits={}, lines={}, notes=(evil,)).to_markdown()
+    page = FitReport(profile=told, lines={}, notes=(evil,)).to_markdown()
     assert "alert(2)" in page
     assert "<script" not in page
     assert re.search(r"(?<!\\)\]\(http", page) is None

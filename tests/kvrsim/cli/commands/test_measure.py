@@ -158,7 +158,7 @@ def test_all_makes_a_profile_that_predicts_the_machine(
 def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compute, links = tmp_path / "c.csv", tmp_path / "l.csv"
     quick = ("--minutes", 0.05)
-    out, err = run(
+    out, _ = run(
         capsys, "calibrate", "compute", "--device", "cpu", "--model", config, "--ctx", 128, "-o", compute, *quick
     )
     assert str(compute) in "".join(out.split())
