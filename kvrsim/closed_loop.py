@@ -18,9 +18,9 @@ import math
 from dataclasses import dataclass
 
 FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
-OUTPUT_TOKENS = 1024  # per request, where nobody says: the length of public benchmarks
+OUTPUT_TOKENS = 1024  # default per request: the length of public benchmarks
 HALF_STEP = 0.5  # decode steps: a prompt arrives during one
-STEP_TOKENS = 1000  # tokens that take as long as the constant part of a step
+STEP_TOKENS = 1000  # tokens whose computation takes as long as the constant part of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class ClosedLoop:
         return prefill_s * (1 + queue) + self.wait_steps * self.tpot_s
 
     def prefill_s(self, mean_ttft_s: float) -> float | None:
-        """Seconds of one prefill, from the mean TTFT; None: the wait for decode steps alone takes that long."""
+        """Seconds of one prefill, from the mean TTFT; None if the wait for decode steps alone takes longer."""
         decode_s = self.output_tokens * self.tpot_s
         rest_s = mean_ttft_s - self.wait_steps * self.tpot_s
         if rest_s <= 0:
@@ -55,6 +55,6 @@ class ClosedLoop:
 
     @property
     def _others(self) -> float:
-        """The prefills that a prompt waits for behind all other users, on average."""
+        """Mean number of other users' prefills that a prompt waits for."""
         share = 1.0 if self.prompt_tokens is None else self.prompt_tokens / (self.prompt_tokens + STEP_TOKENS)
         return share * (self.users - 1) / 2

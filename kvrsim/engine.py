@@ -57,11 +57,9 @@ class EngineFit:
 class Engine:
     """A serving engine of some version, in addition to the kernels of a profile.
 
-    kernel_scale: seconds of this engine's kernels over the profile's, by the profile's GPU; the kernels of an older
-        library are slower.
-    spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is what kernel_scale may be off by on a
-        GPU that it does not name, "model" what whole TTFTs are off by whatever the terms are. A term that is absent is
-        known exactly.
+    kernel_scale: seconds of this engine's kernels over those of the profile, by the profile's GPU.
+    spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is that of kernel_scale on a GPU that it
+        does not name, "model" that of whole TTFTs. A term that is absent is known exactly.
     model_types: by model_type of Hugging Face, seconds of a launch over host.launch_s; shrunken towards those of other
         engines, and these towards 1.
     models: model types of the whole prefills that were measured on the engine; empty: not recorded.
@@ -79,7 +77,7 @@ class Engine:
     models: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, float] = field(default_factory=dict)
-    is_other_version: bool = False  # whether a version was asked for that was not measured
+    is_other_version: bool = False  # whether the version was not measured itself
     transfer_s: NonNegative = 0.0  # that a TTFT holds besides where another server decodes (disaggregated serving)
     decode_step: bool = False  # whether TTFT holds one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
@@ -171,16 +169,16 @@ class HostRates:
     """The launching thread and the requests' way to it: a property of the software, not of the device."""
 
     layer_s: NonNegative  # seconds to issue one decoder layer
-    gather_piece_s: NonNegative  # more, per rank that takes part, for the all-gathers of one layer
+    gather_piece_s: NonNegative  # in addition, per rank that takes part, for the all-gathers of one layer
     resume_s: NonNegative = (
         0.0  # the device idles after communication that held it, until the next operation has been issued
     )
     request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
-    token_s: NonNegative = 0.0  # more per token of the request, such as for a tokeniser; the device waits
+    token_s: NonNegative = 0.0  # in addition per token of the request, such as for a tokeniser; the device waits
     step_s: NonNegative = 0.0  # before each pass through the layers: of a chunked prefill, each piece on each stage
-    prepare_s: NonNegative | None = None  # host time per pass; None: not measured, taken as step_s
+    prepare_s: NonNegative | None = None  # host time per pass; None: not measured, step_s is used
     message_s: NonNegative = 0.0  # to issue one send or one receive
-    kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
+    kernel_s: NonNegative = 0.0  # in addition to layer_s, for each kernel that the decoder layer launches
     launch_s: NonNegative = 0.0  # additional device time of each of these kernels
     collective_s: NonNegative = 0.0  # additional time of each collective of tensor parallelism
 

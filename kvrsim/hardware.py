@@ -1,8 +1,8 @@
 """GPUs, links and clusters, from datasheets or a user's file, and measured collectives.
 
-A GpuSpec is a GPU as its datasheet has it; a LinkSpec joins two devices; a Cluster is their layout, from which follows
-the Path of each message. An UnevenCluster has GPUs or links that are slower than the others. GatherRates has ring
-all-gathers by their two protocols, AllReduceRates all-reduces by number of GPUs and bytes.
+A GpuSpec has the figures of a datasheet; a LinkSpec joins two devices; a Cluster is their layout, which gives the Path
+of each message. An UnevenCluster has GPUs or links that are slower than the others. GatherRates has the two protocols
+of ring all-gathers, AllReduceRates all-reduces by number of GPUs and bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GatherRates:
     small_bytes_per_s: float  # of the latency-bound protocol
     large_bytes_per_s: float  # of the pipelined one, for endless messages
     setup_s: NonNegative  # of the pipeline's start
-    own_share: NonNegative  # the copy of a rank's own piece, as a share of one link crossing
+    own_share: NonNegative  # cost of copying a rank's own piece, as a share of sending one
 
     def step_s(self, piece_bytes: Array, num_ranks: int) -> Array:
         """Seconds of one of the p - 1 steps of the ring, for pieces of that size, without the launch."""
@@ -117,12 +117,12 @@ PeakFlops = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSpec:
-    """A GPU as its datasheet has it."""
+    """Figures of a GPU's datasheet."""
 
     name: str  # as in gpus.json
     memory_bytes: Bytes  # device memory in all, as nvidia-smi reports it
     hbm_bytes_per_s: float  # device memory bandwidth, peak
-    peak_flops: PeakFlops  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
+    peak_flops: PeakFlops  # by dtype, FLOP/s of the tensor cores for dense matrices
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
@@ -136,10 +136,10 @@ class GpuSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimit:
-    """How much of a GPU's memory a prefill may use; the rest is a reserve.
+    """Memory of a GPU that a prefill may use; the rest is a reserve.
 
-    The reserve is for what is not counted byte by byte: what the driver and ECC keep, gaps in the allocator's heap,
-    other processes on the GPU.
+    The reserve covers what is not counted in bytes: memory of the driver and of ECC, fragmentation of the allocator's
+    heap, other processes on the GPU.
     """
 
     gpu_memory_bytes: int  # total memory of one GPU
@@ -173,9 +173,9 @@ class LinkSpec:
     bandwidth_bytes_per_s: float  # payload in one direction
     latency_s: NonNegative  # from the first byte sent to the first byte received, with software
     source: str  # citation, or the author of the figure
-    short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
-    gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
-    all_reduce: AllReduceRates | None = None  # over such links; None: as two all-gathers
+    short_bytes_per_s: float | None = None  # of messages that are short against the latency; None: as of all
+    gather: GatherRates | None = None  # of all-gathers over such links; None: priced as single messages
+    all_reduce: AllReduceRates | None = None  # over such links; None: priced as two all-gathers
     like: str | None = None  # a link of the same kind, whose measured latencies hold and whose rates hold in proportion
     profile: str | None = None  # profile with these measured figures; None: a datasheet's or a user's
 
@@ -193,10 +193,10 @@ class LinkSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """What a message from one GPU to another goes over."""
+    """The links between two GPUs, as one message sees them."""
 
-    bandwidth_bytes_per_s: float  # of the slowest link on the way
-    latency_s: float  # of all links on the way together
+    bandwidth_bytes_per_s: float  # of the slowest link
+    latency_s: float  # of all links together
     shared_bus: bool  # whether all paths of the cluster share this one bandwidth
     short_bytes_per_s: float | None = None  # see LinkSpec
     gather: GatherRates | None = None  # see LinkSpec
@@ -224,7 +224,7 @@ class Path:
 
     @property
     def gather_launch_s(self) -> float:
-        """Before a rank's first step."""
+        """Seconds before a rank's first step."""
         return 0.0 if self.gather is None else self.gather.launch_s
 
 
@@ -308,7 +308,7 @@ class Cluster:
     ) -> Cluster:
         """The cluster with another link (with several nodes, inside a node); None keeps a value.
 
-        What was measured of short messages and collectives does not hold for it.
+        Measured rates of short messages and collectives do not apply to it.
         """
         if bandwidth_bytes_per_s is None and latency_s is None:
             return self
@@ -319,7 +319,7 @@ class Cluster:
         return replace(self, link=link)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the cluster in one line."""
         bandwidth = format_bandwidth(self.link.bandwidth_bytes_per_s)
         link = f"{self.link.name}, {bandwidth}, {format_seconds(self.link.latency_s)}"
         if self.network is not None and self.topology == "nodes":
@@ -373,8 +373,7 @@ def load_cluster(
 def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
     """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None if the text is no size.
 
-    A node is that of the built-in cluster of the GPU. Nodes are joined as those of the built-in cluster of several
-    nodes, or else over InfiniBand of 400 Gb/s per GPU.
+    A node is the built-in cluster of the GPU. Nodes are joined by InfiniBand of 400 Gb/s per GPU.
     """
     match = _SIZE.fullmatch(text.lower())
     gpu = match and {"a100": "a100-80gb"}.get(match[3], match[3])
@@ -414,7 +413,7 @@ def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObj
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowGpu:
-    """A GPU that takes longer for everything."""
+    """A GPU on which all operations take longer."""
 
     rank: int  # of the GPU, from 0
     factor: float  # its times over the others', at least 1
@@ -438,7 +437,7 @@ class UnevenCluster(Cluster):
 
     @classmethod
     def of(cls, cluster: Cluster, slow_gpus: Sequence[SlowGpu], slow_links: Sequence[SlowLink]) -> Cluster:
-        """The cluster itself where nothing is slow."""
+        """A cluster with slow GPUs or links; the cluster itself where nothing is slow."""
         gpus = tuple(gpu for gpu in slow_gpus if gpu.factor != 1)
         links = tuple(link for link in slow_links if link.factor != 1)
         if not gpus and not links:

@@ -1,6 +1,6 @@
 """Layout: which GPUs share a model and a prompt, for attention, for the routed experts and for the layers.
 
-A name says the sizes, joined by "+":
+A name states the sizes, joined by "+":
 
 | part | what it splits |
 |---|---|
@@ -36,16 +36,16 @@ _FIELDS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """The sizes that a strategy's name says; None: all GPUs that the others leave, at most one of these four."""
+    """The sizes in a strategy's name. At most one of the first four is None: all GPUs that the others leave."""
 
     data: int | None = 1  # groups of GPUs for attention, each with prompts of its own
     tensor: int | None = 1  # GPUs that split every matrix
     pipeline: int | None = 1  # stages of layers
     context: int | None = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # scheme that splits the context; None: none does
-    pieces: Pieces = "none"  # how the context is divided on its way through the layers
+    pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
     experts: Literal["default", "ep", "edp"] = "default"  # placement of experts in the name
-    num_experts_groups: int | None = None  # N of epN and edpN; None: as many as there are
+    num_experts_groups: int | None = None  # N of epN and edpN; None: all that there are
 
     @property
     def name(self) -> str:
@@ -146,7 +146,7 @@ class Layout:
     pipeline: int = 1  # stages of layers
     context: int = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # scheme that splits the context; None: none does
-    pieces: Pieces = "none"  # how the context is divided on its way through the layers
+    pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
     expert_tensor: int = 1  # GPUs that share one expert; with expert_parallel 1, the experts are whole or absent
     expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole
     is_mixture: bool = False  # whether the model has routed experts
@@ -173,15 +173,15 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks, of one context and one data group each, that have one copy of the experts together."""
+        """Number of context and data ranks that hold one copy of the experts together."""
         return max(1, self.expert_tensor * self.expert_parallel // self.tensor) if self.is_mixture else 1
 
     @property
     def exchange(self) -> Exchange:
-        """How tokens come to experts of other ranks.
+        """How tokens reach experts of other ranks.
 
         all-to-all: each rank sends a token to the ranks that hold its experts. gather: every rank gets all tokens, and
-        what the experts make of them is summed and scattered, as engines do unless a library for all-to-all is set up.
+        the experts' results are summed and scattered, as in engines without a library for all-to-all.
         """
         if self.expert_ranks == 1:
             return "none"
@@ -190,7 +190,7 @@ class Layout:
 
     @property
     def degrees(self) -> Degrees:
-        """What its name says: the experts only where they lie otherwise than by default."""
+        """The degrees that its name states; experts only where their placement is not the default."""
         experts: Literal["default", "ep", "edp"] = "default"
         number = None
         slices_all = self.expert_tensor == self.stage_gpus
@@ -218,9 +218,9 @@ ONE_LAYOUT = Layout()  # of one GPU
 def layout_on(degrees: Degrees, num_gpus: int, *, is_mixture: bool, whole_experts_fit: bool = True) -> Layout:
     """The layout that a name stands for on a number of GPUs.
 
-    whole_experts_fit: whether a rank's GPUs can hold all experts. They do by default under a strategy that no engine
-    has; where they cannot, the experts are spread over all GPUs.
-    Raises InputError where the sizes are not those of the GPUs.
+    whole_experts_fit: whether a rank's GPUs have memory for all experts. If not, the experts are spread over all GPUs
+    under a strategy that no engine has; otherwise each rank of such a strategy holds all experts.
+    Raises InputError where the product of the sizes is not the number of GPUs.
     """
     sizes = degrees.on(num_gpus)
     layout = Layout(

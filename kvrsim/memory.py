@@ -32,7 +32,7 @@ RUNTIME_BYTES = 1_000_000_000  # CUDA context, cuBLAS workspace and NCCL buffers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Peak bytes of one rank, by what they are for."""
+    """Peak bytes of one rank, by purpose."""
 
     weights: int
     kv_cache: int  # of all layers, for every token whose K and V the rank holds
@@ -64,10 +64,10 @@ class RankMemory:
 def memory_of(
     scenario: Scenario, strategy: Strategy, partition: Partition, program: Program | None = None
 ) -> tuple[RankMemory, ...]:
-    """Peak memory of every GPU, rank by rank; those of a group have equal shares.
+    """Peak memory of every GPU, rank by rank; the GPUs of a group have equal shares.
 
-    What a rank holds is read from its program: K, V after each operation, messages and gathered pieces until they are
-    in the cache, score matrices. Where a program does not say what it holds, it is taken to hold the whole context.
+    A rank's program states what it holds: K, V after each operation, messages and gathered pieces until they are
+    in the cache, score matrices. Where a program states no bytes, the rank is assumed to hold the whole context.
     """
     parts = _Parts(scenario)
     if strategy.pipeline is not None:
@@ -98,7 +98,7 @@ class _Parts:
         self.scenario, self.model, self.request = scenario, scenario.share, scenario.request
         self.batch, self.width = scenario.request.batch, scenario.request.dtype_bytes
         layout = scenario.expert_placement.layout
-        # Experts that are spread, or that several ranks share, have other tokens than the rank's.
+        # Experts that are spread, or shared by several ranks, process tokens of other ranks.
         self._has_other_tokens = layout.expert_parallel > 1 or layout.exchange != "none"
         mixers = [layer.mixer for layer in self.model.layer_kinds if layer.mixer is not None]
         self._score_heads = max((mixer.num_attention_heads for mixer in mixers), default=0)
@@ -116,7 +116,7 @@ class _Parts:
             shares = access.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
             others = self._cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
             cached = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
-            # What it loads for this layer alone is in flight.
+            # Bytes loaded for this layer alone are counted as in flight.
             dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
             peak = max(cached, default=self._cache(layer, request.context_len)) - dropped
             gathers = strategy.gathers_kv and access.access == "pass-kv"
@@ -170,7 +170,7 @@ class _Parts:
             yield from (*[replace(last, logits=0)] * (context - 1), last)
 
     def _cache(self, layer: LayerSpec, tokens: int) -> float:
-        """Cache and state of that many tokens of each sequence in a layer."""
+        """Bytes of the cache and the state of `tokens` tokens of each sequence in a layer."""
         if layer.mixer is None:
             return 0.0
         return self.batch * float(layer.mixer.cache_bytes(tokens, self.model.cached_element_bytes(self.width)))
@@ -199,9 +199,9 @@ class _Parts:
         )
 
     def _experts(self, chunk: int, together: int) -> int:
-        """What the busiest GPU holds of its experts' rows, and the chunk's residual stream twice.
+        """Bytes of the rows of the busiest GPU's experts, and of the chunk's residual stream, twice.
 
-        Where ranks gather tokens for their experts, those of the stage, too. together: tokens of a sequence on all
+        Where ranks gather tokens for their experts, the stage's tokens are added. together: tokens of a sequence on all
         ranks.
         """
         if not self._has_other_tokens:

@@ -1,4 +1,4 @@
-"""Scenario: everything that a prediction is about: a request on a cluster, by a model, predicted from a profile.
+"""Scenario: the subject of a prediction: a request, a model, a cluster and a profile.
 
 A partition says how the request's context is split over ranks.
 """
@@ -46,7 +46,7 @@ class Request:
 
     context_len: int  # tokens of the whole context, the cached prefix included
     batch: int = 1  # sequences prefilled together, each of context_len tokens
-    cached_prefix: int = 0  # leading tokens of the context whose KV every rank already holds
+    cached_prefix: int = 0  # leading tokens of the context whose K and V are computed already
     dtype: str = "fp16"  # one of DTYPES; fp8: the products of the layers, all else in half precision
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Partition:
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
-_MOST_HELD = 0.9  # a GPU whose multiprocessors are all held would compute nothing
+_MOST_HELD = 0.9  # messages leave a GPU at least a tenth of its multiprocessors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +138,15 @@ class Scenario:
     profile: CalibrationProfile | None
     kernel: str  # attention kernel, one of KERNELS
     layout: Layout | None = None  # of all GPUs; None before a strategy is applied
-    group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
+    group: Group | None = None  # GPUs of each rank; the ranks of `cluster` are then such groups
     gather: Group | None = None  # ranks whose tokens are gathered for shared experts
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
-    engine: Engine | None = None  # what serves the model; None: the kernels and the profile's host
+    engine: Engine | None = None  # serving engine; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
     expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
     prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
     prefix_access: PrefixAccess | None = None  # how ranks attend to it; None: a strategy has not chosen yet
-    data_load: float = 1.0  # sequences of all data groups over those of the rank's own
+    data_load: float = 1.0  # sequences of all data groups over sequences of the rank's group
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
@@ -227,7 +227,7 @@ class Scenario:
 
     @property
     def data_groups(self) -> int:
-        """Groups of as many GPUs, for other prompts."""
+        """Number of equal groups of GPUs, each with prompts of its own."""
         return 1 if self.layout is None else self.layout.data
 
     @cached_property
@@ -266,7 +266,7 @@ class Scenario:
         return self.expert_placement.layout.exchange == "none"
 
     def without_communication(self) -> Scenario:
-        """The scenario of the paper's TTFT(p): free links, and the prefix on all ranks."""
+        """The scenario of the paper's TTFT(p): links without cost, and the prefix on all ranks."""
         quiet = self.with_own_links(1e30, latency_s=0.0)
         quiet = replace(quiet, prefix_placement=ON_EVERY_RANK, prefix_access=None)
         if self.group is not None:
@@ -323,10 +323,10 @@ class Scenario:
 
     @cached_property
     def pace(self) -> float:
-        """Seconds of products and attention over those at the burst clock, as the clock falls under load.
+        """Seconds of products and attention over seconds at the burst clock.
 
-        The clock falls with the time under load since the prefill began. One factor stands for the whole prefill, of a
-        GPU that has an even share of its work: ranks that are well balanced work about as long.
+        The clock falls under load, with the time since the prefill began. One factor holds for the whole prefill. It is
+        that of a GPU with an even share of the work, because balanced ranks work about equally long.
         """
         if self.profile is None or self.profile.kernels.clock is None:
             return 1.0
@@ -336,7 +336,7 @@ class Scenario:
             one.qkv_s(tokens)
             + (one.mixer.append_s(tokens, prefix) + one.mixer.attention_s(tokens, prefix) if one.has_mixer else 0.0)
             + one.output_mlp_s(tokens)
-            + one.exchanged_experts_s(tokens) * self.expert_placement.layout.context  # each rank has as many rows
+            + one.exchanged_experts_s(tokens) * self.expert_placement.layout.context  # on each rank equally many
             for one in costs
         ]
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
@@ -378,9 +378,9 @@ class Scenario:
 
     @property
     def message_share(self) -> float:
-        """Share of a GPU's compute rate that a ring's messages take in flight: that of their multiprocessors.
+        """Share of a GPU's compute rate that a ring's messages take while they are in flight.
 
-        Where these were not counted, what a receive takes that waits.
+        It is the share of their multiprocessors or, where these were not counted, that of a receive that waits.
         """
         held = 0 if self.profile is None else self.profile.links.message_sms
         return min(held / self.cluster.gpu.num_sms, _MOST_HELD) if held else self.pending_share

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvrsim.errors import InputError
 
-_NAME_CHARS = 40  # of the file's name in its temporary neighbour's: any name that fits keeps fitting
+_NAME_CHARS = 40  # of the file's name in the temporary name, which must not be longer than the system allows
 
 
 def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """JSON to frozen dataclasses and back, driven by their annotations.
 
-`read` checks JSON that anybody may have written, `to_json` and `write_json` write it. An annotation says
-what is accepted:
+`read` checks JSON from any source, `to_json` and `write_json` write it. The annotation of a field states what is
+accepted:
 
     float                    a finite number above 0
     NonNegative              a finite number of at least 0
@@ -16,8 +16,8 @@ what is accepted:
     a frozen dataclass       an object with its fields as keys; a class method `read(data)` of its own comes first
     Any                      any JSON value
 
-A field with a default may be absent. What one field alone cannot tell, `__post_init__` checks; it raises
-InputError with the field's name or a key path from it, to which the reader adds the file and the path before it.
+A field with a default may be absent. `__post_init__` checks conditions on several fields. It raises
+InputError with a field's name or a key path that begins there; the reader adds the file and the path to the object.
 Keys that begin with _ are comments.
 """
 
@@ -38,8 +38,8 @@ from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
 
 T = TypeVar("T")
-MAX_FILE_BYTES = 2**24  # a configuration is never larger; weights given by mistake are not read whole
-MAX_DEPTH = 50  # arrays and objects inside each other; nothing that kvrsim reads comes near
+MAX_FILE_BYTES = 2**24  # no configuration is larger; a file of weights that is given by mistake is not read whole
+MAX_DEPTH = 50  # most levels of nested arrays and objects; files of kvrsim have far fewer
 _FIELD = re.compile(r"[.\[]")  # what ends the field in a key path
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 
@@ -68,7 +68,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A condition on a value besides its type."""
+    """A condition on a value, in addition to its type."""
 
     accepted: str  # for messages
     holds: Callable[[Any], bool]
@@ -122,8 +122,8 @@ def write_json(path: str | Path, value: Any, *, argument: str = "output") -> Non
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text. Raises ValueError where it is not JSON or is nested more than MAX_DEPTH levels deep.
 
-    The json module gives up at Python's recursion limit, and what it has read just below that limit cannot be
-    compared or written again.
+    The json module fails at Python's recursion limit, and a value just below that limit cannot be compared or written
+    again.
     """
     too_deep = f"more than {MAX_DEPTH} levels deep"
     try:
@@ -249,7 +249,7 @@ def named_object(
 ) -> JsonObject:
     """The JSON object that a shipped name or a file means; InputError names `argument` and the names.
 
-    also: what else the caller accepts, in words.
+    also: what else the caller accepts, for the message.
     """
     name = str(name_or_path)
     source = shipped.get(name, Path(name))
@@ -312,7 +312,7 @@ def _kind(annotation: Any) -> _Kind:
 
 
 class _Kind:
-    """An annotation taken apart."""
+    """The parts of an annotation, and the reader of its values."""
 
     def __init__(self, annotation: Any) -> None:
         self.extras: tuple[Any, ...] = ()

@@ -1,13 +1,13 @@
 """Attention: calls, rates of eager and of fused kernels, and the costs of softmax and of latent attention.
 
-Eager kernels move their score matrix through memory, fused kernels do not. Of the fused ones, FlashRates know how a
-GPU's kernel is cut into tiles; BlockedRates are for any that works through blocks small against the chunk, as on a CPU,
-or that does not skip what is masked.
+Eager kernels move their score matrix through memory, fused kernels do not. FlashRates describe the fused kernels of a
+GPU by their tiles. BlockedRates describe other fused kernels: those with blocks much smaller than the chunk, such as on
+a CPU, and those that compute masked scores.
 
 Latent attention (DeepSeek-V2, arXiv:2405.04434) is computed in one of two forms. Expanded, every head has keys and
-values of its own, of unlike width (192 and 128 in DeepSeek-V3). Absorbed, all heads attend to the latents themselves
-(576 and 512), and their products with the expansion are made before and after. Both are flash kernels whose work grows
-with the mean of the two widths. Engines expand the chunk and all tokens before it in a prefill, and absorb in decoding.
+values of its own, of different widths (192 and 128 in DeepSeek-V3). Absorbed, all heads attend to the latents
+(576 and 512), and are multiplied by the expansion before and after. Both are flash kernels whose work grows with the
+mean of the two widths. Engines expand the chunk and all tokens before it in a prefill, and absorb in decoding.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class AttentionCall:
     """Size of one attention call."""
 
     chunk: Array  # queries
-    prefix: Array  # keys before the first query's own, as far as the window lets any query see
+    prefix: Array  # keys before the first query; with a window only those that a query sees
     causal: Array  # elements of one head's score matrix that are not masked
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int  # of queries and keys
-    v_head_dim: int | None = None  # of values; None: as of keys
+    v_head_dim: int | None = None  # of values; None: the same as of keys
     score_bytes: float  # bytes that an eager kernel moves per element of the score matrix
     reach: int | None = None  # most keys that a query sees, its own included; None: all up to its own
-    own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
+    own: bool = True  # whether the chunk's own keys follow the prefix, are masked, and are appended to the cache
     latent: bool = False  # keys and values are made of one latent per token, or are the latents
     part_of_chunk: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
 
@@ -98,10 +98,11 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSizes:
-    """Measured over formula time by the size of a call, such as of score matrices that no longer fit a cache.
+    """Ratio of measured to formula time by the size of a call, for example of score matrices that do not fit a cache.
 
-    Between the sizes on log scales, beyond them as at the outermost. size * factor does not fall, so that a time that
-    rises at least in proportion to size does not fall either once it is multiplied by its factor.
+    Between the sizes the ratio is interpolated on log scales; beyond them it is that of the outermost size.
+    size * factor does not fall with size. So where formula times rise at least in proportion to size, the product of
+    time and factor does not fall.
     """
 
     sizes: tuple[float, ...]  # rising
@@ -114,18 +115,18 @@ class MeasuredSizes:
             raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
 
     def factor(self, size: Array) -> Array:
-        """Factor for calls of that size, interpolated."""
+        """Factor for calls of that size."""
         return log_interp(np.maximum(size, 1e-300), self.sizes, self.factors)
 
     def least_factor(self, size: Array) -> Array:
-        """The least of that size and all larger ones."""
+        """The least factor of all sizes from there on."""
         larger = np.append(np.minimum.accumulate(self.factors[::-1])[::-1], np.inf)
         return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagerRates:
-    """QK^T, scaling, masking, softmax and PV as kernels of their own over the whole, masked rectangle."""
+    """Rates of separate kernels for QK^T, scaling, mask, softmax and PV, over all scores, masked ones included."""
 
     flops_per_s: float  # of QK^T and PV
     bytes_per_s: float  # rate of the score matrix's repeated passes over device memory
@@ -145,10 +146,10 @@ class EagerRates:
         return call.chunk * call.keys * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """What it takes: at a fixed end of the chunk, it does not grow with the prefix.
+        """Seconds, which do not grow with the prefix where the chunk's end is fixed.
 
-        Of a block of a chunk with the least factor: an early block may shrink where the chunk grows to the left, and
-        all of them together have more elements.
+        A block of a chunk has the least factor: where the chunk starts earlier, the early blocks may be smaller, and
+        all blocks together have more elements.
         """
         if call.part_of_chunk and self.measured is not None:
             least = replace(self, measured=None).seconds(call, batch, element_bytes) - self.start_s
@@ -158,36 +159,37 @@ class EagerRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockedRates:
-    """A fused kernel by what it covers: the chunk's own causal half, and the rectangle of the keys before the chunk.
+    """Rates of a fused kernel by the scores that it computes.
 
-    Without a prefix only what is not masked is computed. With one, either the rectangle of chunk x (prefix + chunk),
-    mask and all (scaled_dot_product_attention with a mask), or, where what is masked is skipped, the rectangle of
-    chunk x prefix and the causal half, joined by their log-sum-exp.
+    Without a prefix it computes the causal half of chunk x chunk. With a prefix, a kernel that takes a mask
+    (scaled_dot_product_attention) computes the whole rectangle of chunk x (prefix + chunk). A kernel that skips masked
+    scores computes the rectangle of chunk x prefix and the causal half, and joins them by their log-sum-exp.
     """
 
     causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
     rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
     start_s: NonNegative  # of a call
-    query_s: NonNegative  # of a query and head, whatever its keys
-    key_block: int  # keys per block; a block on the diagonal is computed whole (a huge block: all masked keys, too)
-    skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
-    join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
+    query_s: NonNegative  # per query and head, independent of the keys
+    key_block: int  # keys per block; blocks on the diagonal are computed whole, so huge blocks compute all masked keys
+    skips_masked: bool = False  # whether masked scores are skipped behind a prefix
+    join_s: NonNegative = 0.0  # per query and head, where two parts are joined
     block_flops_per_s: float | None = None  # rate on another rank's block, all visible; None: that of the rectangle
     measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds: start plus queries and elements at size-dependent rates; more queries or keys never take less."""
+        """Seconds of a start, of queries and of scores; more queries or keys never take less."""
         if self.block_flops_per_s is not None and not call.own:
             return self._called_s(call, batch, self._covered(call))
         joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
         return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
+        """Seconds that no call beats and that, at a fixed end of the chunk, do not grow with the prefix.
 
-        Masked: it falls with the start, but for the one that starts at 0 and covers its causal half alone. Skipping:
-        what it covers is concave in the start, besides what falls; so none of an earlier start covers less than both
-        it and the one that starts at 0. No earlier start has a lesser factor than the queries from there on.
+        With a mask the number of scores falls with the start, except that the chunk from 0 has its causal half alone.
+        Where masked scores are skipped, the number is concave in the start. So a chunk that starts earlier has at least
+        the smaller of two numbers of scores: of this chunk, and of the chunk from 0. Its factor is at least the least
+        factor of all larger numbers of queries.
         """
         if call.part_of_chunk:
             return self._least_of_part(call, batch)
@@ -205,10 +207,10 @@ class BlockedRates:
         return self._called_s(call, batch, np.minimum(here, from_0))
 
     def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
-        """What no block of a chunk beats; all its blocks together take no more where the chunk starts later.
+        """Seconds that no block of a chunk beats; all blocks together take no more where the chunk starts later.
 
-        Rectangles, or what is not masked, at the least factor of as many queries or more; not for a chunk that starts
-        at 0, which is no rectangle.
+        Rectangles, or unmasked scores, at the least factor of this or a larger number of queries. It does not hold for
+        a chunk that starts at 0, which has only its causal half.
         """
         covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
         factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
@@ -230,37 +232,37 @@ class BlockedRates:
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
         cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
         if self.skips_masked:
-            # With a window, neither part has more elements than are unmasked.
+            # With a window, each part has at most the unmasked elements.
             behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
             dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
             return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
-        # A window shorter than the chunk needs a mask, too.
+        # A window shorter than the chunk also needs a mask.
         masked = (call.prefix > 0) | (call.causal < own * (1 - _ROUNDING))
         return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
 
     def _half(self, queries: Array) -> Array:
-        """Elements of one head of a causal half, with the rest of the blocks that the diagonal cuts."""
+        """Elements of one head in a causal half, with the masked ones of the blocks that the diagonal cuts."""
         return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
 
     def _cut(self, call: AttentionCall) -> Array:
-        """That rest."""
+        """Masked elements in the blocks that the diagonal cuts, in elements of the rectangle."""
         return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
 
     @property
     def _rectangle_s(self) -> float:
-        """A FLOP of the rectangle."""
+        """Seconds of one FLOP in the rectangle."""
         own_s = 1.0 / self.rectangle_flops_per_s
         return own_s if self.skips_masked else max(own_s, 1.0 / self.causal_flops_per_s)
 
     @property
     def _causal_cost(self) -> float:
-        """An element of the causal half, in elements of the rectangle."""
+        """Time of an element of the causal half over that of an element of the rectangle."""
         return 1.0 / (self.causal_flops_per_s * self._rectangle_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashRates:
-    """A fused kernel: tiles of queries step over blocks of keys, as many at a time as the device has slots.
+    """Rates of a fused kernel whose tiles of queries step over blocks of keys, one tile per slot of the device.
 
     The first group is how the kernel is written, the second what was fitted. Work and waves follow
     FlashAttention-2 (Dao, 2023), splitting of the keys over idle slots FlashDecoding.
@@ -285,19 +287,19 @@ class FlashRates:
     split_s: NonNegative = 0.0  # for joining the parts of split keys
     split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = (
-        1.0  # of a step in the chunk's own square, in steps elsewhere
+        1.0  # time of a step in the chunk's own square, over that of other steps
     )
     softmax_s: NonNegative = 0.0  # of a step's softmax, which overlaps with its products: narrow heads wait for it
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Launch, tiles by waves, the append; more queries or keys never take less."""
+        """Seconds of the launch, of tiles in waves, and of the append; more queries or keys never take less."""
         return self._called_s(call, batch, element_bytes, self._scheduled_s(call, batch))
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
 
-        Slots are always busy, and no tile or block is there for part of its queries or keys. Of blocks of a chunk this
-        adds up to what one call takes, and a launch more each; so it does with no regard to the datasheet.
+        Slots are always busy, and no tile or block is partly empty. The blocks of a chunk together take as long as one
+        call of the chunk, plus a launch per additional block; for that, the limit of the datasheet is left out.
         """
         keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
         if self.causal and call.reach is not None:
@@ -325,7 +327,7 @@ class FlashRates:
         return np.maximum(scheduled_s + self.launch_s + call.chunk * chunk_s, least_s)
 
     def _scheduled_s(self, call: AttentionCall, batch: int) -> Array:
-        """All tiles over the slots."""
+        """Seconds of all tiles on the slots."""
         heads = call.num_key_value_heads if self.packs_heads else call.num_attention_heads
         columns = batch * heads
         rows = self.tile_rows * heads / call.num_attention_heads

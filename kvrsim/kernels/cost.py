@@ -24,7 +24,7 @@ from kvrsim.program import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTraits:
-    """Traits of a run that all kernels share besides their rates; by default those of a serving engine."""
+    """Traits of a run that all kernels share, rates excepted; by default those of a serving engine."""
 
     kernel: str  # of attention
     batch: int  # sequences
@@ -37,7 +37,7 @@ class KernelTraits:
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted, per score element, by model type
     head_on_all_tokens: bool = False  # logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # Falcon's eager code repeats cos and sin for every head
-    lower_bound: bool = False  # mixers take the time that no call beats and that does not grow with the start
+    lower_bound: bool = False  # mixers use times that no call beats and that do not grow with the chunk's start
 
 
 class Part(NamedTuple):
@@ -65,7 +65,7 @@ class Call(Protocol):
 
 
 class Rates(Protocol):
-    """The rates of a device: those of products and element-wise kernels, and by operation; see KernelRates."""
+    """Rates of a device, as KernelRates has them: of products, of element-wise kernels, and of each other operation."""
 
     @property
     def gemm(self) -> GemmRates: ...
@@ -78,7 +78,7 @@ class Rates(Protocol):
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]: ...
 
     def of(self, call: Call, kernel: str) -> Any:
-        """Rates of the call's operation; None where the operation was not measured."""
+        """Rates of the call's operation; None if it was not measured."""
 
 
 class CostModel(Protocol):
@@ -91,7 +91,7 @@ class CostModel(Protocol):
         """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
 
     def head_s(self, tokens: Array, product: Product) -> Array:
-        """Seconds of the logits of `tokens` tokens, at least those of reading the weights."""
+        """Seconds of the logits of `tokens` tokens, at least the time to read the weights."""
 
     def call_s(self, call: Call) -> Array: ...
 
@@ -104,12 +104,12 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibratedCost:
-    """Seconds from a profile: each rate is what was measured, not what a datasheet promises."""
+    """Seconds from the measured rates of a profile."""
 
     rates: Rates
     traits: KernelTraits
-    scale: float = 1.0  # seconds of every kernel over those that the rates give
-    clock_factor: float = 1.0  # more for products and attention, as the clock falls under load
+    scale: float = 1.0  # seconds of every kernel over seconds by the rates
+    clock_factor: float = 1.0  # factor on products and attention, because the clock falls under load
 
     @property
     def compute_scale(self) -> float:
@@ -117,7 +117,7 @@ class CalibratedCost:
         return self.scale * self.clock_factor
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
-        """Seconds by tiles and waves or as measured, plus bytes; each product takes the rates of its type."""
+        """Seconds of products, each by the rates of its type, and of element-wise kernels."""
         types = tuple(dict.fromkeys(self.rates.priced_as(product.compute) for product in products)) or (None,)
         costs = []
         for compute in types:
@@ -133,9 +133,9 @@ class CalibratedCost:
         )
 
     def head_s(self, tokens: Array, product: Product) -> Array:
-        """Seconds of the head's product; a rate without tiles does not include the reading of the weights.
+        """Seconds of the head's product, at least the time to read the weights.
 
-        One row streams the weights, at a rate of its own where that was measured.
+        The product with one row takes that time, at a rate of its own if it was measured.
         """
         gemm, width = self.rates.gemm_of(product.compute, self.traits.element_bytes)
         nbytes = product.in_features * product.out_features * of_each(width).weight
@@ -155,7 +155,7 @@ class CalibratedCost:
         return mask_elements * (self.scale * self.rates.elementwise.mask_element_s)
 
     def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
-        """Seconds per token, and seconds whatever the tokens."""
+        """Seconds per token, and seconds that do not depend on the tokens."""
         rates = self.rates.elementwise
         bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
         token_s = bytes_s * self.traits.batch * self.traits.element_bytes / 2

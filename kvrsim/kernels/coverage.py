@@ -19,7 +19,7 @@ _COUNTED = "counted from FLOPs and bytes at the rates of other operations"
 
 
 def head_dims(model: ModelSpec, rates: KernelRates) -> tuple[int, ...]:
-    """Widths of heads that the rates of softmax attention price: not of latents with rates of their own, nor states."""
+    """Widths of the heads whose attention has softmax rates; latents with rates of their own and states have none."""
     widths = {
         layer.mixer.head_dim
         for layer in model.layer_kinds

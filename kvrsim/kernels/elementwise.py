@@ -1,4 +1,4 @@
-"""Element-wise kernels, which do little but move bytes: what they move per token of a layer, and at which rates.
+"""Element-wise kernels, which mainly move bytes: bytes per token of a layer, and their rates.
 
 Eager PyTorch runs each step of a norm, a rotary embedding or an activation as a kernel of its own, each
 reading and writing device memory. The counts below follow the 2023 Hugging Face Llama and Falcon code in
@@ -34,11 +34,11 @@ first and last                   the first block's output to fp32, r2w4; the mer
 TorchScript compiles that function and may fuse it; the times that the project publishes are those of separate kernels
 (docs/results/studies.md). One fused kernel moves r6w4 = 10 per element, and r8w4 = 12 per log-sum-exp.
 
-Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate is for the bytes that any code
-moves: per element and per log-sum-exp both results are read and one is written, in fp32.
+Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate counts the bytes that any code
+moves: per element and per log-sum-exp, two results are read and one is written, in fp32.
 
-Separate kernels are PyTorch's, whatever kernels an engine has: they reach the share of the datasheet's memory bandwidth
-that the profile a100-eager has for PyTorch on A100, 1.584 of 2.039 TB/s, fitted to published prefills.
+Separate kernels are those of PyTorch under every engine. They reach the share of the datasheet's memory bandwidth that
+the profile a100-eager has for PyTorch on A100: 1.584 of 2.039 TB/s, fitted to published prefills.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class ElementwiseRates:
 class CacheCopies:
     """Number of copies of K and V on their way into the cache; each copy reads and writes them."""
 
-    keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
+    keep: NonNegative  # under every strategy, such as where K and V are stacked into one tensor
     append: NonNegative  # additional bytes where a chunk is appended to a prefix (torch.cat)
     gather: NonNegative  # additional bytes where gathered pieces are joined (a list of outputs, then torch.cat)
-    own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
+    own: NonNegative = 0.0  # of the chunk's part alone, where it is written into a buffer that holds the rest
 
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
@@ -142,7 +142,7 @@ _FUSED_MERGE = (10.0, 12.0, 1)
 _BACK, _BACK_KERNELS = 8.0, 2
 _CAST = 6.0
 _MEASURED_MERGE = 6.0  # bytes per element, and per log-sum-exp, where elements have two bytes
-PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, as above
+PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, see above
 
 
 def eager_score_bytes(model: ModelSpec) -> float:
@@ -205,14 +205,14 @@ def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
 
 
 def _norm(model: ModelSpec, features: int, *, fused: bool) -> Traffic:
-    """One norm over that many features; LayerNorm has weights and biases."""
+    """One norm over `features` features; LayerNorm has weights and biases."""
     kind = "LayerNorm" if model.final_norm_parameters == 2 * model.hidden_size else "RMSNorm"
     step = (_FUSED if fused else _EAGER)[kind]
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 
 def _normed(mixer: Mixer) -> tuple[int, ...]:
-    """Features that a mixer normalises besides its input: queries and keys, or latents."""
+    """Features of the norms inside a mixer: of queries and keys, or of latents."""
     if isinstance(mixer, Attention):
         heads = (mixer.num_attention_heads, mixer.num_key_value_heads) if mixer.qk_norm else ()
         return tuple(count * mixer.head_dim for count in heads)
@@ -256,5 +256,5 @@ def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
 
 
 def upcast(mixer: Attention | LatentAttention) -> Traffic:
-    """One token's output to fp32, or back."""
+    """Conversion of one token's output to fp32, or back."""
     return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, 1)

@@ -1,16 +1,16 @@
 """Routed experts of a layer, which engines compute as grouped products in one or two kernels: calls, rates and costs.
 
-Rows are tokens as often as their experts are here. Each expert's rows are cut into tiles, of which the last is partly
-empty: half a tile of rows on average is computed for nothing, so few rows for each of many experts waste most. The
-weights of all experts that have a row are read once. Tiles start and end, which takes as long as some more features to
-sum over: narrow experts waste more. Reading and computing overlap in part, as the root of the sum of their squares.
-Permuting, quantising, activating and summing up move each row through memory.
+A row is a token at one of its experts. Each expert's rows are cut into tiles. The last tile is partly empty, on average
+by half, so the waste is largest where many experts have few rows each. The weights of each expert that has a row are
+read once. The start and the end of a tile take a constant time, which is expressed as additional features to sum over.
+Reading and computing overlap in part: together they take the root of the sum of their squares. Permutation,
+quantisation, activation and the final sum move each row through memory.
 
-Each expert is sliced over GPUs, or experts are spread whole over them, or both (kvrsim.layout). GPUs of a rank have the
-same tokens, so each computes those that its own experts see, and the group's all-reduce sums what they have. Where
-ranks share one copy of the experts, tokens come to them in one of two ways. all-to-all: each token goes to the ranks
-that hold its experts and its results come back, so that all ranks meet twice in such a layer. gather: all tokens go to
-all ranks, and the results are summed and scattered. Either way all ranks have about as many rows.
+Each expert is sliced over GPUs, or whole experts are spread over GPUs, or both (kvrsim.layout). The GPUs of a rank have
+the same tokens: each computes the rows of its own experts, and the group's all-reduce sums the results. Where several
+ranks share one copy of the experts, there are two exchanges. all-to-all: each token goes to the ranks that hold its
+experts, and its results return, so all ranks synchronise twice per layer. gather: all tokens go to all ranks, and the
+results are summed and scattered. In both cases all ranks have about the same number of rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ExpertsCall:
     num_experts: int  # on this GPU
     num_experts_per_tok: float  # average number of a token's experts that are on this GPU
     compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
-    imbalance: float = 1.0  # rows of this GPU over what they are on average
+    imbalance: float = 1.0  # rows of this GPU over the mean of all GPUs
 
     @property
     def up_features(self) -> int:
@@ -70,7 +70,7 @@ class ExpertsCall:
         return EXPERTS
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """Seconds by the profile's rates of grouped products; counted where it has no rates of such a type."""
+        """Seconds by the profile's rates of grouped products; counted if it has no rates for the type."""
         rates: ExpertRates | None = cost.rates.of(self, cost.traits.kernel)
         element_bytes = cost.traits.element_bytes
         if rates is None or not rates.covers(self.compute, element_bytes):
@@ -90,7 +90,7 @@ class ExpertsCall:
         return self.tokens * (batch * self.num_experts_per_tok * self.imbalance)
 
     def active(self, rows: Array) -> Array:
-        """Expected number of experts that receive any of that many rows, drawn independently."""
+        """Expected number of experts that receive a row, if `rows` rows choose independently."""
         return np.asarray(self.num_experts * -np.expm1(-rows / self.num_experts))
 
 
@@ -98,11 +98,11 @@ class ExpertsCall:
 class GroupedRates:
     """Rates of grouped products in one type."""
 
-    flops_per_s: float  # of full tiles of endless sums
+    flops_per_s: float  # of full tiles, for sums over very many features
     weight_bytes_per_s: float  # rate of reading the experts' weights
     row_bytes_per_s: float  # rate of moving rows: permuted, quantised, activated, summed up
-    tile_rows: NonNegative  # of a tile; on average half of the last tile of each expert is empty
-    tile_features: NonNegative  # features to sum over that take as long as the start and the end of a tile
+    tile_rows: NonNegative  # of a tile; half of the last tile of each expert is empty on average
+    tile_features: NonNegative  # features to sum over that take as long as a tile's start and end
     start_s: NonNegative  # of all kernels together
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
@@ -140,20 +140,18 @@ class ExpertRates:
         return next((one for one in alike(compute) if one in self.types), None)
 
 
-def mean_imbalance(
-    num_experts: int, num_experts_per_tok: int, num_gpus: int, load_sd: float = POWER_LAW_LOAD_SD
-) -> float:
+def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) -> float:
     """Rows of the busiest of `num_gpus` GPUs over the mean, where experts are spread over them in order.
 
-    The loads of experts have a standard deviation of `load_sd` over their mean and add up on a GPU as independent ones;
-    the busiest is as far out as the largest of that many normal deviates (Blom, 1958), and has at most all tokens.
+    Loads of experts are independent, with a standard deviation of POWER_LAW_LOAD_SD times their mean. The busiest GPU
+    is the expected largest of `num_gpus` normal deviates (Blom, 1958), limited to all tokens.
     """
     if num_gpus == 1:
         return 1.0
     from statistics import NormalDist  # its imports cost the start of every command
 
     deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
-    imbalance = 1.0 + deviate * load_sd / np.sqrt(num_experts / num_gpus)
+    imbalance = 1.0 + deviate * POWER_LAW_LOAD_SD / np.sqrt(num_experts / num_gpus)
     most = min(num_gpus, num_experts / num_experts_per_tok)
     return float(min(imbalance, most))
 
@@ -168,16 +166,16 @@ class ExpertPlacement:
     layout: Layout = ONE_LAYOUT
     gather: Group | None = None  # one GPU per rank that shares the experts; None: their tokens are not gathered
     tokens: int = 0  # of each sequence, that all ranks compute together
-    load: float = 1.0  # sequences of all data groups over those of the busiest
+    load: float = 1.0  # sequences of all data groups over sequences of the busiest group
     imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
 
     @property
     def num_gpus(self) -> int:
-        """That experts are spread over, whole."""
+        """GPUs over which whole experts are spread."""
         return self.layout.expert_parallel
 
     def of_model(self, layer: LayerSpec) -> float:
-        """Imbalance of a layer of the model, with all experts."""
+        """Imbalance of a layer of the whole model."""
         if self.imbalance is not None and self.num_gpus > 1:
             return self.imbalance
         return mean_imbalance(layer.num_experts, layer.num_experts_per_tok, self.num_gpus)
@@ -234,9 +232,9 @@ class RoutedExperts:
         return launches(products, fused=fused) + sum(step.kernels for step in steps) + _ROUTING_KERNELS
 
     def seconds(self, chunk: Array, together: Array | None = None) -> Array:
-        """Cost of the busiest GPU, which the others wait for; `chunk` counts tokens per sequence on the rank.
+        """Seconds of the busiest GPU, for which the others wait; `chunk` is tokens per sequence on the rank.
 
-        together: those of all ranks that share the experts; None: see call.
+        together: tokens on all ranks that share the experts; None: see call.
         """
         return self.cost.call_s(self.call(chunk, together))
 
@@ -266,14 +264,14 @@ class RoutedExperts:
 
     @property
     def reach(self) -> float:
-        """Share of the tokens that have an expert on a given GPU, where all experts are alike."""
+        """Share of the tokens that have an expert on a given GPU, if all experts are equally likely."""
         held, per_tok = self.layer.num_experts, self.layer.num_experts_per_tok
         every = held * self.placement.num_gpus
         return 1.0 - prod(max(0.0, every - held - drawn) / (every - drawn) for drawn in range(per_tok))
 
     @property
     def dispatched_bytes(self) -> float:
-        """Bytes of a token on its way to its experts, in the type that they compute in."""
+        """Bytes sent per token to a rank with its experts, in the type of their computation."""
         first, *_ = self.layer.mlp
         quantised = first.compute is not None and GEMM_TYPES[first.compute].quantised > 0
         width = GEMM_TYPES[first.compute].input if quantised and first.compute else self.cost.traits.element_bytes
@@ -281,7 +279,7 @@ class RoutedExperts:
 
     @property
     def combined_bytes(self) -> float:
-        """Bytes of a token's results on their return."""
+        """Bytes of a token's results that return from a rank."""
         return float(self.cost.traits.element_bytes * self.layer.mlp[-1].out_features)
 
 

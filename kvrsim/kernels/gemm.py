@@ -1,8 +1,8 @@
 """GemmRates: seconds of matrix products, from tiles that run in waves and from shapes that were measured.
 
-A product of `rows` tokens with a weight matrix is cut into tiles of the output; the device computes as many
-at a time as it has multiprocessors, so time rises in steps ("wave quantisation"; NVIDIA, Matrix
-Multiplication Background User's Guide). Of several tile sizes the library takes the fastest.
+The output of a product of `rows` tokens with a weight matrix is cut into tiles. The device computes one tile per
+multiprocessor at a time, so the time rises in steps ("wave quantisation"; NVIDIA, Matrix Multiplication Background
+User's Guide). If there are several tile sizes, the library uses the fastest.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ALIKE = {
 
 
 def alike(compute: str | None) -> tuple[str, ...]:
-    """A type of product, then its substitutes in order; empty for half precision."""
+    """The type of a product and its substitutes, most similar first; empty for half precision."""
     return () if compute is None else (compute, *_ALIKE[compute])
 
 
@@ -80,8 +80,8 @@ class Product(NamedTuple):
 
     in_features: int
     out_features: int
-    num_matrices: int = 1  # weights of that shape, such as the experts of a mixture
-    share: float = 1.0  # of the tokens that each of them sees
+    num_matrices: int = 1  # number of weight matrices of this shape, such as experts of a mixture
+    share: float = 1.0  # share of the tokens that each matrix multiplies
     compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
 
     @property
@@ -102,7 +102,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredShape:
-    """One weight matrix's times, as measured."""
+    """Measured times of products with one weight matrix."""
 
     in_features: int
     out_features: int
@@ -143,7 +143,7 @@ class RowCost:
 
 
 def summed(costs: Sequence[RowCost]) -> RowCost:
-    """Sum of costs in sequence; where their steps differ, the sum has the steps of the shortest."""
+    """Cost of all of them in sequence; where their steps differ, it has the shortest steps."""
     steps = [cost.rows_per_step for cost in costs if cost.rows_per_step is not None]
     row_s = sum(cost.row_s for cost in costs)
     if not steps:
@@ -184,13 +184,13 @@ class GemmRates:
 
     @property
     def step(self) -> int:
-        """Number of rows that take equal time."""
+        """Rows of the smallest tile, within which the time is constant."""
         return min(tile.rows for tile in self.tiles)
 
     def form_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
-        """One product by the form alone: the fastest tile's waves, or bytes where they take longer.
+        """Seconds of one product by the formula alone: waves of the fastest tile, or bytes if these take longer.
 
-        Before it, one pass that quantises the inputs, where the type has it.
+        For types that quantise the inputs, the pass that quantises them is added.
         """
         rows_each = rows * product.share
         width = of_each(element_bytes)
@@ -215,7 +215,7 @@ class GemmRates:
         return next(same, None) if product.num_matrices == 1 else None
 
     def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
-        """Seconds by the form; a measured shape's are scaled by measured over form, interpolated between its rows."""
+        """Seconds by the formula; for a measured shape, times measured over formula, interpolated between its rows."""
         seconds = self.form_s(rows, product, element_bytes)
         shape = self.measured_shape(product)
         if shape is None:
@@ -229,7 +229,7 @@ class GemmRates:
 def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Array:
     """Seconds of a product for 0, 1, ... steps of rows; more rows never take less.
 
-    Where measured times fall, the mean of the most so far and the least from there on.
+    Where measured times fall with rows: the mean of the largest time up to there and the least time from there on.
     """
     rows = rates.step * np.arange(_LAST_STEP + 1, dtype=float)
     seconds = rates.product_s(rows, product, element_bytes)
@@ -238,7 +238,7 @@ def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Arr
 
 
 def merged(products: Sequence[Product]) -> tuple[Product, ...]:
-    """Products of the same input as one, as serving engines fuse Q, K, V, and gate and up."""
+    """Products, with those of equal input size and type joined: serving engines fuse Q, K, V, and gate and up."""
     widths: dict[Product, int] = {}
     for product in products:
         key = product._replace(out_features=0)
@@ -247,7 +247,7 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
 
 
 def products_of(gemms: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
-    """Products of tokens with weight matrices; those of one input are one where the engine fuses."""
+    """Products of one input with several weight matrices; a single product if the engine fuses."""
     products = tuple(
         Product(gemm.in_features // gemm.groups, gemm.out_features // gemm.groups, gemm.groups, 1.0, gemm.compute)
         for gemm in gemms
@@ -256,7 +256,7 @@ def products_of(gemms: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
 
 
 def launches(products: Sequence[Product], *, fused: bool) -> int:
-    """Kernels of products and of what quantises their inputs; engines compute products of several matrices in one."""
+    """Number of kernels: products, and passes that quantise inputs. Engines use one kernel for several matrices."""
     matrices = sum(1 if fused else product.num_matrices for product in products)
     return matrices + sum(
         product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products

@@ -24,7 +24,7 @@ from kvrsim.program import Array
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
-_MANY = 512  # number of chunks from which on equal chunks are computed once
+_MANY = 512  # from this number of chunks, equal chunks are computed once
 
 
 class LayerKernels(NamedTuple):
@@ -83,7 +83,7 @@ class LayerCosts:
         self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token depends on the state after all earlier
         # All-reduces of a group of GPUs: one per block, or one where the blocks are parallel.
         self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
-        # Whether packing for an exchange counts, as where the runtime's own copies were measured.
+        # Whether packing for an exchange takes time: in profiles with measured copies of the runtime.
         self.packs = self.has_mixer and traits.copies.own > 0
         # Host seconds of the launches up to the rotary embedding, of attention, and after it.
         self.host_qkv_s, self.host_attention_s, self.host_output_mlp_s = (
@@ -105,7 +105,9 @@ class LayerCosts:
 
     # -- before tokens see each other
     def qkv_s(self, chunk: Array) -> Array:
-        """Input norm, projections, rotary embedding, launches up to the mixer; the device idles after a host's wait."""
+        """Seconds of input norm, projections, rotary embedding, and launches up to the mixer.
+
+        Code that reads a value back leaves the device idle in addition."""
         seconds = self._before(chunk) + self._launch_before_s
         if self._repeats_rotary:
             seconds = seconds + self.setting.host.resume_s
@@ -113,17 +115,17 @@ class LayerCosts:
         return seconds if local_s is None else seconds + local_s
 
     def all_to_all_pack_s(self, tokens: Array, features: int) -> Array:
-        """That many features of each token, read and written once, as a copy into the cache."""
+        """Seconds to read and write `features` features per token once, at the rate of copies."""
         return self.cost.traffic_s(tokens, (Traffic("copy", 4.0 * features, 1),))
 
     # -- tokens see each other
     def attention_in_blocks(self, counts: Sequence[int], chunk: Array, prefix: Array) -> tuple[Array, Array]:
-        """Attention in as many calls, each of a block of the chunk's queries, as are the fastest: seconds, and calls.
+        """Attention with the chunk's queries in equal blocks, a call per block: least seconds, and the number of calls.
 
-        counts: of calls to choose from, the fewest first. Others are left out where the host does not launch the layer
-        faster than the device computes it; not from the lower bound of proofs.
+        counts: numbers of calls to choose from, rising. A larger number than the first is allowed only where the host
+        launches the layer faster than the device computes it; the lower bound of proofs allows all.
         """
-        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # others have an axis of their own
+        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # others have columns
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)
         pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # searches move few boundaries at a time
@@ -143,7 +145,7 @@ class LayerCosts:
         return np.take_along_axis(times_s, best[None], axis=0)[0], np.array(counts, dtype=float)[best]
 
     def decode_attention_s(self, keys: Array) -> Array:
-        """One token sees `keys` tokens, itself included."""
+        """Seconds in which one token sees `keys` tokens, itself included."""
         return np.zeros_like(keys) if self._mixer is None else self._mixer.decode_s(keys)
 
     def share_s(self, chunk: Array, start: Array) -> Array:
@@ -153,19 +155,19 @@ class LayerCosts:
 
     # -- after token mixing
     def output_mlp_s(self, chunk: Array) -> Array:
-        """Output projection, norm, MLP, residuals; routed experts too, unless ranks exchange tokens for them."""
+        """Seconds of output projection, norm, MLP and residuals, and of routed experts unless ranks exchange tokens."""
         seconds = self._after(chunk) + self._launch_after_s
         alone = self.experts is not None and self.experts.exchange == "none"
         return seconds + self.experts.seconds(chunk) if self.experts is not None and alone else seconds
 
     def exchanged_experts_s(self, chunk: Array) -> Array:
-        """Routed experts of the tokens that come from all ranks; 0 where ranks exchange no tokens."""
+        """Seconds of routed experts on the tokens of all ranks; 0 where ranks exchange no tokens."""
         exchanges = self.experts is not None and self.experts.exchange != "none"
         return self.experts.seconds(chunk) if self.experts is not None and exchanges else 0.0 * chunk
 
     # -- messages
     def forwarded_kv_bytes(self, end: Array) -> Array:
-        """Bytes that a rank passes on: the cache up to `end` without the cached prefix, a window's tail, or a state."""
+        """Bytes that a rank forwards: the cache up to `end` without the cached prefix, a window's tail, or a state."""
         if self._mixer is None:
             return np.zeros_like(end)
         cached = self.setting.cached_prefix
@@ -186,7 +188,7 @@ class LayerCosts:
         return self.feature_bytes(tokens, self.setting.model.hidden_size)
 
     def feature_bytes(self, tokens: Array, features: int) -> Array:
-        """That many features of that many tokens."""
+        """Bytes of `features` features of `tokens` tokens of each sequence."""
         return tokens * float(self.setting.batch * features * self.setting.element_bytes)
 
     def on_heads(self, ranks: int) -> LayerCosts:

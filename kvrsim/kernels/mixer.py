@@ -1,7 +1,7 @@
-"""MixerCost: the interface of all mixers' costs, and what they have in common.
+"""MixerCost: base class of all mixers' costs.
 
-A mixer is what lets tokens see each other: softmax attention, latent attention, attention to chosen keys, or a
-recurrence. Arguments and results are arrays of any one shape.
+A mixer is the part of a layer in which tokens see each other: softmax attention, latent attention, attention to chosen
+keys, or a recurrence. Arguments and results are arrays of any one shape.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvrsim.program import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSetting:
-    """Facts other than the layer that its costs depend on; by default one sequence on one GPU."""
+    """All that a layer's costs depend on, the layer excepted; by default one sequence on one GPU."""
 
     model: ModelSpec  # one GPU's share
     cost: CostModel
     host: HostRates = NO_HOST
-    cached_prefix: int = 0  # tokens whose K, V nobody sends
+    cached_prefix: int = 0  # tokens of the cached prefix, whose K and V are not sent
     sends_overlap: bool = True
     resync_s: float = 0.0  # device time lost after a layer's communication
-    group: Group | None = None  # GPUs that the rank stands for and that split `model`; None: it is one GPU
-    message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
+    group: Group | None = None  # GPUs of the rank, which split the model; None: one GPU
+    message_share: float = 0.0  # share of the compute rate that is lost while a ring's message is in flight
     hbm_bytes_per_s: float = inf  # of the GPU's datasheet
     placement: ExpertPlacement = ONE_GPU  # of routed experts
     prefix: PrefixAccessPlan = LOCAL_PREFIX  # how attention reaches the cached prefix
@@ -62,7 +62,7 @@ class MixerCost(ABC):
         # Element-wise rates count elements of two bytes.
         self._half_token_bytes = mixer.token_bytes(setting.model.cached_element_bytes(2))
 
-    # -- the chunk alone
+    # -- before token mixing
     @property
     def projections(self) -> tuple[Gemm, ...]:
         """Matrices before tokens see each other."""
@@ -91,7 +91,7 @@ class MixerCost(ABC):
         return self._join_s(chunk, others, self.traits.copies.gather)
 
     def _join_s(self, chunk: Array, others: Array, more: float) -> Array:
-        """Seconds of copies and of the wait after communication; `more` copies of all tokens where there are others."""
+        """Seconds of copies and of the wait after communication; `more`: copies in addition where there are others."""
         copies = self.traits.copies
         seconds = np.full(np.broadcast(chunk, others).shape, self.setting.resync_s)
         if copies.keep or more:
@@ -116,16 +116,16 @@ class MixerCost(ABC):
 
     @abstractmethod
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """The chunk's tokens see the prefix and the chunk."""
+        """Seconds in which the chunk's tokens see the prefix and the chunk."""
 
     @abstractmethod
     def decode_s(self, keys: Array) -> Array:
-        """One token sees `keys` tokens, itself included, in a decoding kernel."""
+        """Seconds in which one token sees `keys` tokens, itself included, in a decoding kernel."""
 
     def score_elements(self, chunk: Array, keys: Array) -> Array:
-        """Elements of the score matrix of that many queries and keys, all heads; 0 where there is none."""
+        """Elements of the score matrix of all heads for `chunk` queries and `keys` keys; 0 for a mixer without one."""
         return 0.0 * chunk * keys
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """Tokens besides the chunk that it sees, or has masked, where it is given the whole context."""
+        """Keys in addition to the chunk's own in a call that is given the whole context."""
         return start

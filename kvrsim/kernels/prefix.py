@@ -1,7 +1,7 @@
 """Where the K and V of a cached prefix lie, and how the ranks' attention reaches them.
 
-whole: every rank has, or loads, the whole prefix. pass-kv: each rank has a share of the tokens, and in every layer the
-shares go to the other ranks. Shares are even and interleaved, so a window cuts all alike.
+whole: every rank has, or loads, the whole prefix. pass-kv: each rank has a share of the tokens, and sends it to the
+other ranks in every layer. Shares are even and interleaved, so a window contains an equal part of each.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class PrefixAccessPlan:
     def load(self, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
         """Return what a rank loads for a layer whose prefix has `num_bytes` bytes, None if nothing.
 
-        What comes from outside stays, so all layers are loaded in a row from the beginning. What comes from the other
-        ranks is dropped after its layer: two layers are there at most, the one in use and the next.
-        reads_peers: it reads the other shares, as its strategy's own messages do not carry them.
+        Data from outside stays in memory, so all layers are loaded one after another from the beginning. Data from
+        other ranks is dropped after its layer: at most two layers are in memory, the current one and the next.
+        reads_peers: the rank reads the other shares, because the strategy's messages do not carry them.
         """
         own = prefix_bytes if self.access == "whole" else prefix_bytes / self.num_ranks
         if not (reads_peers and self.peers is not None):
@@ -103,7 +103,7 @@ class PrefixAccessPlan:
         seconds, latency_s = self.peers.busy_s(others), self.peers.latency_s
         if self.source is None:
             return Load(name="other ranks", nbytes=others, seconds=seconds, latency_s=latency_s, ahead=False)
-        # The own share comes in pieces, which are passed on as they come: the slower link sets the pace.
+        # The own share arrives in pieces, which are forwarded immediately: the slower link limits the rate.
         return Load(
             name=self.source_name,
             nbytes=prefix_bytes,
@@ -123,7 +123,7 @@ LOCAL_PREFIX = PrefixAccessPlan()
 
 
 def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, cluster: Cluster) -> PrefixAccessPlan:
-    """Plan on a cluster whose ranks are GPUs or groups; `access` None takes the first that is supported."""
+    """Plan the access on a cluster whose ranks are GPUs or groups; `access` None: the default of the placement."""
     if placement.place == "all":
         return LOCAL_PREFIX
     path = placement.path(cluster)

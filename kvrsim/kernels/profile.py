@@ -39,7 +39,7 @@ from kvrsim.program import Array
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
-PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # above, a rank would compute almost nothing
+PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # with a larger share a rank would compute almost nothing
 OPERATION_KINDS = (
     *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
     *("send_recv", "all_gather", "all_reduce", "host"),
@@ -72,7 +72,7 @@ class KernelRates:
     whole_attention: bool = False  # whether the rates include repeated KV heads and a transposed output
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
-    experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as products one by one
+    experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as separate products
     latent: LatentRates | None = None  # None: as attention of heads of the same width
     sparse: SparseRates | None = None  # None: counted
     recurrence: RecurrenceRates | None = None  # None: counted
@@ -97,7 +97,7 @@ class KernelRates:
     def of(self, call: Call, kernel: str) -> Any:
         """Return the rates of the call's operation; None where the profile has none.
 
-        kernel: that of attention; latent attention without rates of its own has those of attention.
+        kernel: the attention kernel. Latent attention without rates of its own uses those of attention.
         """
         if call.part.kind in ("experts", "sparse", "recurrence"):
             return getattr(self, call.part.kind)
@@ -105,7 +105,7 @@ class KernelRates:
         return self.attention[kernel] if latent is None else latent
 
     def priced_as(self, compute: str | None) -> str | None:
-        """The type whose rates stand for a type of product: its own, or the most similar; None: half precision's."""
+        """The type whose rates are used for a type of product: itself or the most similar; None: half precision."""
         return next((one for one in alike(compute) if one in self.gemm_types), None)
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
@@ -128,10 +128,10 @@ class LinkRates:
     latency_s: NonNegative
     short_bytes_per_s: float | None  # rate for short messages, see LinkSpec; None: as for long ones
     gather: GatherRates | None  # of ring all-gathers; None: each step as a message
-    all_reduce: AllReduceRates | None = None  # inside one node; None: not measured, as two all-gathers
+    all_reduce: AllReduceRates | None = None  # inside one node; None: not measured, priced as two all-gathers
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
     sends_over_bus: SendStyle  # the same where transfers are staged through the host
-    pending_share: PendingShare = 0.0  # of a rank's compute rate, lost while a receive waits; 0: also if not measured
+    pending_share: PendingShare = 0.0  # of a rank's compute rate, lost while a receive waits; 0 if not measured
     message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight
 
 
@@ -148,7 +148,7 @@ class ValidRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """Errors of the profile against the TTFTs of its fit, as fractions of TTFT.
+    """Errors of the profile's predictions, as fractions of the measured TTFT.
 
     Cross-validated: each model's rows predicted by a fit without that model.
     """
@@ -184,7 +184,7 @@ class OperationFit:
         None  # the same for shapes that the profile has times of; None: it has none
     )
     systematic_log_sd: RelativeError | None = (
-        None  # of log(seconds in other tables of the GPU / seconds in this one's), common to all sizes; None: no other
+        None  # of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other
     )
     seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
     gather: Gather | None = None  # kind of the fitted all-gathers; None if unknown or not fitted
@@ -192,12 +192,12 @@ class OperationFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CalibrationProfile:
-    """Coefficients, where they hold, how well, and where they come from."""
+    """Rates of a GPU and its software, with their valid range, errors and sources."""
 
     name: str
     gpu: str  # name of the GpuSpec that it stands for
     description: str  # one sentence: software, kernels, machine
-    not_covered: str  # one sentence: what it does not stand for
+    not_covered: str  # one sentence: cases that it does not cover
     kernels: KernelRates
     host: HostRates
     links: LinkRates
@@ -295,10 +295,10 @@ _SLOTS = ("concurrent_tiles", "num_sms")
 
 
 def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuSpec) -> CalibrationProfile:
-    """The profile of `measured` with the rates of `gpu`, at the measured fraction of the datasheet.
+    """Estimate the profile of an unmeasured GPU from a measured GPU of the same architecture.
 
     Rates of arithmetic scale with the peak of the tensor cores, and rates of bytes with the memory's bandwidth; tiles
-    run on as many multiprocessors as the GPU has. Launches keep their seconds. Times of single products are dropped.
+    run on all multiprocessors of `gpu`. Launches keep their seconds. Times of single products are dropped.
     """
     peaks = [one.peak_flops["fp16"] for one in (gpu, measured)]
     ratios = {

@@ -30,7 +30,7 @@ SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 # queries, keys and values, 3 of the state.
 _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 RECURRENCES = tuple(SCAN_CHUNK)
-# Kinds without rates take those of a similar kind.
+# Kinds without rates use those of a similar kind.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 _SIZES = (
@@ -105,7 +105,7 @@ class ScanCall(RecurrenceCall):
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else FLOPs at the rate of products plus bytes at the rate of copies.
 
-        Memory sets the pace, not the clock.
+        The factor of the clock does not apply, because memory limits a scan.
         """
         rates: RecurrenceRates | None = cost.rates.of(self, cost.traits.kernel)
         batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
@@ -117,7 +117,7 @@ class ScanCall(RecurrenceCall):
         return cost.scale * (tokens * (flops_s + self.scan_elements * element_bytes / elementwise.copy) + serial_s)
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """The longer of FLOPs, and queries, keys, values and output that cross memory once."""
+        """Seconds of FLOPs, or of queries, keys, values and output that cross memory once, whichever is longer."""
         elements = 2.0 * (self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim)
         bytes_s = elements * cost.traits.element_bytes / cost.bytes_per_s
         return np.asarray(cost.traits.batch * self.tokens * max(self.scan_flops / cost.flops_per_s, bytes_s))
@@ -137,17 +137,16 @@ class ConvolutionCall(RecurrenceCall):
         return cost.scale * (elementwise.start_s * (self.conv_channels > 0) + bytes_s)
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """Bytes."""
+        """Seconds in which each element crosses memory once."""
         element_s = cost.traits.element_bytes / cost.bytes_per_s
         return cost.traits.batch * self.tokens * (self.convolution_elements * element_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanRates:
-    """Start, a serial step a chunk, work that grows with tokens and heads, and memory.
+    """Rates of a start, of a serial step per chunk, of work that grows with tokens and heads, and of memory.
 
-    Tensors that go from kernel to kernel stay in the device's cache as long as it holds them all; what is beyond
-    crosses device memory.
+    Tensors between kernels stay in the device's cache up to its capacity; the rest crosses device memory.
     """
 
     start_s: NonNegative  # of all kernels of a scan together
@@ -157,7 +156,7 @@ class ScanRates:
     bytes_per_s: float  # for the elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
-        """Never less for more tokens."""
+        """Seconds of a scan; more tokens never take less."""
         tokens = batch * call.tokens
         moved = tokens * (call.scan_elements * element_bytes)
         beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s
@@ -167,7 +166,7 @@ class ScanRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionRates:
-    """Start and bytes; bytes beyond the device's cache cross device memory."""
+    """Rates of a start and of bytes; bytes beyond the device's cache cross device memory."""
 
     start_s: NonNegative
     cached_bytes_per_s: float  # rate of elements in the cache
@@ -175,7 +174,7 @@ class ConvolutionRates:
     bytes_per_s: float  # for the elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
-        """0 where there is no convolution."""
+        """Seconds of a convolution; 0 where there is none."""
         moved = batch * call.tokens * (call.convolution_elements * element_bytes)
         beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s
         return self.start_s * (call.conv_channels > 0) + moved / self.cached_bytes_per_s + beyond_s
@@ -191,7 +190,7 @@ class KindRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrenceRates:
-    """Recurrences by kind; a kind that was not measured takes the rates of one alike, with its own FLOPs and bytes."""
+    """Rates by kind; a kind that was not measured uses the rates of a similar one, with its own FLOPs and bytes."""
 
     kinds: Annotated[Mapping[str, KindRates], Keys(RECURRENCES)]
     alike_log_sd: RelativeError  # of log(predicted / measured) where one kind is priced by another's rates
@@ -205,7 +204,7 @@ class RecurrenceRates:
         return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
 
     def of(self, call: RecurrenceCall) -> KindRates:
-        """The rates of the call's kind, or of one alike."""
+        """The rates of the call's kind, or of a similar kind."""
         return self.kinds[self.priced_as(call.kind)]
 
 
@@ -228,7 +227,7 @@ class RecurrentCost(MixerCost):
         return self.cost.call_s(ConvolutionCall(tokens=chunk, **self._sizes))
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """The scan, whatever the prefix."""
+        """Seconds of the scan, which do not depend on the prefix."""
         return self.cost.call_s(ScanCall(tokens=chunk, **self._sizes))
 
     def decode_s(self, keys: Array) -> Array:

@@ -5,7 +5,7 @@ key is a token's latent (DeepSeek V3.2, GLM-5), an entry that stands for several
 (DeepSeek V4), or one of a block of tokens that are chosen together (MiniMax M3). Scores grow with queries times keys,
 attention with queries alone once there are more keys than are chosen.
 
-Each step is a kernel whose time grows with its queries, once they fill the device; fewer take as long as that many.
+Each step is a kernel. Its time is constant until its queries fill the device, and then grows with them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SparseCall:
     v_head_dim: int  # of values
     top_k: int | None = None  # keys that a query attends to, of those it sees; None: all
     window: int = 0  # recent tokens that every query also attends to
-    compress_ratio: int = 1  # tokens for which one key stands
+    compress_ratio: int = 1  # tokens per key
     block: int = 1  # tokens that are chosen together
-    index_heads: int = 0  # of the indexer; 0 without scores, as where another layer's choice is used
+    index_heads: int = 0  # of the indexer; 0 where the layer computes no scores, because it uses another layer's choice
     index_head_dim: int = 0
 
     @property
@@ -59,7 +59,7 @@ class SparseCall:
 
     @property
     def attended(self) -> Array:
-        """Keys that the kernel takes for each query: those of queries that see fewer are filled up."""
+        """Keys that the kernel processes per query: the same number for all, padded where a query sees fewer."""
         window = np.minimum(self.window, self.prefix + self.chunk)
         return window + (self.keys if self.top_k is None else np.minimum(self.top_k, self.keys))
 
@@ -82,14 +82,15 @@ class SparseCall:
 
     @property
     def least_attention_flops(self) -> Array:
-        """Attention FLOPs without the window, on at most the mean number of keys that the chunk's queries see."""
+        """FLOPs of attention without the window: a query attends to at most top_k of the keys that it sees."""
         keys = self.seen if self.top_k is None else self._seen_of(self.top_k)
         return self.chunk * keys * self._key_flops
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; counted where it has no rates for this kind of call.
 
-        FLOPs at the rate of products, scores in FP8 where there is such a rate; scores are written and read once.
+        Counted are FLOPs at the rate of products (for scores of FP8 products, if there is one), and one write and one
+        read of the scores.
         """
         rates, batch = cost.rates, cost.traits.batch
         measured: SparseRates | None = rates.of(self, cost.traits.kernel)
@@ -132,7 +133,7 @@ class ScoreRates:
     full_heads: NonNegative  # queries times heads that fill the device
 
     def seconds(self, queries: Array, keys: Array, heads: Array, head_dim: int, *, least: bool = False) -> Array:
-        """`keys`: in the mean of the queries; `least`: as if few queries filled the device."""
+        """Seconds for a mean of `keys` keys per query; `least`: the device is full however few the queries."""
         rows = np.maximum(queries * heads, 0.0 if least else self.full_heads)
         return self.start_s + rows * keys * (2.0 * head_dim / self.flops_per_s)
 
@@ -145,7 +146,7 @@ class AttendRates:
     flops_per_s: float  # of QK^T and PV
     query_keys: NonNegative  # constant time per query, expressed in keys
     full_queries: NonNegative  # number of queries that fill the device
-    least_heads: NonNegative  # fewer heads take as long as this number
+    least_heads: NonNegative  # below this number of heads the time is constant
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
         """Seconds; `width` is that of a key and its value together."""
@@ -161,7 +162,7 @@ class SparseKernels:
     attend: AttendRates
 
     def seconds(self, call: SparseCall, batch: int, *, least: bool = False) -> Array:
-        """One after the other; nothing is scored and selected where there is no choice."""
+        """Seconds of both kernels in sequence; without a choice only attention runs."""
         queries = batch * call.chunk
         chosen_s = self.score.seconds(
             queries, call.seen, np.asarray(call.index_heads), call.index_head_dim, least=least
@@ -184,7 +185,7 @@ class SparseRates:
             raise InputError("keys", "nothing", "rates of keys, of blocks or of both")
 
     def of(self, call: SparseCall) -> SparseKernels | None:
-        """The kernels that price a call; None: there are none of its kind."""
+        """Kernels that price a call; None if kernels of this kind were not measured."""
         entries = call.compress_ratio > 1 or call.window > 0
         return self.blocks if call.block > 1 else (self.entries or self.keys) if entries else self.keys
 
@@ -192,7 +193,7 @@ class SparseRates:
 def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
     """The call between a mixer's products; in latent attention, heads attend to the latents directly.
 
-    A layer that takes an earlier layer's choice scores nothing.
+    A layer that uses the choice of an earlier layer computes no scores.
     """
     indexer = mixer.indexer
     if isinstance(mixer, LatentAttention):
@@ -231,7 +232,7 @@ class SparseCost(MixerCost):
 
     @property
     def projections(self) -> tuple[Gemm, ...]:
-        """Those of the indexer, too."""
+        """Projections of the mixer and of its indexer."""
         indexer = self.mixer.indexer
         return (*self.mixer.projections, *(() if indexer is None else indexer.projections))
 

@@ -14,7 +14,7 @@ from kvrsim.units import cached_scale
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """A ring of GPUs, all of which come to a collective at the same time."""
+    """A ring of GPUs that all start a collective at the same time."""
 
     size: int  # GPUs
     path: Path  # between neighbours; the slowest, where they differ
@@ -61,7 +61,7 @@ class Group:
 
     @property
     def measured(self) -> AllReduceRates | None:
-        """All-reduces of this many GPUs of one node as they were timed; None: they were not."""
+        """Measured all-reduces of this number of GPUs in one node; None if they were not measured."""
         rates = self.inside.path.all_reduce
         return rates if rates is not None and self.across.size == 1 and rates.covers(self.size) else None
 
@@ -92,7 +92,7 @@ def all_gather(group: Group, nbytes: Array, more_s: float = 0.0) -> Collective:
 
 
 def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
-    """Groups of `size` GPUs that follow each other; each holds `share` of a model."""
+    """The first group of `size` consecutive GPUs; each GPU holds `share` of a model."""
     per_node = cluster.gpus_per_node if cluster.topology == "nodes" else None
     inside, nodes = (size, 1) if per_node is None or size <= per_node else (per_node, size // per_node)
     flows = cluster.num_gpus if cluster.shares_bandwidth else 1
@@ -107,16 +107,16 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
 
 
 def _way_back(cluster: Cluster, first: int, last: int) -> Path:
-    """The worst path of a ring of GPUs, that between its ends: in a chain the longest, elsewhere like the others."""
+    """The slowest path of a ring of GPUs, between its ends: in a chain the longest, elsewhere like the others."""
     if first == last or last >= cluster.num_gpus:
         return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # a ring of one rank is never used
     return cluster.path(first, last)
 
 
 def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
-    """The cluster as groups of `size` equal GPUs see it: one GPU of each sends to its like in another.
+    """The cluster whose ranks are groups of `size` GPUs: each GPU sends to the corresponding GPU of another group.
 
-    Raises InputError where nodes cannot be cut into such groups, or groups into nodes.
+    Raises InputError where nodes do not divide into such groups, or groups into nodes.
     """
     count, per_node = cluster.num_gpus // size, cluster.gpus_per_node
     grouped = replace(cluster, num_gpus=count)
@@ -152,7 +152,7 @@ def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
 
 
 def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> ModelSpec:
-    """The part of a model on one of `size` GPUs (Shoeybi et al., 2019; GQA: a KV head lies on several GPUs).
+    """The part of a model on one of `size` GPUs (Shoeybi et al., 2019; with GQA a KV head may be on several GPUs).
 
     Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.
     Raises InputError where the heads do not divide.
@@ -172,7 +172,7 @@ def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> Model
 
 
 def _divides(mixer: Mixer, size: int) -> bool:
-    """Whether each GPU gets as many heads; a key head may lie on several."""
+    """Whether each GPU gets an equal number of heads; a key head may be on several GPUs."""
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
