@@ -175,7 +175,7 @@ class HostRates:
     )
     request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
     token_s: NonNegative = 0.0  # in addition per token of the request, such as for a tokeniser; the device waits
-    step_s: NonNegative = 0.0  # before each pass through the layers: of a chunked prefill, each piece on each stage
+    step_s: NonNegative = 0.0  # before each pass through the layers: in a chunked prefill once per piece and stage
     prepare_s: NonNegative | None = None  # host time per pass; None: not measured, step_s is used
     message_s: NonNegative = 0.0  # to issue one send or one receive
     kernel_s: NonNegative = 0.0  # in addition to layer_s, for each kernel that the decoder layer launches

@@ -267,9 +267,6 @@ class Cluster:
     @classmethod
     def read(cls, data: JsonObject) -> Cluster:
         """Read a cluster file; a GPU or a link may be given by the name of a built-in one."""
-        for key in ("gpus_per_node", "network"):
-            if data.fields.get("topology") == "nodes" and not data.has(key):
-                raise data.error(key, "a value, which nodes need")
         links = {key: LinkSpec.read(_part(data, key, "links")) for key in ("link", "network") if data.has(key)}
         return read(cls, data, gpu=GpuSpec.read(_part(data, "gpu", "gpus")), **links)
 
@@ -303,10 +300,8 @@ class Cluster:
             all_reduce=link.all_reduce if self.topology in ("switch", "nodes") else None,
         )
 
-    def with_link(
-        self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None, name: str = "user"
-    ) -> Cluster:
-        """The cluster with another link (with several nodes, inside a node); None keeps a value.
+    def with_link(self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> Cluster:
+        """The cluster with a link of the user (with several nodes, inside a node); None keeps a value.
 
         Measured rates of short messages and collectives do not apply to it.
         """
@@ -314,8 +309,8 @@ class Cluster:
             return self
         bandwidth = self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         latency = self.link.latency_s if latency_s is None else latency_s
-        source = f"{name}, instead of {self.link.name}"
-        link = LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
+        source = f"user, instead of {self.link.name}"
+        link = LinkSpec(name="user", bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
         return replace(self, link=link)
 
     def describe(self) -> str:

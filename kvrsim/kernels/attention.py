@@ -81,7 +81,7 @@ class AttentionCall:
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates of this kernel, or by those of latent attention."""
         traits = cost.traits
-        rates: AttentionRates | LatentRates = cost.rates.of(self, traits.kernel)
+        rates: AttentionRates = cost.rates.of(self, traits.kernel)
         seconds_of = rates.least_seconds if traits.lower_bound else rates.seconds
         seconds = seconds_of(self, traits.batch, traits.element_bytes)
         return seconds if cost.compute_scale == 1.0 else cost.compute_scale * seconds
@@ -380,12 +380,6 @@ class LatentRates:
         """The rates that price a call."""
         wide = call.head_dim > _WIDEST_EXPANDED
         return self.absorbed if wide and self.absorbed is not None else self.expanded
-
-    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        return self.of(call).seconds(call, batch, element_bytes)
-
-    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        return self.of(call).least_seconds(call, batch, element_bytes)
 
 
 class MergedCost(MixerCost):

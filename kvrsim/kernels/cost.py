@@ -175,7 +175,7 @@ class RooflineCost:
     def of(cls, gpu: GpuSpec, traits: KernelTraits, dtype: str) -> RooflineCost:
         """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic.
 
-        Products with quantised inputs, INT8 and NVFP4 too, have the peak of FP8: datasheets are read for no other.
+        All products with quantised inputs, also INT8 and NVFP4, have the peak of FP8; other peaks are not in gpus.json.
         """
         peaks = gpu.peak_flops
         if dtype not in peaks:

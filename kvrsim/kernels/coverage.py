@@ -31,7 +31,7 @@ def head_dims(model: ModelSpec, rates: KernelRates) -> tuple[int, ...]:
 
 
 def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[str]:
-    """A sentence for each kind of layer of the model that the profile has no rates for."""
+    """Notes on the kinds of layers of the model for which the profile has no rates, a sentence per kind."""
     rates, mixers = profile.kernels, [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
     missing = f"profile {profile.name} has no rates of"
     latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttention) and not mixer.is_sparse]

@@ -33,6 +33,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array
 
 EXPERTS = Part("experts")
+_HALF_BYTES = 2
 # Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times
 # the tokens, for prefills of 8192. aiconfigurator-core 0.12.0 takes this law for DeepSeek's models by default
 # (sdk/models/deepseek.py; of its collector, helper.py, sample_power_law).
@@ -71,11 +72,11 @@ class ExpertsCall:
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates of grouped products; counted if it has no rates for the type."""
-        rates: ExpertRates | None = cost.rates.of(self, cost.traits.kernel)
-        element_bytes = cost.traits.element_bytes
-        if rates is None or not rates.covers(self.compute, element_bytes):
+        measured: tuple[GroupedRates, Width] | None = cost.rates.of(self, cost.traits.kernel)
+        if measured is None or (self.compute is None and cost.traits.element_bytes != _HALF_BYTES):
             return cost.row_cost(*counted_experts(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
-        return cost.compute_scale * rates.seconds(self, cost.traits.batch, element_bytes)
+        rates, width = measured
+        return cost.compute_scale * rates.seconds(self, cost.traits.batch, width)
 
     def roofline_s(self, cost: RooflineCost) -> Array:
         """The longer of the rows' FLOPs at peak and one reading of the weights of the experts that have any."""
@@ -127,13 +128,14 @@ class ExpertRates:
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
         """Whether there are rates of a type or a substitute; `element_bytes` is the dtype's."""
-        return element_bytes == 2 if compute is None else self.priced_as(compute) is not None
+        return element_bytes == _HALF_BYTES if compute is None else self.priced_as(compute) is not None
 
-    def seconds(self, call: ExpertsCall, batch: int, element_bytes: int) -> Array:
-        """Seconds of a call whose type is covered."""
-        kind = None if call.compute is None else self.priced_as(call.compute)
-        rates = self.half if kind is None else self.types[kind]
-        return rates.seconds(call, batch, element_bytes if kind is None else GEMM_TYPES[kind])
+    def of(self, call: ExpertsCall) -> tuple[GroupedRates, Width] | None:
+        """Rates of a call's type and the bytes of its operands; None if no measured type is similar."""
+        if call.compute is None:
+            return self.half, _HALF_BYTES
+        kind = self.priced_as(call.compute)
+        return None if kind is None else (self.types[kind], GEMM_TYPES[kind])
 
     def priced_as(self, compute: str) -> str | None:
         """The quantised type whose rates stand for one; None: no type does."""

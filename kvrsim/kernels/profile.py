@@ -99,10 +99,11 @@ class KernelRates:
 
         kernel: the attention kernel. Latent attention without rates of its own uses those of attention.
         """
-        if call.part.kind in ("experts", "sparse", "recurrence"):
-            return getattr(self, call.part.kind)
-        latent = self.latent if call.part.kind == "latent" and kernel == "flash" else None
-        return self.attention[kernel] if latent is None else latent
+        kind = call.part.kind
+        if kind == "attention" or (kind == "latent" and (self.latent is None or kernel != "flash")):
+            return self.attention[kernel]
+        measured = getattr(self, kind)
+        return None if measured is None else measured.of(call)
 
     def priced_as(self, compute: str | None) -> str | None:
         """The type whose rates are used for a type of product: itself or the most similar; None: half precision."""

@@ -100,17 +100,17 @@ class RecurrenceCall:
 
 
 class ScanCall(RecurrenceCall):
-    """The scan, which waits for the state behind the tokens before."""
+    """The scan, which waits for the state after the tokens before it."""
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else FLOPs at the rate of products plus bytes at the rate of copies.
 
         The factor of the clock does not apply, because memory limits a scan.
         """
-        rates: RecurrenceRates | None = cost.rates.of(self, cost.traits.kernel)
+        rates: KindRates | None = cost.rates.of(self, cost.traits.kernel)
         batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
         if rates is not None:
-            return cost.scale * rates.of(self).scan.seconds(self, batch, element_bytes)
+            return cost.scale * rates.scan.seconds(self, batch, element_bytes)
         elementwise, tokens = cost.rates.elementwise, batch * self.tokens
         flops_s = self.scan_flops / cost.rates.gemm.flops_per_s
         serial_s = SCAN_KERNELS * elementwise.start_s + self.tokens * (_CHUNK_S / SCAN_CHUNK[self.kind])
@@ -128,10 +128,10 @@ class ConvolutionCall(RecurrenceCall):
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else bytes at the rate of copies."""
-        rates: RecurrenceRates | None = cost.rates.of(self, cost.traits.kernel)
+        rates: KindRates | None = cost.rates.of(self, cost.traits.kernel)
         batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
         if rates is not None:
-            return cost.scale * rates.of(self).convolution.seconds(self, batch, element_bytes)
+            return cost.scale * rates.convolution.seconds(self, batch, element_bytes)
         elementwise = cost.rates.elementwise
         bytes_s = batch * self.tokens * (self.convolution_elements * element_bytes / elementwise.copy)
         return cost.scale * (elementwise.start_s * (self.conv_channels > 0) + bytes_s)

@@ -93,8 +93,7 @@ class SparseCall:
         read of the scores.
         """
         rates, batch = cost.rates, cost.traits.batch
-        measured: SparseRates | None = rates.of(self, cost.traits.kernel)
-        kernels = None if measured is None else measured.of(self)
+        kernels: SparseKernels | None = rates.of(self, cost.traits.kernel)
         if kernels is not None:
             return cost.compute_scale * kernels.seconds(self, batch, least=cost.traits.lower_bound)
         score_rates, _ = rates.gemm_of("fp8" if self.block == 1 else None, 2)

@@ -135,7 +135,7 @@ def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
 
 
 def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
-    """The ranks of one data group of each stage, which has `data` groups of `context` ranks.
+    """The cluster of one data group's ranks; each stage has `data` groups of `context` ranks.
 
     Raises InputError where nodes and stages do not divide into each other.
     """
@@ -151,7 +151,7 @@ def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
     raise InputError("strategies", f"dp{data}", f"stages that nodes of {per_node} ranks divide into, or the reverse")
 
 
-def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> ModelSpec:
+def share_of(model: ModelSpec, size: int) -> ModelSpec:
     """The part of a model on one of `size` GPUs (Shoeybi et al., 2019; with GQA a KV head may be on several GPUs).
 
     Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.
@@ -160,7 +160,7 @@ def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> Model
     for layer in model.layer_kinds:
         if layer.mixer is not None and not _divides(layer.mixer, size):
             accepted = f"groups that {_heads(layer.mixer)} of {model.name} divide into"
-            raise InputError(argument, f"tp{size}", accepted)
+            raise InputError("strategies", f"tp{size}", accepted)
     shares = {layer: _layer_share(layer, size) for layer in model.layer_kinds}
     return replace(
         model,

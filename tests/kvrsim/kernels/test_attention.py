@@ -217,7 +217,7 @@ def rates() -> LatentRates:
 
 def test_a_latent_call_takes_them_and_no_other_does() -> None:
     cost = CalibratedCost(rates=H200, traits=H200.traits("flash", 1, 2))
-    assert cost.call_s(EXPANDED) == pytest.approx(rates().seconds(EXPANDED, 1, 2))
+    assert cost.call_s(EXPANDED) == pytest.approx(rates().expanded.seconds(EXPANDED, 1, 2))
     plain = replace(EXPANDED, latent=False)
     flash = H200.attention["flash"].seconds(plain, 1, 2)
     assert cost.call_s(plain) == pytest.approx(flash)
@@ -225,7 +225,7 @@ def test_a_latent_call_takes_them_and_no_other_does() -> None:
     unmeasured = replace(cost, rates=replace(H200, latent=None))
     assert unmeasured.call_s(EXPANDED) == pytest.approx(flash)
     least = replace(cost, traits=replace(cost.traits, lower_bound=True))
-    assert least.call_s(EXPANDED) == pytest.approx(rates().least_seconds(EXPANDED, 1, 2))
+    assert least.call_s(EXPANDED) == pytest.approx(rates().expanded.least_seconds(EXPANDED, 1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in builtin_profiles() if name.endswith("-flash")])
@@ -237,7 +237,7 @@ def test_shipped_profiles_price_it_below_the_peak(name: str) -> None:
     assert profile.operations["latent"].num_rows > 100
     call = replace(EXPANDED, chunk=np.array([16384.0]), prefix=np.zeros(1), causal=np.array([16384.0**2 / 2]))
     flops = 2 * 16 * (192 + 128) * 16384**2 / 2
-    reached = flops / latent.seconds(call, 1, 2) / latent.expanded.flops_per_s
+    reached = flops / latent.expanded.seconds(call, 1, 2) / latent.expanded.flops_per_s
     assert 0.4 < reached < 1.0
 
 

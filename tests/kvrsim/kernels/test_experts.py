@@ -37,20 +37,21 @@ def any_call(rng: Draws) -> ExpertsCall:
 def test_laws_of_grouped_products(rng: Draws, batch: int) -> None:
     """More tokens never take less; nothing beats the datasheet; twice as fast takes half as long; load counts."""
     gpu = any_gpu(rng)
-    rates, call = any_experts(rng, gpu), any_call(rng)
-    if not rates.covers(call.compute, 2):
+    call = any_call(rng)
+    if (measured := any_experts(rng, gpu).of(call)) is None:
         assert call.compute is not None
         return
-    seconds = rates.seconds(call, batch, 2)
+    rates, width = measured
+    seconds = rates.seconds(call, batch, width)
     assert seconds.shape == TOKENS.shape
     assert (np.diff(seconds) >= -1e-12 * seconds[1:]).all()
     least = call.rows(batch) * 2.0 * call.expert_weights / gpu.peak_flops["fp16"]
     assert (seconds >= least * (1 - 1e-12)).all()
-    np.testing.assert_allclose(scale(rates, 2.0).seconds(call, batch, 2), 2 * seconds)
-    assert (rates.seconds(replace(call, imbalance=2.0), batch, 2) >= seconds * (1 - 1e-12)).all()
-    twice = rates.seconds(replace(call, tokens=2 * call.tokens), batch, 2)
-    np.testing.assert_allclose(rates.seconds(call, 2 * batch, 2), twice)
-    wider = rates.seconds(replace(call, intermediate_size=2 * call.intermediate_size), batch, 2)
+    np.testing.assert_allclose(scale(rates, 2.0).seconds(call, batch, width), 2 * seconds)
+    assert (rates.seconds(replace(call, imbalance=2.0), batch, width) >= seconds * (1 - 1e-12)).all()
+    twice = rates.seconds(replace(call, tokens=2 * call.tokens), batch, width)
+    np.testing.assert_allclose(rates.seconds(call, 2 * batch, width), twice)
+    wider = rates.seconds(replace(call, intermediate_size=2 * call.intermediate_size), batch, width)
     assert (wider > seconds).all()
 
 
@@ -82,11 +83,11 @@ def test_shipped_rates(name: str) -> None:
         num_experts=256,
         num_experts_per_tok=8.0,
     )
-    half = rates.seconds(call, 1, 2)[0]
+    half = rates.half.seconds(call, 1, 2)[0]
     flops = 8192 * 8 * 2 * call.expert_weights
     assert 0.15 < flops / half / rates.half.flops_per_s < 1
-    if rates.priced_as("fp8_block") is not None:
-        assert rates.seconds(replace(call, compute="fp8_block"), 1, 2)[0] < 1.25 * half
+    if (measured := rates.of(replace(call, compute="fp8_block"))) is not None:
+        assert measured[0].seconds(call, 1, measured[1])[0] < 1.25 * half
 
 
 def test_imbalance_over_gpus() -> None:
