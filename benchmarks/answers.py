@@ -107,7 +107,7 @@ def questions(folder: Path) -> Iterator[str]:
         "--order shortest-first",
         "--pack-tokens 4k",
     ):
-        yield f"capacity {workload} --replications 2 {extra}"
+        yield f"capacity llama-7b a100-nvlink {workload} --replications 2 {extra}"
     yield f"capacity {workload} --replications 2 --model llama-3-8b --cluster h100-nvlink"
     predictor = folder / "predictor.json"
     machine = "--model llama-3-8b --cluster h100-nvlink --gpus 2"

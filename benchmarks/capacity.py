@@ -47,7 +47,7 @@ TRACES = {  # file -> machine and target
 
 def scenario(machine: dict[str, str], **lengths: int) -> Scenario:
     """A machine of the above."""
-    return make_scenario(**{"ctx": 1024, "gpus": 8, **lengths}, **machine)[0]  # type: ignore[arg-type]
+    return make_scenario(**{"ctx": 1024, "gpus": 8, **lengths}, **machine)[0]
 
 
 def poisson(count: int, rate_per_s: float, seed: int) -> np.ndarray:
@@ -239,7 +239,7 @@ def early_ranks(folder: Path) -> list[str]:
     ]
     request = CapacityRequest(source=source, target=Target(slo_s=2.0, percentile=99.0), limits=FleetLimits())
     finder = FleetSearch(FleetSimulator(request, [workload], times))
-    for fit in finder.fits(design for design in finder.uniform() if design[0].type.gpus > 1):
+    for fit in finder.fits([design for design in finder.uniform() if design[0].type.gpus > 1]):
         (group,) = fit.design
         service = times.service(group.type, workload)
         shown = early(service, workload, group.replicas), held(service, workload, group.replicas)

@@ -746,7 +746,7 @@ class FleetArgs(Arguments):
 
     Workload
     --------
-    requests : FILE|azure:FILE|mooncake:FILE|synthetic:SPEC
+    requests : FILE|synthetic:SPEC
         A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.
     columns : ROLE=COLUMN,...
         Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: by usual

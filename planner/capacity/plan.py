@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from kvrsim.units import format_seconds
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
-from planner.capacity.search import FleetSearch, FleetSimulator, around
+from planner.capacity.search import FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Workload
 from planner.deploy_engines import engines_with
@@ -44,15 +43,30 @@ def plan_capacity(
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target; one that engines have, where no strategies are named.
 
-    Where strategies that no engine has need fewer GPUs, or alone meet the target, a note says so. The arguments and
-    errors are those of `_plan`.
+    Where strategies that no engine has need fewer GPUs, or alone meet the target, a note says so.
+
+    policy: what groups may run. pool: who simulates groups; None: this process. Raises InputError where no group size
+    has a strategy.
     """
-    policy = policy or StrategyPolicy()
-    common: dict[str, Any] = {"warnings": warnings, "pool": pool, "on_progress": on_progress}
-    theory = _plan(scenario, request, policy, **common)
+    policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
+    report = on_progress or (lambda done, total, text: None)
+    workloads = [
+        request.source.workload(request.seed, number)
+        for number in range(request.replications if request.source.is_random else 1)
+    ]
+    if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
+        raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
+    times = service_times(scenario, workloads, policy, request.pack_tokens)
+
+    def planned(times: ServiceTimes) -> CapacityPlan:
+        limited = replace(request, limits=_limits(scenario, request.limits, times.policy))
+        times.fill(limited.limits.sizes, pool or Pool(), report)
+        return _plan(limited, workloads, times, warnings, report)
+
+    theory = planned(times)
     if policy.names is not None or policy.engines or theory.answer is None or theory.answer.engine is not None:
         return theory
-    practice = _plan(scenario, request, replace(policy, deployable=True), **common)
+    practice = planned(times.under(replace(policy, deployable=True)))
     if practice.answer is None:
         return replace(theory, warnings=(*theory.warnings, "no fleet that an engine has today meets the target"))
     if theory.answer.num_gpus >= practice.answer.num_gpus:
@@ -62,41 +76,20 @@ def plan_capacity(
 
 
 def _plan(
-    scenario: Scenario,
     request: CapacityRequest,
-    policy: StrategyPolicy,
-    *,
-    warnings: Sequence[str] = (),
-    pool: Pool | None = None,
-    on_progress: OnProgress | None = None,
+    workloads: Sequence[Workload],
+    times: ServiceTimes,
+    warnings: Sequence[str],
+    report: OnProgress,
 ) -> CapacityPlan:
-    """Search the cheapest fleet that meets the target.
-
-    policy: what groups may run. pool: who simulates groups; None: this process.
-    on_progress: called with each stage. Raises InputError where no group size has a strategy.
-    """
+    """Search the cheapest fleet that meets the target, with groups whose times are known."""
     begin_s = time.perf_counter()
-    report = on_progress or (lambda done, total, text: None)
-    policy = replace(policy, packs=request.pack_tokens is not None)
-    request = replace(request, limits=_limits(scenario, request.limits, policy))
-    sizes = request.limits.sizes
-    workloads = [
-        request.source.workload(request.seed, number)
-        for number in range(request.replications if request.source.is_random else 1)
-    ]
-    if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
-        raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
-    times = service_times(scenario, workloads, policy, request.pack_tokens)
-    report(0, None, "prefill times of groups")
-    if pool is not None and not pool.is_here:
-        times.fill(sizes, pool)
+    scenario, policy, sizes = times.scenario, times.policy, request.limits.sizes
     simulator = FleetSimulator(request, workloads, times)
-    search = FleetSearch(simulator)
-    report(0, None, "fleets")
+    search = FleetSearch(simulator, report)
     fits = search.all_fits(_stretch(workloads))
     fleets = search.answers(fits)
-    report(0, None, "Pareto front")
-    tried = around(search, fits)
+    tried = search.around(fits)
     infeasible = search.infeasible(fits)
     longest = replace(scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
     largest = replace(scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))

@@ -16,10 +16,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from kvrsim.arguments import SearchArgs
+from kvrsim.arguments import OnProgress, SearchArgs
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
@@ -64,6 +65,7 @@ _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas if no fleet meets the target
 _GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
+_Item = TypeVar("_Item")
 _LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas of the answer
 
 
@@ -328,8 +330,8 @@ class Fit:
 class FleetSearch:
     """A search over designs within the limits of a request."""
 
-    def __init__(self, simulator: FleetSimulator) -> None:
-        self.simulator, self.limits = simulator, simulator.limits
+    def __init__(self, simulator: FleetSimulator, report: OnProgress | None = None) -> None:
+        self.simulator, self.limits, self.report = simulator, simulator.limits, report
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
         self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
 
@@ -343,7 +345,7 @@ class FleetSearch:
             return fits
         if stretch is None:
             return _best_of_sizes(self.mixed(fits))
-        part = FleetSearch(self.simulator.on([stretch]))
+        part = FleetSearch(self.simulator.on([stretch]), self.report)
         finalists = [fit.design for fit in _best_of_sizes(part.mixed(part.fits(part.uniform())))]
         self.simulator.simulated += part.simulator.simulated
         mixed = [tuple(group.of(1) for group in design) for design in finalists if len(design) > 1]
@@ -361,10 +363,17 @@ class FleetSearch:
         """The largest uniform fleet of each type of group within the limits."""
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
-    def fits(self, designs: Iterable[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
+    def _reported(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
+        """The items, with a report before each."""
+        for number, item in enumerate(items):
+            if self.report is not None:
+                self.report(number, len(items), text)
+            yield item
+
+    def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
         """Earlier fits and those of the designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
-        for design in designs:
+        for design in self._reported(designs, "designs of fleets"):
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 fits.append(fit)
@@ -374,9 +383,9 @@ class FleetSearch:
         """Earlier fits, two buckets at every cut, and the best of them with finer cuts."""
         types = self._best_types()
         pairs = [(short, long) for short, long in itertools.product(types, types) if short.gpus <= long.gpus]
-        fits = self.fits((self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs), earlier)
+        fits = self.fits([self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs], earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
-        return self.fits((design for fit in best for design in self._finer(fit.design)), fits)
+        return self.fits([design for fit in best for design in self._finer(fit.design)], fits)
 
     def fit(self, design: Fleet, at_most: float = math.inf) -> Fit | None:
         """The cheapest replicas with which a design meets the target; None if it cannot."""
@@ -445,6 +454,18 @@ class FleetSearch:
             if not answer.meets and _high_s(answer) >= _high_s(before):
                 return None
         return answer
+
+    def around(self, fits: Sequence[Fit]) -> tuple[FleetAnswer, ...]:
+        """Fleets of the best designs, with fewer and more groups; the largest fleets if none meets the target."""
+        designs = [fit.fleet for fit in fits[: _FINALISTS if self.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
+        scaled = [
+            tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
+            for design in designs or self.largest()
+            for scale in (_SCALES if designs else _BELOW)
+        ]
+        fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
+        answers = (self.simulator.answer(one, has_interval=False) for one in self._reported(fleets, "larger fleets"))
+        return tuple(replace(answer, runs=()) for answer in answers)
 
     def nearest_miss(self) -> FleetAnswer:
         """The fastest uniform fleet within the limits."""
@@ -580,15 +601,3 @@ def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
     for fit in fits:
         best.setdefault(fit.sizes, fit)
     return list(best.values())
-
-
-def around(search: FleetSearch, fits: Sequence[Fit]) -> tuple[FleetAnswer, ...]:
-    """Fleets of the best designs, with fewer and more groups; the largest fleets if none meets the target."""
-    designs = [fit.fleet for fit in fits[: _FINALISTS if search.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
-    scaled = [
-        tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
-        for design in designs or search.largest()
-        for scale in (_SCALES if designs else _BELOW)
-    ]
-    fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= search.limits.max_gpus]
-    return tuple(replace(search.simulator.answer(one, has_interval=False), runs=()) for one in fleets)

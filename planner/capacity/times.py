@@ -10,10 +10,11 @@ fastest of them for each prompt; strategies of different layouts need different 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import numpy as np
 
@@ -94,12 +95,15 @@ class StrategyPolicy:
         return {weights: tuple(strategies) for weights, strategies in layouts.items()}
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
-        """Exact strategies for these GPUs that only `all` or their own names select."""
+        """Exact strategies for these GPUs that only `all` or their own names select.
+
+        Without searched pieces: all pipelines take even ones here.
+        """
         if self.names is not None or scenario.num_gpus == 1:
             return ()
         usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S has even chunks too
         exact = [one for one in all_for(scenario)[0] if one.approximate is None and self._allows(one, scenario)]
-        return tuple(one.name for one in exact if one.name not in usual)
+        return tuple(one.name for one in exact if one.name not in usual and one.degrees.pieces != "searched")
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
         """Whether all engines run a strategy on all of the GPUs, with packed prompts where they are packed."""
@@ -136,7 +140,8 @@ def _usual(scenario: Scenario) -> Sequence[str]:
     cluster = scenario.cluster
     if cluster.shares_bandwidth:
         return _ON_A_BUS
-    return (*_USUAL, *hybrid_names(group_sizes(cluster.num_gpus, cluster.gpus_per_node)))
+    hybrids = hybrid_names(group_sizes(cluster.num_gpus, cluster.gpus_per_node))
+    return (*_USUAL, *(name for name in hybrids if get_strategy(name).degrees.pieces != "searched"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,20 +158,12 @@ class TimeGrid:
     most_new_tokens: int  # the most that fit in memory; 0: none
 
     @classmethod
-    def fastest(
-        cls,
-        scenario: Scenario,
-        strategies: Sequence[Strategy],
-        cached_prefix: int,
-        lengths: Lengths,
-    ) -> TimeGrid:
-        """Times of the strategies on all GPUs of a scenario, all with the same weights.
+    def fastest(cls, grids: Sequence[TimeGrid], lengths: Lengths) -> TimeGrid:
+        """The fastest of the grids at each length; all have the same weights.
 
         Where no strategy fits, the time is that of the one that fits the longest prompts.
         """
-        prefills = [Prefills(scenario, strategy) for strategy in strategies]
-        shape = (len(lengths), max(one.num_ranks for one in prefills))
-        grids = [grid for one in prefills if (grid := one.times(cached_prefix, lengths)) is not None]
+        shape = (len(lengths), max((grid.finish.shape[1] for grid in grids), default=1))
         ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
         finish, slack_s = np.ones(shape), np.zeros(shape)
         most = max((grid.most_new_tokens for grid in grids), default=0)
@@ -197,6 +194,14 @@ class Prefills:
         self.num_ranks = self.scenario.cluster.num_gpus
         self.searches = strategy.partition_rule == "search"
         self.shared = self.scenario.cluster.shares_bandwidth
+
+    def about_s(self, cached_prefix: int) -> float:
+        """About the seconds of `times` on one core, for estimates of the rest."""
+        if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
+            return 0.001
+        if self.strategy.pipeline is not None:
+            return 0.03 + 0.02 * self.num_ranks + 0.0035 * self.num_ranks**2
+        return 0.08 + 0.02 * self.num_ranks if self.searches else 0.01 * self.num_ranks
 
     def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
         """Times at all lengths after one cached prefix; None if no token fits in memory."""
@@ -386,38 +391,62 @@ class ServiceTimes:
         self.lengths = simulated_lengths(1, max(2, longest_new))
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
+        self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # by GPUs, name and cached prefix
 
     def types(self, num_gpus: int) -> tuple[GroupType, ...]:
         """Groups of that size in whose memory some prompt fits or, where none does in any, the last type.
 
         () without a strategy that runs on that number of GPUs.
         """
-        types = self._layouts(num_gpus)
+        types = [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
         return tuple(one for one in types if self.most_tokens(one)) or tuple(types[-1:])
 
     def most_tokens(self, group: GroupType) -> float:
         """The most new tokens that fit in the memory of such a group without a cached prefix; 0: none."""
         return self.grids(group)[0].most_new_tokens
 
-    def fill(self, sizes: Sequence[int], pool: Pool, on_progress: OnProgress | None = None) -> None:
-        """Compute the grids of all types of groups of these sizes, by the pool's workers."""
-        groups = [group for size in sizes for group in self._layouts(size)]
-        work = [self._arguments(group, prefix) for group in groups for prefix in self.prefixes]
-        grids = iter(pool.ordered(TimeGrid.fastest, work, "prefill times of groups", on_progress))
-        self._grids = {group: tuple(itertools.islice(grids, len(self.prefixes))) for group in groups}
+    def under(self, policy: StrategyPolicy) -> Self:
+        """Times under another policy; each strategy is simulated once for both."""
+        other = copy(self)
+        other.policy, other._grids = policy, {}
+        return other
+
+    def fill(self, sizes: Sequence[int], pool: Pool, report: OnProgress) -> None:
+        """Simulate all strategies on groups of these sizes, by the pool's workers."""
+        work = {
+            (size, strategy.name, prefix): (Prefills(self.scenario.on_gpus(size), strategy), prefix, self.lengths)
+            for size in sizes
+            for strategies in self.policy.layouts(self.scenario.on_gpus(size)).values()
+            for strategy in strategies
+            for prefix in self.prefixes
+            if (size, strategy.name, prefix) not in self._of_strategies
+        }
+        about_s = np.cumsum([prefills.about_s(prefix) for prefills, prefix, _ in work.values()])
+        report(0, 100, "prefill times of groups, %")
+        results = pool.run(Prefills.times, list(work.values()))
+        for key, done_s, grid in zip(work, about_s, results, strict=True):
+            self._of_strategies[key] = grid
+            report(100 * done_s / about_s[-1], 100, "prefill times of groups, %")
 
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
         """Grids of a type of group, one per cached prefix."""
         if group not in self._grids:
-            self._grids[group] = tuple(TimeGrid.fastest(*self._arguments(group, prefix)) for prefix in self.prefixes)
+            each = [
+                [self._of_strategy(group.gpus, strategy, prefix) for strategy in self._strategies(group)]
+                for prefix in self.prefixes
+            ]
+            self._grids[group] = tuple(TimeGrid.fastest([one for one in row if one], self.lengths) for row in each)
         return self._grids[group]
 
-    def _layouts(self, num_gpus: int) -> list[GroupType]:
-        return [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
+    def _of_strategy(self, num_gpus: int, strategy: Strategy, prefix: int) -> TimeGrid | None:
+        key = num_gpus, strategy.name, prefix
+        if key not in self._of_strategies:
+            prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy)
+            self._of_strategies[key] = prefills.times(prefix, self.lengths)
+        return self._of_strategies[key]
 
-    def _arguments(self, group: GroupType, prefix: int) -> tuple[Scenario, Sequence[Strategy], int, Lengths]:
-        scenario = self.scenario.on_gpus(group.gpus)
-        return scenario, self.policy.layouts(scenario)[group.weights], prefix, self.lengths
+    def _strategies(self, group: GroupType) -> Sequence[Strategy]:
+        return self.policy.layouts(self.scenario.on_gpus(group.gpus))[group.weights]
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """TTFT alone on a group; inf where the context does not fit in its memory."""
@@ -490,16 +519,15 @@ class PackedTimes(ServiceTimes):
         """The most tokens that all prompts of a step may have in memory; 0: none."""
         return self.packing(group).most_tokens
 
-    def fill(self, sizes: Sequence[int], pool: Pool, on_progress: OnProgress | None = None) -> None:
+    def fill(self, sizes: Sequence[int], pool: Pool, report: OnProgress) -> None:
         """Do nothing: costs of steps are tabulated on first use, in this process."""
 
     def packing(self, group: GroupType) -> Packing:
         """What steps of such groups take."""
         if group not in self._packings:
             request = Request(context_len=self.longest_new, dtype=self.scenario.request.dtype)
-            scenario = replace(self.scenario.on_gpus(group.gpus), request=request)
-            strategy = self.policy.layouts(scenario)[group.weights][0]
-            per_rank = for_strategy(scenario, strategy)
+            strategy = self._strategies(group)[0]
+            per_rank = for_strategy(replace(self.scenario.on_gpus(group.gpus), request=request), strategy)
             self._packings[group] = Packing(per_rank, strategy, self.pack_tokens, self.longest)
         return self._packings[group]
 

@@ -50,7 +50,7 @@ class Workload:
     """Requests in the order of their arrival; all arrays of shape (N,)."""
 
     name: str  # file or specification
-    kind: str  # format of the trace, or "synthetic"
+    kind: str  # "csv", "mooncake" or "synthetic"
     arrival_s: Array  # since the first
     context_len: Lengths  # tokens, cached prefix included; each at least 1
     cached_prefix: Lengths  # leading tokens whose KV a prefix cache holds; each less than the context
@@ -237,38 +237,33 @@ class Synthetic:
 class Source:
     """A trace or a specification, and how its arrivals are scaled."""
 
-    trace: Workload | None  # None: synthetic
-    synthetic: Synthetic | None
+    requests: Workload | Synthetic
     rate_scale: float = 1.0  # factor on the requests in the same time
 
     @classmethod
     def of(cls, given: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
-        """Read FILE, azure:FILE, mooncake:FILE or synthetic:SPEC, or a data frame; columns: see `named_columns`."""
+        """Read FILE or synthetic:SPEC, or a data frame; columns: see `named_columns`."""
         names = {} if columns is None else named_columns(columns)
+        requests: Workload | Synthetic
         if not isinstance(given, str):
-            return cls(trace=read_frame(given, names), synthetic=None, rate_scale=rate_scale)
-        text = given
-        kind, mark, rest = text.partition(":")
-        if mark and kind == "synthetic":
-            return cls(trace=None, synthetic=Synthetic.parse(rest), rate_scale=rate_scale)
-        if mark and kind in (AZURE, MOONCAKE):
-            trace = read_trace(rest, kind)
+            requests = read_frame(given, names)
+        elif given.startswith("synthetic:"):
+            requests = Synthetic.parse(given.removeprefix("synthetic:"))
         else:
-            trace = read_trace(text, names=names)
-        return cls(trace=trace, synthetic=None, rate_scale=rate_scale)
+            requests = read_trace(given, names=names)
+        return cls(requests=requests, rate_scale=rate_scale)
 
     @property
     def is_random(self) -> bool:
         """Whether requests depend on the seed."""
-        return self.synthetic is not None
+        return isinstance(self.requests, Synthetic)
 
     def workload(self, seed: int, replication: int = 0) -> Workload:
         """The requests; synthetic ones are independent between replications."""
         rng = np.random.default_rng([seed, replication])
-        if self.synthetic is not None:
-            return self.synthetic.scaled(self.rate_scale).draw(rng)
-        assert self.trace is not None
-        return self.trace.scaled(self.rate_scale, rng)
+        if isinstance(self.requests, Synthetic):
+            return self.requests.scaled(self.rate_scale).draw(rng)
+        return self.requests.scaled(self.rate_scale, rng)
 
 
 def _lengths(text: str, argument: str) -> _Draw:
@@ -307,14 +302,12 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # of a specificatio
 }
 
 
-# -- Traces: CSV with this project's, Azure's or Mooncake's columns, or Mooncake's JSON lines.
+# -- Traces: CSV or JSON lines.
 #
-# The first line determines the format:
-#
-#     arrival_s,context_tokens,output_tokens[,cached_tokens]     seconds, tokens
+#     arrival_s,context_tokens,output_tokens[,cached_tokens]     seconds, tokens; or other usual names, as in _ROLES,
+#                                                                and times in milliseconds since 1970 or ISO dates
 #     TIMESTAMP,ContextTokens,GeneratedTokens                    Azure LLM inference traces, 2023 and 2024
 #     {"timestamp", "input_length", "output_length", "hash_ids"} Mooncake: milliseconds; a hash is a block of 512 tokens
-#     any CSV with usual names, or names that the user gives     seconds, milliseconds since 1970, or ISO dates
 #
 # Leading Mooncake blocks that occurred in an earlier request count as cached, as in an unlimited prefix cache that all
 # GPUs share.
@@ -324,6 +317,13 @@ MAX_LINE = 2**17  # characters; also the limit of a field in Python's csv
 MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
 _MAX_HASH = 64  # characters of a hash that is text
 _MAX_ARRIVAL_S = 1e10
+_MOONCAKE = ("timestamp", "input_length", "output_length")
+_ROLES = {  # of a column, and its usual names, in lower case
+    "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
+    "context": ("context_tokens", "prompt_tokens", "input_tokens", "contexttokens", "input_length", "prompt_len"),
+    "output": ("output_tokens", "completion_tokens", "generated_tokens", "generatedtokens", "output_length"),
+    "cached": ("cached_tokens", "cached_prefix", "cached_prompt_tokens", "cache_read_tokens"),
+}
 _ACCEPTED = (
     "a header line with a column of arrivals and one of context tokens (arrival_s or timestamp; context_tokens,"
     " prompt_tokens or input_tokens), or their names: `columns`"
@@ -340,34 +340,31 @@ def named_columns(text: str) -> dict[str, str]:
     return {role.strip(): name.strip() for role, _, name in pairs}
 
 
-def read_frame(frame: Any, names: Mapping[str, str], argument: str = "requests") -> Workload:
+def read_frame(frame: Any, names: Mapping[str, str]) -> Workload:
     """The requests of a pandas DataFrame with the columns of a CSV file; arrivals may be datetimes.
 
     Raises InputError naming the argument, the row and the column.
     """
     lines = io.StringIO(frame.to_csv(index=False, date_format="%Y-%m-%dT%H:%M:%S.%f"))
-    return _read_lines(lines, "data frame", f"{argument} DataFrame", None, names)
+    return _read_lines(lines, "data frame", "requests DataFrame", names)
 
 
-def read_trace(
-    path: str, kind: str | None = None, argument: str = "requests", names: Mapping[str, str] | None = None
-) -> Workload:
-    """Read a trace in the format of its first line, line by line, so that the text is never held in memory.
+def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] | None = None) -> Workload:
+    """Read a trace line by line, so that the text is never held in memory.
 
-    kind: "azure" or "mooncake", the only format to accept besides this project's columns. Empty contexts are left out,
-    arrivals are sorted, and fully cached contexts keep one token to compute; notes report it. Raises InputError naming
-    the argument, the file and the line.
+    Empty contexts are left out, arrivals are sorted, and fully cached contexts keep one token to compute; notes report
+    it. Raises InputError naming the argument, the file and the line.
     """
     source = f"{argument} {' '.join(path.split())}"
     try:
         with open(path, encoding="utf-8-sig", newline=None) as file:
-            return _read_lines(file, Path(path).name, source, kind, names or {})
+            return _read_lines(file, Path(path).name, source, names or {})
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text, or not a path"
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
 
 
-def _read_lines(file: TextIO, name: str, source: str, kind: str | None, names: Mapping[str, str]) -> Workload:
+def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) -> Workload:
     rows = array("d")  # line number, arrival in seconds, tokens of context, output and cached prefix
     count = 0
     lines = _bounded(file, source)
@@ -375,27 +372,24 @@ def _read_lines(file: TextIO, name: str, source: str, kind: str | None, names: M
     read = _json_records if first.lstrip().startswith("{") else _csv_records
     header, records = read(itertools.chain((first,), lines), source)
     roles = _roles(header, names, source)
-    known = OWN if names else next((one for one, columns in _KINDS.items() if set(columns) <= set(header)), OWN)
-    to_seconds = _milliseconds if known == MOONCAKE else _seconds_or_date
+    is_mooncake = not names and set(_MOONCAKE) <= set(header)
     seen: set[int | str] = set()
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
             break
         where = f"{source}: line {line}"
         context, output, cached = (
-            _tokens(record[name], f"{where}: {name}") if name in record else 0.0
-            for name in (roles["context"], roles["output"], roles["cached"])
+            _tokens(record[column], f"{where}: {column}") if (column := roles[role]) in record else 0.0
+            for role in ("context", "output", "cached")
         )
         if hashes := record.get("hash_ids"):
             cached = min(BLOCK_TOKENS * _leading_blocks(hashes, seen, f"{where}: hash_ids"), context)
-        arrival_s = to_seconds(record[roles["timestamp"]], f"{where}: {roles['timestamp']}")
+        arrival_s = _arrival_s(record[roles["timestamp"]], f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
         rows.extend((line, arrival_s, context, output, cached))
     if not 1 <= count <= MAX_REQUESTS:
         number = "0 requests" if not count else f"more than {MAX_REQUESTS} requests"
         raise InputError(source, number, f"1 to {MAX_REQUESTS} requests")
-    if kind not in (None, known) and known != OWN:
-        raise InputError(source, first, f"the columns of {kind}: {', '.join(_KINDS[str(kind)])}")
-    return _workload(name, kind or known, np.array(rows).reshape(-1, 5), source)
+    return _workload(name, "mooncake" if is_mooncake else "csv", np.array(rows).reshape(-1, 5), source)
 
 
 def _bounded(file: TextIO, source: str) -> Iterator[str]:
@@ -435,8 +429,7 @@ def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iter
 
 
 def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
-    """Read records from JSON lines."""
-    columns = _KINDS[MOONCAKE]
+    """Read Mooncake's records from JSON lines."""
 
     def records() -> Iterator[tuple[int, _Record]]:
         for number, line in enumerate(lines, start=1):
@@ -446,11 +439,11 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
                 record = parse_json(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict) or not set(columns) <= set(record):
-                raise InputError(f"{source}: line {number}", line, f"a JSON object with {', '.join(columns)}")
+            if not isinstance(record, dict) or not set(_MOONCAKE) <= set(record):
+                raise InputError(f"{source}: line {number}", line, f"a JSON object with {', '.join(_MOONCAKE)}")
             yield number, record
 
-    return (*columns, "cached_tokens"), records()
+    return (*_MOONCAKE, "cached_tokens"), records()
 
 
 def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict[str, str]:
@@ -459,7 +452,7 @@ def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict
         raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
     lower = {name.lower(): name for name in reversed(header)}
     roles = {role: next((lower[one] for one in usual if one in lower), "") for role, usual in _ROLES.items()}
-    roles.update(names)
+    roles |= names
     if not (roles["timestamp"] and roles["context"]):
         raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
     return roles
@@ -488,23 +481,19 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _milliseconds(value: Any, where: str) -> float:
-    number = _number(value)
-    if not math.isfinite(number):
-        raise InputError(where, value, "a finite number")
-    return 1e-3 * number
+def _arrival_s(value: Any, where: str, *, is_ms: bool) -> float:
+    """Milliseconds, or seconds, milliseconds since 1970, or a date such as "2023-11-16 18:15:46.6805900".
 
-
-def _seconds_or_date(value: Any, where: str) -> float:
-    """Seconds, milliseconds since 1970, or a date such as "2023-11-16 18:15:46.6805900", without a zone in UTC."""
+    A date without a zone is in UTC.
+    """
     number = _number(value)
     if not math.isnan(number):
-        return 1e-3 * number if number > _MAX_ARRIVAL_S else number
+        return 1e-3 * number if is_ms or number > _MAX_ARRIVAL_S else number
     try:
         moment = datetime.fromisoformat(value.strip())
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (AttributeError, ValueError, OverflowError):
-        raise InputError(where, value, "a date and time, or a number of seconds") from None
+        raise InputError(where, value, "a date and time, or a number") from None
 
 
 def _tokens(value: Any, where: str) -> float:
@@ -515,25 +504,12 @@ def _tokens(value: Any, where: str) -> float:
     return number
 
 
-OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
-_KINDS = {  # of traces that others publish, and their columns
-    AZURE: ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    MOONCAKE: ("timestamp", "input_length", "output_length"),
-}
-_ROLES = {  # of a column, and its usual names, in lower case
-    "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
-    "context": ("context_tokens", "prompt_tokens", "input_tokens", "contexttokens", "input_length", "prompt_len"),
-    "output": ("output_tokens", "completion_tokens", "generated_tokens", "generatedtokens", "output_length"),
-    "cached": ("cached_tokens", "cached_prefix", "cached_prompt_tokens", "cache_read_tokens"),
-}
-
-
 def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
-    """The requests of rows as in read_trace, repaired, with notes on the repairs."""
+    """The requests of rows as in _read_lines, repaired, with notes on the repairs."""
     notes = []
-    out_of_range = (rows[:, 1] < 0) | (rows[:, 1] > _MAX_ARRIVAL_S)
-    if out_of_range.any():
-        line, arrival_s = rows[int(out_of_range.argmax()), :2]
+    in_range = (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
+    if not in_range.all():
+        line, arrival_s = rows[int(in_range.argmin()), :2]
         where = f"{source}: line {line:.0f}"
         raise InputError(where, f"arrival {arrival_s:g} s", f"seconds from 0 to {_MAX_ARRIVAL_S:g}")
     empty = rows[:, 2] < 1

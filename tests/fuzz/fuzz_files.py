@@ -38,8 +38,8 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "noise.json": ("simulate --strategy kvr-e --ctx 512 --gpus 2 --samples 5 --noise {} --json",),
     "trace.csv": ("capacity --requests {} --slo-ttft 2s --max-gpus 2 --json",),
-    "azure.csv": ("capacity --requests azure:{} --slo-ttft 2s --max-gpus 2",),
-    "mooncake.jsonl": ("capacity --requests mooncake:{} --slo-ttft 2s --max-gpus 2 --json",),
+    "azure.csv": ("capacity --requests {} --slo-ttft 2s --max-gpus 2",),
+    "mooncake.jsonl": ("capacity --requests {} --slo-ttft 2s --max-gpus 2 --json",),
     "links.csv": ("calibrate fit --compute {} --gpu h100 -o p.json", "calibrate fit --links {} -o p.json --gpu h100"),
 }
 

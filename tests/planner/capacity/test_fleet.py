@@ -94,54 +94,11 @@ def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
     assert (run_pool(more).begin_s <= run_pool(plain).begin_s + 1e-12).all()
 
 
-def poisson(count: int, rate_per_s: float, seed: int) -> np.ndarray:
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate_per_s, count))
-
-
-def waits(arrival_s: np.ndarray, service_s: np.ndarray, groups: int) -> np.ndarray:
-    """Without the first tenth, in which queues build up."""
-    run = run_pool(Pool(arrival_s=arrival_s, service=Service.plain(service_s), replicas=groups))
-    return (run.begin_s - arrival_s)[len(arrival_s) // 10 :]
-
-
-def erlang_c(groups: int, load: float) -> float:
-    """Probability that a Poisson arrival waits for one of so many exponential servers; load in servers."""
-    terms = [load**k / math.factorial(k) for k in range(groups)]
-    last = load**groups / math.factorial(groups) * groups / (groups - load)
-    return last / (sum(terms) + last)
-
-
-@pytest.mark.parametrize(("groups", "share"), [(1, 0.5), (4, 0.7), (8, 0.7)])
-def test_exponential_service_waits_as_erlang_says(groups: int, share: float) -> None:
-    # Waits depend on each other, so one seed's mean is off by 1 to 3 %, and that of eight by 0.3 to 1 %.
-    count, load = 250_000, groups * share
-    drawn = [np.random.default_rng(100 + seed).exponential(1.0, count) for seed in range(8)]
-    waited = np.concatenate([waits(poisson(count, load, seed), drawn[seed], groups) for seed in range(8)])
-    chance = erlang_c(groups, load)
-    assert (waited > 0).mean() == pytest.approx(chance, rel=0.02)
-    assert waited.mean() == pytest.approx(chance / (groups - load), rel=0.02)
-    tail_s = math.log(chance / 0.02) / (groups - load)  # P(W > t) = C exp(-(c - load) t)
-    assert np.quantile(waited, 0.98) == pytest.approx(tail_s, rel=0.02)
-
-
-def crommelin(groups: int, load: float) -> float:
-    """Mean wait of Poisson arrivals for servers that take one second each.
-
-    Every c-th prompt comes to the same server (Crommelin 1932), so the wait is the largest of a random walk with
-    steps 1 - Erlang(c): Spitzer's sum of E(k - Erlang(kc))+ / k.
-    """
-    from scipy.stats import poisson as law
-
-    k = np.arange(1, 3000)
-    return float((law.sf(k * groups - 1, k * load) - groups / load * law.sf(k * groups, k * load)).sum())
-
-
-@pytest.mark.parametrize(("groups", "share"), [(1, 0.7), (3, 0.7), (8, 0.75)])
-def test_constant_service_waits_as_crommelin_says(groups: int, share: float) -> None:
-    # Means of so many waits that depend on each other differ by 1 to 2 % from seed to seed; six of them by 0.7 %.
-    count, load = 400_000, groups * share
-    means = [waits(poisson(count, load, seed), np.ones(count), groups).mean() for seed in range(6)]
-    assert np.mean(means) == pytest.approx(crommelin(groups, load), rel=0.02)
+def test_constant_service_of_one_group_waits_as_pollaczek_and_khinchine_say() -> None:
+    count, load = 200_000, 0.7
+    arrival_s = np.cumsum(np.random.default_rng(0).exponential(1 / load, count))
+    run = run_pool(Pool(arrival_s=arrival_s, service=Service.plain(np.ones(count)), replicas=1))
+    assert (run.begin_s - arrival_s).mean() == pytest.approx(load / (2 * (1 - load)), rel=0.04)
 
 
 def fleet_workload(count: int = 60) -> Workload:
