@@ -6,16 +6,13 @@ far; the stride halves from level to level. That is 5^(p-1) candidates a level f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program import Array
 from planner.search.minimise import Boundaries, Evaluate, combinations, shifts, valid
-
-Floor = Callable[[int, Array, Array], Array]  # the least TTFT if this rank has this start and end
 
 _BLOCK = 5**6  # candidates evaluated at once
 _WINDOW = 4  # boundaries that move together where there are too many for all combinations
@@ -29,7 +26,6 @@ class Grid:
     num_tokens: int
     num_ranks: int
     evaluate: Evaluate
-    floor: Floor | None = None  # prunes candidates that one rank alone makes too slow
 
     def search(self, min_stride: int) -> tuple[tuple[int, ...], float]:
         """The best boundaries and their TTFT."""
@@ -82,35 +78,20 @@ class Grid:
         self, center: npt.NDArray[np.int64], best_s: float, stride: int, window: slice
     ) -> tuple[npt.NDArray[np.int64], float]:
         best = center
-        for candidates in self._combinations(center, stride, window, best_s):
+        for candidates in self._combinations(center, stride, window):
             ttft_s = self.evaluate(candidates)
             first = int(ttft_s.argmin())
             if ttft_s[first] < best_s:
                 best, best_s = candidates[first], float(ttft_s[first])
         return best, best_s
 
-    def _combinations(
-        self, center: npt.NDArray[np.int64], stride: int, window: slice, best_s: float
-    ) -> Iterator[Boundaries]:
-        """All shifts of the window's boundaries that leave every chunk a token, without the pruned shifts."""
+    def _combinations(self, center: npt.NDArray[np.int64], stride: int, window: slice) -> Iterator[Boundaries]:
+        """All shifts of the window's boundaries that leave every chunk a token."""
         count = len(center[window])
         for first in range(0, combinations(count), _BLOCK):
             moves = stride * shifts(count, first, first + _BLOCK)
             rows = np.repeat(center[None], len(moves), axis=0)
             rows[:, window] += moves
             keep = valid(rows, self.num_tokens)
-            keep[keep] = self._not_too_slow(rows[keep], best_s)
             if keep.any():
                 yield rows[keep]
-
-    def _not_too_slow(self, boundaries: Boundaries, best_s: float) -> npt.NDArray[np.bool_]:
-        """Whether no rank alone takes longer than the best TTFT so far."""
-        keep = np.ones(len(boundaries), dtype=bool)
-        if self.floor is None:
-            return keep
-        ends = np.pad(boundaries, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.num_tokens)))
-        for rank in range(self.num_ranks):
-            pairs, where = np.unique(ends[:, rank] * (self.num_tokens + 1) + ends[:, rank + 1], return_inverse=True)
-            start, end = np.divmod(pairs, self.num_tokens + 1)
-            keep &= (self.floor(rank, start.astype(float), end.astype(float)) <= best_s)[where]
-        return keep

@@ -63,7 +63,7 @@ _NEIGHBOURS, _NEAR = 11, 1.03  # layouts that a round tries; TTFT with the same 
 _SIMULATED = 6  # partitions of a beam search
 _ROUNDS = 48  # of a descent
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates per round; cells: x pieces x stages
-_MOST_GAIN = 0.03  # of TTFT, that refining is taken to gain over the coarse search
+_MOST_GAIN = 0.04  # of TTFT, that a search is taken to gain over its first coarse search
 _WORTH = 1e-4  # of TTFT, that a round must gain
 
 Found = tuple[Row, float]  # a row of _Search, and its TTFT
@@ -201,9 +201,9 @@ class _Search:
             nodes = np.append(np.arange(0, self.end, spacing), self.end)
             beam = self._beam(nodes, self._longest(nodes, spacing))
             found += [(*self._fastest(nodes, beam.best([one])), spacing) for one in self._layouts(nodes[1:-1])]
-        found.sort(key=itemgetter(1))
-        if self._is_hopeless(found[0][1]):
-            return found[0][:2]
+            found.sort(key=itemgetter(1))
+            if self._is_hopeless(found[0][1]):
+                return found[0][:2]
         refined = [self._refined(*one) for one in found[: self.effort.refined] if one[1] <= _CLOSE * found[0][1]]
         return self._descended(min(refined, key=itemgetter(1))[0], moves_pieces=True)
 

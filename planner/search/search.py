@@ -15,9 +15,9 @@ from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, chain_like
-from planner.search.balance import ChainWork, balanced_chunks
+from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_and_plans
-from planner.search.grid import Floor, Grid
+from planner.search.grid import Grid
 from planner.search.minimise import (
     Allowance,
     Boundaries,
@@ -139,7 +139,7 @@ class _Search:
             none = np.zeros(0, dtype=np.int64)
             return none, float(self._evaluate(none[None])[0]), "analytical"
         if method == "grid":
-            boundaries, ttft_s = Grid(self.tokens, self.num_ranks, self._evaluate, self._floor()).search(self.stride)
+            boundaries, ttft_s = Grid(self.tokens, self.num_ranks, self._evaluate).search(self.stride)
             return np.array(boundaries, dtype=np.int64), ttft_s, "grid"
         if method == "analytical":
             seed = rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
@@ -277,16 +277,3 @@ class _Search:
 
     def _evaluate(self, boundaries: Boundaries, enough_s: float = math.inf) -> Array:
         return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float), enough_s)
-
-    def _floor(self) -> Floor:
-        """The least TTFT by one rank: its work up to its last message, without the last layer after the append."""
-        if not self.strategy.chains:
-            return lambda _rank, _start, end: np.zeros_like(end)
-        chain = ChainWork(self.scenario, self.strategy)
-        cached = self.scenario.request.cached_prefix
-
-        def floor(rank: int, start: Array, end: Array) -> Array:
-            work = chain.work(range(rank, rank + 1), (end - start)[None], (start + cached)[None])
-            return np.asarray((work.busy_s - work.last_post_s - work.last_send_s)[0] + np.zeros_like(end))
-
-        return floor

@@ -12,12 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
 from planner.search.grid import Grid
-from planner.search.minimise import Boundaries, Evaluator, chunk_lens
-from planner.search.search import search
-from tests.building import Draws, draws, examples, scenarios
+from planner.search.minimise import Boundaries, chunk_lens
+from tests.building import Draws, draws, examples
 
 
 class Counted:
@@ -117,43 +114,3 @@ def test_many_ranks_move_a_few_boundaries_at_a_time() -> None:
     boundaries, _ = Grid(num_tokens=1600, num_ranks=16, evaluate=counted).search(1)
     assert boundaries == tuple(100 * rank + 20 for rank in range(1, 16))
     assert counted.rows < 100_000
-
-
-@given(rng=draws(), ranks=st.integers(3, 5))
-@examples(40)
-def test_pruning_changes_no_result(rng: Draws, ranks: int) -> None:
-    """A floor that is at most the objective leaves out only what is too slow."""
-    tokens = rng.randint(8 * ranks, 300)
-    weights = [rng.uniform(0.5, 2) for _ in range(ranks)]
-    extra = rng.uniform(0, tokens)
-
-    def alone(rank: int, start: float, end: float) -> Any:
-        return weights[rank] * (end - start) * (1 + start / tokens)
-
-    def objective(*row: int) -> float:
-        ends = (0, *row, tokens)
-        return extra + max(alone(rank, ends[rank], ends[rank + 1]) for rank in range(ranks))
-
-    plain, pruned = Counted(objective), Counted(objective)
-    found = Grid(tokens, ranks, plain).search(1)
-    assert Grid(tokens, ranks, pruned, floor=alone).search(1) == found
-    assert pruned.rows <= plain.rows
-
-
-@given(scenario=scenarios(num_gpus=(3, 4), tokens=(30, 3000)))
-@examples(25)
-def test_what_the_planner_prunes_is_too_slow(scenario: Scenario) -> None:
-    """The floor is one rank's work: the search with it ends where the one without does."""
-    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
-    stride = max(1, tokens // ranks // 16)
-
-    def evaluate(boundaries: Boundaries) -> Array:
-        return evaluator.ttft_s(np.array([chunk_lens(row, tokens) for row in boundaries.tolist()], dtype=float))
-
-    boundaries, ttft_s = Grid(tokens, ranks, evaluate).search(stride)
-    found = search(scenario, STRATEGIES["kvr-s"], method="grid", stride=stride)
-    assert found.ttft_s == ttft_s
-    assert found.partition.chunk_lens == chunk_lens(boundaries, tokens)
-    assert found.report.method == "grid"
-    assert found.report.evaluations <= evaluator.evaluations
