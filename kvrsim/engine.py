@@ -96,7 +96,7 @@ class Engine:
         return log_sd if self.knows(gpu) else math.hypot(log_sd, self.spread.get("other_gpu", 0.0))
 
     def knows(self, gpu: str) -> bool:
-        """Whether the scale of its kernels on that GPU was measured, or stands for any."""
+        """Whether the scale of its kernels was measured on that GPU, or applies to every GPU."""
         return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
     def host_of(self, model_type: str) -> HostRates:
@@ -170,9 +170,7 @@ class HostRates:
 
     layer_s: NonNegative  # seconds to issue one decoder layer
     gather_piece_s: NonNegative  # in addition, per rank that takes part, for the all-gathers of one layer
-    resume_s: NonNegative = (
-        0.0  # the device idles after communication that held it, until the next operation has been issued
-    )
+    resume_s: NonNegative = 0.0  # idle time of the device after communication, until the next operation is issued
     request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
     token_s: NonNegative = 0.0  # in addition per token of the request, such as for a tokeniser; the device waits
     step_s: NonNegative = 0.0  # before each pass through the layers: in a chunked prefill once per piece and stage

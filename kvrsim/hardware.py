@@ -86,7 +86,7 @@ class MeasuredAllReduce:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceRates:
-    """Measured inside one node."""
+    """All-reduces that were measured inside one node, by number of GPUs."""
 
     measured: tuple[MeasuredAllReduce, ...]  # number of GPUs rising
 
@@ -301,7 +301,7 @@ class Cluster:
         )
 
     def with_link(self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> Cluster:
-        """The cluster with a link of the user (with several nodes, inside a node); None keeps a value.
+        """The cluster with a link of other figures (with several nodes, inside a node); None keeps a value.
 
         Measured rates of short messages and collectives do not apply to it.
         """

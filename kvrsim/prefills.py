@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from kvrsim.kernels.profile import CalibrationProfile
 
 _FRAME = ("pandas:DataFrame", "pandas.core.frame:DataFrame")
-_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype", "strategy")  # others: of all rows
+_OF_ROWS = (
+    "ctx",
+    "gpus",
+    "model",
+    "profile",
+    "batch",
+    "cached_prefix",
+    "dtype",
+    "strategy",
+)  # each row may have its own; others hold for all rows
 
 
 def _files(value: object, parameter: str) -> list[Any]:

@@ -47,9 +47,6 @@ def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
     temporary = target.with_name(f".{target.name[:_NAME_CHARS]}.{os.urandom(4).hex()}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
-    except OSError as error:
-        raise InputError(argument, path, f"a file in a folder that can be written ({error.strerror})") from None
-    try:
         with os.fdopen(handle, "wb") as file:
             if mode is not None:
                 os.fchmod(handle, mode)
@@ -58,7 +55,7 @@ def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
             os.fsync(handle)
         os.replace(temporary, target)
     except OSError as error:
-        raise InputError(argument, path, f"a file that can be written ({error.strerror})") from None
+        raise InputError(argument, path, f"a file in a folder that can be written ({error.strerror})") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

@@ -286,9 +286,8 @@ class FlashRates:
     query_s: NonNegative = 0.0  # per query and head, independent of the keys
     split_s: NonNegative = 0.0  # for joining the parts of split keys
     split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
-    diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = (
-        1.0  # time of a step in the chunk's own square, over that of other steps
-    )
+    # Time of a step in the chunk's own square, over that of other steps.
+    diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = 1.0
     softmax_s: NonNegative = 0.0  # of a step's softmax, which overlaps with its products: narrow heads wait for it
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:

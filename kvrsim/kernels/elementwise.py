@@ -121,15 +121,7 @@ _EAGER = {
     "gated MLP": _Step(10, 2),
     "plain MLP": _Step(4, 1),
 }
-_FUSED = {
-    "RMSNorm": _Step(4, 1),
-    "LayerNorm": _Step(4, 1),
-    "rotary": _Step(4, 1),
-    "reshape": _Step(0, 0),
-    "residual": _Step(6, 1),
-    "gated MLP": _Step(6, 1),
-    "plain MLP": _Step(4, 1),
-}
+_FUSED = _EAGER | {"RMSNorm": _Step(4, 1), "rotary": _Step(4, 1), "reshape": _Step(0, 0), "gated MLP": _Step(6, 1)}
 _ROTARY_REPEATS = _Step(8, 12)
 _LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
 # Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its

@@ -160,9 +160,7 @@ class Residual:
     cross_validated_median_ape: RelativeError
     cross_validated_speedup_mape: RelativeError  # of KVR-S's speed-up over TSP
     other_family_mape: RelativeError  # each family's rows (Llama, Falcon) predicted by a fit to the other families
-    p80_ape: (
-        RelativeError  # 80th percentile of the absolute error, models left out and counted alike: the interval's half
-    )
+    p80_ape: RelativeError  # 80th percentile of the absolute error of models left out, equally weighted
     coverage: RelativeError  # share of a model's rows inside an interval made of the other models' errors, mean
     longer_mape: RelativeError  # contexts above 4k predicted by a fit to those of at most 4k
     more_gpus_mape: RelativeError  # 8 GPUs predicted by a fit to at most 4
@@ -181,12 +179,10 @@ class OperationFit:
     mape: RelativeError  # mean absolute error, as a fraction
     cross_validated_mape: RelativeError  # the same on rows left out of the fit
     log_sd: RelativeError  # spread of log(predicted / measured) on held-out rows; the prediction intervals come from it
-    interpolated_log_sd: RelativeError | None = (
-        None  # the same for shapes that the profile has times of; None: it has none
-    )
-    systematic_log_sd: RelativeError | None = (
-        None  # of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other
-    )
+    # The same for shapes of which the profile has times; None: it has no times.
+    interpolated_log_sd: RelativeError | None = None
+    # Spread of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other table.
+    systematic_log_sd: RelativeError | None = None
     seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
     gather: Gather | None = None  # kind of the fitted all-gathers; None if unknown or not fitted
 
@@ -206,7 +202,7 @@ class CalibrationProfile:
     operations: Annotated[Mapping[str, OperationFit], Keys(OPERATION_KINDS)]
     residual: Residual | None  # of whole TTFTs; None: none were compared
     provenance: Mapping[str, str]  # source, command, date, versions
-    run_to_run_log_sd: RelativeError | None = None  # of log seconds of a layer, again and again; None: not measured
+    run_to_run_log_sd: RelativeError | None = None  # of log seconds of one layer in repeated runs; None: not measured
     cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
     engine: Engine | str | None = None  # default engine of a prediction; None: `host` has been measured
 

@@ -176,7 +176,7 @@ class SparseRates:
     """Rates by the unit that is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
 
     keys: SparseKernels | None = None  # None: counted, not measured
-    entries: SparseKernels | None = None  # None: as keys
+    entries: SparseKernels | None = None  # None: those of keys
     blocks: SparseKernels | None = None
 
     def __post_init__(self) -> None:
