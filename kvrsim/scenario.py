@@ -174,7 +174,7 @@ class Scenario:
 
     @cached_property
     def by_strategy(self) -> dict[Any, Scenario]:
-        """The scenario per rank of each strategy that has seen it; planner.candidates.per_rank_scenario fills it."""
+        """The scenario per rank, by strategy; planner.candidates.per_rank_scenario fills it."""
         return {}
 
     @property

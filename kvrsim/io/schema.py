@@ -162,7 +162,7 @@ class JsonObject:
         return cls(fields=content, where=f"{argument} {name}")
 
     def error(self, key: str, accepted: str, value: object = _REQUIRED) -> InputError:
-        """The error to raise for a key whose value, or the given one inside it, is not what is accepted."""
+        """The error for a key whose value is not accepted; `value`: the part of it that is not, if it is a part."""
         value = self.fields.get(key, "nothing") if value is _REQUIRED else value
         text = value if isinstance(value, str) else json.dumps(value)
         return InputError(f"{self.where}: {self.key_path}{key}", text, accepted)

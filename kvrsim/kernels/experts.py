@@ -79,7 +79,7 @@ class ExpertsCall:
         return cost.compute_scale * rates.seconds(self, cost.traits.batch, width)
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """The longer of the rows' FLOPs at peak and one reading of the weights of the experts that have any."""
+        """Seconds of FLOPs at peak, or of one reading of the weights of experts with rows, whichever is longer."""
         width, flops_per_s = cost.limits_of(self.compute)
         rows = self.rows(cost.traits.batch)
         weights = self.active(rows) * self.expert_weights

@@ -80,7 +80,7 @@ class LayerCosts:
         self._launch_before_s = setting.host.launch_s * (self.kernels.before + self.kernels.mixer)
         self._launch_after_s = setting.host.launch_s * self.kernels.after
         self.has_mixer = self._mixer is not None  # whether tokens see each other in the layer
-        self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token depends on the state after all earlier
+        self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state of all earlier ones
         # All-reduces of a group of GPUs: one per block, or one where the blocks are parallel.
         self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
         # Whether packing for an exchange takes time: in profiles with measured copies of the runtime.

@@ -181,7 +181,7 @@ class OperationFit:
     log_sd: RelativeError  # spread of log(predicted / measured) on held-out rows; the prediction intervals come from it
     # The same for shapes of which the profile has times; None: it has no times.
     interpolated_log_sd: RelativeError | None = None
-    # Spread of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other table.
+    # Spread of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other.
     systematic_log_sd: RelativeError | None = None
     seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
     gather: Gather | None = None  # kind of the fitted all-gathers; None if unknown or not fitted
