@@ -1,8 +1,8 @@
 """The first hour on a GPU node: `python -m validate.gpu [--quick] [--steps a,b] [--output FOLDER]`.
 
 Every step runs commands of kvrsim in processes of their own, with a time-out; a failure does not stop the other steps.
-report.md and report.json are rewritten after each step. Without a GPU the steps run on the CPU with a tiny model. Exit
-code 1 where a step failed.
+report.md is rewritten after each step; docs/how-to/gpu.md says what each must show, and the remedy. Without a GPU the
+steps run on the CPU with a tiny model. Exit code 1 where a step failed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
-from typing import Any
 
-from kvrsim.io.files import write_atomically
 from validate.report import CommandError, kvrsim, table, write_page
 
 TINY = Path(__file__).parent / "models" / "tiny.json"  # small enough for two busy cores
@@ -29,7 +27,6 @@ _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
     " fast or how right kvrsim is on a GPU."
 )
-_MOST_CHARACTERS = 400  # of a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,33 +63,18 @@ class Machine:
         return self.folder / "mine.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Finding:
     """The result of a step."""
 
-    lines: Sequence[str]  # for people
-    faults: Sequence[str] = ()  # what is not as it must be
+    lines: list[str] = field(default_factory=list)  # for people
+    faults: list[str] = field(default_factory=list)  # what is not as it must be
     skipped: bool = False
-    facts: Any = None  # plain JSON values
 
     @property
     def status(self) -> str:
         """One word."""
         return "failed" if self.faults else "skipped" if self.skipped else "passed"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """A check, its criterion, and the remedy if it fails."""
-
-    run: Callable[[Machine], Finding]  # its name is the step's
-    must_show: str
-    otherwise: str
-
-    @property
-    def name(self) -> str:
-        """The name that --steps takes."""
-        return self.run.__name__.replace("_", "-")
 
 
 def environment(machine: Machine) -> Finding:
@@ -133,29 +115,26 @@ def links(machine: Machine) -> Finding:
     words: list[object] = ["--ranks", machine.most_ranks, *machine.words[:2], "--minutes", 0.1 if machine.quick else 1]
     if machine.quick or not machine.on_gpu:
         words += ["--max-bytes", "1MiB"]
-    facts = kvrsim("calibrate", "links", "-o", output, *words, timeout_s=400)
+    kvrsim("calibrate", "links", "-o", output, *words, timeout_s=400)
     rows = [row for row in read_measurements(output) if row.operation == "send_recv" and row.messages == 1]
     by_bytes: dict[int, list[float]] = {}
     for row in rows:
         by_bytes.setdefault(row.bytes or 0, []).append(row.median_s)
     short_s, longest = by_bytes[min(by_bytes)], max(by_bytes)
     rates = [longest / seconds for seconds in by_bytes[longest]]
-    lines = [
+    line = (
         f"{longest} bytes: {min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f} GB/s one way; {min(by_bytes)} bytes: "
         f"{1e6 * min(short_s):.0f} to {1e6 * max(short_s):.0f} us, over {rows[0].kernel}"
-    ]
-    faults = ["pairs differ more than twofold"] if machine.on_gpu and max(rates) > 2 * min(rates) else []
-    return Finding(lines=lines, faults=faults, facts=facts)
+    )
+    differ = machine.on_gpu and max(rates) > 2 * min(rates)
+    return Finding(lines=[line], faults=["pairs differ more than twofold"] * differ)
 
 
 def logits(machine: Machine) -> Finding:
     """Each of the paper's strategies against one process, on two ranks and on all."""
-    lines: list[str] = []
-    faults: list[str] = []
-    facts: dict[str, Any] = {}
+    finding, tokens = Finding(), 4096 if machine.on_gpu else 256
     for strategy in STRATEGIES:
         for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
-            tokens = 4096 if machine.on_gpu else 256
             words = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
             words += ["--attention", "sdpa" if strategy == "tsp" else "flash", "--repeats", 1]
             if strategy == "kvr-s":  # uneven chunks
@@ -164,13 +143,12 @@ def logits(machine: Machine) -> Finding:
             try:
                 answer = kvrsim("run", *words, *machine.words, timeout_s=300)
             except CommandError as error:
-                faults.append(f"{strategy} on {gpus}: {error}")
+                finding.faults.append(f"{strategy} on {gpus}: {error}")
                 continue
             share, seconds = answer["max_logit_error"] / answer["largest_logit"], answer["measured_ttft_s"]
             text = f"{strategy} on {gpus}: logits differ by {share:.1e} of the largest, TTFT {1e3 * seconds:.1f} ms"
-            facts[f"{strategy} on {gpus}"] = {"logit_error": share, "measured_ttft_s": seconds}
-            (lines if share <= LOGITS[machine.dtype] else faults).append(text)
-    return Finding(lines=lines, faults=faults, facts=facts)
+            (finding.lines if share <= LOGITS[machine.dtype] else finding.faults).append(text)
+    return finding
 
 
 def calibrate(machine: Machine) -> Finding:
@@ -179,7 +157,7 @@ def calibrate(machine: Machine) -> Finding:
     if not machine.on_gpu:
         words += ["--ctx", "1k", "--ranks", 2, "--attention", "sdpa"]
     try:
-        facts = kvrsim("calibrate", "all", "-o", machine.profile, *words, *machine.words, timeout_s=1800)
+        kvrsim("calibrate", "all", "-o", machine.profile, *words, *machine.words, timeout_s=1800)
     except CommandError as error:
         if machine.on_gpu:
             raise
@@ -187,32 +165,29 @@ def calibrate(machine: Machine) -> Finding:
     profile = json.loads(machine.profile.read_text("utf-8"))
     lines = [f"{kind}: mean error {fit['mape']:.1%}" for kind, fit in profile["operations"].items()]
     lines.append(f"lost beside a pending receive: {profile['links']['pending_share']:.1%}")
-    lines.append(f"clock and power: {profile['provenance'].get('measured: device_state', 'not known')}")
-    return Finding(lines=lines, facts=facts)
+    return Finding(lines=lines)
 
 
 def confirm(machine: Machine) -> Finding:
     """Plan with that profile on every power of two of GPUs, and measure the candidates."""
     if not machine.profile.exists():
         return Finding(lines=["`calibrate` has left no profile"], skipped=True)
-    lines, faults, facts = [], [], []
+    finding = Finding()
     for gpus in [count for count in (1, 2, 4, 8) if count <= machine.most_ranks]:
         ctx = "256" if not machine.on_gpu else "16k" if gpus > 1 else "4k"
         words = ["--gpus", gpus, "--profile", machine.profile, "--ctx", ctx, "--top", 1]
         words += ["--repeats", 2 if machine.quick else 5]
         answer = kvrsim("confirm", *words, *machine.words, timeout_s=900, accepted=(0, 1))
-        facts.append(answer)
-        errors = [one["rel_error"] for one in answer["candidates"]]
-        middle = median_high(map(abs, errors))
+        middle = median_high(abs(one["rel_error"]) for one in answer["candidates"])
         named = (f"{one['strategy']} {one['rel_error']:+.1%}" for one in answer["candidates"])
-        lines.append(f"{gpus} GPUs: {', '.join(named)}; median {middle:.1%}, regret {answer['regret']:+.1%}")
+        finding.lines.append(f"{gpus} GPUs: {', '.join(named)}; median {middle:.1%}, regret {answer['regret']:+.1%}")
         if machine.on_gpu and middle > MOST_ERROR:
-            faults.append(f"{gpus} GPUs: median error {middle:.1%}")
+            finding.faults.append(f"{gpus} GPUs: median error {middle:.1%}")
         if machine.on_gpu and not answer["ok"]:
-            faults.append(f"{gpus} GPUs: {'; '.join(answer['reasons'])}")
+            finding.faults.append(f"{gpus} GPUs: {'; '.join(answer['reasons'])}")
     if not machine.on_gpu:
-        lines.append("Not judged: a tiny model on a CPU that others may use.")
-    return Finding(lines=lines, faults=faults, facts=facts)
+        finding.lines.append("Not judged: a tiny model on a CPU that others may use.")
+    return finding
 
 
 def long_context(machine: Machine) -> Finding:
@@ -221,130 +196,52 @@ def long_context(machine: Machine) -> Finding:
     words = ["--strategy", "single", "--gpus", 1, "--ctx", ctx, "--attention", "flash", "--repeats", 1]
     words += [*machine.words[:2], "--model", "llama-3-8b" if machine.on_gpu else TINY, "--dtype", machine.dtype]
     answer = kvrsim("run", *words, "--timeout", "1200s", timeout_s=1500)
-    return Finding(lines=[f"{ctx} tokens: first token after {answer['measured_ttft_s']:.2f} s"], facts=answer)
+    return Finding(lines=[f"{ctx} tokens: first token after {answer['measured_ttft_s']:.2f} s"])
 
 
-STEPS = (
-    Step(
-        run=environment,
-        must_show="persistence mode on, the default power limit, no other process on the GPUs, NV# between all GPUs",
-        otherwise="`nvidia-smi -pm 1`; `nvidia-smi -pl` with the default limit; end the other processes; PIX, PHB or "
-        "SYS between GPUs: messages cross PCIe, calibrate the links and do not take a datasheet's",
-    ),
-    Step(
-        run=links,
-        must_show="ranks that start, over nccl; long messages at about 80 % of the datasheet, short ones in 20 to "
-        "40 us, all pairs alike",
-        otherwise="a time-out: set NCCL_DEBUG=INFO and look at the last line of each rank; far less: peer-to-peer "
-        "access is off (`nvidia-smi topo -p2p r`), or IOMMU or ACS is on",
-    ),
-    Step(
-        run=logits,
-        must_show="for each of the paper's strategies the logits of one process, to the dtype's precision",
-        otherwise="only tsp differs: its mask; all differ: the attention kernel, try --attention eager",
-    ),
-    Step(
-        run=calibrate,
-        must_show="a profile, whose operations are fitted within a few per cent; at most 15 % of the rate lost beside "
-        "a pending receive; no throttling but sw_power_cap",
-        otherwise="hot: the message says by what; a large error of one operation: see its rows in mine.compute.csv; "
-        "much is lost: set NCCL_MAX_P2P_NCHANNELS=4 and compare",
-    ),
-    Step(
-        run=confirm,
-        must_show=f"`ok`: logits equal, no faster candidate; median error of predicted TTFTs at most {MOST_ERROR:.0%}",
-        otherwise="a predicted TTFT too short on 1 GPU: it is slower than during calibration; errors that grow with "
-        "the ranks: see `links`",
-    ),
-    Step(
-        run=long_context,
-        must_show="a first token; no memory error of host or device",
-        otherwise="out of the device's memory: a smaller --ctx; of the host's: look at the attention kernel",
-    ),
-)
+STEPS: dict[str, Callable[[Machine], Finding]] = {
+    step.__name__.replace("_", "-"): step for step in (environment, links, logits, calibrate, confirm, long_context)
+}
 
 
-@dataclass(kw_only=True, slots=True)
-class Report:
-    """Results of the steps that have run; rewritten after each."""
-
-    machine: Machine
-    command: str
-    done: list[tuple[Step, Finding, float]] = field(default_factory=list)  # with seconds
-
-    @property
-    def failed(self) -> list[str]:
-        """Names of the steps that failed."""
-        return [step.name for step, finding, _ in self.done if finding.faults]
-
-    def run(self, step: Step) -> None:
-        """Run a step and write the report; progress goes to standard error."""
-        print(f"{step.name} ...", end=" ", file=sys.stderr, flush=True)
-        start_s = time.monotonic()
-        try:
-            finding = step.run(self.machine)
-        except Exception as error:  # any error of a step is a result for the report
-            finding = Finding(lines=[], faults=[f"{type(error).__name__}: {' '.join(str(error).split())}"])
-        seconds = time.monotonic() - start_s
-        self.done.append((step, finding, seconds))
-        print("\n  ".join([f"{finding.status} ({seconds:.0f} s)", *finding.faults]), file=sys.stderr)
-        content = f"{json.dumps(self.to_dict(), indent=2)}\n".encode()
-        write_atomically(self.machine.folder / "report.json", content, argument="output")
-        write_page(self.machine.folder / "report.md", self.lines())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        steps: list[Mapping[str, Any]] = [
-            {"name": step.name, "must_show": step.must_show, "otherwise": step.otherwise, "seconds": round(seconds, 1)}
-            | {"status": finding.status}
-            | asdict(finding)
-            for step, finding, seconds in self.done
-        ]
-        about = {"command": self.command, "num_gpus": self.machine.num_gpus, "quick": self.machine.quick}
-        return about | {"ok": not self.failed, "failed": self.failed, "steps": steps}
-
-    def lines(self) -> list[str]:
-        """Return the report in Markdown."""
-        lines = ["# Report", "", f"`{self.command}`", ""]
-        if not self.machine.on_gpu:
-            lines += [_NO_GPU, ""]
-        rows = [(step.name, finding.status, f"{seconds:.0f} s") for step, finding, seconds in self.done]
-        lines += table(("step", "result", "time"), rows)
-        for step, finding, _ in self.done:
-            lines += [f"## {step.name}", "", f"Must show: {step.must_show}.", "", f"**{finding.status}**", ""]
-            lines += [*(f"- {_escape(line)}" for line in (*finding.faults, *finding.lines)), ""]
-            if finding.faults:
-                lines += [f"What to do: {step.otherwise}.", ""]
-        return lines
-
-
-def _escape(line: str) -> str:
-    """Return one line of Markdown that shows the text literally, without its end if it is long."""
-    text = " ".join(line.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+def lines_of(machine: Machine, done: Sequence[tuple[str, Finding, float]]) -> list[str]:
+    """The report of the steps that have run, each with its seconds."""
+    lines = ["# Report", "", *([] if machine.on_gpu else [_NO_GPU, ""])]
+    lines += table(("step", "result", "time"), ((name, one.status, f"{seconds:.0f} s") for name, one, seconds in done))
+    for name, finding, _ in done:
+        text = "\n".join((*finding.faults, *finding.lines))
+        lines += [f"## {name}", "", f"**{finding.status}**", "", "```text", text, "```", ""]
+    return [*lines, "What each step must show, and what to do where it fails: docs/how-to/gpu.md."]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the steps."""
+    """Run the steps; the report is written after each, and progress goes to standard error."""
     from kvrsim.runtime.host import num_gpus
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [step.name for step in STEPS]
     parser.add_argument("--quick", action="store_true", help="as short as it can be: whether the steps run")
-    parser.add_argument("--steps", default=",".join(names), help=f"some of {','.join(names)}")
+    parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {','.join(STEPS)}")
     parser.add_argument("--output", default="gpu-report", metavar="FOLDER", help="default: gpu-report")
     options = parser.parse_args(arguments)
     wanted = options.steps.split(",")
-    if unknown := [name for name in wanted if name not in names]:
-        parser.error(f"--steps: got {','.join(unknown)!r}, accepted: some of {', '.join(names)}")
+    if unknown := [name for name in wanted if name not in STEPS]:
+        parser.error(f"--steps: got {','.join(unknown)!r}, accepted: some of {', '.join(STEPS)}")
     machine = Machine(folder=Path(options.output), num_gpus=num_gpus(), quick=options.quick)
-    report = Report(machine=machine, command=f"python -m validate.gpu {' '.join(arguments or sys.argv[1:])}".strip())
     machine.folder.mkdir(parents=True, exist_ok=True)
-    for step in STEPS:
-        if step.name in wanted:
-            report.run(step)
-    print(f"{machine.folder / 'report.md'}: {len(report.done)} steps, failed: {', '.join(report.failed) or 'none'}")
-    return 1 if report.failed else 0
+    report, done = machine.folder / "report.md", list[tuple[str, Finding, float]]()
+    for name in [name for name in STEPS if name in wanted]:
+        print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
+        start_s = time.monotonic()
+        try:
+            finding = STEPS[name](machine)
+        except Exception as error:  # any error of a step is a result for the report
+            finding = Finding(faults=[f"{type(error).__name__}: {' '.join(str(error).split())}"])
+        done.append((name, finding, time.monotonic() - start_s))
+        print("\n  ".join([f"{finding.status} ({done[-1][2]:.0f} s)", *finding.faults]), file=sys.stderr)
+        write_page(report, lines_of(machine, done))
+    failed = [name for name, finding, _ in done if finding.faults]
+    print(f"{report}: {len(done)} steps, failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from validate import gpu, report
-from validate.gpu import STEPS, Finding, Machine, Step
+from validate.gpu import STEPS, Finding, Machine
 from validate.report import CommandError
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "gpu.md"
@@ -26,15 +25,9 @@ def machine(folder: Path, num_gpus: int = 0) -> Machine:
 def test_a_quick_run_on_a_cpu_writes_a_report(tmp_path: Path) -> None:
     """The commands as `make gpu` starts them."""
     assert gpu.main(["--quick", "--steps", "environment,long-context", "--output", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["ok"], report["failed"]) == (True, [])
-    assert [(step["name"], step["status"]) for step in report["steps"]] == [
-        ("environment", "passed"),
-        ("long-context", "passed"),
-    ]
     page = (tmp_path / "report.md").read_text()
-    assert ("No GPU was available" in page) == (report["num_gpus"] == 0)
-    assert "## long-context" in page
+    assert "No GPU was available" in page
+    assert all(f"| {step} | passed |" in page for step in ("environment", "long-context"))
 
 
 def test_a_failed_step_is_reported_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,14 +37,11 @@ def test_a_failed_step_is_reported_and_the_next_one_runs(tmp_path: Path, monkeyp
     def works(machine: Machine) -> Finding:
         return Finding(lines=["fine"])
 
-    monkeypatch.setattr(gpu, "STEPS", [Step(run=one, must_show="x", otherwise="mend it") for one in (breaks, works)])
+    monkeypatch.setattr(gpu, "STEPS", {"breaks": breaks, "works": works})
     assert gpu.main(["--output", str(tmp_path / "new")]) == 1
-    report = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert (report["ok"], report["failed"]) == (False, ["breaks"])
     page = (tmp_path / "new" / "report.md").read_text()
-    assert "What to do: mend it" in page
-    assert "broken \\| &lt;b>" in page
-    assert "- fine" in page
+    assert "CommandError: broken | <b>" in page
+    assert "| works | passed |" in page
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,10 +70,9 @@ def test_a_command_that_hangs_dies_or_prints_no_json_is_an_error(
         report.kvrsim("plan", timeout_s=1.0 if "sleep" in body else 300.0)
 
 
-def test_the_page_has_what_each_step_must_show() -> None:
-    lines = DOCS.read_text().splitlines()
-    for step in STEPS:
-        assert f"| `{step.name}` | {step.must_show} | {step.otherwise} |" in lines
+def test_the_page_says_what_each_step_must_show() -> None:
+    text = DOCS.read_text()
+    assert all(f"| `{name}` | " in text for name in STEPS)
 
 
 def test_nvidia_smi_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
