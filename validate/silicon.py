@@ -32,6 +32,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.errors import InputError
 from kvrsim.program import Array, Flags
+from kvrsim.units import format_seconds
 from planner.candidates import Search
 from planner.simulate import run_simulation
 from validate.report import RESULTS, fill, run_command, table, write_page
@@ -49,7 +50,9 @@ _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
 _MODEL_SD = 1.5  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
 _VERSION_ROWS = 5.0  # prior rows with which the factor of a version is pulled towards 1
 _NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
-_TRANSFER, _TRANSFER_SD = math.log(0.02), 1.5  # prior of Engine.transfer_s
+# Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
+_TRANSFER, _TRANSFER_SD = math.log(0.05), 0.5
+_DISAGGREGATED = 0.7  # weight of disaggregated fleets, whose prefills scatter 1.4 times as far around the fit
 _PROBE_S = 1e-6  # of a launch, by which launches are counted
 SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU with an engine
 _HALVES = 8
@@ -177,6 +180,7 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     from scipy.optimize import least_squares
 
     log_s = np.log(settings.of("prefill_s")[rows])
+    weights = np.where(settings.of("mode")[rows] == "disagg", _DISAGGREGATED, 1.0)
     engines = settings.rows.engine[rows].to_numpy()
     names = [name for name in dict.fromkeys(settings.rows.engine) if name in engines]
     index = np.array([names.index(name) for name in engines])
@@ -185,7 +189,7 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
         transfer, mean, apart = point[:1], point[1:5], point[5:].reshape(-1, 4)
         seconds, _ = _predicted(np.exp(mean + apart[index]), float(np.exp(transfer[0])), settings, rows)
         priors = (transfer - _TRANSFER) / _TRANSFER_SD, (mean - _PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
-        return np.concatenate([(np.log(seconds) - log_s) / _NOISE, *priors])
+        return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors])
 
     start = np.concatenate([[_TRANSFER], _PRIOR, np.zeros(4 * len(names))])
     (transfer, *mean), apart = np.split(least_squares(errors, start, loss="soft_l1").x, [5])
@@ -197,7 +201,7 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     def factor_of(own: Flags, around: float) -> float:
         def off(factor: Array) -> Array:
             logs = np.log(seconds[own] + launches_s[own] * np.expm1(factor[0])) - log_s[own]
-            return np.append(logs / _NOISE, (factor[0] - around) / _MODEL_SD)
+            return np.append(weights[own] * logs / _NOISE, (factor[0] - around) / _MODEL_SD)
 
         return float(least_squares(off, [around], loss="soft_l1").x[0])
 
@@ -205,13 +209,13 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     pairs = dict.fromkeys(zip(engines, model_types, strict=True))
     factors = {(e, m): factor_of((engines == e) & (model_types == m), shared[m]) for e, m in pairs}
     found = replace(found, shared_types=shared, model_types=factors)
-    rest = log_s - np.log(found.seconds(settings, rows))
+    rest = weights * (log_s - np.log(found.seconds(settings, rows)))
     versions = settings.rows.engine_version[rows].to_numpy()
     of_version = {}
     for engine, version in dict.fromkeys(zip(engines, versions, strict=True)):
         own = (engines == engine) & (versions == version)
         if version[:1].isdigit():
-            of_version[engine, version] = float(rest[own].sum() / (own.sum() + _VERSION_ROWS))
+            of_version[engine, version] = float(rest[own].sum() / (weights[own].sum() + _VERSION_ROWS))
     return replace(found, versions=of_version)
 
 
@@ -408,6 +412,7 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
         "silicon",
         splits=table(("predictor", "settings", "median error", *ENGINES, "inside"), rows),
         half=f"{np.median(half):.1%}",
+        transfer=format_seconds(load_engine(PRIOR_ENGINE).transfer_s),
         groups=score(settings, {"kvrsim, model left out": splits["model left out"], **predictors}),
         count=len(settings),
         others=other_lines(others),
