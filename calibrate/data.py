@@ -256,7 +256,6 @@ _WHOLE = {
     **dict.fromkeys(("prefix", "src", "dst", "warmups"), (0, MAX_WHOLE)),
     "nodes": (1, 2),
 }
-_ONE = ("batch", "messages")  # columns that default to 1
 _ORIGIN = "# origin "
 
 
@@ -319,29 +318,18 @@ class Measurement:
         dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
         if self.dtype is not None and self.dtype not in dtypes:
             raise InputError("dtype", self.dtype, ", ".join(dtypes))
-        self._check_whole()
-        self._check_seconds("median_s", self.median_s)
-        if self.mean_s is not None:
-            self._check_seconds("mean_s", self.mean_s)
-        spread_s = self.spread_s
-        if spread_s is not None and not (isinstance(spread_s, float) and 0 <= spread_s <= MAX_SECONDS):
-            raise InputError("spread_s", spread_s, f"seconds from 0 to {MAX_SECONDS:.0e}, or nothing")
-
-    def _check_whole(self) -> None:
         for name, (least, largest) in _WHOLE.items():
             value = getattr(self, name)
-            if value is None and name not in _ONE:
-                continue
-            if type(value) is not int or not least <= value <= largest:
+            if value is not None and (type(value) is not int or not least <= value <= largest):
                 top = str(largest) if largest < MAX_WHOLE else f"{largest:.0e}"
                 raise InputError(name, value, f"a whole number from {least} to {top}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads is not None and kv_heads is not None and heads % kv_heads:
             raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-
-    def _check_seconds(self, name: str, value: float) -> None:
-        if not isinstance(value, float) or not 0 < value <= MAX_SECONDS:
-            raise InputError(name, value, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
+        for name in ("median_s", "mean_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds <= MAX_SECONDS:
+                raise InputError(name, seconds, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
 
 
 COLUMNS = Measurement.__slots__

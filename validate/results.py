@@ -142,7 +142,7 @@ PAGES = (
     ResultsPage(
         path=f"{DOCS}/accuracy.md",
         command="python -m validate.accuracy",
-        rests_on=("eager", "falcon", "bus", "vllm-2023", "profiles"),
+        rests_on=("eager", "falcon", "bus", "vllm-2023"),
     ),
     ResultsPage(path=f"{DOCS}/figures.md", command="python -m validate.figures", rests_on=("eager-searched", "noise")),
     ResultsPage(path=f"{DOCS}/profiles.md", command="python -m validate.profiles", rests_on=("profiles",)),

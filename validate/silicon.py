@@ -453,7 +453,7 @@ def read_others(path: Path) -> list[OtherPrefill]:
                     engine=engine,
                     dtype="fp8" if row["dtype"] == "fp8" else None,
                 )[0],
-                **_steps(row, engine),
+                **steps_of(row, engine),
             )
         except InputError:
             continue
@@ -466,7 +466,7 @@ def read_others(path: Path) -> list[OtherPrefill]:
     return found
 
 
-def _steps(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
+def steps_of(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """Strategy and search of a prefill: prompts longer than a step of the engine take several steps.
 
     Defaults of engines: vLLM takes 2048 tokens before 0.8 (where max_model_len is above 32k) and 8192 from then on;

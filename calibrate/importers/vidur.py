@@ -144,7 +144,5 @@ LAYOUTS = tuple(
         ("mlp.csv", "mlp_up_proj", _read_mlp),
         ("attention.csv", "attn_prefill", _read_attention),
         ("send_recv.csv", "send_recv", _read_send_recv),
-        # Known, so that the complaint is about what it holds: no strategy here has an all-reduce.
-        ("all_reduce.csv", "all_reduce", lambda table: []),
     )
 )

@@ -110,23 +110,15 @@ class LinkRank:
         return torch.full((nbytes,), self.rank, dtype=torch.uint8, device=self.device)
 
     def _warm_up(self, edges: Sequence[Flow], nbytes: int) -> None:
-        """The first use of every link, in order; then a message and an all-gather of each, whose content is checked."""
+        """The first use of every link, in order; then a message and an all-gather of each."""
         self.links.first_use()
         for src, dst in edges:
             if self.rank in (src, dst):
                 self.exchange(flows=[(src, dst)], nbytes=nbytes, repeats=1)
-            if self.rank == dst and int(self.incoming[nbytes - 1]) != src:
-                raise RuntimeError(f"what rank {src} sent has not arrived")
         for count in counts_to(self.num_ranks):
             if self.rank < count:
                 for kernel in (self.backend, self.backend + RING):
                     self.gather(kernel=kernel, num_ranks=count, nbytes=nbytes // count * count, repeats=1)
-                    self._check_gathered(count, nbytes // count)
-
-    def _check_gathered(self, count: int, piece: int) -> None:
-        pieces = [int(self.incoming[piece * index]) for index in range(count)]
-        if pieces != list(range(count)):
-            raise RuntimeError(f"an all-gather of {count} ranks returned {pieces}")
 
     def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
         """Send and receive along this rank's flows, at most one send and one receive.

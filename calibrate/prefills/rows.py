@@ -101,14 +101,6 @@ class PrefillDefaults:
 
 MOST_LENGTHS = 24  # prompt lengths of one run that are told apart; more are put into groups of as many requests
 
-# In the name of a file, such as latency_in2048_out1_bs1_tp4.json.
-_IN_NAME = {
-    "context_len": re.compile(r"(?<![a-z])(?:in|input|isl|ctx|prompt)(?:[-_]?len)?[-_]?([0-9]{1,8})(k?)(?![0-9])"),
-    "output_len": re.compile(r"(?<![a-z])(?:out|output|osl)(?:[-_]?len)?[-_]?([0-9]{1,8})(k?)(?![0-9])"),
-    "batch": re.compile(r"(?<![a-z])(?:bs|batch)(?:[-_]?size)?[-_]?([0-9]{1,6})()(?![0-9])"),
-    "num_gpus": re.compile(r"(?<![a-z])tp[-_]?([0-9]{1,4})()(?![0-9])"),
-}
-_ROW_SIZES = ("context_len", "batch", "num_gpus")
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
 
@@ -123,9 +115,8 @@ class Output:
     requests: list[tuple[int, float]] = field(default_factory=list)  # prompt tokens and seconds of single requests
 
     def add(self, where: str, ttft_s: float, **sizes: Any) -> None:
-        """Add one row; missing values are taken from the name of the file."""
-        named = {key: value for key, value in in_name(self.path).items() if key in _ROW_SIZES}
-        self.rows.append(PrefillRow(ttft_s=ttft_s, where=where, **{**named, **sizes}))
+        """Add one row."""
+        self.rows.append(PrefillRow(ttft_s=ttft_s, where=where, **sizes))
 
     def note(self, text: str) -> None:
         """A line for people about this file."""
@@ -145,16 +136,6 @@ def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: s
     for group in groups:
         length, seconds = (statistics.median(column) for column in zip(*group, strict=True))
         output.add(where, seconds, context_len=round(length), batch=1, likely_model=model)
-
-
-def in_name(path: Path) -> dict[str, int]:
-    """What the name of a file says of its run: context_len, output_len, batch, num_gpus."""
-    found = {}
-    for key, pattern in _IN_NAME.items():
-        match = pattern.search(path.stem.lower())
-        if match and 1 <= int(match[1]) * (1024 if match[2] else 1) <= MAX_TOKENS:
-            found[key] = int(match[1]) * (1024 if match[2] else 1)
-    return found
 
 
 def seconds_of(metric: JsonObject, *statistics_: str) -> float:
@@ -201,16 +182,11 @@ def _vllm_latency(data: JsonObject, output: Output) -> None:
     """Seconds of whole batches, of which only those with one output token are a TTFT.
 
     Keys: avg_latency, std_latency, latencies (seconds, one a repetition), percentiles ("10" to "99"). The command's
-    --input-len, --output-len and --batch-size are not in the file: its name or the options say them.
+    --input-len and --batch-size are not in the file: `--ctx` and `--batch` say them.
     """
     latencies = data.numbers("latencies")
     seconds = statistics.median(latencies) if latencies else data.number("avg_latency")
-    output_len = in_name(output.path).get("output_len")
-    if output_len is None:
-        output.note("taken as times to first token; that holds for `vllm bench latency --output-len 1` only")
-    elif output_len != 1:
-        accepted = "a run with --output-len 1, whose latency is the time to first token"
-        raise data.error("avg_latency", f"{accepted} (the name of the file says {output_len} output tokens)")
+    output.note("taken as times to first token; that holds for `vllm bench latency --output-len 1` only")
     output.add(data.where, seconds)
 
 

@@ -36,23 +36,3 @@ def test_rows_are_left_out_by_the_rules_alone() -> None:
         elif vllm and row["cluster"] == "a100-nvlink" and int(row["batch"]) > 1:
             rule = "batch_over_prompt"
         assert row["left_out"] == rule
-
-
-def test_batches_that_are_left_out_take_longer_than_one_prompt_with_more_to_compute() -> None:
-    """The rule looks at measurements alone; where one prompt of as many tokens was measured, it took less."""
-    vllm = [row for row in ROWS if row["engine_name"] == "vllm-2023"]
-    longer = []
-    for row in (row for row in vllm if row["left_out"] == "batch_over_prompt"):
-        tokens = str(int(row["context_len"]) * int(row["batch"]))
-        alone = [one for one in vllm if one["batch"] == "1" and one["context_len"] == tokens]
-        alike = [one for one in alone if all(one[key] == row[key] for key in ("cluster", "num_gpus"))]
-        longer += [float(row["seconds"]) / float(one["seconds"]) for one in alike]
-    assert len(longer) == 6
-    assert 1.06 < min(longer) < max(longer) < 1.24
-
-
-def test_what_did_not_run_is_faster_than_half_of_it() -> None:
-    for left_out in (row for row in ROWS if row["left_out"] == "did_not_run"):
-        alike = ("cluster", "num_gpus", "context_len", "engine_name")
-        half = [row for row in ROWS if row["batch"] == "32" and all(row[key] == left_out[key] for key in alike)]
-        assert [float(row["seconds"]) > float(left_out["seconds"]) for row in half] == [True]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from validate.serving import ENGINES, FIGURES, Comparison, compare, part, read_rows
+from validate.serving import ENGINES, FIGURES, Comparison, compare, part
 
 pytestmark = pytest.mark.slow
 MOST_WORSE = 0.01  # of an error, against the figures that are recorded; more is a regression
@@ -15,15 +15,6 @@ MOST_WORSE = 0.01  # of an error, against the figures that are recorded; more is
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
     return compare()
-
-
-def test_rows_are_left_out_by_rule_alone() -> None:
-    rows, compared = read_rows(compared=False), read_rows()
-    assert {row.engine for row in rows} == set(ENGINES)
-    assert {row.left_out for row in rows} == {"", "did_not_run", "tp_over_2048_tokens", "batch_over_prompt"}
-    assert len(compared) == sum(not row.left_out for row in rows)
-    rule = [row for row in rows if row.engine == "vllm-2023" and row.num_gpus >= 4 and row.tokens > 2048]
-    assert all(row.left_out == "tp_over_2048_tokens" for row in rule)
 
 
 @pytest.mark.parametrize("name", FIGURES and json.loads(FIGURES.read_text()))

@@ -25,6 +25,7 @@ from validate.silicon import (
     read_settings,
     score,
     shipped_seconds,
+    steps_of,
     widths_of,
 )
 
@@ -58,6 +59,36 @@ def test_constants_lead_back_to_the_settings() -> None:
     settings = made_up()
     every = np.ones(len(settings), dtype=bool)
     assert np.abs(log_errors(settings, fit(settings, every).seconds(settings, every))).max() < 0.05
+
+
+def test_what_disaggregated_fleets_add_is_no_engines() -> None:
+    settings = made_up()
+    mode = np.where(np.arange(len(settings)) % 2, "disagg", "agg")
+    slower = settings.rows.prefill_s + 0.08 * (mode == "disagg")
+    apart = replace(settings, rows=settings.rows.assign(mode=mode, prefill_s=slower))
+    every = np.ones(len(settings), dtype=bool)
+    constants = fit(apart, every)
+    assert 0.05 < constants.transfer_s < 0.09, "shrunken towards its prior"
+    errors = np.abs(log_errors(settings, constants.seconds(settings, every)))
+    ignored = np.abs(
+        log_errors(settings, fit(replace(apart, rows=apart.rows.assign(mode="agg")), every).seconds(settings, every))
+    )
+    assert np.median(errors) < 0.5 * np.median(ignored)
+
+
+@pytest.mark.parametrize(
+    ("row", "strategy", "pieces"),
+    [
+        ({"engine_version": "0.7.3", "context": "5000"}, "pp1", [2048, 2048, 904]),
+        ({"engine_version": "0.19.0", "context": "8192"}, "single", None),
+        ({"engine_version": "0.19.0", "context": "2358", "note": "max_num_batched_tokens 2048"}, "pp1", [2048, 310]),
+        ({"engine_version": "0.19.0", "context": "9000", "strategy": "tp2", "n_gpus": "2"}, "tp2+pp1", [8192, 808]),
+    ],
+)
+def test_long_prompts_take_steps(row: dict[str, str], strategy: str, pieces: list[int] | None) -> None:
+    found = steps_of({"note": "", "gpu": "H100", "strategy": "single", "n_gpus": "1"} | row, "vllm")
+    assert found["strategy"] == strategy
+    assert (found["search"].partition if "search" in found else None) == pieces
 
 
 def test_a_model_type_has_launches_of_its_own() -> None:

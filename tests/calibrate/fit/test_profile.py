@@ -12,7 +12,7 @@ import pytest
 from calibrate.data import ELEMENTWISE, Measurement
 from calibrate.fit.attention import PRESETS, AttentionRows, fit_eager, fit_flash
 from calibrate.fit.elementwise import fit_elementwise
-from calibrate.fit.gemm import GemmRows, fit_gemm, with_tables
+from calibrate.fit.gemm import GemmRows, fit_gemm
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.profile import FitChoices, Label, fit_profile
 from calibrate.fit.report import LAYERS, layer_costs
@@ -147,21 +147,6 @@ def test_measured_shapes_come_back_where_the_form_cannot_follow() -> None:
     assert found.operation.interpolated_log_sd is not None
 
 
-def test_tables_stay_short_and_near() -> None:
-    tokens = np.arange(64.0, 20000.0, 64.0)
-    seconds = GEMM.form_s(tokens, Product(4096, 4096), 2) * np.exp(0.1 * np.sin(np.log(tokens) * 4))
-    rows = GemmRows(
-        tokens=tokens,
-        in_features=np.full_like(tokens, 4096.0),
-        out_features=np.full_like(tokens, 4096.0),
-        seconds=seconds,
-    )
-    rates = with_tables(GEMM, rows, {(4096, 4096)})
-    (table,) = rates.measured
-    assert len(table.rows) <= 40
-    np.testing.assert_allclose(rates.product_s(tokens, Product(4096, 4096), 2), seconds, rtol=0.02)
-
-
 @pytest.mark.parametrize(("kernel", "gpu"), [("fa2", A100), ("fa3", H100)])
 def test_flash_comes_back(kernel: str, gpu: Any) -> None:
     preset = PRESETS[kernel]
@@ -192,23 +177,6 @@ def test_elementwise_comes_back() -> None:
     assert (rates.norm, rates.residual) == (pytest.approx(7e11, rel=0.01), pytest.approx(1.8e12, rel=0.01))
     assert rates.copy == rates.residual
     assert rates.fused
-
-
-def test_links_come_back() -> None:
-    send = fit_send_recv(link_rows(), NVLINK3)
-    assert send.own.errors().mape < 0.005
-    assert send.rates.bandwidth_bytes_per_s == pytest.approx(SEND.bandwidth_bytes_per_s, rel=0.01)
-    gather = fit_all_gather(link_rows(), NVLINK3)
-    assert gather.cross_validated.errors().mape < 0.02
-    assert gather.rates.large_bytes_per_s == pytest.approx(GATHER.large_bytes_per_s, rel=0.02)
-
-
-def test_noise_is_averaged_out() -> None:
-    noise = np.random.default_rng(3).normal(0.0, 0.05, 1000)
-    rows = [replace(one, median_s=one.median_s * float(np.exp(e))) for one, e in zip(timed(FLASH), noise, strict=False)]
-    found = fit_flash(rows, A100, kernel="fa2")
-    assert found.rates.block_s == pytest.approx(FLASH.block_s, rel=0.03)
-    assert 0.03 < found.operation.log_sd < 0.08
 
 
 # -- laws of what was fitted

@@ -106,6 +106,13 @@ def test_the_newest_version_that_has_a_table(package: Package) -> None:
     assert {row.operation for row in package.read(f"{SOURCE}/sglang")} == {"gemm", "all_gather", "all_reduce"}
 
 
+def test_nccl_is_the_newest_version_with_all_gathers(package: Package) -> None:
+    package.write("comm/nccl/2.30.7", NCCL | {"op_name": "all_reduce", "message_size": 1})
+    package.write("comm/nccl/2.29.2", NCCL, NCCL | {"op_name": "all_reduce"})
+    sources = {row.source for row in package.read() if row.operation in ("all_gather", "all_reduce")}
+    assert sources == {"aiconfigurator-core 9.8.7 t1_sxm/comm/nccl/2.29.2"}
+
+
 def test_versions_are_ordered_as_they_came_out() -> None:
     early = ["0.1.dev19262", "0.1", "0.5.6", "0.5.6.post2", "0.5.14"]
     versions = [*early, "1.3.0rc9", "1.3.0rc20", "1.3.0", "2.23", "2.27.3"]

@@ -138,22 +138,6 @@ def test_a_bad_time_is_named_by_line_and_column(tmp_path: Path, kind: str, value
     )
 
 
-@pytest.mark.parametrize("kind", CSVS)
-@pytest.mark.parametrize("value", [None, "what?"])
-def test_a_column_missing_or_full_of_nonsense_is_named_where_it_counts(
-    tmp_path: Path, kind: str, value: str | None
-) -> None:
-    row, _ = CSVS[kind]
-    for column in row:
-        changed = {name: cell for name, cell in row.items() if name != column} | ({column: value} if value else {})
-        try:
-            read_source(write(tmp_path / "t.csv", changed), "--from")
-            complaint = column
-        except InputError as error:
-            complaint = str(error)
-        assert column in complaint or "a divisor of" in complaint or "the columns of one of" in complaint
-
-
 @pytest.mark.parametrize("changed", [{"num_tensor_parallel_workers": 3}, {"n_embd": 8191}])
 def test_shapes_that_cannot_be_split_are_refused(tmp_path: Path, changed: dict[str, int]) -> None:
     for kind, row in (("mlp", VIDUR_MLP), ("attention", VIDUR_ATTENTION)):
