@@ -61,11 +61,6 @@ class Stopwatch:
         starts_s = [trace.start_s for trace in traces if trace.marks] if self.one_host else [last.start_s]
         return last.end_s - min(starts_s)
 
-    def conditions(self) -> dict[str, str]:
-        """Return what measured times depend on: libraries, machine, transport, model."""
-        clock = {"clock": "one host's" if self.one_host else "the last rank's own"}
-        return conditions_of(self.transport, self.forward) | clock
-
 
 def measure(
     transport: Transport,
@@ -115,7 +110,9 @@ def measure(
                 difference=next((one for one in differences if one is not None), None),
             )
         )
-    conditions = watch.conditions() | {"repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved"}
+    conditions = conditions_of(transport, forward) | {
+        "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved"
+    }
     return Report(timings=tuple(timings), conditions=conditions)
 
 

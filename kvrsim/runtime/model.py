@@ -91,8 +91,9 @@ def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
 class ModelForward:
     """The unchanged forward of a Hugging Face model; only the last rank computes logits, for the last token.
 
-    Called with the tokens [B, c] from `start` on; returns the last one's logits [B, vocabulary] if `is_last`. own: has
-    the `positions` of the tokens, where they are not those from `start` on, and their attention, `attend`.
+    Called with the tokens [B, c], or hidden states [B, c, hidden_size], from `start` on; returns the logits of the last
+    token [B, vocabulary] if `is_last`, else hidden states. own: has the `positions` of the tokens, where they are not
+    those from `start` on, and their attention, `attend`.
     """
 
     def __init__(self, model: Any, geometry: Geometry | None = None, whole: ModelForward | None = None) -> None:
@@ -114,8 +115,7 @@ class ModelForward:
         with torch.inference_mode():
             if is_last:
                 return self.model(**inputs, logits_to_keep=1).logits[:, -1]
-            self.model.base_model(**inputs)
-        return None
+            return self.model.base_model(**inputs).last_hidden_state
 
     def inputs(self, ids: Any, start: int, cache: PrefixCache) -> dict[str, Any]:
         """Return the model's arguments for tokens from `start` on: ids [B, c], or hidden states [B, c, hidden_size]."""

@@ -76,8 +76,6 @@ class Launch:
     link: LinkSpec | None = None  # speed of messages; None: the links' own
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise InputError("gpus", self.num_ranks, "at least 1 rank")
         if self.device == "cuda":
             import torch
 

@@ -42,8 +42,7 @@ def run_virtual(transport: Transport, job: Job) -> Report:
         Timing(plan=plan, parts=tuple(parts), difference=one)
         for plan, parts, one in zip(job.plans, samples, differences, strict=True)
     )
-    repetitions = {"repetitions": f"{job.repeats} after {job.warmups} warm-ups, plans interleaved"}
-    return Report(timings=timings, conditions=conditions_of(transport, forward) | repetitions)
+    return Report(timings=timings, conditions=conditions_of(transport, forward))
 
 
 class _VirtualTransport(Transport):

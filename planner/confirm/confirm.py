@@ -135,7 +135,8 @@ def measured_here(
     report: Report = launch(run, job, how=how, on_progress=reporter.progress)[-1]
     by_plan = dict(zip(job.plans, report.timings, strict=True))
     timings = [by_plan[plan] for plan in plans]
-    conditions = dict(report.conditions)
+    repetitions = f"{hardware.repeats} after {hardware.warmups} warm-ups, plans interleaved"
+    conditions = {**report.conditions, "repetitions": repetitions}
     covers = "attention up to the chunk's end" if scenario.kernel == "flash" else "attention over the whole context"
     gather = "a ring of sends between neighbours" if hardware.gather(scenario) == "ring" else "the backend's own"
     if mode == "virtual":

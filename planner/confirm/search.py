@@ -127,7 +127,7 @@ def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
 
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     """Run by every rank: the same search in lock step, on TTFTs that all ranks share."""
-    from kvrsim.runtime.measure import Stopwatch, agree, forward_of
+    from kvrsim.runtime.measure import Stopwatch, agree, conditions_of, forward_of
 
     forward = forward_of(task.hardware.choice(task.scenario), transport)
     agree(transport, task.facts() | versions() | {"model": forward.digest, "transport": transport.name})
@@ -152,7 +152,7 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
 
     result = HardwareSearch(seed=task.seed, center=task.seed)
     result.run(task, measure)
-    result.conditions = watch.conditions()
+    result.conditions = conditions_of(transport, forward)
     return result
 
 

@@ -137,8 +137,9 @@ class Exchange(CacheListener):
             self.clock.start()
             self.clock.mark("start")
             if self.cache is not None:
-                self.logits = self.run(input_ids)
+                result = self.run(input_ids)
                 if self.emits_token:
+                    self.logits = result
                     self.logits.argmax(-1).tolist()  # the first token, for which a user waits
             self.clock.mark("token")
             marks = tuple(self.clock.finish())
@@ -151,7 +152,7 @@ class Exchange(CacheListener):
         )
 
     def run(self, input_ids: Any) -> Any:
-        """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it has them.
+        """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it emits it.
 
         Ranks that take no part do not come here.
         """

@@ -60,19 +60,6 @@ class StageForward(ModelForward):
         if not self.is_first:
             model.set_input_embeddings(torch.nn.Identity())
 
-    def piece(self, inputs: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
-        """Run a piece of the context from `start` on: its token ids [B, c] or hidden states [B, c, hidden_size].
-
-        Returns hidden states for the next stage; in the final stage the last logits [B, vocabulary] of the last piece,
-        else None.
-        """
-        arguments = self.inputs(inputs, start, cache)
-        with torch.inference_mode():
-            if self.is_final and is_last:
-                return self.model(**arguments, logits_to_keep=1).logits[:, -1]
-            hidden = self.model.base_model(**arguments).last_hidden_state
-        return None if self.is_final else hidden
-
 
 class Pipeline(Exchange):
     """A piece attends to its stage's K and V of the pieces before; its hidden states go on to the next stage.
@@ -121,7 +108,8 @@ class Pipeline(Exchange):
                 self.clock.mark("start")
             inputs = input_ids[:, start:end] if self.stage.is_first else self._receive_piece(number)
             self._post_piece(number + 1)
-            result = self.stage.piece(inputs, start, self.caches[number], is_last=number == len(pieces) - 1)
+            is_last = self.stage.is_final and number == len(pieces) - 1
+            result = self.stage(inputs, start, self.caches[number], is_last=is_last)
             if not self.stage.is_final:
                 self.send(result.contiguous(), None, self.rank + 1)
         return result if self.stage.is_final else None

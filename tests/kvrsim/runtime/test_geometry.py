@@ -12,7 +12,6 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
 from kvrsim.runtime.model import load_model
-from tests.kvrsim.runtime.chunked import prompt
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 from tests.kvrsim.runtime.runtime_workers import model_of
 
@@ -70,7 +69,7 @@ def test_padding_is_refused_where_the_kernel_takes_no_mask() -> None:
         mask = torch.ones(2, 6, dtype=torch.long)
         mask[0, 0] = 0
         with pytest.raises(InputError, match="padding"):
-            model_of(name, "flash")(input_ids=prompt(length=6), attention_mask=mask)
+            model_of(name, "flash")(input_ids=torch.zeros_like(mask), attention_mask=mask)
 
 
 def test_of_a_file_with_several_models_the_text_model_is_run() -> None:

@@ -1,13 +1,11 @@
-"""A context in chunks through PrefixCache is the same as in one go, and layers keep and send enough, and no more."""
+"""Caches of chunks: layers hold and send what later tokens need, and no more."""
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_config
@@ -22,39 +20,24 @@ from kvrsim.runtime.kv_cache import (
     make_buffers,
 )
 from kvrsim.runtime.model import ModelForward
-from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
-from tests.kvrsim.runtime.runtime_models import KINDS, variants
+from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.kvrsim.runtime.runtime_workers import model_of
 
 BATCH, ELEMENT_BYTES = 2, 4
-QUICK = [("llama-gqa", "flash"), ("falcon-grouped", "sdpa"), ("gemma3", "eager"), ("qwen3_next", "sdpa")]
 
 
 def chunk_of(start: int, length: int, batch: int = 1, **sizes: int) -> Chunk:
     return Chunk(start=start, length=length, batch=batch, **sizes)
 
 
-def all_models() -> list[Any]:
-    """Every model and kernel; but for a few, only in the slow tests."""
-    cases = variants()
-    return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in cases]
+def prompt(batch: int = 2, length: int = 25) -> torch.Tensor:
+    return torch.randint(0, 101, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
-def plain(name: str, kernel: str) -> Any:
-    """The model to compare with. (The eager kernel counts ALiBi twice in transformers: it compares with itself.)"""
-    return model_of(name, kernel if "alibi" in name else "eager")
-
-
-@pytest.mark.parametrize(("name", "kernel"), all_models())
-def test_chunks_behind_a_prefix_equal_one_go(name: str, kernel: str) -> None:
-    model, ids = model_of(name, kernel), prompt()
-    expected = forward(plain(name, kernel), ids, DynamicCache(config=model.config), 0)[:, -1]
-    least = Geometry.of(model).least_chunk
-    for chunks in ((7, least, 12, 6 - least), (1, least, 24 - least)):
-        logits, _ = in_chunks(model, ids, chunks=chunks)
-        torch.testing.assert_close(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
-    spoilt, _ = in_chunks(model, ids, "prefix", chunks=(14, 11))
-    assert (spoilt - expected).abs().max() > 0.05
+def forward(model: Any, ids: torch.Tensor, cache: Any, start: int) -> torch.Tensor:
+    positions = torch.arange(start, start + ids.shape[1]).unsqueeze(0)
+    with torch.inference_mode():
+        return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "falcon-mqa"])
@@ -126,14 +109,3 @@ def test_a_state_is_one_message_of_its_own_size_and_mlp_layers_have_none() -> No
     assert state.recurrent.dtype == torch.float32
     assert state.data.nbytes == state.recurrent.nbytes + state.conv.nbytes == BATCH * (4 * 8 * 16 + 96 * 3) * 4
     assert geometry.title == "1 layer: K and V of all tokens; 2 layers: a state"
-
-
-def test_a_windows_tail_is_the_same_for_its_sender_and_its_receiver() -> None:
-    geometry = Geometry.of(model_of("gemma3", "eager"))
-    bounds = pairwise(accumulate((4, 1, 2, 9, 3), initial=0))
-    ranks = [make_buffers(geometry, chunk_of(start, end - start)) for start, end in bounds]
-    for before, after in pairwise(ranks):
-        for sender, receiver in zip(before, after, strict=True):
-            assert sender is not None
-            assert receiver is not None
-            assert sender.outgoing().shape == receiver.incoming().shape

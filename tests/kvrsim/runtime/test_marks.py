@@ -23,15 +23,6 @@ def test_cpu_marks_are_moments_of_one_clock() -> None:
     assert clock.host_is_device
 
 
-def test_a_clock_begins_anew() -> None:
-    clock = Clock()
-    assert clock.finish() == []
-    clock.start()
-    clock.mark("old")
-    clock.start()
-    assert clock.finish() == []
-
-
 def test_cuda_marks_tell_device_from_host(fake_cuda: Any) -> None:
     cuda = fake_cuda
     clock = CudaClock(cuda)

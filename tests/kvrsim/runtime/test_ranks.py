@@ -229,11 +229,6 @@ def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
     assert launch(workers.cores_of, how=Launch(num_ranks=1, threads=len(cores) + 1)) == [cores]
 
 
-def test_a_launch_of_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1 rank"):
-        Launch(num_ranks=0)
-
-
 def test_what_torchrun_would_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "x")

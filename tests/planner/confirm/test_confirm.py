@@ -13,13 +13,9 @@ import pytest
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.errors import InputError
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import RUN_STRATEGIES
-from kvrsim.scenario import Partition
-from kvrsim.strategies import STRATEGIES
 from kvrsim.views.page import unpacked
-from planner.candidates import Candidate
 from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
 from planner.confirm.candidates import strategies_here
 from planner.confirm.hardware import Hardware
@@ -156,19 +152,6 @@ def test_mistakes_take_one_line(
     assert named in line
     assert accepted in line
     assert "Traceback" not in errors
-
-
-def test_no_other_strategy_is_run_in_its_place() -> None:
-    scenario, _ = make_scenario(ctx=96, gpus=2, model="llama-7b")
-    even, hardware = Partition.even(96, 2), Hardware(config="llama-7b")
-    for name, strategy in STRATEGIES.items():
-        candidate = Candidate(scenario=scenario, strategy=strategy, partition=even)
-        if name not in RUN_STRATEGIES:
-            with pytest.raises(InputError, match="what the runtime runs"):
-                hardware.run_plan(candidate)
-        elif name not in ("single", "tp", "pp", "pp-s"):
-            assert hardware.run_plan(candidate).strategy == RUN_STRATEGIES[name]
-    assert set(RUN_STRATEGIES) <= set(STRATEGIES)
 
 
 def test_named_strategies_are_measured_beside_their_predictions(folder: Path) -> None:
