@@ -34,14 +34,15 @@ def agree(transport: Transport, facts: Mapping[str, str]) -> None:
 
 
 class Stopwatch:
-    """One rank's part in timed prefills of plans of one context and batch."""
+    """One rank's part in timed prefills of several plans of one batch, in the same memory."""
 
-    def __init__(self, transport: Transport, forward: ModelForward, plan: RunPlan, seed: int, *, several: bool) -> None:
-        """several: share memory for the plan's whole context among all plans; otherwise `plan` alone is timed."""
+    def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
+        """`plans` determine the size of the memory; a plan that needs more has its own."""
         self.transport, self.forward, self.seed = transport, forward, seed
         self.one_host = len(set(transport.exchange(platform.node()))) == 1  # else the ranks share no clock
-        whole = Chunk(start=0, length=plan.context_len, batch=plan.batch)
-        self.memory = allocate(forward.geometry, whole) if several else None
+        chunks = [exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size) for plan in plans]
+        rows = max(0 if chunk is None else chunk.total_len or chunk.end for chunk in chunks)
+        self.memory = allocate(forward.geometry, Chunk(start=0, length=rows, batch=plans[0].batch))
         self._exchanges: dict[RunPlan, Exchange] = {}
 
     def exchange(self, plan: RunPlan) -> Exchange:
@@ -83,7 +84,7 @@ def measure(
         last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
         if plan.context_len not in references and transport.rank == last:
             references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
-    watch = Stopwatch(transport, forward, plans[0], seed, several=len(plans) > 1)
+    watch = Stopwatch(transport, forward, plans, seed)
     for plan in plans:  # prepare every plan before any is timed
         watch.exchange(plan)
     ttft_s: list[list[float]] = [[] for _ in plans]

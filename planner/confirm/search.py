@@ -131,7 +131,8 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
 
     forward = forward_of(task.hardware.choice(task.scenario), transport)
     agree(transport, task.facts() | versions() | {"model": forward.digest, "transport": transport.name})
-    watch = Stopwatch(transport, forward, _plan(task, task.seed), task.hardware.seed, several=True)
+    whole = replace(_plan(task, task.seed), strategy="tsp")  # tsp holds every token on every rank
+    watch = Stopwatch(transport, forward, [whole], task.hardware.seed)
     known, warm = deque(task.known), set[Chunks]()
     since_s = time.monotonic() - (known[-1][1] if known else 0.0)
 

@@ -79,24 +79,6 @@ def test_attention_in_query_blocks_is_masked_attention(
     torch.testing.assert_close(out, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kernel", "prefix", "pairs"), [("eager", 0, 78), ("sdpa", 0, 144), ("sdpa", 12, 222)])
-def test_query_blocks_compute_fewer_scores(
-    kernel: Any, prefix: int, pairs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk without a prefix is one causal call of SDPA, which leaves out the masked half by itself."""
-    counted: list[int] = []
-    real = attention.lower_right
-
-    def count(kernel: Any, query: Any, key: Any, *rest: Any) -> Any:
-        counted.append(query.shape[2] * key.shape[2])
-        return real(kernel, query, key, *rest)
-
-    monkeypatch.setattr(attention, "lower_right", count)
-    query, key, value = tensors(12, prefix, 1, 1, 0)
-    attention.in_query_blocks(kernel, query, key, value, None, None, 12)
-    assert sum(counted) == pairs
-
-
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("prefix", [0, 9])
 def test_values_may_be_narrower_than_keys(prefix: int, window: int | None) -> None:

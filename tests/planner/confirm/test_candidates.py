@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
 from planner.confirm.candidates import STRATEGIES
-from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode
+from planner.confirm.hardware import Hardware, MemoryBudget, Mode
 from tests.building import examples
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
@@ -67,15 +67,6 @@ def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
     assert found["max_logit_error"] is None
     assert any("single (" in note and "kvr-e (" in note for note in found["warnings"])
     assert "logits are not compared" in errors
-
-
-def test_run_skips_a_check_that_does_not_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryBudget, "fits_reference", lambda *_: False)
-    words = arguments(folder_with(tmp_path), "run", "--strategy", "kvr-e", "--check", "--repeats", "1", "--json")
-    code, found, errors = said(words)
-    assert (code, found["max_logit_error"], len(found["samples_s"])) == (0, None, 1)
-    assert NO_REFERENCE in found["warnings"]
-    assert NO_REFERENCE in errors
 
 
 def test_ranks_on_one_device_need_their_memory_together() -> None:

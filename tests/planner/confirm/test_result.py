@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
-from kvrsim.kernels.profile import Gather, load_profile
+from kvrsim.kernels.profile import Gather
 from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
@@ -147,19 +146,14 @@ def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(
     assert composed_timeline(one, repeats).end_s >= one.ttft_s * (1 - 1e-9)
 
 
-def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fitted", "gather"), [("ring", "ring"), ("collective", "collective"), (None, "ring")])
+def test_the_all_gather_is_the_one_that_links_were_fitted_to(fitted: Gather | None, gather: Gather) -> None:
     profile = made_up_profile()
-    fitted_to: dict[Gather | None, Gather] = {"ring": "ring", "collective": "collective", None: "ring"}
-    for fitted, gather in fitted_to.items():
-        # A sentence about the source decides nothing.
-        fit = replace(profile.operations["all_gather"], source="x (nccl, faster than ring)", gather=fitted)
-        replace(profile, operations={"all_gather": fit}).write(tmp_path / "profile.json")
-        told = load_profile(tmp_path / "profile.json")
-        assert told.operations["all_gather"].gather == fitted
-        scenario, _ = make_scenario(ctx=64, gpus=2, model="llama-7b", profile=told)
-        assert Hardware(config="").gather(scenario) == gather
-        assert Hardware(config="", emulated=True).gather(scenario) == "ring"
-    assert Hardware(config="").gather(make_scenario(ctx=64, gpus=2, model="llama-7b", profile="roofline")[0]) == "ring"
+    fit = replace(profile.operations["all_gather"], gather=fitted)
+    profile = replace(profile, operations={"all_gather": fit})
+    scenario, _ = make_scenario(ctx=64, gpus=2, model="llama-7b", profile=profile)
+    assert Hardware(config="").gather(scenario) == gather
+    assert Hardware(config="", emulated=True).gather(scenario) == "ring"
 
 
 @pytest.mark.parametrize(
