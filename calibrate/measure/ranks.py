@@ -21,7 +21,7 @@ from calibrate.data import RING
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from kvrsim.errors import InputError
 from kvrsim.runtime.ranks import RankPool, RankSlot
-from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Ring
+from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Transport
 from kvrsim.scenario import dtype_bytes
 
 Flow = tuple[int, int]  # source and destination rank
@@ -220,7 +220,7 @@ class LinkRank:
             dist.recv(self.token, first, group=self.meeting)
 
 
-class _FirstRanks(Ring):
+class _FirstRanks(Transport):
     """The first ranks as a ring."""
 
     def __init__(self, rank: int, size: int, links: LinkGroups) -> None:

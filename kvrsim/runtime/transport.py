@@ -42,11 +42,13 @@ class Pending(Protocol):
         """Return when the tensor has received the message, or may be overwritten. Raises LinkError."""
 
 
-class Ring:
-    """Ranks in a circle, and collectives made of messages between neighbours."""
+class Transport:
+    """Messages and collectives of one rank. Collectives are rings unless a transport has better ones."""
 
+    name: str  # such as "gloo"
     rank: int
     size: int  # number of ranks
+    device: Any = torch.device("cpu")  # where this rank computes
 
     def isend(self, tensor: Any, dst: int) -> Pending:
         """Start to send a contiguous tensor, which stays untouched until `wait` returns."""
@@ -95,13 +97,6 @@ class Ring:
             other += landing
             send.wait()
         self.ring_all_gather(flat, boundaries)
-
-
-class Transport(Ring):
-    """Messages and collectives of one rank. Collectives are rings unless a transport has better ones."""
-
-    name: str  # such as "gloo"
-    device: Any = torch.device("cpu")  # where this rank computes
 
     def connect(self, edges: Sequence[Edge]) -> None:
         """Set up edges besides those of the ring; every rank calls it with the same ones."""

@@ -69,16 +69,11 @@ def confirm(
         MeasuredCandidate(prediction=_prediction(name, one), timing=timing, predicted=one.timeline)
         for (name, one), timing in zip(candidates.items(), report.timings, strict=True)
     ]
-    best = next(one for one in ranking.ranked if one.strategy.name in candidates)
-    if best is not ranking.ranked[0]:  # the plan's choice was not measured
-        chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
-    else:
-        chosen = list(candidates).index(best.strategy.name)
     return Confirmation(
         question=Question.of(scenario, seed=hardware.seed, top=top, virtual=mode == "virtual"),
         mode=mode,
         candidates=tuple(measured),
-        chosen=chosen,
+        chosen=min(range(len(measured)), key=lambda index: measured[index].predicted_s),
         conditions=report.conditions,
         targets=targets or Targets(),
         warnings=tuple(notes),
@@ -98,8 +93,9 @@ def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple
 
 def _left_out(candidates: dict[str, Candidate], budget: MemoryBudget) -> list[str]:
     """Name the candidates that do not fit in memory."""
-    large = [f"{name} ({format_bytes(budget.needed_bytes(one))})" for name, one in candidates.items()]
-    large = [text for text, one in zip(large, candidates.values(), strict=True) if not budget.fits(one)]
+    large = [
+        f"{name} ({format_bytes(budget.needed_bytes(one))})" for name, one in candidates.items() if not budget.fits(one)
+    ]
     return [f"not measured, because it does not fit in the {budget.name}: {', '.join(large)}"] if large else []
 
 
@@ -137,14 +133,13 @@ def measured_here(
     timings = [by_plan[plan] for plan in plans]
     repetitions = f"{hardware.repeats} after {hardware.warmups} warm-ups, plans interleaved"
     conditions = {**report.conditions, "repetitions": repetitions}
-    covers = "attention up to the chunk's end" if scenario.kernel == "flash" else "attention over the whole context"
     gather = "a ring of sends between neighbours" if hardware.gather(scenario) == "ring" else "the backend's own"
     if mode == "virtual":
         timings = [_composed(one, timing) for one, timing in zip(candidates, timings, strict=True)]
         conditions["ranks"] = f"{scenario.cluster.num_gpus}, virtual, one after another on one device"
         conditions["modelled"] = f"messages and waiting, by {scenario.cluster.describe()}"
         gather = "modelled"
-    return Report(timings=tuple(timings), conditions=conditions | {"tsp": f"all-gather: {gather}; {covers}"})
+    return Report(timings=tuple(timings), conditions=conditions | {"all-gather of tsp": gather})
 
 
 def _composed(candidate: Candidate, timing: Timing) -> Timing:

@@ -75,7 +75,7 @@ def test_too_few_devices_make_virtual_ranks_and_say_so(folder: Path, monkeypatch
     code, text, errors = said(words)
     assert code == 0
     assert "3 ranks on 1 core: virtual ranks" in errors
-    assert "all-gather: modelled" in text
+    assert "all-gather of tsp modelled" in " ".join(text.split())
     assert "virtual, one after another on one device" in " ".join(text.split())
 
 
