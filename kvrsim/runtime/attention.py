@@ -22,7 +22,7 @@ import torch.nn.functional as functional
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
 
-# Without the word "flash", by which transformers knows its own kernels.
+# The name must not contain "flash": transformers takes such names for its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
 _OWN_NAME = "kvrsim_own_attention"
 _LEAST_BLOCK = 128  # queries in a block of attention in a window: kernels for fewer are no faster
@@ -47,7 +47,7 @@ def use_flash(model: Any) -> None:
 def attending(model: Any, attend: Attend) -> Iterator[None]:
     """Replace the model's attention by `attend(query, scale)`, without a mask, while the context lasts.
 
-    The result of `attend` has the width of V. K and V have gone to the cache.
+    The result of `attend` has the width of V. K and V are in the cache.
     """
     before = model.config._attn_implementation
     remove = _replace_attention(model, _OWN_NAME, lambda query, key, value, scale, window: attend(query, scale))
@@ -149,7 +149,7 @@ def block_attention(
 ) -> tuple[Any, Any]:
     """Return attention to one block of keys, and the logarithm of the sums of exponentials, [B, H, c], in fp32.
 
-    causal: the first query sees the first key, the second two, and so on; S is c then. Otherwise all see all.
+    causal: query i sees the first i keys, and S = c. Otherwise every query sees every key.
     """
     causal = causal and query.shape[2] > 1
     if query.is_cuda and kernel != "eager" and _takes_flash(query, key, value):
@@ -162,7 +162,7 @@ def block_attention(
 class Merged:
     """Attention of queries to several blocks of keys: its value and the logarithm of its sum of exponentials.
 
-    Both are in fp32, [B, H, c, E] and [B, H, c], whatever the model's dtype. The first block is for all queries.
+    Both are in fp32, [B, H, c, E] and [B, H, c], whatever the model's dtype. All queries see the first block.
     """
 
     def __init__(self) -> None:
@@ -272,10 +272,10 @@ def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
 
 
 class _ComputingMask(torch.Tensor):  # type: ignore[misc]
-    """A mask that computes: as the mask of scaled_dot_product_attention it runs `compute` instead.
+    """A mask that makes scaled_dot_product_attention run `compute` instead.
 
-    Falcon does not use the AttentionInterface, but it hands a mask of four dimensions on to
-    scaled_dot_product_attention untouched. torch.nn.attention.bias.CausalBias works the same way.
+    Falcon does not use the AttentionInterface, but it passes a mask of four dimensions to
+    scaled_dot_product_attention unchanged. torch.nn.attention.bias.CausalBias works the same way.
     """
 
     compute: Compute

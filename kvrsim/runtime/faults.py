@@ -43,8 +43,8 @@ class Fault:
     kind: FaultKind
     message: str  # without the rank and layer
     layer: int | None = None  # decoder layer that the rank had reached; None: outside the layers
-    peer: int | None = None  # rank that it waited for; None: none, or all
-    parameter: str | None = None  # of an InputError on the rank, at the beginning of the message
+    peer: int | None = None  # rank that it waited for; None: no single rank
+    parameter: str | None = None  # parameter that an InputError on the rank names
 
     def __str__(self) -> str:
         place = "" if self.layer is None else f", layer {self.layer}"

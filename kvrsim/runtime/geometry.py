@@ -1,4 +1,4 @@
-"""Geometry: what the layers of a Hugging Face model keep of tokens, and where the model has its parts."""
+"""Geometry: what the layers of a Hugging Face model keep of each token, and the names of the model's parts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class KvLayout:
     head_dim: int  # width of a head of K
     v_head_dim: int  # width of a head of V
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
-    model_heads_per_kv_head: int = 1  # heads in which the model hands over each KV head: Falcon 40B repeats it
-    returned_heads_per_kv_head: int = 1  # heads in which attention receives each KV head
+    model_heads_per_kv_head: int = 1  # copies of each KV head in the K and V that the model computes
+    returned_heads_per_kv_head: int = 1  # copies of each KV head that attention gets
     is_latent: bool = False
 
     @property
@@ -63,8 +63,8 @@ class StateLayout:
 
     recurrent: tuple[int, ...]  # shape for one prompt
     conv_channels: int  # of the convolution
-    conv_tokens: int  # inputs that the next token's convolution needs: the size of its kernel less one
-    least_chunk: int = 1  # tokens of a chunk behind a state, for the same result as in one go
+    conv_tokens: int  # inputs that the convolution of the next token needs: the size of its kernel less one
+    least_chunk: int = 1  # tokens of a chunk after a state: shorter ones change the result
 
     title = "a state"
 
@@ -187,7 +187,7 @@ class Geometry:
 
     @property
     def least_chunk(self) -> int:
-        """Least tokens of a chunk behind a prefix, for the same result as in one go."""
+        """Least tokens of a chunk behind a prefix: shorter ones change the result."""
         return max((layout.least_chunk for layout in self.layouts if isinstance(layout, StateLayout)), default=1)
 
     def why_no_own_attention(self) -> str | None:
@@ -235,10 +235,10 @@ def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
     assert isinstance(mixer, Softmax)
     kv_heads, repeats, returned = mixer.num_key_value_heads, 1, 1
     if config.model_type == "falcon" and config.new_decoder_architecture:
-        # Falcon 40B hands over (and expects back) each KV head as often as query heads share it.
+        # Falcon 40B repeats each KV head for every query head that shares it, and expects them repeated.
         repeats = returned = mixer.num_attention_heads // kv_heads
     elif config.model_type == "falcon" and kv_heads == 1 and attention != "eager":
-        # With one KV head for many query heads SDPA falls back to its slowest kernel; a view of as many is free.
+        # With one KV head for many query heads SDPA takes its slowest kernel; a view with as many heads costs nothing.
         returned = mixer.num_attention_heads
     return KvLayout(
         num_key_value_heads=kv_heads,

@@ -12,11 +12,11 @@ import torch.nn.functional as functional
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from kvrsim.runtime.attention import repeat_heads
-from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, Layout, StateLayout
+from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, StateLayout
 
 UpdateEvent = Literal["update", "updated", "scan"]
 KvPairs = list[tuple[Any, Any] | None]  # K and V of each layer in the model's own layout, or its states
-Memory = list[Any]  # flat memory of each layer, shared in turn by several prefills; None for a layer without a cache
+Memory = list[Any]  # bytes of each layer, used in turn by several prefills; None for a layer without a cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,24 +34,24 @@ class Chunk:
         """The token after the last one."""
         return self.start + self.length
 
-    def elements(self, layout: Layout) -> int:
-        """Return the elements of K and V that the layer holds; 0 for a state, whose memory is always the same."""
-        if not isinstance(layout, KvLayout):
-            return 0
+    def nbytes(self, layout: KvLayout | StateLayout, element_bytes: int) -> int:
+        """Return the bytes that a layer holds; `element_bytes` is the size of an element of K and V."""
+        if isinstance(layout, StateLayout):
+            return layout.nbytes(self.batch, element_bytes)
         rows = self.end - layout.first_seen(self.start) if self.total_len is None else self.total_len
-        return rows * self.batch * layout.elements
+        return rows * self.batch * layout.elements * element_bytes
 
 
 class KvBuffer:
     """K and V of one layer, token first and contiguous: [S, W], a row holding K [B, Hkv, Dk], then V [B, Hkv, Dv].
 
-    A chunk lies behind its prefix, so that what is received and what is sent are one message each, received in place
-    and sent without a copy. Of a window only the tail of the prefix is held that the chunk sees. Where tokens after
+    A chunk lies behind its prefix, so that one message is received in place, and one is sent without a copy. With a
+    window, only the tail of the prefix that the chunk sees is held. Where tokens after
     the chunk follow, as under TSP, all tokens before it are held too.
     """
 
     def __init__(self, geometry: Geometry, layout: KvLayout, chunk: Chunk, memory: Any = None) -> None:
-        """memory: flat, shared in turn; if None or too small, the buffer allocates its own."""
+        """memory: see `memory_of`."""
         self.layout, self.chunk = layout, chunk
         self.first_seen = layout.first_seen(chunk.start)
         self.first = self.first_seen if chunk.total_len is None else 0  # the token in the first row
@@ -60,10 +60,8 @@ class KvBuffer:
         # In a window that is shorter than the context, attention sees nothing after the chunk.
         self.visible_len = chunk.end if reach < self.total_len else chunk.visible_len or self.total_len
         assert chunk.end <= self.visible_len <= self.total_len
-        elements = chunk.elements(layout)
-        if memory is None or memory.numel() < elements:
-            memory = torch.zeros(elements, dtype=geometry.dtype, device=geometry.device)
-        self.data = memory[:elements].view(-1, chunk.batch * layout.elements)
+        memory = memory_of(geometry, layout, chunk, memory)
+        self.data = memory.view(geometry.dtype).view(-1, chunk.batch * layout.elements)
 
     def incoming(self) -> Any:
         """Return the rows of the prefix that the chunk sees: what is received."""
@@ -118,9 +116,8 @@ class StateBuffer:
     """
 
     def __init__(self, geometry: Geometry, layout: StateLayout, chunk: Chunk, memory: Any = None) -> None:
-        """memory: bytes of the same number, used by others in turn; None: its own."""
-        self.layout, self.chunk = layout, chunk
-        self.data = _state_memory(geometry, layout, chunk.batch) if memory is None else memory
+        """memory: see `memory_of`."""
+        self.layout, self.chunk, self.data = layout, chunk, memory_of(geometry, layout, chunk, memory)
         split = chunk.batch * prod(layout.recurrent) * RECURRENT_BYTES
         self.recurrent = self.data[:split].view(torch.float32).view(chunk.batch, *layout.recurrent)
         self.conv = self.data[split:].view(geometry.dtype).view(chunk.batch, layout.conv_channels, layout.conv_tokens)
@@ -153,26 +150,23 @@ def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None)
 
 
 def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
-    """Allocate flat memory of each layer that holds a chunk, for prefills that use it in turn.
+    """Allocate memory of each layer that holds a chunk, for prefills that use it in turn."""
+    return [None if layout is None else memory_of(geometry, layout, chunk) for layout in geometry.layouts]
 
-    Memory is zeroed: what a mask hides must be a number, too.
+
+def memory_of(geometry: Geometry, layout: KvLayout | StateLayout, chunk: Chunk, memory: Any = None) -> Any:
+    """Return the bytes that a layer holds: of `memory`, or new ones where it is None or too small.
+
+    They are zeroed: what a mask hides must be a number, too.
     """
-    memory: Memory = []
-    for layout in geometry.layouts:
-        if isinstance(layout, KvLayout):
-            memory.append(torch.zeros(chunk.elements(layout), dtype=geometry.dtype, device=geometry.device))
-        else:
-            memory.append(None if layout is None else _state_memory(geometry, layout, chunk.batch))
-    return memory
-
-
-def _state_memory(geometry: Geometry, layout: StateLayout, batch: int) -> Any:
-    nbytes = layout.nbytes(batch, geometry.dtype.itemsize)
-    return torch.zeros(nbytes, dtype=torch.uint8, device=geometry.device)
+    nbytes = chunk.nbytes(layout, geometry.dtype.itemsize)
+    if memory is None or len(memory) < nbytes:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=geometry.device)
+    return memory[:nbytes]
 
 
 class CacheListener:
-    """Whoever is called while a model updates its cache; does nothing by default."""
+    """Base of what is called while a model updates its cache; does nothing by default."""
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:
         """A layer begins ("update") or ends ("updated") to write its cache, or its scan begins ("scan")."""
@@ -181,7 +175,7 @@ class CacheListener:
         """The chunk's K and V are written, or a scan is about to begin: the prefix is needed now."""
 
     def after_scan(self, layer: int) -> None:
-        """Write the state after the chunk."""
+        """The scan has ended: the state after the chunk is written."""
 
 
 class PrefixCache(Cache):  # type: ignore[misc]
@@ -215,7 +209,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
     def stub(
         cls, geometry: Geometry, chunk: Chunk, listener: CacheListener | None = None, *, seed: int = 0
     ) -> PrefixCache:
-        """Return a cache of K and V with a random prefix: for timing a chunk without computing its prefix."""
+        """Return a cache of K and V with a random prefix, to time a chunk without computing its prefix."""
         buffers = make_buffers(geometry, chunk)
         generator = torch.Generator(device=geometry.device).manual_seed(seed)
         for buffer in buffers:

@@ -31,8 +31,8 @@ import numpy as np
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.geometry import Geometry
 
-# Cycles per second for which a device is kept busy before a forward. It is above the clock of nearly all GPUs, so that
-# the delay is at least as long as requested.
+# Cycles per second of a delay on the device. It is above the clock of nearly all GPUs, so that the delay is at least as
+# long as requested.
 _CYCLES_PER_S = 2.0e9
 _EMPTY_MARKS = 8  # intervals before a forward that contain nothing
 
@@ -225,7 +225,7 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
     """Return the simulator's timeline of a real prefill, which starts at 0 with the earliest rank.
 
     A transfer lasts from the "send" mark, when its K and V are there, until the receiver notices it. Both are times of
-    the ranks' devices, so that no transfer begins before what it carries.
+    the ranks' devices, so that no transfer begins before its K and V exist.
     """
     zero_s = min((trace.start_s for trace in traces if trace.marks), default=0.0)
     spans: list[Span] = []

@@ -217,7 +217,7 @@ class RankPool:
                 with contextlib.suppress(BrokenPipeError):  # the answer will contain the error
                     self._pipes[rank].send_bytes(content)
             return self._collect(ranks, timeout_s, on_progress)
-        except BaseException:  # an interrupt too: answers to this command must not be taken for the next one's
+        except BaseException:  # also an interrupt: a late answer must not be taken for one to the next command
             self.close()
             raise
 
@@ -361,7 +361,7 @@ def _exit_by_signal(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Start the server with a mask that all ranks inherit: Ctrl-C is the pool's to handle, while it imports, too."""
+    """Block Ctrl-C while the server starts: it and all ranks inherit the block, and the pool alone handles Ctrl-C."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -374,7 +374,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _context() -> Any:
-    """Return the context that forks processes from one with torch loaded, where the system can; else spawns them."""
+    """Return the context that forks processes from a server with torch loaded, or spawns them where none can fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

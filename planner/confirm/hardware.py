@@ -168,7 +168,7 @@ class MemoryBudget:
         return cls(limit_bytes=limit, num_ranks=num_ranks, on_gpu=on_gpu, mode=mode)
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Return the peak of a candidate's ranks that share the memory; all candidates use the same KV buffers."""
+        """Return the peak of the ranks that share the memory; all candidates use the same KV buffers."""
         scenario = candidate.scenario
         weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # parts of the model are views of it
         memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # needs no times
@@ -189,7 +189,7 @@ class MemoryBudget:
         return self.needed_bytes(candidate) <= self.limit_bytes
 
     def fits_reference(self, scenario: Scenario) -> bool:
-        """Whether one process, whose logits are compared, has memory for the whole context."""
+        """Whether the prefill of one process, the reference of the logits, fits."""
         whole = Partition(chunk_lens=(scenario.request.new_tokens,))
         return self.fits(Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole))
 

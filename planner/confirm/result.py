@@ -183,7 +183,7 @@ class Confirmation(Answer):
 
     @property
     def _drift_note(self) -> str:
-        """Explain an error above its target by a machine that runs at another speed, where that alone suffices."""
+        """Return a note where the speed of the machine alone explains an error above its target; else ""."""
         left = median(abs((one.rel_error + 1) / self.speed - 1) for one in self.candidates)
         if len(self.candidates) == 1 or left > self.targets.error:
             return ""

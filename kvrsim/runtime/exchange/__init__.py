@@ -116,7 +116,7 @@ class Exchange(CacheListener):
         return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
 
     def own_part(self, kept: KvPairs) -> KvPairs:
-        """Return this rank's part of what one process keeps, by layer."""
+        """Return this rank's part of the cache of one process, by layer."""
         return kept
 
     @cached_property
@@ -190,12 +190,12 @@ class Exchange(CacheListener):
     # Messages of K and V, or of states.
 
     def incoming(self, layer: int) -> list[tuple[int, Any]]:
-        """Return the source and memory of each message that the layer needs; none is empty."""
+        """Return the source and memory of each message that this rank needs in the layer; no message is empty."""
         message = self.buffer(layer).incoming()
         return [(self.rank - 1, message)] if self.rank and message.nbytes else []
 
     def outgoing(self, layer: int) -> list[tuple[int, Any]]:
-        """Return the destination and memory of each message that later ranks need of the layer; none is empty."""
+        """Return the destination and memory of each message that later ranks need in the layer; no message is empty."""
         message = self.buffer(layer).outgoing()
         return [(self.rank + 1, message)] if self.rank < self.transport.size - 1 and message.nbytes else []
 

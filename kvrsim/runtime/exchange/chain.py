@@ -20,7 +20,7 @@ class Single(Exchange):
 
 
 class Chain(Exchange):
-    """The receives of a layer are posted before the layer before it attends: a message moves once they are."""
+    """A layer's receives are posted before the attention of the layer before: gloo moves a message once they are."""
 
     def run(self, input_ids: Any) -> Any:
         """Post the first layer's receives, then run the chunk."""

@@ -30,7 +30,7 @@ class Gathered(Exchange):
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Show attention all tokens, of which masks hide the later ones; flash kernels see those up to the chunk's end.
 
-        To a single query transformers passes no mask: it must not see the tokens after it.
+        transformers passes no mask for a single query, so that later tokens must not be in its view.
         """
         dense = self.geometry.attention != "flash" and chunk.length > 1
         return super().make_cache(replace(chunk, visible_len=chunk.total_len if dense else chunk.end), memory)
@@ -49,7 +49,8 @@ class Gathered(Exchange):
 
 
 def zigzag_pieces(plan: RunPlan, rank: int) -> list[range]:
-    """Return the positions of a rank's early and late piece: ranks take turns backwards, then forwards.
+    """Return the positions of a rank's early and late piece: early pieces are in reverse order of the ranks.
+
 
     The last rank has the first piece and the last one. A piece may be empty.
     """
@@ -74,7 +75,7 @@ class Zigzag(OwnAttentionExchange):
 
     @cached_property
     def _pieces(self) -> Any:
-        """The same, rank by rank, as they are gathered."""
+        """K and V of all tokens, in the order of the ranks: what is gathered."""
         return torch.zeros_like(self._whole)
 
     def before_attention(self, layer: int) -> None:

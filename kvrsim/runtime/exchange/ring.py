@@ -53,12 +53,12 @@ class RingAttention(OwnAttentionExchange):
         return merged.out.to(query.dtype)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Return the visible part of a rank's block: first query, number of keys, and whether it is causal."""
+        """Return the first query that sees a rank's block, the number of keys that it sees, and whether causally."""
         return 0, self.plan.partition.chunk_lens[owner] if owner <= self.rank else 0, owner == self.rank
 
 
 class StripedRing(RingAttention):
-    """Each rank has every p-th token. Every block is causal; a query sees one key less of a later rank's."""
+    """Each rank has every p-th token. Every block is causal; of a later rank's block, a query sees one key less."""
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:

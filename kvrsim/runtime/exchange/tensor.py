@@ -45,7 +45,7 @@ class Share:
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
     def heads(self, count: int) -> tuple[int, int]:
-        """Return the same of KV heads; with more ranks than heads, several ranks have the same one."""
+        """Return the first KV head of `count` in the share, and the one after the last; shares may have the same."""
         first = count * self.rank // self.size
         return first, first + max(1, count // self.size)
 
@@ -96,7 +96,7 @@ class ShardForward(ModelForward):
             module.weight = self._part(module.weight, 1, (start, end))
             module.in_features = end - start
             if module.bias is not None and self.share.rank > 0:
-                module.bias = None  # once in the sum
+                module.bias = None  # the sum contains it once
             module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
         elif style == _HEAD:
             count = module.out_features

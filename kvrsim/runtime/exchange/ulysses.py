@@ -113,5 +113,5 @@ class _HeadsBuffer(KvBuffer):
 
 
 def _rows(*parts: Any) -> Any:
-    """Return [B, H, c, D] of several kinds as contiguous rows of tokens: [c, B H D + ...]."""
+    """Join tensors [B, H, c, D] to contiguous rows of tokens: [c, B H D + ...]."""
     return torch.cat([part.permute(2, 0, 1, 3).flatten(1) for part in parts], dim=1)

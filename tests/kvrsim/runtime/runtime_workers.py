@@ -57,7 +57,7 @@ def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunP
 
 
 def plans_of(size: int, geometry: Geometry) -> list[RunPlan]:
-    """Every strategy that the model can run: chunks even and uneven, prompts one and two, and each choice of a plan."""
+    """Every strategy that the model can run: with even and uneven chunks, one and two prompts, all choices."""
     least = geometry.least_chunk
     uneven = tuple(max(least, one) for one in UNEVEN[size])
     even = Partition.even(CONTEXT_LEN, size).chunk_lens
@@ -98,7 +98,7 @@ def refused(plan: RunPlan, geometry: Geometry, size: int = 2) -> str:
 
 
 def compare(transport: Any, model: Any, plans: list[RunPlan]) -> list[tuple[str, Difference]]:
-    """How far each plan is from one process, by the plan's label."""
+    """The difference of each plan from one process, with the plan's label."""
     results = []
     for batch in sorted({plan.batch for plan in plans}):
         alike = [plan for plan in plans if plan.batch == batch]
@@ -232,7 +232,7 @@ def reporting(transport: Any, steps: int) -> int:
 
 
 def benched(transport: Any, name: str = "llama-gqa") -> Report:
-    """A real model."""
+    """Measurements of four plans."""
     plans = [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
     return measure(transport, ModelForward(model_of(name)), plans, repeats=4, warmups=1)
 

@@ -1,4 +1,4 @@
-"""A tiny model and a profile that is made up: what commands for this machine need, in a folder."""
+"""A tiny model and an invented profile: what commands for this machine need, in a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUSY = ("--max-error", "1000", "--max-regret", "1000")  # times are not what the
 
 
 def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
-    """Of a slow device that has fp32."""
+    """A profile of a slow device."""
     base = load_profile("a100-eager")
     gpu = GpuSpec(
         name="cpu-1-thread",
@@ -58,7 +58,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
 
 
 def folder_with(folder: Path, name: str = "llama-gqa", dtypes: tuple[str, ...] = ("fp32",)) -> Path:
-    """model.json and profile.json."""
+    """Write model.json and profile.json."""
     (folder / "model.json").write_text(json.dumps(CONFIGS[name] | {"initializer_range": 0.2}))
     made_up_profile(dtypes).write(folder / "profile.json")
     return folder
@@ -70,7 +70,7 @@ def arguments(folder: Path, command: str, *more: str, ctx: str = "96", gpus: str
 
 
 def said(words: Sequence[str]) -> tuple[int, Any, str]:
-    """Exit code, the JSON or text on standard output, and what stands on standard error."""
+    """Run a command; return its exit code, its JSON or text, and its messages."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
