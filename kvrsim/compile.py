@@ -1,4 +1,4 @@
-"""From a scenario, a strategy and a batch of partitions to the program that both executors run."""
+"""Build the program that both executors run from a scenario, a strategy and a batch of partitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrsim.strategies.load import where
 
 
 def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
-    """The scenario that the strategy's program is built from: one GPU, or groups of GPUs as ranks.
+    """Return the scenario of the strategy's program: of one GPU, or of groups of GPUs as ranks.
 
     Raises InputError where the GPUs or the model's heads do not divide into its groups.
     """
@@ -37,7 +37,7 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
 
 
 def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
-    """Return the layout that a strategy's sizes mean on the scenario's GPUs.
+    """Return the layout of a strategy's degrees on the scenario's GPUs.
 
     Experts are spread where the scenario asks for it, and where a rank cannot hold them whole.
     """
@@ -55,7 +55,7 @@ def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
 def build_program(
     scenario: Scenario, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None
 ) -> Program:
-    """The strategy's program for a batch of partitions; `cost` instead of the scenario's own.
+    """Return the strategy's program for a batch of partitions. cost: replaces the scenario's own.
 
     chunks: one float array of shape (B,) per rank, tokens of that rank's chunk.
     """
@@ -89,13 +89,13 @@ def build_program(
     )
     if not _is_own(strategy):
         _check_ends(strategy, even)
-    # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
+    # With fewer chunks than GPUs the program is of no rank in particular, so that no slowness applies.
     everyone = len(chunks) == scenario.cluster.num_gpus
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
 
 
 def _is_own(strategy: Strategy) -> bool:
-    """Whether a strategy is kvrsim's, in groups of GPUs or not."""
+    """Whether kvrsim defines a strategy, alone or as the last part of a hybrid."""
     return strategy.name.rpartition("+")[2] in STRATEGIES
 
 
@@ -115,7 +115,7 @@ def _check_ends(strategy: Strategy, program: Program) -> None:
 
 
 def waits_for_ever(layer: Sequence[Sequence[Op]]) -> tuple[int, Op] | None:
-    """Return the first rank that never ends a layer, and the operation that it waits in; None: all ranks end.
+    """Return the first rank that waits for ever in a layer, and the operation in which it waits; None: all ranks end.
 
     layer: the operations of each rank.
     """

@@ -1,1 +1,1 @@
-"""The real thing: prefill of Hugging Face models over torch.distributed, with the simulator's partitions."""
+"""Prefills of Hugging Face models over torch.distributed, with the simulator's partitions."""

@@ -1,6 +1,6 @@
 """Attention of a chunk to its prefix and itself, without the masked half, and to blocks of keys.
 
-Models mask: they compute all chunk x (prefix + chunk) scores, then hide those to the right of the diagonal.
+Models compute all chunk x (prefix + chunk) scores, and mask those to the right of the diagonal.
 `chunk_attention` computes attention to the prefix in full and to the chunk causally. On the CPU these are two calls,
 merged by the logarithms of their softmax sums; on CUDA it is one kernel whose causal mask is aligned to the lower right
 corner. In a window, blocks of queries attend to the keys that they can see.
@@ -61,7 +61,8 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], object]:
     """Make the model compute attention by `compute`, registered by `name`, without a mask.
 
-    Falcon does not use transformers' AttentionInterface: it gets a mask that computes. Returns what removes that.
+    Falcon does not use transformers' AttentionInterface: it gets a mask that computes. Return a function that
+    removes the mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -90,7 +91,7 @@ def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], 
 
 
 def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
-    """Return causal attention of the chunk to all tokens, or to a window. window: tokens seen, the own included."""
+    """Return causal attention of the chunk to all tokens, or to a window: the tokens that a query sees."""
     if value.shape[-1] != key.shape[-1]:  # latent attention, expanded: kernels take one width
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
@@ -129,7 +130,7 @@ def lower_right(
 def in_query_blocks(
     kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None, blocks: int
 ) -> Any:
-    """Return `lower_right` in several calls, each of some queries to the keys up to their end.
+    """Return `lower_right`, computed in `blocks` calls: each attends with some queries to the keys up to the last one.
 
     A chunk without a prefix takes one call of SDPA, which leaves out the masked half by itself.
     """
@@ -224,7 +225,7 @@ def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal:
 def _of_prefix(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool = False) -> tuple[Any, Any]:
     """Attend to all keys without a mask.
 
-    The query heads of a KV head are laid one after another as if they were tokens, which spares repeating K and V.
+    The query heads of a KV head are joined along the axis of the tokens, so that K and V are not repeated.
     """
     batch, heads, chunk_len, dim = query.shape
     groups = key.shape[1]

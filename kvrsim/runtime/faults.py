@@ -64,7 +64,7 @@ class RankError(KvrsimError):
 
     @property
     def cause(self) -> Fault:
-        """The fault that the others most likely follow from."""
+        """The fault that most likely caused the others."""
         return self.faults[0]
 
 

@@ -81,8 +81,8 @@ Layout = KvLayout | StateLayout | None  # None: the layer has no cache, such as 
 class Family:
     """Names of an architecture's parts in transformers."""
 
-    layers: str = "layers"  # the decoder layers, an attribute of the base model
-    norm: str = "norm"  # after the last layer, another attribute
+    layers: str = "layers"  # attribute of the base model that holds the decoder layers
+    norm: str = "norm"  # attribute of the base model that holds the norm after the last layer
     # Attributes of a layer that may be its mixer, each with the attribute that projects the mixer's output.
     mixers: tuple[tuple[str, str], ...] = (("self_attn", "o_proj"),)
     eager_only: str | None = None  # reason why transformers supports only "eager" attention

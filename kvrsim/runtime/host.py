@@ -25,7 +25,7 @@ def num_gpus() -> int:
 
 
 def devices(device: str, threads: int) -> int:
-    """Return how many ranks can compute at once: GPUs, or cores over threads."""
+    """Return how many ranks can compute at once: one per GPU, or per `threads` cores."""
     if device == "cuda":
         return num_gpus()
     return max(1, (len(available_cores()) or os.cpu_count() or 1) // threads)
@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
 
 
 def busy_note() -> tuple[str, ...]:
-    """Return a note if processes keep cores of this host busy before the measurement; else None."""
+    """Return a note where other processes keep cores of this host busy before a measurement; else ()."""
     if started_by_torchrun():  # other ranks are starting
         return ()
     first_s = _busy_s()

@@ -155,9 +155,9 @@ def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
 
 
 def memory_of(geometry: Geometry, layout: KvLayout | StateLayout, chunk: Chunk, memory: Any = None) -> Any:
-    """Return the bytes that a layer holds: of `memory`, or new ones where it is None or too small.
+    """Return memory of the size that a layer holds: of `memory`, or new where that is None or too small.
 
-    They are zeroed: what a mask hides must be a number, too.
+    New memory is zeroed: what a mask hides must be a number, too.
     """
     nbytes = chunk.nbytes(layout, geometry.dtype.itemsize)
     if memory is None or len(memory) < nbytes:

@@ -140,7 +140,7 @@ def mark_empty(clock: Clock) -> None:
 def without_marks(marks: Sequence[Mark]) -> list[Mark]:
     """Return the marks after the empty ones, each reduced by the device time of the marks before it.
 
-    Host times are unchanged: the runtime marks its layers too.
+    Host times are unchanged, because real prefills mark their layers, too.
     """
     empty, rest = marks[: _EMPTY_MARKS + 1], marks[_EMPTY_MARKS + 1 :]
     gaps = [after.device_s - before.device_s for before, after in pairwise(empty)]

@@ -174,7 +174,7 @@ def _cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
     distances = [0.0]
     for own, other in zip(ours.parts(), theirs, strict=True):
         for a, b in zip(own or (), other or (), strict=True):
-            # Both hold the last tokens: in the last dimension of inputs of a convolution, else in the one before it.
+            # Both hold the last tokens: the last dimension of a convolution's inputs, else the one before it.
             axis = a.dim() - (1 if a.dim() == 3 else 2)
             common = min(a.shape[axis], b.shape[axis])
             a, b = (part.narrow(axis, part.shape[axis] - common, common) for part in (a, b))

@@ -1,4 +1,4 @@
-"""Ranks: processes that work together; how they are started, commanded, watched and ended, and never hang.
+"""Ranks: processes that work together, from their start to their end; none hangs for ever.
 
 `launch` runs one function on all ranks, which it starts on this host, or which torchrun has started. `RankPool` holds
 processes that take commands over pipes. Importing this module does not import torch.
@@ -49,8 +49,8 @@ _LOCK = "kvrsim.lock"  # file that a process locks in its temporary folder
 _GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # seconds in which a process may end by itself
-_LATE_S = 10.0  # after its time limit, a command that was not cancelled ends the process
-_ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals after which ranks and folder must go
+_LATE_S = 10.0  # seconds after the time limit of a command at which its process is ended
+_ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals that must end the ranks, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +174,7 @@ def available_cores() -> list[int]:
 class RankPool:
     """`num_ranks` processes of this host, each with a worker that `make(slot=)` makes there.
 
-    `make` is pickled by its name. The temporary folder goes with the processes. A process ends by itself when its
+    `make` is pickled by its name. The temporary folder is removed with the processes. A process ends by itself when its
     pipe closes, so none outlives this one, however this one ends. They listen on the loopback interface only.
     """
 
@@ -285,7 +285,7 @@ class RankPool:
 def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
     """Run a rank's process: obey the commands that come over the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
-    if sys.platform == "linux":  # the server ends with the pool's process; a stopped rank then goes on, and ends, too
+    if sys.platform == "linux":  # when the server ends, with the pool's process, a stopped rank must go on and end
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGCONT)
         if (alive := getattr(forkserver._forkserver, "_forkserver_alive_fd", None)) is not None:
             os.close(alive)  # open, it would keep the server running as long as this rank
@@ -343,9 +343,9 @@ def _bind_to_loopback() -> None:
 
 
 def _unwind_on_ending_signals() -> list[int]:
-    """Let signals that end this process raise SystemExit, so that ranks and folder go; return the signals.
+    """Let signals that end this process raise SystemExit, so that the ranks end and their folder is removed.
 
-    Signals with a handler of others keep it, and only the main thread may set one.
+    Return these signals: none that has another handler, and none outside of the main thread, which alone may set one.
     """
     if threading.current_thread() is not threading.main_thread():
         return []

@@ -204,7 +204,7 @@ class LinkGroups:
         return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, **options)
 
     def _edge_options(self) -> Any:
-        """Few blocks, and a stream of high priority: a message that is ready must not wait for the layers' kernels."""
+        """Set few blocks, and a stream of high priority: messages must not wait for kernels of the layers."""
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.max_ctas = MAX_BLOCKS
@@ -320,18 +320,18 @@ class DistributedTransport(Transport):
             tensor.copy_(here)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value. Raises LinkError naming a rank whose message is something else."""
+        """Return every rank's value. Raises LinkError naming a rank whose message holds something else."""
         own = pickle.dumps(value)
         values = []
         for rank, content in enumerate([own] if self.size == 1 else self._contents(own)):
             try:
                 values.append(_DataUnpickler(io.BytesIO(content)).load())
-            except Exception as error:  # whatever it is, the content is not a rank's
+            except Exception as error:  # of any kind: the content is not from a rank of ours
                 raise LinkError(rank, f"rank {rank} has sent something unexpected: {error}") from None
         return values
 
     def _contents(self, own: bytes) -> list[bytes]:
-        """Every rank's bytes: first their lengths, then the bytes, padded."""
+        """Return every rank's bytes. Ranks send their lengths first, then the bytes, padded."""
         with _link_errors(None, "the other ranks did not answer"):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in self._everyone]
             dist.all_gather(lengths, torch.tensor([len(own)]))
@@ -376,7 +376,7 @@ class DistributedTransport(Transport):
             dist.destroy_process_group()
 
     def _scratch_rows(self, purpose: str, like: Any, rows: int) -> Any:
-        """Rows of scratch memory that the backend can reach, made once."""
+        """Return rows of scratch memory that the backend can reach; they are made once."""
         key = (purpose, rows, like.shape[1:], like.dtype)
         if key not in self._scratch:
             place = "cpu" if self.staged else like.device

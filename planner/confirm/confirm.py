@@ -167,7 +167,7 @@ def composed_timeline(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
 
 def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Program:
-    """Return the program with measured device times, shape (repetitions,), every layer a kind of its own.
+    """Return the program with measured device times, shape (repetitions,), each layer of its own kind.
 
     What is not measured (messages, and what the host adds to them) is the profile's.
     """
@@ -190,7 +190,7 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
 
 def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
-    """Return the operation with its measured time, which contains the host's; the embedding's contains the mask's."""
+    """Return the operation with its measured time. It contains the host's, and the mask's for the embedding."""
     if not isinstance(op, Compute):
         return op
     measured_s = np.array([parts.get((layer, op.name), 0.0) for parts in repeats])

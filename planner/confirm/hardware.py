@@ -32,7 +32,7 @@ _UNKNOWN_S = 100.0  # assumed seconds of a prefill without a profile of this mac
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reporter:
-    """Destination of messages and progress while ranks work."""
+    """Functions that get messages and progress while ranks work."""
 
     note: Callable[[str], object] = lambda text: None
     progress: OnProgress | None = None
@@ -214,7 +214,7 @@ class MemoryBudget:
 
 
 def is_same_device(profiled: str, device: str) -> bool:
-    """Whether, by name, the profile's device is the measuring one."""
+    """Whether the names of the profile's device and of this machine's mean the same device."""
     numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (profiled, device)]
     return bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(profiled) & _words(device))
 

@@ -21,8 +21,8 @@ from planner.confirm.hardware import Mode
 if TYPE_CHECKING:
     import pandas
 
-LEAST_SAMPLES = 3  # of each candidate, below which there is no spread to judge by
-_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of sums in another order, over the largest logit
+LEAST_SAMPLES = 3  # fewest measurements of a candidate that show a spread
+_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of sums in another order, as a share of the largest logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +154,7 @@ class Confirmation(Answer):
 
     @property
     def speed(self) -> float:
-        """How many times as fast the machine ran as predicted: the median of the candidates."""
+        """Median of predicted over measured TTFT: above 1, the machine is faster than predicted."""
         return median(one.predicted_s / one.median_s for one in self.candidates)
 
     @property

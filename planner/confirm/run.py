@@ -106,7 +106,7 @@ def run_here(
     scenario = candidate.scenario
     hardware.choice(scenario).check(hardware.run_plan(candidate))
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
-    if not started_by_torchrun():  # under torchrun, all ranks that it started
+    if not started_by_torchrun():  # torchrun has started one rank per GPU, some without a part
         scenario = scenario.on_gpus(num_gpus)
     budget = MemoryBudget.of(scenario, hardware, "ranks")
     budget.check([candidate])

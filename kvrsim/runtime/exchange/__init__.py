@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.model import ModelForward
     from kvrsim.runtime.plan import RunPlan
 
-# By the value of RUN_STRATEGIES: the module of this package and the class in it.
+# Module of this package, and class, of each value of RUN_STRATEGIES.
 _CLASSES = {
     **{"single": "chain.Single", "kvr": "chain.Chain", "kvr_direct": "chain.DirectChain"},
     **{"tsp": "gather.Gathered", "zigzag": "gather.Zigzag"},
@@ -154,7 +154,7 @@ class Exchange(CacheListener):
     def run(self, input_ids: Any) -> Any:
         """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it emits it.
 
-        Ranks that take no part do not come here.
+        It is not called on ranks that take no part.
         """
         assert self.cache is not None
         assert self.chunk is not None
@@ -163,7 +163,7 @@ class Exchange(CacheListener):
         return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, own=own)
 
     def attend(self, query: Any, scale: float | None) -> Any:
-        """Attend to what the chunk sees in the plan's query blocks, at most one per query."""
+        """Attend to the tokens that the chunk sees, in the plan's query blocks (at most one per query)."""
         assert self.layer is not None
         buffer, blocks = self.buffer(self.layer), self.plan.query_blocks[self.rank][self.layer]
         keys, values = buffer.views(buffer.rows(buffer.first_seen, buffer.chunk.end))
@@ -252,7 +252,7 @@ class OwnAttentionExchange(Exchange):
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
-        """Raise InputError where a layer has other than plain attention to all tokens' K and V of heads."""
+        """Raise InputError where a layer is not plain attention to the K and V of all tokens."""
         super().check(plan, geometry)
         reason = geometry.why_no_own_attention()
         for layout in geometry.layouts:

@@ -28,7 +28,7 @@ class Chain(Exchange):
         return super().run(input_ids)
 
     def before_attention(self, layer: int) -> None:
-        """Wait for the prefix, send it on with the chunk (a state: after the scan), post the next layer's receives."""
+        """Wait for the prefix; send it on with the chunk (a state after the scan); post the next layer's receives."""
         self.receive(layer)
         if isinstance(self.buffer(layer), KvBuffer):
             self.forward_kv(layer)
@@ -38,7 +38,7 @@ class Chain(Exchange):
         self.forward_state(layer)
 
     def post_after(self, layer: int) -> None:
-        """Post the receives of the next layer that has receives."""
+        """Post the receives of the next layer that has K and V or a state."""
         for later in self.geometry.linked_layers:
             if later > layer:
                 self.post(later)

@@ -28,7 +28,7 @@ class Gathered(Exchange):
         return replace(chunk, total_len=plan.context_len)
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
-        """Show attention all tokens, of which masks hide the later ones; flash kernels see those up to the chunk's end.
+        """Let attention see all tokens: masks hide the later ones. Flash kernels see those up to the end of the chunk.
 
         transformers passes no mask for a single query, so that later tokens must not be in its view.
         """

@@ -1,4 +1,4 @@
-"""Ring attention: the ranks' K and V go round while each rank attends to those that it holds."""
+"""Ring attention: the ranks' blocks of K and V travel in a circle, and each rank attends to the block that it has."""
 
 from __future__ import annotations
 
@@ -87,12 +87,15 @@ class StripedRing(RingAttention):
 
 
 class ZigzagRing(RingAttention):
-    """Each rank has an early and a late piece: a block is seen by all queries in its early piece, or by late ones."""
+    """Each rank has an early and a late piece.
+
+    All queries see the early piece of a later rank; only late queries see the block of an earlier rank, whole.
+    """
 
     positions_of = staticmethod(zigzag_pieces)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Early pieces follow each other from the last rank, late ones from the first."""
+        """Early pieces are in reverse order of the ranks, late ones in order."""
         lens = self.plan.partition.chunk_lens
         if owner > self.rank:
             return 0, lens[owner] // 2, False

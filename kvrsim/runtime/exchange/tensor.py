@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Transport
 
-# transformers' names of the styles: what is split, and what has to follow.
+# Styles of the tensor-parallel plans of transformers.
 _COLUMNS, _ROWS, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
 _EXPERT_COLUMNS, _EXPERTS = "packed_colwise", "moe_tp_experts"
 _WHOLE = ("replicated_with_grad_allreduce", "replicate")
@@ -166,7 +166,7 @@ class ShardForward(ModelForward):
 
 
 def _generic(name: str) -> str:
-    """Return a module's name as the plan has it: numbers of layers as stars."""
+    """Return a module's name as in the plan, with stars for numbers."""
     return re.sub(r"\d+", "*", name)
 
 
@@ -223,7 +223,7 @@ class TensorParallel(Exchange):
         return [(keys[:, heads], values[:, heads]) for keys, values in pairs]
 
     def sum_up(self, part: Any, layer: int | None) -> None:
-        """Replace `part`, contiguous, by the sum over ranks; layer: to which it belongs, None: to the embedding."""
+        """Replace `part`, contiguous, by the sum over ranks; layer: None for the embedding."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)

@@ -82,7 +82,7 @@ class Ulysses(OwnAttentionExchange):
         return torch.cat([part.unflatten(1, (batch, own_heads, -1)) for part in parts], dim=2).permute(1, 2, 0, 3)
 
     def _all_to_all(self, leaving: list[Any], rows: list[int]) -> list[Any]:
-        """Send each rank its part, the next rank first; return every rank's part, `rows` long, the own one as it is."""
+        """Send each rank its part, the next rank first; return the parts of all ranks, `rows` long."""
         rank, size = self.rank, self.transport.size
         parts, receives = list(leaving), []
         for shift in range(1, size):
@@ -98,7 +98,7 @@ class Ulysses(OwnAttentionExchange):
 
 
 class _HeadsBuffer(KvBuffer):
-    """All tokens' K and V of a share of the heads; attention gets the chunk's of all heads, and exchanges them."""
+    """K and V of all tokens, of the rank's heads. Attention gets all heads of the chunk, and exchanges them."""
 
     chunk_kv: tuple[Any, Any]
 

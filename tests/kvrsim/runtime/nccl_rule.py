@@ -51,7 +51,7 @@ class NcclRule:
 
 
 def _run(operation: Any) -> None:
-    with torch.inference_mode():  # which is a thread's own: whose tensors these are does not matter
+    with torch.inference_mode():  # inference mode is per thread
         operation()
 
 

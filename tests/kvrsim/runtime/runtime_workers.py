@@ -266,7 +266,7 @@ def listening(transport: Any) -> tuple[list[str], str, bool]:
 
 
 class Evil:
-    """A pickle that does something when it is read."""
+    """A pickle that makes a folder when it is read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -276,5 +276,5 @@ class Evil:
 
 
 def sends_a_pickle(transport: Any, path: str) -> None:
-    """The last rank sends what a stranger would."""
+    """The last rank sends a pickle that runs code when it is read."""
     transport.exchange(Evil(path) if transport.rank == transport.size - 1 else {"rank": transport.rank})

@@ -1,4 +1,4 @@
-"""Ranks: they answer, end with whoever started them, and one in trouble is named soon."""
+"""Ranks: they answer, end with the process that started them, and one that fails is named soon."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that starts two ranks, whose temporary files all stand in tmp_path / tmp."""
+    """A process that starts two ranks, whose temporary files are all in tmp_path / tmp."""
     script = tmp_path / "start.py"
     script.write_text(SCRIPT)
-    (tmp_path / "idlers.py").write_text(IDLERS)  # which the ranks import, and nothing with it
+    (tmp_path / "idlers.py").write_text(IDLERS)  # the ranks import it, and nothing else
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
@@ -210,7 +210,7 @@ def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], me
 
 @pytest.mark.slow
 def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> None:
-    launch(workers.rank_of, how=Launch(num_ranks=2))  # which loads torch, once for all
+    launch(workers.rank_of, how=Launch(num_ranks=2))  # loads torch, once for all tests
     assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=15))
 
 

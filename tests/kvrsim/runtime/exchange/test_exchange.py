@@ -80,7 +80,7 @@ def test_messages_over_other_transports_are_the_same(link: LinkSpec | None) -> N
 def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(CONFIGS["llama-gqa"]))
-    # Numbers of two bytes, twice as many: the ranks compute in fp32.
+    # Two prompts with elements of two bytes take as many bytes as the ranks' one prompt in fp32.
     scenario, _ = make_scenario(ctx=workers.EVEN_LEN, gpus=num_ranks, model=path, profile="roofline", batch=2)
     even = Partition.even(workers.EVEN_LEN, num_ranks)
     sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=Launch(num_ranks=num_ranks))[0]

@@ -37,7 +37,7 @@ def test_a_stage_without_attention_is_refused() -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of all weights, in fp32."""
+    """Bytes of all weights, in fp32."""
     return 4 * sum(one.numel() for one in model.parameters())
 
 
