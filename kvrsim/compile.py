@@ -89,7 +89,7 @@ def build_program(
     )
     if not _is_own(strategy):
         _check_ends(strategy, even)
-    # With fewer chunks than GPUs the program is of no rank in particular, so that no slowness applies.
+    # With fewer chunks than GPUs it is open which ranks run them, so that no slowness applies.
     everyone = len(chunks) == scenario.cluster.num_gpus
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
 

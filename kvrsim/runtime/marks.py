@@ -230,18 +230,14 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
     zero_s = min((trace.start_s for trace in traces if trace.marks), default=0.0)
     spans: list[Span] = []
     for trace in traces:
-        offset_s = trace.start_s - zero_s
-        spans += [
-            replace(one, start_s=one.start_s + offset_s, end_s=one.end_s + offset_s)
-            for one in own_spans(trace, strategy)
-        ]
+        spans += own_spans(trace, strategy, trace.start_s - zero_s)
         spans += _transfers(trace, traces, strategy, zero_s)
     spans.sort(key=lambda span: (span.start_s, span.rank, span.end_s))
     return Timeline(strategy=strategy, num_ranks=1 + max(trace.rank for trace in traces), spans=tuple(spans))
 
 
-def own_spans(trace: RankTrace, strategy: str) -> Iterator[Span]:
-    """Yield what the rank computes and waits for, in seconds since its first mark."""
+def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterator[Span]:
+    """Yield what the rank computes and waits for; its first mark is at `offset_s`."""
     states, running = {mark.layer for mark in trace.of("scan")}, "embedding"
     for first, second in pairwise(trace.marks):
         running = _BEGINS.get(first.name, running)
@@ -262,7 +258,7 @@ def own_spans(trace: RankTrace, strategy: str) -> Iterator[Span]:
             continue
         if second.device_s > first.device_s:
             layer = None if name == "head" else first.layer
-            start_s, end_s = first.device_s, second.device_s
+            start_s, end_s = first.device_s + offset_s, second.device_s + offset_s
             yield Span(rank=trace.rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s)
 
 

@@ -15,7 +15,7 @@ from kvrsim.runtime.host import device_name, versions
 from kvrsim.runtime.kv_cache import Chunk, KvPairs, PrefixCache, allocate
 from kvrsim.runtime.marks import RankTrace, timeline_of
 from kvrsim.runtime.model import ModelForward, load_model
-from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, Timing, random_prompt
+from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, Timing
 from kvrsim.runtime.transport import Transport
 
 
@@ -63,24 +63,16 @@ class Stopwatch:
         return last.end_s - min(starts_s)
 
 
-def measure(
-    transport: Transport,
-    forward: ModelForward,
-    plans: Sequence[RunPlan],
-    *,
-    repeats: int = 7,
-    warmups: int = 2,
-    seed: int = 0,
-    check: bool = False,
-) -> Report:
-    """Measure each plan `repeats` times after `warmups`, one after another so that clock drift affects all equally.
+def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
+    """Measure each plan `repeats` times after `warmups`, in turn, so that clock drift affects all equally.
 
-    check: compare one more prefill of each with transformers' own, where its first token is. One process's logits are
-    computed first, so that its KV cache and the plans' are not in the device's memory together. Every rank returns the
-    same report.
+    With `check_logits`, compare one more prefill of each with one process's, on the rank that emits the first token.
+    The latter runs first, so that its KV cache and the plans' are not in the device's memory together. Every rank
+    returns the same report.
     """
+    plans, seed = job.plans, job.model.seed
     references: dict[int, tuple[Any, KvPairs]] = {}
-    for plan in plans if check else ():
+    for plan in plans if job.check_logits else ():
         last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
         if plan.context_len not in references and transport.rank == last:
             references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
@@ -88,43 +80,38 @@ def measure(
     for plan in plans:  # prepare every plan before any is timed
         watch.exchange(plan)
     ttft_s: list[list[float]] = [[] for _ in plans]
-    total = len(plans) * (warmups + repeats)
+    total = len(plans) * (job.warmups + job.repeats)
     for done in range(total):
         repetition, turn = divmod(done, len(plans))
         number = (turn + repetition) % len(plans)
         transport.report(done, total, "prefills")
         one_s = watch.ttft_s(plans[number])
-        if repetition >= warmups:
+        if repetition >= job.warmups:
             ttft_s[number].append(one_s)
     transport.report(total, total, "prefills")
     timings = []
     for plan, seconds in zip(plans, ttft_s, strict=True):
         exchange = watch.exchange(plan)
         trace = exchange.prefill(prompt_of(forward, plan, seed), hooked=True)
-        own = difference(exchange, references[plan.context_len]) if check and trace.emits_token else None
-        traces, differences = transport.exchange(trace), transport.exchange(own)
-        timings.append(
-            Timing(
-                plan=plan,
-                ttft_s=tuple(seconds),
-                timeline=timeline_of(plan.strategy, traces),
-                difference=next((one for one in differences if one is not None), None),
-            )
-        )
-    conditions = conditions_of(transport, forward) | {
-        "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved"
-    }
-    return Report(timings=tuple(timings), conditions=conditions)
+        is_compared = job.check_logits and trace.emits_token
+        own = difference(exchange, references[plan.context_len]) if is_compared else None
+        traces, differences = zip(*transport.exchange((trace, own)), strict=True)
+        one = next((one for one in differences if one is not None), None)
+        timeline = timeline_of(plan.strategy, traces)
+        timings.append(Timing(plan=plan, ttft_s=tuple(seconds), timeline=timeline, difference=one))
+    return Report(timings=tuple(timings), conditions=conditions_of(transport, forward))
 
 
 def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Any:
-    """Return random token ids [B, C] on the rank's device."""
-    return random_prompt(forward.vocab_size, plan, seed).to(forward.geometry.device)
+    """Return random token ids [B, C], the same on every rank, on the rank's device."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, forward.vocab_size, (plan.batch, plan.context_len), generator=generator)
+    return ids.to(forward.geometry.device)
 
 
 def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]:
     """Return what measured times depend on: libraries, machine, transport, model."""
-    geometry = forward.whole_geometry
+    geometry = forward.geometry
     return versions() | {
         "ranks": str(transport.size),
         "transport": transport.name,
@@ -196,5 +183,4 @@ def run_job(transport: Transport, job: Job) -> Report:
     """Measure every plan; every rank returns the same report."""
     forward = forward_of(job.model, transport)
     agree(transport, job.facts() | versions() | {"model": forward.digest, "transport": transport.name})
-    times: dict[str, Any] = dict(repeats=job.repeats, warmups=job.warmups)
-    return measure(transport, forward, job.plans, seed=job.model.seed, check=job.check_logits, **times)
+    return measure(transport, forward, job)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +15,11 @@ from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import config_path, read_config, read_text_part
+from kvrsim.runtime.attention import Attend, use_flash
 from kvrsim.runtime.attention import attending as attention_by
-from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.geometry import DTYPES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
 from kvrsim.runtime.marks import Clock, hooked
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.exchange import Exchange
 
 
 def load_model(
@@ -92,27 +89,30 @@ class ModelForward:
     """The unchanged forward of a Hugging Face model; only the last rank computes logits, for the last token.
 
     Called with the tokens [B, c], or hidden states [B, c, hidden_size], from `start` on; returns the logits of the last
-    token [B, vocabulary] if `is_last`, else hidden states. own: has the `positions` of the tokens, where they are not
-    those from `start` on, and their attention, `attend`.
+    token [B, vocabulary] if `is_last`, else hidden states. positions: of the tokens, [c]; None: those from `start` on.
+    attend: replaces the model's attention.
     """
 
-    def __init__(self, model: Any, geometry: Geometry | None = None, whole: ModelForward | None = None) -> None:
-        """`geometry` describes the caches of a part's layers; `whole` is the forward of the whole model."""
+    def __init__(self, model: Any, geometry: Geometry | None = None) -> None:
+        """geometry: of the caches of a part's layers; None: of the whole model."""
         self.model, self.geometry = model, geometry or Geometry.of(model)
-        self.whole_geometry: Geometry = whole.whole_geometry if whole else self.geometry
         self.vocab_size = int(model.config.vocab_size)
-        config = self.model.config.to_json_string().encode()
-        self.digest: str = whole.digest if whole else hashlib.sha256(config).hexdigest()[:16]  # of the configuration
+        self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # of the configuration
 
-    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, own: Exchange | None = None) -> Any:
-        if own is None:
-            return self._run(self.inputs(ids, start, cache), is_last=is_last)
-        inputs = dict(input_ids=ids, position_ids=own.positions.unsqueeze(0), past_key_values=cache, use_cache=True)
-        with attention_by(self.model, own.attend):
-            return self._run(inputs, is_last=is_last)
-
-    def _run(self, inputs: dict[str, Any], *, is_last: bool) -> Any:
-        with torch.inference_mode():
+    def __call__(
+        self,
+        ids: Any,
+        start: int,
+        cache: PrefixCache,
+        *,
+        is_last: bool,
+        positions: Any = None,
+        attend: Attend | None = None,
+    ) -> Any:
+        inputs = self.inputs(ids, start, cache)
+        if positions is not None:
+            inputs["position_ids"] = positions.unsqueeze(0)
+        with nullcontext() if attend is None else attention_by(self.model, attend), torch.inference_mode():
             if is_last:
                 return self.model(**inputs, logits_to_keep=1).logits[:, -1]
             return self.model.base_model(**inputs).last_hidden_state
@@ -124,8 +124,8 @@ class ModelForward:
         inputs: dict[str, Any] = {name: ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         visible_len = cache.visible_len
         if self.geometry.alibi or (start == 0 and visible_len > ids.shape[1]):
-            # ALiBi's biases are as long as the mask. And under TSP, transformers would spare the first rank: from
-            # position 0 on, without a mask, it takes what follows the chunk for memory that is not filled yet.
+            # ALiBi's biases are as long as the mask. Under TSP the first rank must compute the masked half, too: at
+            # position 0, without a mask, transformers takes what follows the chunk for memory that is not filled yet.
             inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
         return inputs
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
@@ -117,14 +116,6 @@ class Job:
         facts |= {name: str(getattr(self.model, name)) for name in ("dtype", "attention", "seed")}
         plans = "; ".join(plan.label for plan in self.plans)
         return facts | {"partitions": plans, "batch": str(self.plans[0].batch)}
-
-
-def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
-    """Return token ids [B, C], the same on every rank."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab_size, (plan.batch, plan.context_len), generator=generator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.host import busy_note
-from kvrsim.runtime.plan import Parts, Report, Timing
+from kvrsim.runtime.plan import Job, Parts, Report, Timing
 from kvrsim.runtime.ranks import launch, started_by_torchrun
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
@@ -123,7 +123,8 @@ def measured_here(
     from kvrsim.runtime.virtual import run_virtual
 
     scenario, plans = candidates[0].scenario, [hardware.run_plan(one) for one in candidates]
-    job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=check)
+    times = dict(repeats=hardware.repeats, warmups=hardware.warmups)
+    job = Job(model=hardware.choice(scenario), plans=tuple(dict.fromkeys(plans)), check_logits=check, **times)
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) * (2 if mode == "virtual" else 1) + 2
     num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
     how = hardware.launch(scenario, num_ranks, hardware.longest_s(candidates), count)
@@ -149,7 +150,7 @@ def _composed(candidate: Candidate, timing: Timing) -> Timing:
 
 
 def composed_s(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> tuple[float, ...]:
-    """Return the TTFT of each repetition: measured parts, joined by the model of the links.
+    """Return the TTFT of each repetition, of measured parts and modelled messages.
 
     repeats: by repetition, by rank.
     """

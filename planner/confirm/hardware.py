@@ -13,7 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.runtime import host
-from kvrsim.runtime.plan import Job, ModelChoice, RunPlan, run_strategy
+from kvrsim.runtime.plan import ModelChoice, RunPlan, run_strategy
 from kvrsim.runtime.ranks import Launch, OnProgress, started_by_torchrun
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
@@ -25,8 +25,8 @@ Mode = Literal["ranks", "virtual"]
 
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
-_TIMEOUT_FACTOR = 6.0  # timeouts over predicted durations
-_START_S = 120.0  # for processes to start and models to be made
+_TIMEOUT_FACTOR = 6.0  # ratio of timeouts to predicted durations
+_START_S = 120.0  # in which processes start and make their models
 _UNKNOWN_S = 100.0  # assumed seconds of a prefill without a profile of this machine
 
 
@@ -86,11 +86,6 @@ class Hardware:
         attention, dtype = scenario.kernel, scenario.request.dtype
         return ModelChoice(config=self.config, dtype=dtype, attention=attention, seed=self.seed)  # type: ignore[arg-type]
 
-    def job(self, scenario: Scenario, plans: tuple[RunPlan, ...], *, check: bool) -> Job:
-        """Return the job of the ranks. check: compare logits with one process's."""
-        times = dict(repeats=self.repeats, warmups=self.warmups)
-        return Job(model=self.choice(scenario), plans=plans, check_logits=check, **times)
-
     def longest_s(self, candidates: Sequence[Candidate]) -> float:
         """Return the predicted seconds of the longest prefill; without a profile of this machine, a guess."""
         if candidates[0].scenario.profile is None or self.other_machine:
@@ -139,7 +134,7 @@ class Hardware:
     def gather(self, scenario: Scenario, strategy: str = "tsp") -> Gather:
         """Return the collective that the profile's links were fitted to: an all-reduce for tp, else an all-gather.
 
-        A ring over emulated links, or where it is unknown.
+        It is a ring over emulated links, and where the profile does not name one.
         """
         kind = "all_reduce" if strategy == "tp" else "all_gather"
         fit = None if scenario.profile is None else scenario.profile.operations.get(kind)

@@ -68,7 +68,7 @@ class MeasuredCandidate:
 
     @property
     def rel_error(self) -> float:
-        """Above 0: predicted too long."""
+        """Predicted over measured TTFT, less 1: above 0, the prediction is too long."""
         return self.predicted_s / self.median_s - 1
 
     def differs_from(self, other: MeasuredCandidate) -> bool:

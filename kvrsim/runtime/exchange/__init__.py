@@ -119,12 +119,6 @@ class Exchange(CacheListener):
         """Return this rank's part of the cache of one process, by layer."""
         return kept
 
-    @cached_property
-    def positions(self) -> Any:
-        """Positions of the rank's tokens, shape [c]."""
-        assert self.chunk is not None
-        return torch.arange(self.chunk.start, self.chunk.end, device=self.geometry.device)
-
     def prefill(self, input_ids: Any, *, hooked: bool = False) -> RankTrace:
         """Prefill prompts [B, C], the same on every rank, starting together; buffers are used again.
 
@@ -159,8 +153,8 @@ class Exchange(CacheListener):
         assert self.cache is not None
         assert self.chunk is not None
         ids = input_ids[:, self.chunk.start : self.chunk.end]
-        own = self if self.plan.query_blocks else None
-        return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, own=own)
+        attend = self.attend if self.plan.query_blocks else None
+        return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, attend=attend)
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend to the tokens that the chunk sees, in the plan's query blocks (at most one per query)."""
@@ -285,4 +279,5 @@ class OwnAttentionExchange(Exchange):
 
     def run(self, input_ids: Any) -> Any:
         assert self.cache is not None
-        return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, own=self)
+        own = dict(positions=self.positions, attend=self.attend)
+        return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, **own)

@@ -40,7 +40,7 @@ class StageForward(ModelForward):
         if not any(isinstance(layout, KvLayout) for layout in layouts):
             text = f"layers {layers.start} to {layers.stop - 1}"
             raise InputError("layers", text, "a layer with attention in every stage, which counts the tokens")
-        super().__init__(model, replace(whole.geometry, layouts=layouts), whole)
+        super().__init__(model, replace(whole.geometry, layouts=layouts))
 
     def _cut(self, model: Any, geometry: Geometry) -> None:
         """Leave only the stage's layers in a copy of the model and in its configuration."""

@@ -70,7 +70,7 @@ class ShardForward(ModelForward):
             layouts=tuple(layout.share(size) for layout in whole.geometry.layouts if isinstance(layout, KvLayout)),
             num_attention_heads=heads // size,
         )
-        super().__init__(model, geometry, whole)
+        super().__init__(model, geometry)
 
     def _cut(self, model: Any) -> None:
         """Cut every module and bare weight that the plan names down to the share."""

@@ -16,9 +16,9 @@ from kvrsim.errors import InputError
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import exchange_of, make_exchange
 from kvrsim.runtime.geometry import Geometry, KvLayout
-from kvrsim.runtime.measure import Stopwatch, measure, run_job
+from kvrsim.runtime.measure import Stopwatch, measure, prompt_of, run_job
 from kvrsim.runtime.model import ModelForward, load_model
-from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, random_prompt
+from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan
 from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
@@ -102,7 +102,8 @@ def compare(transport: Any, model: Any, plans: list[RunPlan]) -> list[tuple[str,
     results = []
     for batch in sorted({plan.batch for plan in plans}):
         alike = [plan for plan in plans if plan.batch == batch]
-        report = measure(transport, ModelForward(model), alike, repeats=0, warmups=0, check=True)
+        job = Job(model=LLAMA, plans=tuple(alike), repeats=0, warmups=0)
+        report = measure(transport, ModelForward(model), job)
         results += [(one.plan.label, one.difference) for one in report.timings if one.difference is not None]
     assert len(results) == len(plans)
     return results
@@ -162,7 +163,7 @@ def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[int]]
     """By strategy: bytes of K and V that each rank keeps; and a timeline."""
     forward, sizes = ModelForward(model_of(name)), {}
     plans = [RunPlan(strategy=one, partition=Partition.even(EVEN_LEN, transport.size)) for one in PLAIN]
-    report = measure(transport, forward, plans, repeats=1, warmups=0)
+    report = measure(transport, forward, Job(model=LLAMA, plans=tuple(plans), repeats=1, warmups=0, check_logits=False))
     for plan in plans:
         exchange = make_exchange(forward, transport, plan)
         assert exchange.cache is not None
@@ -199,7 +200,8 @@ def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "
     whole = strategy in ("single", "tp")
     chunks = Partition(chunk_lens=(CONTEXT_LEN,)) if whole else Partition.even(CONTEXT_LEN, transport.size)
     plan = RunPlan(strategy=strategy, partition=chunks)
-    trace = make_exchange(ModelForward(model_of(name)), transport, plan).prefill(random_prompt(101, plan))
+    forward = ModelForward(model_of(name))
+    trace = make_exchange(forward, transport, plan).prefill(prompt_of(forward, plan, 0))
     transport.barrier()  # which a rank that nobody waits for must come to, too
     return trace.emits_token
 
@@ -234,7 +236,8 @@ def reporting(transport: Any, steps: int) -> int:
 def benched(transport: Any, name: str = "llama-gqa") -> Report:
     """Measurements of four plans."""
     plans = [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
-    return measure(transport, ModelForward(model_of(name)), plans, repeats=4, warmups=1)
+    job = Job(model=LLAMA, plans=tuple(plans), repeats=4, check_logits=False)
+    return measure(transport, ModelForward(model_of(name)), job)
 
 
 def sharing(transport: Any) -> tuple[int, bool]:
@@ -244,7 +247,7 @@ def sharing(transport: Any) -> tuple[int, bool]:
     for plan in plans:
         watch.ttft_s(plan)
         shared, alone = watch.exchange(plan), make_exchange(forward, transport, plan)
-        alone.prefill(random_prompt(101, plan))
+        alone.prefill(prompt_of(forward, plan, 0))
         same &= shared.logits is None or torch.equal(shared.logits, alone.logits)
         for buffer in () if shared.cache is None else shared.cache.buffers:
             assert buffer is not None

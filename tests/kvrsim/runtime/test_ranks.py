@@ -115,7 +115,7 @@ def test_ranks_at_work_end_with_their_parent(
     stops: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that was stopped, too."""
+    """Also a rank that was stopped."""
     assert wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 300)
     for path in list(tmp_path.glob("*.pid"))[:stops]:
         os.kill(int(path.stem), signal.SIGSTOP)
