@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,16 +90,12 @@ class Question:
 
     def cached(self) -> tuple[str, ...]:
         """The cached prefix in words, if there is one: "4k (4096) of them cached"."""
-        return tuple(self._cached(_length))
-
-    def short(self) -> str:
-        """Short form for a chart: "16k tokens, 4k of them cached, batch 2"."""
-        batch = [f"batch {self.batch}"] * (self.batch > 1)
-        return ", ".join((f"{format_tokens(self.context_len)} tokens", *self._cached(format_tokens), *batch))
+        place = "" if self.prefix_placement == "all" else f" ({self.prefix_placement})"
+        return (f"{_length(self.cached_prefix)} of them cached{place}",) if self.cached_prefix else ()
 
     def kernels(self) -> tuple[str, ...]:
         """Element type and attention kernel, the profile and the engine, in words."""
-        return self._computed(), f"profile {self.profile}", *self.served()
+        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *self.served()
 
     def served(self) -> tuple[str, ...]:
         """Describe the engine, if there is one."""
@@ -108,15 +103,7 @@ class Question:
 
     def settings(self) -> tuple[str, ...]:
         """How it is computed, the seed and the version, in words."""
-        return f"batch {self.batch}", self._computed(), f"seed {self.seed}", f"kvrsim {__version__}"
-
-    def _computed(self) -> str:
-        return f"{self.dtype}, {self.attention} attention"
-
-    def _cached(self, length: Callable[[int], str]) -> Iterator[str]:
-        if self.cached_prefix:
-            place = "" if self.prefix_placement == "all" else f" ({self.prefix_placement})"
-            yield f"{length(self.cached_prefix)} of them cached{place}"
+        return f"batch {self.batch}", self.kernels()[0], f"seed {self.seed}", f"kvrsim {__version__}"
 
 
 def _length(tokens: int) -> str:

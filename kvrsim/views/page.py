@@ -376,4 +376,5 @@ class Summary:
 def question_line(answer: Plan | SimResult) -> str:
     """The question, in one line."""
     question = answer.question
-    return " · ".join((question.model, question.short(), answer.cluster.describe(), *question.kernels()))
+    request = f"{question.request()}{f', batch {question.batch}' * (question.batch > 1)}"
+    return " · ".join((question.model, request, answer.cluster.describe(), *question.kernels()))

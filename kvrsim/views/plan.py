@@ -9,22 +9,9 @@ from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.units import format_seconds
+from kvrsim.views import page as html
 from kvrsim.views.figure import WIDTH, Head, headed, set_lanes
 from kvrsim.views.gantt import draw_gantt
-from kvrsim.views.page import (
-    Html,
-    Page,
-    Section,
-    Summary,
-    facts_of,
-    interval_cell,
-    join,
-    question_line,
-    span_of,
-    strategy_name,
-    table,
-    tag,
-)
 from kvrsim.views.style import INK, strategy_colour, styled
 from kvrsim.views.table import Cell, format_interval, format_partition, sentences, strategies_table
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
@@ -39,7 +26,7 @@ _LETTER = 0.0115  # width of a letter, as a share of the axes
 
 def figure(plan: Plan) -> Figure:
     """Timeline of the best strategy if recorded; else the TTFTs of all strategies."""
-    line = question_line(plan)
+    line = html.question_line(plan)
     if plan.ties:
         line = f"cannot be told from {', '.join(plan.ties)} · {line}"
     if plan.timeline is not None:
@@ -79,20 +66,20 @@ def _draw_ttfts(plan: Plan, line: str) -> Figure:
     return figure
 
 
-def page(plan: Plan) -> Page:
+def page(plan: Plan) -> html.Page:
     """The interactive page of a plan that has its timelines."""
     if not plan.timelines:
         raise InputError("plot", "an .html page", "a plan with timelines of all strategies: plan(timeline=True)")
     return plan_page(plan)
 
 
-def summary(plan: Plan) -> Summary:
+def summary(plan: Plan) -> html.Summary:
     """Strategies, the fastest that fits first."""
     ties = f"The difference to {' and '.join(plan.ties)} is within the error of prediction."
     table = strategies_table(plan)
-    return Summary(
+    return html.Summary(
         answer=f"{answer(plan)} ({format_interval(plan.first.ttft_low_s, plan.first.ttft_high_s)})",
-        question=question_line(plan),
+        question=html.question_line(plan),
         caption="strategies",
         columns=table.columns,
         rows=table.rows,
@@ -127,7 +114,7 @@ def _gain(plan: Plan, one: StrategyResult) -> str:
 # The page
 
 
-def plan_page(plan: Plan) -> Page:
+def plan_page(plan: Plan) -> html.Page:
     """Page of a plan that has the timelines of all its strategies."""
     shown = [
         LabelledTimeline(
@@ -137,13 +124,13 @@ def plan_page(plan: Plan) -> Page:
         if (found := plan.timelines.get(one.strategy)) is not None
     ]
     memory = {one.strategy: one.memory for one in plan.strategies}
-    return Page(
+    return html.Page(
         title=f"Prefill of {plan.question.request()} by {plan.model} on {plan.num_gpus} GPUs",
         answer="\n".join(sentences(plan)),
-        facts=facts_of(plan.question),
+        facts=html.facts_of(plan.question),
         sections=[
             gantt_section(several=len(shown) > 1),
-            Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
+            html.Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
             memory_section(plan.memory_limit),
         ],
         notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table says what does not fit
@@ -161,10 +148,10 @@ def _bounds(plan: Plan) -> str:
     return f"No partition of KV-Runahead over these GPUs is faster than {format_seconds(bounds.lower_bound_s)}{gap}."
 
 
-def _strategies(plan: Plan) -> Html:
+def _strategies(plan: Plan) -> html.Html:
     """The table, with the strategies' colours, their whole partitions, and their intervals as bars."""
     listed = strategies_table(plan)
-    span = span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
+    span = html.span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
     rows = [
         [_named(plan, one), format_partition(one.partition, room=1000), *row[2:]]
         for one, row in zip(plan.strategies, listed.rows, strict=True)
@@ -172,9 +159,9 @@ def _strategies(plan: Plan) -> Html:
     for place, column in enumerate(listed.columns):
         if "interval" in column.title:
             for one, row in zip(plan.strategies, rows, strict=True):
-                row[place] = interval_cell(one, one.strategy, span)
+                row[place] = html.interval_cell(one, one.strategy, span)
     names = [one.strategy for one in plan.strategies]
-    return table(
+    return html.table(
         listed.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names
     )
 
@@ -183,5 +170,5 @@ def _named(plan: Plan, one: StrategyResult) -> Cell:
     mark = " fastest" if one is plan.first and plan.feasible else " tied" if one.is_tied else ""
     if one.approximate is not None:
         mark += " approximate"
-    named = join([strategy_name(one.strategy), tag("em", mark, class_="mark", title=one.approximate)])
-    return Cell(shown=tag("span", named, title=one.title, class_="named"), value=one.strategy)
+    named = html.join([html.strategy_name(one.strategy), html.tag("em", mark, class_="mark", title=one.approximate)])
+    return Cell(shown=html.tag("span", named, title=one.title, class_="named"), value=one.strategy)

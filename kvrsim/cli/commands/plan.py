@@ -10,26 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, entry, flag
+from kvrsim.cli import text as lines
 from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import (
-    Facts,
-    Part,
-    Row,
-    blocks_text,
-    coverage_text,
-    facts,
-    header,
-    headline,
-    limit_text,
-    mean_change,
-    misfit_row,
-    note_rows,
-    rests_on_line,
-    round_up_percent,
-    users_row,
-)
 from kvrsim.errors import InputError
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
@@ -127,19 +111,19 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
 _DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # codes of notes
 
 
-def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -> list[Part]:
+def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -> list[lines.Part]:
     """What to run, what to promise, and why; the question; the fastest five; what else there is.
 
     explain: every strategy, bounds, search, memory and notes instead.
     """
-    head: list[Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
+    head: list[lines.Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
     first, *others = sentences(plan, emit)
-    head += [headline(first), *others, "", *header(plan.question, plan.cluster), ""]
+    head += [lines.headline(first), *others, "", *lines.header(plan.question, plan.cluster), ""]
     if explain:
         return [*head, strategies_table(plan), "", _explained(plan)]
-    notes = note_rows(without(plan.warnings, *_DETAILS))
-    below = facts(users_row(plan.users, plan.first.mean_ttft_s), *_noise_rows(plan), *notes)
-    tail: list[Part] = [*_left_out(plan), *([below] if below.rows else [])]
+    notes = lines.note_rows(without(plan.warnings, *_DETAILS))
+    below = lines.facts(lines.users_row(plan.users, plan.first.mean_ttft_s), *_noise_rows(plan), *notes)
+    tail: list[lines.Part] = [*_left_out(plan), *([below] if below.rows else [])]
     if plan.feasible:
         head += [strategies_table(plan, short=True), ""]
     return [*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim")]
@@ -161,38 +145,39 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"The search budget ended before {_listed(left)}; a longer --search-budget searches them."
 
 
-def _explained(plan: Plan) -> Facts:
+def _explained(plan: Plan) -> lines.Facts:
     """Everything else that the plan knows."""
     search, limit, best = plan.search, plan.memory_limit, plan.first
     ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
-    partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
+    partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"
+    effort = f"{search.method}, {partitions} in {format_seconds(search.seconds)}" if search.evaluations else None
     rough = [one.strategy for one in plan.strategies if not one.searched]
     short = [plan.shortfall.strategy] if plan.shortfall else [one.strategy for one in plan.strategies]
-    return facts(
+    return lines.facts(
         ("strategy:", best.title),
         ("approximate:", best.approximate),
         *_partitions(plan),
         ("ties:", ties if plan.ties else None),
         *_kvr(plan),
         ("critical path:", ", ".join(f"{one.operation} {one.share:.0%}" for one in plan.limits)),
-        ("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}"),
+        ("search:", effort),
         ("", f"rough partitions, as they cannot be the best or the budget ended: {_listed(rough)}" if rough else None),
         ("others:", f"not compared, as they cannot fit: {_listed(plan.not_compared)}" if plan.not_compared else None),
         *_noise_rows(plan),
-        ("memory:", limit_text(limit)),
-        *(misfit_row(one.strategy, one.memory, limit.nbytes) for one in plan.strategies if one.strategy in short),
-        ("rests on:", rests_on_line(plan.question, coverage_text(plan.interval_coverage))),
-        *note_rows(without(plan.warnings, "memory")),
+        ("memory:", lines.limit_text(limit)),
+        *(lines.misfit_row(one.strategy, one.memory, limit.nbytes) for one in plan.strategies if one.strategy in short),
+        ("rests on:", lines.rests_on_line(plan.question, lines.coverage_text(plan.interval_coverage))),
+        *lines.note_rows(without(plan.warnings, "memory")),
     )
 
 
-def _partitions(plan: Plan) -> Iterator[Row]:
+def _partitions(plan: Plan) -> Iterator[lines.Row]:
     """The uneven partitions of what fits, the calls of attention of the best, and the bounds of pipelines."""
     for one in plan.strategies:
         if one.fits and len(set(one.partition)) > 1:
             yield f"{one.strategy}:", f"{', '.join(map(str, one.partition))} tokens{_stages(one)}"
         if one is plan.first and one.query_blocks is not None:
-            yield "", blocks_text(one.query_blocks)
+            yield "", lines.blocks_text(one.query_blocks)
         if (bound := one.bound) is not None:
             yield "", _bound_text(bound.gap, bound.lower_bound_s, "pieces and stages")
 
@@ -203,10 +188,10 @@ def _stages(one: StrategyResult) -> str:
 
 def _bound_text(gap: float, lower_s: float, of: str) -> str:
     lower = f"proven lower bound {format_seconds(lower_s)}"
-    return f"at most {round_up_percent(gap)} % slower than the best {of} ({lower})"
+    return f"at most {lines.round_up_percent(gap)} % slower than the best {of} ({lower})"
 
 
-def _kvr(plan: Plan) -> Iterator[Row]:
+def _kvr(plan: Plan) -> Iterator[lines.Row]:
     """The bounds of KV-Runahead over single GPUs, where it is compared and fits; and of another chain that is best."""
     bounds, kvr = plan.bounds, next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
     if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
@@ -229,14 +214,14 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(plain)} and {len(hybrids)} hybrids such as {hybrids[0]}"
 
 
-def _noise_rows(plan: Plan) -> Iterator[Row]:
+def _noise_rows(plan: Plan) -> Iterator[lines.Row]:
     """The distributions of TTFT under noise."""
     if plan.noise is not None:
         yield "noise:", plan.noise.noise.describe()
     for result in plan.strategies:
         if (noisy := result.noisy) is not None:
             times = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
-            yield "", f"{result.strategy}: {', '.join(times)}; {mean_change(noisy)}"
+            yield "", f"{result.strategy}: {', '.join(times)}; {lines.mean_change(noisy)}"
 
 
 def show_launch(launch: Launch) -> None:

@@ -7,26 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs, UsersArgs
+from kvrsim.cli import text as lines
 from kvrsim.cli.options import OutputArgs, PageArgs, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import (
-    Part,
-    Row,
-    blocks_text,
-    coverage_text,
-    facts,
-    header,
-    headline,
-    likely,
-    limit_text,
-    mean_change,
-    misfit_row,
-    note_rows,
-    rests_on_line,
-    stages_text,
-    users_row,
-)
 from kvrsim.errors import InputError
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import Table, columns, format_partition, narrowing, ranks_table
@@ -66,28 +50,28 @@ _MOST_CAUSES = 4  # of the interval, that are listed
 _WIDE = 0.005  # share of TTFT from which on a cause is listed
 
 
-def simulation_screen(result: SimResult) -> list[Part]:
+def simulation_screen(result: SimResult) -> list[lines.Part]:
     """TTFT, the question, one row per rank, and the rest."""
     limit = result.memory_limit.nbytes
     partition = None if len(result.partition) < 2 else f"{format_partition(result.partition, room=10**6)} tokens"
-    answer = facts(
-        ("TTFT:", headline(_ttft(result, limit))),
-        users_row(result.users, result.mean_ttft_s),
+    answer = lines.facts(
+        ("TTFT:", lines.headline(_ttft(result, limit))),
+        lines.users_row(result.users, result.mean_ttft_s),
         ("partition:", partition)
         if result.layers is None
-        else ("pipeline:", stages_text(result.partition, result.layers)),
-        ("query blocks:", None if result.query_blocks is None else blocks_text(result.query_blocks)),
+        else ("pipeline:", lines.stages_text(result.partition, result.layers)),
+        ("query blocks:", None if result.query_blocks is None else lines.blocks_text(result.query_blocks)),
         *_noise_rows(result),
     )
-    table = facts(
+    table = lines.facts(
         ("interval:", _interval(result)),
         ("executor:", result.executor),
-        ("memory:", limit_text(result.memory_limit)),
-        misfit_row(result.strategy, [rank.memory for rank in result.per_rank], limit),
-        ("rests on:", rests_on_line(result.question, coverage_text(result.interval_coverage))),
-        *note_rows(result.warnings),
+        ("memory:", lines.limit_text(result.memory_limit)),
+        lines.misfit_row(result.strategy, [rank.memory for rank in result.per_rank], limit),
+        ("rests on:", lines.rests_on_line(result.question, lines.coverage_text(result.interval_coverage))),
+        *lines.note_rows(result.warnings),
     )
-    parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", ranks_table(result), ""]
+    parts: list[lines.Part] = [answer, "", *lines.header(result.question, result.cluster), "", ranks_table(result), ""]
     if result.breakdown is not None:
         parts += [narrowing(_breakdown(result.breakdown), "basis", "roofline"), ""]
     return [*parts, table]
@@ -95,7 +79,7 @@ def simulation_screen(result: SimResult) -> list[Part]:
 
 def _ttft(result: SimResult, limit: int) -> str:
     num_gpus, peak = len(result.per_rank), max(rank.memory.total for rank in result.per_rank)
-    time = likely(result.ttft_low_s, result.ttft_s, result.ttft_high_s, result.interval_coverage)
+    time = lines.likely(result.ttft_low_s, result.ttft_s, result.ttft_high_s, result.interval_coverage)
     text = f"{result.strategy} on {num_gpus} GPU{'s' * (num_gpus != 1)}, {time}"
     return text if peak <= limit else f"{text}; does not fit in memory: {format_bytes(peak - limit)} too much"
 
@@ -107,12 +91,12 @@ def _interval(result: SimResult) -> str:
     return f"from {causes}" if causes else ""
 
 
-def _noise_rows(result: SimResult) -> Iterator[Row]:
+def _noise_rows(result: SimResult) -> Iterator[lines.Row]:
     """The distribution of TTFT under noise."""
     if result.noise is None or (noisy := result.noisy) is None:
         return
     yield "noise:", result.noise.describe()
-    yield "", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {mean_change(noisy)}"
+    yield "", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {lines.mean_change(noisy)}"
     shown = ", ".join(f"{name} {_limits(getattr(noisy, name))}" for name in ("p50", "p95", "p99"))
     yield "", f"{shown}, worst {format_seconds(noisy.worst_s)}"
 
