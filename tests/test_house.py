@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,14 +38,6 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def targets_in_help() -> list[str]:
     return re.findall(r"^  ([a-z-]+) {2,}\S", make("help").stdout, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("module", ["kvrsim", "kvrsim.cli.main"])
-def test_import_is_light(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted(set(sys.modules) & set({HEAVY!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [], f"{module} imports what only some commands need"
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:

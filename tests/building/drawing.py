@@ -6,9 +6,10 @@ serves tests that need one scenario, always the same.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import currently_in_test_context, note
 from hypothesis import strategies as st
@@ -16,22 +17,6 @@ from hypothesis import strategies as st
 T = TypeVar("T")
 
 _floats, _integers = cache(st.floats), cache(st.integers)
-
-
-class Draws(Protocol):
-    """The methods of random.Random that the builders use."""
-
-    def random(self) -> float: ...
-
-    def uniform(self, a: float, b: float) -> float: ...
-
-    def randint(self, a: int, b: int) -> int: ...
-
-    def randrange(self, start: int) -> int: ...
-
-    def choice(self, seq: Sequence[T]) -> T: ...
-
-    def sample(self, population: Sequence[T], k: int) -> list[T]: ...
 
 
 class Drawn:
@@ -61,6 +46,9 @@ class Drawn:
     def sample(self, population: Sequence[T], k: int) -> list[T]:
         kept = list(range(len(population)))
         return [population[kept.pop(self.randrange(len(kept)))] for _ in range(k)]
+
+
+Draws = Drawn | random.Random
 
 
 @st.composite

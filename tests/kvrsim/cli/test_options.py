@@ -15,6 +15,7 @@ import typer
 
 from kvrsim.choices import FEW_OPTIONS
 from kvrsim.cli import main as cli
+from tests.building.commands import screen
 from tests.building.snapshot import assert_recorded
 from tests.test_docs import parse
 
@@ -42,29 +43,15 @@ def test_flags_are_recorded() -> None:
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_every_command_has_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*path.split(), "--help"]) == 0
-    out, err = capsys.readouterr()
+    out = screen(capsys, *path.split(), "--help")
     assert out.startswith(f"Usage: kvrsim {path}".strip())
-    assert err == ""
-
-
-def helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(arguments) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
+    assert out == screen(capsys, *path.split(), "-h") == screen(capsys, "help", *path.split())
 
 
 def test_the_program_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = helped(capsys)
-    assert alone == helped(capsys, "-h") == helped(capsys, "--help") == helped(capsys, "help")
+    alone = screen(capsys)
+    assert alone == screen(capsys, "-h")
     assert [line[:-1] for line in alone.splitlines() if line.endswith(":")] == [*cli.GROUPS, "Options"]
-
-
-@pytest.mark.parametrize("path", ["plan", "table", "table build"])
-def test_ways_to_ask_for_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = path.split()
-    assert helped(capsys, *words, "-h") == helped(capsys, *words, "--help") == helped(capsys, "help", *words)
 
 
 LONG = [path for path, command in COMMANDS.items() if any(param.name == "help_all" for param in command.params)]
@@ -73,7 +60,7 @@ LONG = [path for path, command in COMMANDS.items() if any(param.name == "help_al
 @pytest.mark.parametrize("path", LONG)
 def test_help_is_short_and_help_all_is_whole(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The short help has eight options, all that are required among them, and the example."""
-    short, whole = helped(capsys, *path.split(), "-h"), helped(capsys, *path.split(), "--help-all")
+    short, whole = screen(capsys, *path.split(), "-h"), screen(capsys, *path.split(), "--help-all")
     options = {param.opts[0] for param in COMMANDS[path].params if param.param_type_name == "option"}
 
     def shown(text: str) -> set[str]:

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli import text as layout
 from kvrsim.strategies import STRATEGIES
-from kvrsim.units import format_seconds
+from tests.test_docs import parse
 
 WIDTHS = (60, 80, 120, 200)
 PIPED = 118
@@ -75,18 +74,6 @@ def parts_of(command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyP
     return shown
 
 
-def check_that_it_parses(command: str) -> None:
-    """Options exist, and none that is needed is missing."""
-    program, *words = shlex.split(command)
-    assert program == "kvrsim"
-    at = typer.main.get_command(cli.app)
-    while hasattr(at, "commands"):
-        at = at.get_command(None, words.pop(0))
-    assert at is not None
-    with at.make_context(command, words):  # raises on what it does not know, and runs nothing
-        pass
-
-
 def figures(text: str) -> Counter[str]:
     """All numbers of a text."""
     return Counter(FIGURES.findall(text))
@@ -96,7 +83,7 @@ def figures(text: str) -> Counter[str]:
 def test_no_figure_is_cut(command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = parts_of(command, folder, monkeypatch)
     for hint in [part for part in shown if isinstance(part, layout.Hint)]:
-        check_that_it_parses(hint.command)
+        parse(tuple(shlex.split(hint.command)[1:]))
     piped = layout.page(shown, PIPED, terminal=False)
     assert "next:" not in piped
     whole = figures(STYLES.sub("", layout.page(shown, 10**4, terminal=True)))
@@ -118,11 +105,6 @@ def test_the_least_important_columns_go_first(folder: Path, monkeypatch: pytest.
     (header,) = [line for line in narrow.splitlines() if line.startswith("strategy ")]
     assert [title for title in titles if title not in header] == []
     assert "columns hidden for lack of width:" in " ".join(narrow.split())
-
-
-def test_a_figure_that_is_cut_would_be_seen() -> None:
-    """What the test above looks for."""
-    assert not set(figures(f"{format_seconds(1.234)[:3]}")) <= set(figures(format_seconds(1.234)))
 
 
 def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:

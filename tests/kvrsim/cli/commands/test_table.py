@@ -84,17 +84,11 @@ def test_simulate_and_plan(table: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 MISTAKES = [
-    (("table", "build"), "--ctx"),
-    (("table", "build", "--ctx", "1k"), "--output"),
     ((*BUILD, "-o", "missing/table.json"), "--output"),
-    ((*BUILD, "-o", "t.json", "--jobs", "0"), "--jobs"),
-    ((*BUILD, "-o", "t.json", "--pool", "threads"), "--pool"),
     ((*BUILD, "-o", "t.json", "--dask-address", "tcp://127.0.0.1:1"), "--dask-address"),
     ((*BUILD, "-o", "t.json", "--gpus", "1024"), "--gpus"),
-    ((*BUILD, "-o", "t.json", "--ctx", "2k:1k:1k"), "--ctx"),
     (("table", "lookup", "none.json", "--gpus", "2", "--ctx", "1k"), "TABLE"),
     (("table", "lookup", "other.json", "--gpus", "2", "--ctx", "1k"), "format"),
-    (("table", "lookup", "table.json", "--ctx", "1k"), "--gpus"),
     (("table", "lookup", "table.json", "--gpus", "3", "--ctx", "1k"), "--gpus"),
     (("table", "show", "cut.json"), "cut.json"),
     (("simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "1k", "--table", "cut.json"), "--table"),
