@@ -62,11 +62,6 @@ def tokens_or_none(value: object, parameter: str) -> int:
     return 0 if isinstance(value, str) and value.strip() == "0" else tokens(value, parameter)
 
 
-def whole(value: object, parameter: str) -> int:
-    """Read a whole number; whether it is in range is for its user to check."""
-    return parse_count(value, parameter) if isinstance(value, str) else _whole(value, parameter)
-
-
 def count(most: int, *, least: int = 1) -> Check:
     """Check for whole numbers from `least` to `most`."""
 
@@ -407,6 +402,8 @@ def _described(one: Field[Any]) -> str:
 
 # Groups of arguments
 
+_many = count(2**20)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioArgs(Arguments):
@@ -460,9 +457,9 @@ class ScenarioArgs(Arguments):
     """
 
     ctx: Any = entry(tokens, REQUIRED)
-    gpus: Any = entry(whole)
+    gpus: Any = entry(_many)
     model: Any = entry(named("kvrsim.model.spec:ModelSpec"), "llama-7b")
-    batch: Any = entry(whole, 1)
+    batch: Any = entry(_many, 1)
     cached_prefix: Any = entry(tokens_or_none, 0)
     prefix_placement: Any = entry(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"), "all")
     dtype: Any = entry()
@@ -512,7 +509,7 @@ class MeasuredArgs(ScenarioArgs):
         Number of ranks.
     """
 
-    gpus: Any = entry(whole, 2)
+    gpus: Any = entry(_many, 2)
 
 
 OF_REQUESTS = {  # properties of each request of a workload, not of a fleet's scenario
@@ -534,7 +531,7 @@ class PredictorArgs(DeploymentArgs):
     """
 
     ctx: Any = entry(tokens, "128k")
-    batch: Any = entry(whole, 1)
+    batch: Any = entry(_many, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -559,7 +556,7 @@ class PrefillArgs(ScenarioArgs):
     """
 
     ctx: Any = entry(tokens)
-    gpus: Any = entry(whole)
+    gpus: Any = entry(_many)
     model: Any = entry()
     profile: Any = entry(named("kvrsim.kernels.profile:CalibrationProfile"), REQUIRED)
     strategy: Any = entry()

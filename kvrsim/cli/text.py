@@ -46,14 +46,7 @@ class Facts:
     style: str = "bold"  # of the labels
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A suggested next command; printed on a terminal only."""
-
-    command: str
-
-
-Part = str | Table | Facts | Hint
+Part = str | Table | Facts
 
 
 def facts(*rows: Row, style: str = "bold") -> Facts:
@@ -107,10 +100,7 @@ def markdown(parts: Sequence[Part]) -> str:
 
 def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
     """The text of a part at a width."""
-    if isinstance(part, Hint):
-        if terminal:
-            yield from ("", Text(f"next: {part.command}", "dim"))
-    elif not isinstance(part, Table) or not terminal:
+    if not isinstance(part, Table) or not terminal:
         yield part
     else:
         table = part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from kvrsim.cli.commands.catalogue import TERM_MEANINGS
 from kvrsim.cli.options import JSON, output, require_torch, takes, writable
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, facts, show
+from kvrsim.cli.text import facts, show
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.text import printable
@@ -466,8 +465,7 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
         ("", wanted.report),
     )
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
-    plan = Hint(f"kvrsim plan --profile {shlex.quote(wanted.output)} --gpus 2 --ctx 4k")
-    show(table, "", meaning, "", notes, plan)
+    show(table, "", meaning, "", notes)
 
 
 @app.command("prefills")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
 from kvrsim.cli.output import print_answer, print_json, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, Part, facts, header, headline, likely, note_rows, show
+from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows, show
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, parse_share
@@ -229,5 +228,4 @@ def show_search(result: SearchedPartition) -> None:
         ("search:", f"{result.partitions} partitions, {result.prefills} prefills, {search.ended}"),
         ("written:", result.output),
     )
-    file, size = shlex.quote(result.output), f"--gpus {question.num_gpus} --ctx {question.context_len}"
-    show(table, "", *header(question, question.cluster), Hint(f"kvrsim table lookup {file} {size}"))
+    show(table, "", *header(question, question.cluster))

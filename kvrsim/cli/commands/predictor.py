@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import typer
@@ -11,7 +10,7 @@ from kvrsim.arguments import REQUIRED, PoolArgs, PredictorArgs, argument, count,
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Hint, facts, headline, show
+from kvrsim.cli.text import facts, headline, show
 from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
@@ -63,8 +62,7 @@ def build(
     longest = predictor.longest_context
     most = f"up to {longest} tokens, batch {predictor.batch[-1]}"
     grid = f"{about['prefills']} prefills of {', '.join(about['strategies'])}, {most}"
-    look_up = Hint(f"kvrsim predictor lookup {shlex.quote(output)} --ctx {longest // 2}")
-    show(facts(("predictor:", grid), ("written:", output)), look_up)
+    show(facts(("predictor:", grid), ("written:", output)))
 
 
 @app.command("lookup")

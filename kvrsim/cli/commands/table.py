@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,7 +10,7 @@ from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count,
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
 from kvrsim.cli.output import print_answer, print_json, warn
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Facts, Hint, Part, facts, headline, note_rows, round_up_percent, show
+from kvrsim.cli.text import Facts, Part, facts, headline, note_rows, round_up_percent, show
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.table import Text, columns, format_partition, narrowing
 
@@ -54,7 +53,7 @@ def build(
     for note in notes:
         warn(f"note: {note}")
     if not json:
-        show_built(table, output)
+        show(summary_of(table), facts(("written:", output)))
         return
     question = Question.of(scenario, strategy=strategy, lengths=list(lengths), gpu_counts=list(counts))
     built = {"output": output, "entries": len(table.entries), "setting": to_json(table.setting)}
@@ -142,13 +141,6 @@ def table_screen(table: PartitionTable) -> list[Part]:
     )
     args = Text(" · ".join(f"{name} {fact}" for name, fact in table.setting.facts().items()), style="dim")
     return [summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes]
-
-
-def show_built(table: PartitionTable, output: str) -> None:
-    """Entries, gains and path of a new table."""
-    last = table.entries[-1]
-    look_up = Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}")
-    show(summary_of(table), facts(("written:", output)), look_up)
 
 
 def summary_of(table: PartitionTable) -> Facts:
