@@ -42,7 +42,7 @@ from kvrsim.units import (
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
-REQUIRED: Any = MISSING  # the default of an argument that must be given
+REQUIRED: Any = MISSING  # default of a required argument
 _Result = TypeVar("_Result")
 _ENTRY = re.compile(r"^(\w+) : (.+)\n((?: {4}.+(?:\n|$))+)", re.MULTILINE)  # name, metavar, help
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
@@ -124,16 +124,16 @@ def flag(value: object, parameter: str) -> bool:
 
 
 def function(value: object, parameter: str) -> object:
-    """Check for something to call."""
+    """Check for a callable."""
     if not callable(value):
         raise _refusal(parameter, value, "a function")
     return value
 
 
 def named(*kinds: str, what: str = "a name or path") -> Check:
-    """Check for text, a path, or an object of one of these classes ("module:Class"), which are not imported.
+    """Check for a text, a path, or an object of one of these classes ("module:Class"); no class is imported.
 
-    what: the text, in words for users.
+    what: description of the text in the error.
     """
 
     def check(value: object, parameter: str) -> object:
@@ -195,7 +195,7 @@ def _whole(value: object, parameter: str) -> int:
 
 
 def _is_one_of(value: object, kinds: Iterable[str]) -> bool:
-    """Whether it is an object of one of these classes ("module:Class"), which are not imported."""
+    """Whether the value is an object of one of these classes ("module:Class"); no class is imported."""
     return any(f"{base.__module__}:{base.__qualname__}" in kinds for base in type(value).__mro__)
 
 
@@ -214,11 +214,11 @@ def _real(value: object) -> float | None:
 
 
 def _is_flag(value: object) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's has had both names
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's name depends on its version
 
 
 def _parts(value: object, parameter: str, accepted: str) -> list[object]:
-    """The parts of a text with commas between, or the values of a list; at least one, texts without blanks around."""
+    """Split a text at commas, or list the values of an iterable; at least one, texts stripped."""
     values: Iterable[object] = value.split(",") if isinstance(value, str) else ()
     if not isinstance(value, str | bytes | bytearray | Mapping) and isinstance(value, Iterable):
         values = value
@@ -244,14 +244,14 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What is known of an argument besides its name and its default."""
+    """Description and check of an argument."""
 
-    metavar: str  # form of the value on the command line; empty: a flag
-    help: str  # one sentence or two, in which other arguments are named as options
-    section: str  # of help, one of kvrsim.choices.SECTIONS
+    metavar: str  # placeholder of the value in the help; empty: a flag
+    help: str  # one or two sentences; they name other arguments as options
+    section: str  # section of the help, one of kvrsim.choices.SECTIONS
     check: Check
-    spelling: tuple[str, ...] = ()  # on the command line, where it is not --NAME
-    positional: bool = False  # an argument of a command, without a name
+    spelling: tuple[str, ...] = ()  # option names, if not --NAME
+    positional: bool = False  # whether a command takes it by position
 
 
 def option(
@@ -275,7 +275,7 @@ def entry(check: Check = text, default: Any = None, *, spelling: tuple[str, ...]
 
 
 def replaced(group: type, name: str, *, default: Any) -> Any:
-    """Declare the argument of another group with another default; its help then says nothing of the old one."""
+    """Declare an argument of another group with a new default; the help omits the old default."""
     known: Option = next(one for one in fields(group) if one.name == name).metadata["option"]
     return field(default=default, metadata={"option": replace(known, help=known.help.partition(" Default: ")[0])})
 
@@ -340,7 +340,7 @@ def takes(
     """Let a function, whose first parameters are these groups, take all their fields as keywords.
 
     fixed: values of fields that a caller does not give.
-    checks: of the function's own parameters, by name; None is left as it is where it is the default.
+    checks: checks of the function's own parameters by name; a default of None is not checked.
     The fields are listed in the function's signature and in its docstring, after `Parameters`. A call that does not
     match the signature raises TypeError with the function's name.
     """
@@ -387,14 +387,14 @@ def takes(
 
 
 def _suggestion(given: Iterable[str], known: Iterable[str]) -> str:
-    """The parameter that an unknown one may mean, in words; empty: all are known, or none is near."""
+    """Suggest the known parameter nearest to an unknown one; empty if all are known or none is near."""
     known = list(known)
     near = [name for one in given if one not in known for name in difflib.get_close_matches(one, known, n=1)]
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _described(one: Field[Any]) -> str:
-    """An argument in a numpydoc section, with options named as parameters."""
+    """Describe an argument as numpydoc does; the help's options become parameters."""
     known: Option = one.metadata["option"]
     words = re.sub(r"--([a-z-]+)", lambda match: f"`{match[1].replace('-', '_')}`", known.help)
     return f"    {one.name} : {known.metavar or 'bool'}\n        {words}\n"
@@ -426,7 +426,7 @@ class ScenarioArgs(Arguments):
         Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory, or in a remote
         store; RATE is a GPU's bandwidth to it, such as 20GB/s.
     dtype : fp16|bf16|fp8|fp32
-        Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision.
+        Type of weights, activations and KV cache; with fp8 only the layers' matrix products are in FP8.
         Default: the checkpoint's.
     expert_parallel : bool
         Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them.
@@ -442,7 +442,7 @@ class ScenarioArgs(Arguments):
         A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager
         for the models of the KV-Runahead paper.
     engine : NAME|PATH
-        What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the
+        The serving engine: a name of kvrsim engines list, a file, or none for the kernels alone. Default: the
         profile's.
     attention : eager|sdpa|flash
         Attention kernel. Default: the profile's first.
@@ -512,7 +512,7 @@ class MeasuredArgs(ScenarioArgs):
     gpus: Any = entry(_many, 2)
 
 
-OF_REQUESTS = {  # properties of each request of a workload, not of a fleet's scenario
+OF_REQUESTS = {  # a workload's requests have their own values
     **{"ctx": 1, "gpus": 1, "batch": 1, "cached_prefix": 0, "prefix_placement": "all"},
     **{"expert_parallel": False, "expert_imbalance": None},
 }
@@ -536,18 +536,18 @@ class PredictorArgs(DeploymentArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs(ScenarioArgs):
-    """Values of measured prefills for fields that their rows lack.
+    """Values for measured prefills whose rows lack a column.
 
     Question
     --------
     ctx : LEN
-        Context length in tokens, of rows that do not say theirs.
+        Context length in tokens of rows without a context_len.
     gpus : N
         Number of GPUs. Default: 1.
     model : NAME|PATH
         A built-in model, a Hugging Face config.json, or its folder.
     strategy : NAME
-        Strategy of rows that do not say theirs. Default: tp, or single on one GPU.
+        Strategy of rows without a strategy. Default: tp, or single on one GPU.
 
     Machine
     -------
@@ -585,9 +585,9 @@ class TargetArgs(Arguments):
     Target
     ------
     slo : TIME
-        Target of the TTFT that 90 % of prefills keep; exit code 1 where it is missed.
+        TTFT that 90 % of prefills must meet; the exit code is 1 if they do not.
     rate : X
-        Prompts per second that arrive at the GPUs; default: one alone.
+        Prompts per second that arrive at the GPUs. Default: a single prompt on idle GPUs.
     """
 
     slo: Any = entry(quantity(parse_seconds))
@@ -605,7 +605,7 @@ class SearchArgs(Arguments):
     stride : LEN
         Search only chunk boundaries that are multiples of LEN.
     search_budget : TIME
-        Model work for the searches of the default comparison, about seconds of an idle core; all has no limit.
+        Limit of the default comparison's searches, about seconds of an idle core; --strategies all has none.
     """
 
     table: Any = TABLE
@@ -642,7 +642,8 @@ class SimulateArgs(Arguments):
     Search
     ------
     executor : batch|event
-        event simulates the queue of every link. Default: batch where it suffices.
+        event simulates the queue of every link. Default: batch, or
+        event for a timeline, a breakdown or noise.
 
     Output
     ------
@@ -659,7 +660,7 @@ class SimulateArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseArgs(Arguments):
-    """Noise, how often it is drawn, and the seed of all random draws.
+    """Noise, the number of its samples, and the seed of all random draws.
 
     Randomness
     ----------
@@ -682,7 +683,7 @@ class NoiseArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class UsersArgs(Arguments):
-    """Users who each wait for their answer before they send the next prompt.
+    """Closed-loop users: each waits for an answer before the next prompt.
 
     Question
     --------

@@ -28,7 +28,7 @@ from kvrsim.notes import Note, note
 from kvrsim.scenario import ROOFLINE, Request, Scenario
 from kvrsim.units import counts_up_to, scale
 
-DEFAULT_DTYPE = "fp16"  # of checkpoints that do not state another
+DEFAULT_DTYPE = "fp16"  # for checkpoints that state no dtype
 PAPER_MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-7b-mqa", "llama-7b-gqa8", "falcon-1b", "falcon-7b")
 PAPER_PROFILE = "a100-eager"  # of the KV-Runahead paper's machine
 _MEASURED = "measured"  # name of a link without a datasheet
@@ -123,9 +123,9 @@ def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tup
 
 
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
-    """What to say of more GPUs than the cluster has; InputError where the cluster that was named has no room for them.
+    """Note on more GPUs than the cluster has; InputError if the user named the cluster and it cannot grow.
 
-    A bus and a chain can be longer, and there can be more nodes; the ports of a switch are limited.
+    A bus, a chain and a number of nodes can grow; a switch has a fixed number of ports.
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not cluster.num_gpus < gpus <= MAX_GPUS:
         return ()  # Cluster checks the number itself
@@ -143,7 +143,7 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
 
 
 def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
-    """What names stand for: a checkpoint's shape, and how nodes of a size such as 2x8xh100 are joined."""
+    """Notes on names: the shape of a checkpoint, and the network of a size such as 2x8xh100."""
     known = known_shape(args.model) if isinstance(args.model, str) else None
     notes = [note("shape", model=known[0], shape=known[1])] if known is not None and known[0] != known[1] else []
     if isinstance(args.cluster, str) and args.cluster not in builtin_clusters() and not Path(args.cluster).exists():
@@ -154,9 +154,9 @@ def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
 
 
 def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile | None, tuple[Note, ...]]:
-    """The profile of the GPU, and a note about it; None where the datasheet's roofline is used.
+    """The default profile of the GPU and a note on it; None: the datasheet's roofline is used.
 
-    The paper's models on its GPU have the kernels of 2023 that the paper measured.
+    The paper's models on the paper's GPU have the kernels of 2023.
     """
     paper = load_profile(PAPER_PROFILE) if model.name in PAPER_MODELS else None
     if paper is not None and paper.gpu == gpu.name:
@@ -228,7 +228,7 @@ def _linked(
 
 
 def _has_measured(profile: CalibrationProfile, link: str) -> bool:
-    """Whether the profile has figures of that link's messages or collectives that are not a datasheet's."""
+    """Whether the profile has measured rates of the link's messages or collectives."""
     kinds = ("send_recv", "all_gather", "all_reduce")
     return profile.links.link == link and any(_timed(profile, kind) for kind in kinds)
 
@@ -239,7 +239,7 @@ def _timed(profile: CalibrationProfile, kind: str) -> bool:
 
 
 def notes_on(scenario: Scenario) -> tuple[str, ...]:
-    """What a reader of the prediction has to know about its model and range."""
+    """Notes on the model and on the range of the profile."""
     notes = _model_notes(scenario)
     if scenario.profile is None:
         notes.append(note("roofline"))

@@ -1,4 +1,4 @@
-"""Names that the command line, the Python API and the packages below share; light, so that all may import it."""
+"""Names that the command line, the Python API and the packages below share; it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache; with fp8 on
 
 PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where a cached prefix's K and V lie
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
-PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to it: see kvrsim/kernels/prefix.py
+PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to a cached prefix (kvrsim/kernels/prefix.py)
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 
-RankBackend = Literal["gloo", "nccl"]  # of torch.distributed: who carries messages
+RankBackend = Literal["gloo", "nccl"]  # backends of torch.distributed
 RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 
 Method = Literal["auto", "analytical", "grid"]  # how a partition is searched
 METHODS: tuple[Method, ...] = get_args(Method)
 
-DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that a plan's launch can be written for
+DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that `--emit` supports
 DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
 
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 
-PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" starts processes on this machine
+PoolBackend = Literal["loky", "dask", "ray"]  # backends of joblib; "loky" starts processes on this machine
 POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
 FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises
@@ -43,12 +43,12 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # default strategies of a map
 
-SECTIONS = (  # of the options in help, in this order
+SECTIONS = (  # sections of the help, in this order
     *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
     "Output",
 )
-ALL_OPTIONS = "kvrsim.all_options"  # key of a command's context where its help shows every option
-FEW_OPTIONS = 8  # options in a command's short help: all required ones, then the first ones of these
+ALL_OPTIONS = "kvrsim.all_options"  # key in a command's context; set: the help shows every option
+FEW_OPTIONS = 8  # number of options in a short help: required ones, then FIRST_OPTIONS
 FIRST_OPTIONS = (
     *("requests", "slo_ttft", "percentile", "max_gpus", "price_per_gpu_hour", "tpot", "emit", "plot", "ctx", "gpus"),
     *("strategy", "strategies", "partition", "slo", "explain", "breakdown", "check", "measurements", "top", "engine"),

@@ -4,9 +4,9 @@ KvrsimError                 anything a caller may want to catch
 ├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
 ├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
 ├── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
-└── NothingFits             the best strategy was read of a plan in which no strategy fits in memory (exit 1)
+└── NothingFits             `plan.best` was read, and no strategy fits in memory (exit 1)
 
-An answer to a well-put question says itself where nothing fits or a target is missed: `feasible` is False.
+If nothing fits or a target is missed, this is no error: the answer's `feasible` is False.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class KvrsimError(Exception):
 class InputError(KvrsimError):
     """A value from the user cannot be used.
 
-    parameter: the name in the Python API, "gpus" or "link_bandwidth"; after it may stand a file and a key.
+    parameter: the name in the Python API, "gpus" or "link_bandwidth"; a file and a key may follow.
     value: what was given, as any object.
     accepted: what would be accepted; names of other parameters stand in backticks.
 

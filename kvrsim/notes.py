@@ -1,4 +1,4 @@
-"""Notes on an answer: a code by which programs know a note, and its text, in one table."""
+"""Notes on an answer: one table of codes for programs and texts for people."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def with_code(notes: Iterable[str], *codes: str) -> list[str]:
 
 
 def without(notes: Iterable[str], *codes: str) -> list[str]:
-    """The notes but for those of these codes."""
+    """The notes without those of these codes."""
     return [note for note in notes if not (isinstance(note, Note) and note.code in codes)]
 
 

@@ -1,6 +1,6 @@
-"""The console entry: `run()`; every way to fail ends in one line on standard error and an exit code.
+"""The console entry `run()`. Each failure ends in one line on standard error and an exit code.
 
-Commands are imported when they are looked at, so that one does not pay for the others.
+A command is imported on first use, so that it does not wait for the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrsim.version import __version__
 WRONG_USE = 2
 BUG = 70
 INTERRUPTED = 130
-BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
+BROKEN_PIPE = 141  # exit code of a process that SIGPIPE ended, as shells report it
 ENDED = (129, 143)  # exit codes after SIGHUP and SIGTERM, as shells report them
 _EXAMPLE = "Example: "
 _ROOM = "kvrsim.cli.commands"
@@ -64,14 +64,14 @@ class Command(TyperCommand):
     """A command whose docstring may end with a paragraph `Example: kvrsim ...`."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """The docstring without its example."""
+        """Write the docstring without its example."""
         whole = self.help
         self.help = (whole or "").partition(_EXAMPLE)[0].rstrip()
         super().format_help_text(ctx, formatter)
         self.help = whole
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, then options by section."""
+        """Write arguments, then options by section."""
         write_options(self, ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -91,13 +91,13 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Commands first: what a reader of this help looks for."""
+        """Write the commands, then the options."""
         self.format_commands(ctx, formatter)
         write_options(self, ctx, formatter)
 
 
 class LazyGroup(Group):
-    """The program's commands, each imported when it is looked at."""
+    """The program's commands; each is imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """List the commands in the order of COMMANDS."""
@@ -143,9 +143,9 @@ def write_options(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def sections_of(command: Any, ctx: Any, *, every: bool = True) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Parameters with their help: arguments, then options, of which many come in sections.
+    """Parameters with their help: arguments, then options; many options are listed by section.
 
-    every: all of them, rather than those that matter most.
+    every: all options; else the most important ones.
     """
     from kvrsim.choices import FEW_OPTIONS, FIRST_OPTIONS, SECTIONS
 
@@ -197,14 +197,14 @@ def run() -> None:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without × still gets its table
+            stream.reconfigure(errors="backslashreplace")  # escapes characters that the terminal's encoding lacks
     code = main(sys.argv[1:])
     gc.freeze()  # the interpreter's end would walk through every object of torch, for a second
     sys.exit(code)
 
 
 def _open_closed_streams() -> None:
-    """Let what goes to a stream that is closed (`>&-`) go nowhere, rather than into the next file that is opened."""
+    """Open closed standard streams (`>&-`) on /dev/null; else the next opened file would get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
@@ -213,7 +213,7 @@ def _open_closed_streams() -> None:
                 os.dup2(handle, number)
                 os.close(handle)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process lives
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long for the process's lifetime
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -237,17 +237,17 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(_interrupted(), INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns a broken pipe into an exit
         if isinstance(error, SystemExit) and error.code in (0, *ENDED):
-            return int(error.code or 0)  # of completion, or of a signal while ranks ran
+            return int(error.code or 0)  # after shell completion, or after a signal while ranks ran
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
         return BROKEN_PIPE
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # for example, a full disk
         return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
     except Exception as error:
         return _fail_unexpectedly(error, arguments)
 
 
 def _interrupted() -> str:
-    """What an interruption has left, in one line."""
+    """Say in one line what remains after an interruption."""
     from kvrsim.io.journal import kept
 
     if not kept:
@@ -262,13 +262,13 @@ def _program() -> Any:
 def _fail(message: str, code: int) -> int:
     try:
         typer.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
-    except OSError:  # the exit code says it, too
+    except OSError:  # the exit code still reports the failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for the flush at exit
     return code
 
 
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
-    """Wrong use of the command line, which Typer raises as Click's exceptions; or a bug."""
+    """Report wrong use of the command line, which Typer raises as Click's exceptions, or a bug."""
     from kvrsim.cli.mistakes import click_exception, command_of, usage_line
     from kvrsim.cli.output import reason_of
 

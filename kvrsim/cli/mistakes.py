@@ -13,20 +13,20 @@ from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
 _QUOTED_NAME = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)`")
-_SAME = {"strategy": "strategies", "strategies": "strategy"}  # each command has one of the two
+_SAME = {"strategy": "strategies", "strategies": "strategy"}  # a command has one of the two options
 _LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
-_SIZE = re.compile(r"--(tp|pp|cp|dp)(?:-size)?")  # as engines name the sizes of a deployment
+_SIZE = re.compile(r"--(tp|pp|cp|dp)(?:-size)?")  # engines' options for the sizes of a deployment
 _MANY_NAMES = re.compile(r"[\w.+@-]+(?:, [\w.+@-]+){11,}")
-# Click has these only in its messages.
+# Click gives these words only in its messages.
 _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 
 
 def error_line(error: KvrsimError, command: Any) -> str:
-    """The error's line; a parameter that is an option of `command` (Click's) is spelled as that option.
+    """One line for an error; parameters that are options of `command` (Click's) are spelled as options.
 
-    Also that of an InputError which a rank has reported: the error's `faults` name it. Where a value is near to one
-    that is accepted, the line ends with that one.
+    This includes an InputError that a rank has reported, which `faults` names. If an accepted value is near, the line
+    suggests it.
     """
     options = options_of(command)
 
@@ -51,7 +51,7 @@ def error_line(error: KvrsimError, command: Any) -> str:
 
 
 def nearest(text: str, known: Iterable[str]) -> str | None:
-    """The known word that a misspelt one is nearest to; None if no word is near, or `text` is known itself."""
+    """The known word nearest to a misspelt one; None if no word is near or `text` is known."""
     words = list(known)
     near = [word for word in words if len(text) > 2 and word.startswith(text.lower())]
     near += get_close_matches(text.lower(), words, n=1, cutoff=0.7)

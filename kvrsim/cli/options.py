@@ -117,7 +117,7 @@ _HELP_ALL = inspect.Parameter(
 
 
 def _place(name: str, declared: Field[Any]) -> inspect.Parameter:
-    """A positional argument of a command; its value is that of the option with the same name."""
+    """Make a positional argument of a command; it sets the option of the same name."""
     about: Any = typer.Argument(metavar=name.upper(), help=declared.metadata["option"].help, show_default=False)
     return inspect.Parameter(
         f"{name}_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, about]
@@ -125,7 +125,7 @@ def _place(name: str, declared: Field[Any]) -> inspect.Parameter:
 
 
 def _parameter(name: str, declared: Field[Any], default: Any) -> inspect.Parameter:
-    """An argument as a parameter of Typer; values are text, which the argument's check reads."""
+    """Make a parameter of Typer from an argument; its values are texts, which the argument's check reads."""
     known: Option = declared.metadata["option"]
     is_required = default is MISSING
     if not (is_required or default is None or isinstance(default, bool)):
@@ -153,7 +153,7 @@ def _parameter(name: str, declared: Field[Any], default: Any) -> inspect.Paramet
 
 
 def _completion(name: str, metavar: str) -> Callable[[str], list[str]]:
-    """Values of an option for a shell: names that ship, and the words of the metavar, such as fp16|bf16."""
+    """Complete values of an option: shipped names, and words of the metavar, such as fp16|bf16."""
     words = re.findall(r"(?<![\w:])[a-z][a-z0-9-]*", metavar)
     if (path := _DATA / f"{_NAMED.get(name)}").is_dir():
         words += sorted(one.stem for one in path.glob("*.json"))
@@ -168,9 +168,9 @@ def _completion(name: str, metavar: str) -> Callable[[str], list[str]]:
 
 
 def writable(value: object, parameter: str) -> str:
-    """Complain before the work, rather than after it, where a file cannot be written."""
+    """Check that a file can be written, before the work starts."""
     path = str(value)
-    if path.startswith("-"):  # another command's standard output, or an option whose file was forgotten
+    if path.startswith("-"):  # standard output of other commands, or a missing file name
         raise InputError(parameter, path, f"a file; ./{path} is one of this name")
     from kvrsim.io.files import check_writable
 
@@ -222,12 +222,12 @@ class PageArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class DeployArgs(Arguments):
-    """The serving engine that an answer is for.
+    """The serving engine of the answer.
 
     Output
     ------
     emit : vllm|sglang|trtllm
-        Print what launches the best strategy of the answer that this engine has.
+        Print the launch of the answer's fastest strategy that this engine has.
 
     Search
     ------
@@ -274,7 +274,7 @@ class HardwareArgs(Arguments):
     repeats : N
         Measured prefills of each candidate.
     warmups : N
-        Unmeasured prefills of each candidate before them.
+        Warm-up prefills of each candidate, which are not measured.
     other_machine : bool
         Measure although the profile is of another machine.
     timeout : TIME
@@ -293,7 +293,7 @@ class HardwareArgs(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildArgs(PoolArgs):
-    """Arguments of commands that always gain from several processes.
+    """Arguments of commands that use all cores by default.
 
     Processes
     ---------
@@ -305,7 +305,7 @@ class BuildArgs(PoolArgs):
 
 
 def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
-    """The workers that the arguments ask for; every_core: by default one process per core."""
+    """The workers of the arguments. every_core: one process per core by default."""
     from planner.processes import Pool, cores
 
     default = cores() if every_core or args.pool != "loky" else 1
@@ -313,7 +313,7 @@ def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
 
 
 def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) -> Hardware:
-    """How ranks run, with what torch finds on this machine; links are emulated where the user gives them."""
+    """How ranks run on the devices that torch finds; links that the user gives are emulated."""
     require_torch()
     from kvrsim.runtime.host import chosen_device
     from planner.confirm.hardware import Hardware
@@ -323,7 +323,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
     if hardware.backend == "nccl" and (device == "cpu" or emulated):
         raise InputError("backend", hardware.backend, "gloo, on a CPU and over emulated links")
     measured = None if scenario.profile is None else scenario.profile.cluster
-    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # threads of the measurement
+    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # threads when measured
     return Hardware(
         config=args.model,
         device=device,

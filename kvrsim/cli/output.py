@@ -1,6 +1,6 @@
 """Answers on standard output as JSON or rows, lines on standard error, and files next to an answer.
 
-Files are written once the answer is printed, so that a picture that fails costs the picture alone.
+Files are written after the answer is printed; a picture that fails does not affect the answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from kvrsim.cli.options import OutputArgs
 
 Rows = Sequence[Mapping[str, Any]]
-NOT_WRITTEN = 74  # exit code: the answer is complete, but a file that was to be written is not
+NOT_WRITTEN = 74  # exit code if the answer is complete but a file is not written
 ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """Print one JSON object; NaN and infinity, which JSON has not got, are refused."""
+    """Print one JSON object; NaN and infinity raise ValueError."""
     typer.echo(json.dumps(content, indent=2, allow_nan=False))
 
 
@@ -36,9 +36,9 @@ def print_answer(
     rows: str | Callable[[], Rows],
     screen: Callable[[], Sequence[Part]],
 ) -> None:
-    """Print an answer: its content as JSON, its rows (or a list in the content) as CSV, or what a screen shows.
+    """Print an answer: its content as JSON, its rows (or a list in the content) as CSV, or its screen.
 
-    As Markdown it is the tables of the screen. Next to a table, notes go to standard error.
+    Markdown has the tables of the screen. With CSV and Markdown, notes go to standard error.
     """
     if args.json:
         print_json(content())
@@ -56,7 +56,7 @@ def print_answer(
 
 
 def print_csv(rows: Rows) -> None:
-    """Print rows as CSV, with the columns that any of them has."""
+    """Print rows as CSV, with the columns of all rows."""
     import csv
 
     from kvrsim.results.frame import scalars
@@ -109,7 +109,7 @@ def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Describe an error in one line; a bug is called a bug, and has a traceback if KVRSIM_TRACEBACK is set."""
+    """Describe an error in one line; print the traceback of a bug if KVRSIM_TRACEBACK is set."""
     if os.environ.get("KVRSIM_TRACEBACK"):
         import traceback
 

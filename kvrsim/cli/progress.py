@@ -10,25 +10,28 @@ from types import TracebackType
 from typing import Self
 
 _CLEAR = "\r\x1b[K"  # go to the beginning of the line and erase it
-PATIENCE_S = 0.5  # shorter work shows nothing on a terminal
-FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next come after twice as long each
+PATIENCE_S = 0.5  # shorter work prints nothing on a terminal
+FIRST_LINE_S = 10.0  # until the first line without a terminal; each later line takes twice as long
 
 
 class Progress:
-    """One line that is rewritten on a terminal; elsewhere a plain line at 10 s, 20 s, 40 s, ...
+    """A line that is rewritten on a terminal; elsewhere a line at 10 s, 20 s, 40 s, ...
 
-    Work calls it with what is done, the total (None: unknown) and a text. Inside `with`, a thread draws it, so that
-    work which reports nothing for long is named, too.
+    Work calls it with the part that is done, the total (None: unknown) and a text. Inside `with`, a thread prints the
+    line, also while the work reports nothing.
     """
 
     def __init__(self, text: str = "", *, is_timed: bool = False) -> None:
-        """Show a text at once, or after PATIENCE_S; `is_timed` avoids a thread, which would disturb a measurement."""
+        """Show a text at once; without a text, wait for PATIENCE_S.
+
+        is_timed: no thread, which would disturb a measurement.
+        """
         self._started_s = time.monotonic()
         self._patience_s = 0.0 if text else PATIENCE_S
         self._next_line_s = FIRST_LINE_S
         self._is_shown = False
         self._state: tuple[float, float | None, str] = (0, None, text)
-        self._since_s = 0.0  # start of the work with the present text
+        self._since_s = 0.0  # when the work with this text started
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = None if is_timed else threading.Thread(target=self._keep_time, daemon=True)

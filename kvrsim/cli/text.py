@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.question import Question
 
-_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style
-_NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
-_WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
-_PROSE = 24  # columns of the screen that a cell of several words has at least
+_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style's escape code
+_NO_TERMINAL = 118  # width of output to a file or a pipe
+_WIDE = 100  # width from which two blanks separate the columns of a table
+_PROSE = 24  # least width of a cell of several words
 
 
 Row = tuple[str, str | None]  # a label and its text; None or empty: the label is left out
@@ -55,9 +55,9 @@ def facts(*rows: Row, style: str = "bold") -> Facts:
 
 
 def show(*parts: Part) -> None:
-    """Print to standard output, without blanks at the ends of lines; no figure is ever cut.
+    """Print to standard output without trailing blanks; no figure is cut.
 
-    Control characters, which names may hold, are spelled out.
+    Control characters in names are escaped.
     Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider than a terminal loses its optional
     columns; where that is not enough, its rows are shown one below the other. Elsewhere it stays whole.
     """
@@ -117,7 +117,7 @@ def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table |
 
 
 def _stacked(table: Table) -> Iterator[str | Facts]:
-    """Rows one below the other, each cell next to its title: for a screen that is too narrow for the table."""
+    """Rows as lists of titles and cells, for a screen that is too narrow for the table."""
     first, *others = table.columns
     for cells in table.texts():
         yield Text(f"{first.label} {cells[0]}".strip(), "bold")
@@ -125,7 +125,7 @@ def _stacked(table: Table) -> Iterator[str | Facts]:
 
 
 def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
-    """Least columns of the screen that do not cut figures; `prose` lets cells wrap at blanks."""
+    """Smallest width that cuts no figure; prose: the width to which cells of words wrap."""
     from rich.cells import cell_len
 
     rows, total = table.texts(), gap * (len(table.columns) - 1)
@@ -139,7 +139,7 @@ def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
 
 
 def _drawn(part: str | Table | Facts, gap: int) -> Any:
-    """Renderables for Rich."""
+    """Make what Rich draws."""
     from rich.table import Table as Grid
     from rich.text import Text as Styled
 
@@ -164,7 +164,7 @@ def _drawn(part: str | Table | Facts, gap: int) -> Any:
 
 
 def _console(width: int | None = None) -> Console:
-    """Console of a given width, else of COLUMNS, else of the terminal; unlimited without a terminal."""
+    """Console of the given width, else of COLUMNS, else of the terminal, else of a fixed width."""
     from rich.console import Console
 
     if width is None and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
@@ -274,7 +274,7 @@ def users_row(loop: ClosedLoop | None, mean_ttft_s: float | None) -> Row:
 
 
 def misfit_row(strategy: str, memory: Sequence[RankMemory], limit_bytes: int) -> Row:
-    """What the rank needs that is furthest over the limit, and how many others there are; no text if all fit."""
+    """Needs of the rank furthest above the limit, and the number of other ranks above it; no text if all fit."""
     over = [rank for rank, held in enumerate(memory) if held.total > limit_bytes]
     if not over:
         return "", None

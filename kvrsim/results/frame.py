@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
-_LARGEST = ("wait_s", "peak_bytes")  # lists per GPU of which the largest value counts
+_LARGEST = ("wait_s", "peak_bytes")  # lists per GPU that become their largest value
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
@@ -21,7 +21,7 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
 def scalars(row: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values as scalars: nested ones by names such as "link.latency_s", a list as text with commas between.
 
-    Of waits and memory per GPU, the largest. A list of mappings is left out.
+    Of waits and memory per GPU, the largest value. Lists of mappings are omitted.
     """
     flat: dict[str, Any] = {}
     for name, value in row.items():

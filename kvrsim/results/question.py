@@ -19,11 +19,11 @@ _LINK = ("name", "bandwidth_bytes_per_s", "latency_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """The scenario's part of a question, and the command's additions."""
+    """A scenario as plain values, and the command's own options."""
 
     model: str
     profile: str
-    cluster: Cluster  # with as many GPUs as take part
+    cluster: Cluster  # with the GPUs that take part
     num_gpus: int
     context_len: int  # tokens, the cached prefix included
     batch: int
@@ -39,7 +39,7 @@ class Question:
 
     @classmethod
     def of(cls, scenario: Scenario, *, seed: int = 0, **options: Any) -> Question:
-        """What a scenario asks; `options`: the command's own, plain JSON values."""
+        """Describe a scenario. options: the command's own options, plain JSON values."""
         request, quantization = scenario.request, scenario.model.quantization
         return cls(
             model=scenario.model.name,
@@ -77,7 +77,7 @@ class Question:
         return {"question": self.to_dict(), "version": __version__}
 
     def measured_header(self, *, predicted: bool) -> dict[str, Any]:
-        """Header of a measurement; without a prediction it has a machine, and neither cluster nor profile."""
+        """First fields of a measurement; without a prediction, cluster, profile and engine are null."""
         content = self.to_dict()
         if not predicted:
             content |= dict.fromkeys(("cluster", "profile", "engine", "memory_fraction"))

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Breakdown, Timeline
 
 
-NEAR = 1.02  # times the fastest TTFT, up to which what is easier to deploy is as good
+NEAR = 1.02  # strategies within this factor of the fastest TTFT count as equal
 
 
 class OnFirstUse:
-    """A frozen dataclass with fields that are computed when they are first read: `later` has their functions."""
+    """A frozen dataclass with fields that are computed on first use, by the functions in `later`."""
 
     __slots__ = ()
     later: Mapping[str, Callable[[], Any]]
 
     @classmethod
     def of(cls, later: Mapping[str, Callable[[], Any]], **values: Any) -> Self:
-        """An object with these values and, for the fields that `later` names, the results of its functions."""
+        """Make an object from values, and from functions for the fields that are computed on first use."""
         make: Any = cls
         one: Self = make(**values, **dict.fromkeys(later), later=later)
         for name in later:
@@ -112,7 +112,7 @@ class Answer(Displayed):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster, with as many GPUs as take part."""
+        """The cluster, with the GPUs that take part."""
         return self.question.cluster
 
     @property
@@ -151,12 +151,12 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortfall:
-    """What the strategy that is the nearest to fitting lacks, and remedies."""
+    """Memory that the nearest strategy lacks, and remedies."""
 
     strategy: str  # the compared strategy that comes nearest to fitting
     peak_bytes: int  # of the strategy's GPU that needs the most
     over_bytes: int  # bytes above the memory limit
-    would_fit: tuple[Remedy, ...]  # nothing that was tried, if empty
+    would_fit: tuple[Remedy, ...]  # empty: no change that was tried fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,11 +254,11 @@ class SimResult(StrategyPrediction, Answer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineBound:
-    """What no pipeline over the same ranks can beat, whatever its pieces and stages."""
+    """Lower bound on the TTFT of any pieces and stages of a pipeline over the same ranks."""
 
     lower_bound_s: float  # proven
     gap: float  # TTFT / lower_bound_s - 1
-    gap_as_chosen: float  # the same where a step of the engine takes what the pieces were chosen for
+    gap_as_chosen: float  # the gap with the step time that the pieces were chosen for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -269,7 +269,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     is_tied: bool  # whether its difference from the best is within the prediction interval of that difference
     speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP is not compared
     speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
-    exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
+    exposed_comm_s: float  # TTFT minus that of the same partition with free links
     wait_s: tuple[float, ...]  # per GPU; see RankReport
     approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
@@ -299,7 +299,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainBound:
-    """What no partition of a strategy that is a chain of KV-Runahead can beat."""
+    """Lower bound on the TTFT of any partition of a strategy that is a KV-Runahead chain."""
 
     strategy: str
     lower_bound_s: float  # proven
@@ -308,10 +308,10 @@ class ChainBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How fast chains of KV-Runahead over single GPUs could be at all; other strategies may be faster."""
+    """Bounds on TTFT for KV-Runahead chains over single GPUs; other strategies may be faster."""
 
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
-    ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched anew over links that cost nothing
+    ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched again with free links
     lower_bound_s: float | None  # proven: no KVR partition over these GPUs is faster; None: nothing is proven
     gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or nothing is proven
     of: str = "kvr"  # the strategy whose TTFT `lower_bound_s` bounds
@@ -325,8 +325,8 @@ class SearchReport:
     method: str  # of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
-    limit: int | None = None  # partitions of one strategy at which a search on a bus ended early; None: no search did
-    unsearched: tuple[str, ...] = ()  # strategies that could be the best, but for the budget; the likeliest first
+    limit: int | None = None  # number of partitions at which a search on a bus ended early; None: none did
+    unsearched: tuple[str, ...] = ()  # that could be the best but exceed the budget; likeliest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,7 +359,7 @@ class Promise:
     ttft_s: float | None  # None: more prompts arrive than the GPUs can prefill
     share: float  # of prefills that keep it
     rate_per_s: float | None  # of prompts; None: the GPUs are idle
-    slo_s: float | None  # target; None: there is none
+    slo_s: float | None  # target; None: no target
     meets: bool | None  # the target
     most_rate_per_s: float | None  # prompts per second up to which the target is met
 
@@ -435,7 +435,7 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def nearest(self) -> StrategyResult | None:
-        """The strategy that needs the least memory where nothing fits; no GPU reaches its estimated TTFT."""
+        """The strategy that needs the least memory, if nothing fits; its TTFT is an estimate that no GPU can reach."""
         return None if self.feasible else self.first
 
     @property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas
 
 SpanKind = Literal["compute", "wait", "transfer"]
-# all-gather: of the ranks' K and V; collective: among the GPUs that a rank stands for
+# all-gather: of the ranks' K and V; collective: among the GPUs of one rank
 SpanOp = WorkKind | Payload | Literal["all-gather", "collective", "stall"]
 
 
@@ -63,7 +63,7 @@ class BreakdownRow:
     what: str  # the matrix product, the kind of recurrence, or the cause of a wait
     seconds: float
     share: float  # of TTFT
-    roofline_share: float | None  # least seconds by the datasheet over seconds; None: no work of the device
+    roofline_share: float | None  # shortest time by the datasheet over `seconds`; None: no work of the device
     basis: Basis  # basis of the seconds
 
 
@@ -129,7 +129,7 @@ class Timeline:
     def write_chrome_trace(self, path: str | Path, question: Question | None = None, **about: str | None) -> None:
         """Write a JSON trace, with the question that the timeline answers; the file appears whole or not at all.
 
-        about: parts of the question that are otherwise; None: it has no such part.
+        about: values that replace parts of the question; None removes a part.
         """
         write_trace([("", self.spans, self.rank_names)], path, question, about)
 
@@ -146,10 +146,10 @@ def write_trace(
     question: Question | None,
     about: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
-    """Write one JSON trace of several timelines, each with its name ("": none), spans and names of ranks; atomically.
+    """Write one JSON trace of several timelines, each with its name (or ""), spans and names of ranks.
 
-    question: what the timelines answer; the trace has it with the version and, where there is one, the command.
-    about: parts of the question that are otherwise; None: it has no such part.
+    question: what the timelines answer; it is in the trace, with the version and the command.
+    about: values that replace parts of the question; None removes a part.
     """
     command = command_line()
     about_run: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
@@ -168,8 +168,8 @@ def write_trace(
 def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", number: int = 0) -> list[Event]:
     """Trace events of one timeline: one process per rank, with a thread for its compute stream and one for each link.
 
-    Times are microseconds, whole nanoseconds. A flow goes from each message to what its receiver then does.
-    ranks: their names. name: before them. number: of the timeline, where a trace has several.
+    Times are in microseconds, rounded to nanoseconds. A flow leads from each message to the receiver's next span.
+    ranks: their names. name: before them. number: that of the timeline in the trace.
     """
     first = number * _PIDS
     tracks = _tracks(spans)
@@ -217,7 +217,7 @@ def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
 def _tracks(spans: Sequence[Span]) -> dict[int, tuple[str, int]]:
     """Track name and thread number of each transfer, by the transfer's index among the spans.
 
-    There is a track for each receiver, and further ones for messages that overlap.
+    Each receiver has a track; messages that overlap have further tracks.
     """
     ends: dict[tuple[int, int], list[int]] = {}
     lanes: dict[int, tuple[int, int, int]] = {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-PAGE = ".html"  # of an interactive page, for results that have one
+PAGE = ".html"  # suffix of an interactive page
 
 # No dates, random ids or matplotlib version, so that the same figure gives the same bytes.
 _METADATA: dict[str, Any] = {
@@ -86,7 +86,7 @@ class Head:
 
     @property
     def height(self) -> float:
-        """Inches, with some room below."""
+        """Height in inches, with a margin below."""
         return 0.12 + _TITLE + _LINE * len(self._lines) + _LEGEND * len(self._rows) + 0.08
 
     def draw(self, figure: Figure) -> None:
@@ -120,7 +120,7 @@ class Head:
 
     @property
     def _rows(self) -> list[list[str]]:
-        """Labels, as many a row as there is room for."""
+        """Labels by row; a row has as many as fit."""
         rows: list[list[str]] = []
         left = 0.0
         for label in self.entries:

@@ -78,7 +78,7 @@ def is_pipeline(timeline: Timeline) -> bool:
 
 
 def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str]:
-    """Labels of everything drawn, in the order of a layer, with colours."""
+    """Labels and colours of all operations drawn, in the order of the legend."""
     drawn = {operation_of(span.kind, span.op) for span in spans}
     found = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
     if alternates and drawn & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
@@ -138,7 +138,7 @@ def mean_colours(shares: Mapping[str, Array], ground: str) -> Array:
 
 
 def _since(moments_s: Sequence[float], edges_s: Array) -> Array:
-    """Sum over past moments of the seconds since each, at each edge."""
+    """At each edge, the sum of the seconds since each earlier moment."""
     ordered = np.sort(moments_s)
     passed = np.searchsorted(ordered, edges_s)
     since: Array = passed * edges_s - np.concatenate([[0.0], np.cumsum(ordered)])[passed]

@@ -42,15 +42,15 @@ from kvrsim.version import __version__, command_line
 from kvrsim.views.style import rules, variable
 from kvrsim.views.table import Cell, Column, format_interval
 
-CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
+CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library, and its settings for our pages
 _STYLES = {
     "uPlot.iife.min.js": "uPlot.min.css",
     "controls.js": "controls.css",
     "serve.js": "serve.css",
-}  # that a script needs
+}  # styles of scripts
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
-_LONG = 28  # characters of a fact that takes two places
+_LONG = 28  # longer facts take the width of two
 _SHORT = 3  # number of facts that are always visible; the rest is folded
 
 
@@ -76,7 +76,7 @@ class Page:
     data: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values for the scripts
     scripts: Sequence[str] = ()  # files of assets, in the order in which they run
     live: bool = False  # whether scripts ask the server that the page is from (`kvrsim serve`)
-    strategies: Sequence[str] = ()  # strategies whose colours kvrsim's own lack, such as hybrids
+    strategies: Sequence[str] = ()  # further strategies that need a colour, such as hybrids
 
 
 def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
@@ -135,7 +135,7 @@ def asset(name: str) -> str:
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str], *, live: bool) -> str:
-    """Nothing but these scripts and styles; no request at all, or of a live page to its own server."""
+    """The policy: only these scripts and styles; no request, except by a live page to its own server."""
     parts = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:"]
     parts += ["connect-src 'self'", "frame-src 'self'"] if live else []
     return "; ".join((*parts, f"script-src {_hashes(scripts)}", f"style-src {_hashes(styles)}"))
@@ -180,7 +180,7 @@ _EMPTY = ("br", "hr", "input", "meta")
 
 
 class Html(str):
-    """Markup. Every string that is not one is text, and is escaped where it meets markup."""
+    """Markup. A plain string is text, which is escaped when it is put into markup."""
 
     __slots__ = ()
 
@@ -191,7 +191,7 @@ def text(content: str) -> Html:
 
 
 def join(parts: Iterable[str]) -> Html:
-    """Parts behind each other."""
+    """Join parts."""
     return Html("".join(text(part) for part in parts))
 
 
@@ -222,7 +222,7 @@ def table(
     ident: str | None = None,
     row_names: Sequence[str] | None = None,
 ) -> Html:
-    """A table that a reader can sort by each column, and that scrolls by itself where it is too wide.
+    """Make a table that a reader can sort by column and that scrolls if it is too wide.
 
     caption: what it holds, for screen readers. ident: its id. row_names: data-name of each row, for scripts.
     """
@@ -266,7 +266,7 @@ def _cell(column: Column, cell: str | Cell) -> Html:
 # Values as text, and small bars
 
 _BAR = 150  # pixels
-_FAR = 3.0  # times the lowest upper end, above which an interval has no bar
+_FAR = 3.0  # an interval that ends above this factor of the lowest upper end has no bar
 _LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "slo_ttft_s": "target"}
 
 
@@ -295,7 +295,7 @@ def in_words(value: object, name: str = "") -> str:
 
 
 def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
-    """A name with its colour, or with the colour of the strategy `colour_of`."""
+    """The name next to a square of its colour, or of the colour of the strategy `colour_of`."""
     dot = tag("rect", width=10, height=10, rx=2, fill=f"var({variable('strategy', colour_of or name)})")
     square = tag("svg", dot, class_="dot", width=10, height=10, aria_hidden="true")
     return tag("span", square, f" {name}", class_="strategy")
@@ -304,7 +304,7 @@ def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
 def interval_bar(
     low: float, value: float, high: float, span: tuple[float, float], colour: str, *, measured: float | None = None
 ) -> Html:
-    """An interval on an axis that several share.
+    """Draw an interval on an axis that several intervals share.
 
     span: both ends of the axis; an interval beyond it has no bar. colour: a CSS variable, for the value.
     measured: marked by a line across.
@@ -331,14 +331,14 @@ def interval_bar(
 
 
 def interval_cell(one: Prediction, strategy: str, span: tuple[float, float]) -> Cell:
-    """The interval as a bar and as text, in a strategy's colour. span: the axis, see `span_of`."""
+    """The interval as a bar in the strategy's colour and as text. span: ends of the axis, from `span_of`."""
     bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", strategy))
     text = format_interval(one.ttft_low_s, one.ttft_high_s)
     return Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
 
 
 def span_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The axis of bars: it holds all intervals but for those that are far above the lowest."""
+    """Ends of the axis of bars: it spans all intervals except those far above the lowest."""
     least = min(low for low, _ in intervals)
     most = _FAR * min(high for _, high in intervals)
     return least, max(high for _, high in intervals if high <= most)

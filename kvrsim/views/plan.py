@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_LONGEST = 2.0  # times the longest bar that fits
-_LETTER = 0.0115  # width of a letter, as a share of the axes
+_LONGEST = 2.0  # the axis ends at this factor of the longest bar that fits
+_LETTER = 0.0115  # width of a letter as a share of the axes' width
 
 
 def figure(plan: Plan) -> Figure:

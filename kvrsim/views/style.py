@@ -64,7 +64,7 @@ STRATEGY_COLOURS = {
     "pp-s": Colour("#64845c", "#5ed97c"),
 }
 
-# By what a span is: of a transfer its payload, of computation its kind of work. In the order of a legend.
+# By payload of a transfer, or kind of computation; in the order of the legend.
 OPERATIONS = {
     "request": Operation("request, step", Colour("#747a76", "#cbecee")),
     "embedding": Operation("embedding, head", Colour("#cc73b0", "#b65b7e")),
@@ -129,7 +129,7 @@ def text_on(colour: str) -> str:
 
 
 def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
-    """A colour nearer to the ground: that of odd layers, next to the same colour of even ones."""
+    """Fade a colour towards the ground: odd layers are faded."""
     return _mixed(colour, GROUND.on(ground), share)
 
 

@@ -1,4 +1,4 @@
-"""Tables and sentences as plain values, made once per result: terminal, notebooks and pages show the same ones."""
+"""Tables and sentences as plain values; terminal, notebooks and pages share them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
-_CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
-_FEW = 8  # chunks, up to which all are written
+_CLAIMED = 0.7, 0.9  # intervals with such a coverage are called 80 % intervals
+_FEW = 8  # up to this number, all chunks are written
 _ROUNDING_S = 1e-12  # smaller differences are rounding
 
 
@@ -47,8 +47,8 @@ class Column:
     title: str  # may have two lines
     number: bool = False  # aligned to the right; sorted from the smallest
     wraps: bool = False  # prose, which may take several lines
-    hint: str = ""  # meaning of the column; a page shows it at the pointer
-    rank: int = 1  # above 1 a phone leaves it out; a narrow terminal leaves out the highest first
+    hint: str = ""  # meaning of the column; a page shows it as a tooltip
+    rank: int = 1  # columns above rank 1 are hidden on phones; narrow terminals hide the highest rank first
 
     @property
     def label(self) -> str:
@@ -85,14 +85,14 @@ class Table:
 
 
 def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> Table:
-    """A table with these columns, or one with them added; numbers are aligned to the right."""
+    """Make a table with these columns, or add them to `into`; numbers are aligned to the right."""
     table = into or Table()
     table.columns += [Column(title=title, number=numbers) for title in titles]
     return table
 
 
 def narrowing(table: Table, *optional: str) -> Table:
-    """The table with ranks of columns: a narrow terminal leaves out the titles that begin so, in this order."""
+    """Rank columns: a narrow terminal hides those whose titles begin with these texts, in this order."""
     ranks = {title: 1 + len(optional) - place for place, title in enumerate(optional)}
 
     def ranked(column: Column) -> Column:
@@ -105,7 +105,7 @@ def narrowing(table: Table, *optional: str) -> Table:
 def interval_title(coverage: float | None) -> str:
     """Column title of prediction intervals: "80 %" if they held 70 to 90 % of the held-out TTFTs.
 
-    coverage: the share that was; None: nobody checked it.
+    coverage: the measured share; None: not measured.
     """
     claimed = coverage is not None and _CLAIMED[0] <= coverage <= _CLAIMED[1]
     return INTERVAL_TITLES[0] if claimed else INTERVAL_TITLES[1]
@@ -129,7 +129,7 @@ def format_partition(chunks: Sequence[int], room: int = 14) -> str:
 
 
 def format_wait(seconds: float) -> str:
-    """Seconds that are a difference of two times: what rounding leaves of nothing is nothing."""
+    """Format a difference of two times; a rounding error prints as 0."""
     return format_seconds(seconds if seconds > _ROUNDING_S else 0.0)
 
 
@@ -281,7 +281,7 @@ def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
 
 
 def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
-    """Strategies that engines have, next to those that are faster in theory."""
+    """Compare strategies that engines have with those that are faster but not available."""
     best = plan.first
     if best.engines:
         engines = ", ".join(f"{name} {version.split()[0]}" for name, version in best.engines.items())
@@ -313,7 +313,7 @@ _ENGINES = ("vllm", "sglang", "trtllm")
 
 
 def _would_fit(plan: Plan) -> Iterator[str]:
-    """Table of changes of the question that would fit."""
+    """One line per change of the question after which a strategy fits."""
     assert plan.shortfall is not None
     for one in plan.shortfall.would_fit:
         gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"

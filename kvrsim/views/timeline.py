@@ -1,9 +1,8 @@
 """Timelines as the data of a page: columns of whole numbers, lane by lane.
 
-A lane is a rank's compute stream or its way out. Its spans stand in the order of their beginning. Times are in ticks of
-at least a nanosecond: each span has the ticks from the end of the one before to its beginning (`gap`; below 0 where
-messages overlap) and the ticks that it lasts. What spans have in common (operation, receiver, bytes) is
-in a table of kinds.
+A lane is the compute stream or the outgoing link of a rank. Its spans are ordered by start. Times are in ticks of
+at least a nanosecond: each span has its distance from the end of the previous span (`gap`, negative if messages
+overlap) and its length. A table of kinds holds what spans share: operation, receiver and bytes.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _KEYS = (
     " [←] [→] [↑] [↓] go from operation to operation."
 )
 _FINEST_S = 1e-9
-_MOST_TICKS = 2**32  # ticks of a timeline, few enough to write a long one without needless digits
+_MOST_TICKS = 2**32  # limits the digits of long timelines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledTimeline:
     """A timeline that a page shows."""
 
-    name: str  # by which a reader selects the timeline
+    name: str  # shown where a reader selects the timeline
     title: str  # above its lanes
     timeline: Timeline
-    basis: str | None = None  # basis of all its seconds; None: that of the timeline
-    memory: str | None = None  # name of its memory on the page; None: its own name
+    basis: str | None = None  # basis of all seconds; None: each span's own
+    memory: str | None = None  # key of its memory on the page; None: `name`
 
 
 def gantt_section(*, several: bool) -> Section:
-    """The chart, its keys, and a table with the same times; several: a reader chooses two timelines."""
+    """The chart, its keys, and a table of its times. several: a reader selects two of the timelines."""
     chart = tag("div", id="gantt", class_="chart")
     times = tag("details", tag("summary", "Seconds by rank and kind"), tag("div", id="times"))
     title = "Timelines" if several else "Timeline"
@@ -54,7 +53,7 @@ def gantt_section(*, several: bool) -> Section:
 
 
 def timelines_data(shown: Sequence[LabelledTimeline]) -> dict[str, Any]:
-    """Data for SCRIPTS: the timelines, of which a reader sees two, and their legend."""
+    """Data for SCRIPTS: the timelines and their legend."""
     return {"timelines": [to_data(one) for one in shown], "legend": legend(one.timeline for one in shown)}
 
 
@@ -92,7 +91,7 @@ def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
 
 
 def _with_keys(words: str) -> Iterator[str]:
-    """Text in which names of keys stand in brackets."""
+    """Mark up a text in which names of keys are in brackets."""
     for number, part in enumerate(re.split(r"[][]", words)):
         yield tag("kbd", part) if number % 2 else part
 

@@ -149,6 +149,20 @@ class RankArgs(Arguments):
     ranks: Any = entry(count(64))
     timeout: Any = entry(quantity(parse_seconds), "60s")
 
+    def setup(self, device: str, threads: int, max_bytes: int) -> LinkSetup:
+        """What links are timed between: the given number of ranks, or as many as the machine has room for."""
+        from calibrate.measure.ranks import LinkSetup
+        from kvrsim.runtime.host import devices
+
+        return LinkSetup(
+            num_ranks=self.ranks or devices(device, threads),
+            device=device,
+            backend="nccl" if device == "cuda" else "gloo",
+            num_threads=threads,
+            max_bytes=max_bytes,
+            timeout_s=self.timeout,
+        )
+
 
 @app.command("compute")
 @takes(LayerArgs)
@@ -167,8 +181,7 @@ def compute(
     """
     from calibrate.measure.compute import compute_campaign
 
-    campaign = compute_campaign(layers.setup(), Path(output), command())
-    _measure_one(campaign, minutes, json=json)
+    _measure_one(compute_campaign(layers.setup(), Path(output), command()), minutes, json=json)
 
 
 @app.command("links")
@@ -195,34 +208,10 @@ def links(
     from calibrate.measure.links import link_campaign
     from kvrsim.runtime.host import chosen_device
 
-    place = chosen_device(device)
-    num_ranks = _num_ranks(effort.ranks, place, threads)
-    if num_ranks < 2:
-        raise InputError("ranks", num_ranks, "at least 2: links join ranks")
-    setup = _link_setup(place, num_ranks, threads, max_bytes, effort.timeout)
-    campaign = link_campaign(setup, Path(output), command())
-    _measure_one(campaign, minutes, json=json)
-
-
-def _link_setup(device: str, num_ranks: int, threads: int, max_bytes: int, timeout_s: float) -> LinkSetup:
-    """What links are timed between."""
-    from calibrate.measure.ranks import LinkSetup
-
-    return LinkSetup(
-        num_ranks=num_ranks,
-        device=device,
-        backend="nccl" if device == "cuda" else "gloo",
-        num_threads=threads,
-        max_bytes=max_bytes,
-        timeout_s=timeout_s,
-    )
-
-
-def _num_ranks(ranks: int | None, device: str, threads: int) -> int:
-    """The given number of ranks, or as many as the machine has room for."""
-    from kvrsim.runtime.host import devices
-
-    return devices(device, threads) if ranks is None else ranks
+    setup = effort.setup(chosen_device(device), threads, max_bytes)
+    if setup.num_ranks < 2:
+        raise InputError("ranks", setup.num_ranks, "at least 2: links join ranks")
+    _measure_one(link_campaign(setup, Path(output), command()), minutes, json=json)
 
 
 def _run(campaign: Campaign, minutes: float) -> Outcome:
@@ -298,15 +287,13 @@ def calibrate_all(
     if links is not None:
         read_source(links, "links")  # raises before the work starts
     setup = layers.setup()
-    num_ranks = _num_ranks(effort.ranks, setup.device, setup.threads)
+    longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
+    ranks = effort.setup(setup.device, setup.threads, longest)
     stem = Path(output).with_suffix("")
     files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"))}
-    measures_links = links is None and link is None and num_ranks > 1
     campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
-    if measures_links:
+    if links is None and link is None and ranks.num_ranks > 1:
         links = f"{stem}.links.csv"
-        longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
-        ranks = _link_setup(setup.device, num_ranks, setup.threads, longest, effort.timeout)
         campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
     outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
     sources = [files["compute"], *([links] if links else [])]

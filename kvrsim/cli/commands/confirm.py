@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planner.confirm.result import Confirmation
     from planner.confirm.search import SearchedPartition
 
-NOT_MET = 1  # exit code: a target, or a rank that failed
+NOT_MET = 1  # exit code if a target is not met or a rank fails
 _STARTING = "planning and starting ranks"
 _share = quantity(parse_share)
 

@@ -27,7 +27,7 @@ class NotACheckoutError(KvrsimError):
 
 @app.callback()
 def _validate() -> None:
-    """Make a group, because Typer would run a single command without its name."""
+    """Keep `published` a command of a group; Typer would drop the name of a single command."""
 
 
 @app.command("published")
@@ -69,6 +69,6 @@ def validation_screen(result: Mapping[str, Any]) -> list[Part]:
 
 
 def _errors(group: str, errors: Mapping[str, Any]) -> str:
-    """One line of a group's count and errors."""
+    """One line: the number of cases and the errors of a group."""
     shown = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
     return f"{group.replace('_', ' ')}: {', '.join(shown)}"

@@ -135,7 +135,7 @@ def test_all_makes_a_profile_that_predicts_the_machine(
     options = ("--model", config, "--ctx", "2k", "--ranks", 4, "--minutes", 0.5)
     made = answer(capsys, "calibrate", "all", "-o", output, *options)
     assert made["measured"]["layers"]["rows"] > 100
-    assert all(Path(name).exists() for name in answer["files"].values())
+    assert all(Path(name).exists() for name in made["files"].values())
     names = {path.name for path in tmp_path.iterdir()}
     beside = {"mine.json", "mine.compute.csv", "mine.links.csv", "mine.md", "mine.png"}
     assert names == beside | {"tiny.json"}
