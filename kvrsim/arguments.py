@@ -423,15 +423,15 @@ class ScenarioArgs(Arguments):
     cached_prefix : LEN
         Leading tokens whose K and V are already cached.
     prefix_placement : all|sharded|host[:RATE]|remote[:RATE]
-        Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory, or in a remote
-        store; RATE is a GPU's bandwidth to it, such as 20GB/s.
+        Location of the cached K and V: every rank, shards of tokens, host memory, or a remote store; RATE is the
+        bandwidth per GPU, such as 20GB/s.
     dtype : fp16|bf16|fp8|fp32
         Type of weights, activations and KV cache; with fp8 only the layers' matrix products are in FP8.
         Default: the checkpoint's.
     expert_parallel : bool
-        Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them.
+        Place whole experts on GPUs (expert parallelism); ranks exchange their tokens.
     expert_imbalance : X
-        With --expert-parallel, rows of the busiest GPU over the mean. Default: that of a power law.
+        With --expert-parallel, the busiest GPU's tokens over the mean of all GPUs. Default: from a power law.
 
     Machine
     -------
@@ -447,7 +447,7 @@ class ScenarioArgs(Arguments):
     attention : eager|sdpa|flash
         Attention kernel. Default: the profile's first.
     memory_fraction : F
-        Share of each GPU's memory that the prefill may use, above 0 to 1.
+        Share of each GPU's memory that the prefill may use: above 0, up to 1.
     link_bandwidth : RATE
         Override the cluster's link bandwidth (per direction), such as 10GB/s.
     link_latency : TIME
@@ -621,8 +621,8 @@ class PlanArgs(SearchArgs, TargetArgs):
     Question
     --------
     strategies : NAMES|all|FILE.py:NAME
-        Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every one that runs here
-        and could fit in memory.
+        Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every
+        strategy that the GPUs allow and that could fit in memory.
     """
 
     strategies: Any = entry(strategy_list)
@@ -648,7 +648,7 @@ class SimulateArgs(Arguments):
     Output
     ------
     breakdown : bool
-        Print the seconds of every operation, and whether they were measured.
+        Print the seconds of every operation and their basis, such as measured or interpolated.
     """
 
     strategy: Any = entry(named(STRATEGY), REQUIRED)
@@ -688,8 +688,7 @@ class UsersArgs(Arguments):
     Question
     --------
     users : C
-        Add the mean TTFT of C users at once, each with one request in flight, as benchmarks of engines report
-        it.
+        Add the mean TTFT of C concurrent users with one request each, as engines' benchmarks report it.
     output_tokens : N
         With --users, mean output tokens of a request. Default: 1024.
     """
@@ -747,16 +746,15 @@ class FleetArgs(Arguments):
     requests : FILE|synthetic:SPEC
         A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.
     columns : ROLE=COLUMN,...
-        Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: by usual
-        names.
+        Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: usual names.
     rate_scale : X
         Multiply the number of requests in the same time.
     replications : N
-        Number of independent draws of a synthetic workload.
+        Number of independent samples of a synthetic workload.
     pack_tokens : LEN
-        Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.
+        Pack waiting prompts into steps of at most LEN new tokens; longer prompts are split.
     order : first-come|shortest-first
-        Order of the queue: first come, or fewest new tokens.
+        Order of the queue: arrival, or fewest new tokens first.
 
     Target
     ------
@@ -772,7 +770,7 @@ class FleetArgs(Arguments):
     max_gpus : N
         Largest fleet to consider. Default: 512.
     group_sizes : N,N,...
-        Group sizes to consider. Default: 1,2,4,8 or, where the cluster has nodes, up to two of them.
+        Group sizes to consider. Default: 1,2,4,8; with nodes, up to the GPUs of two nodes.
     uniform_only : bool
         Consider only fleets of equal groups behind one queue.
     price_per_gpu_hour : USD
@@ -780,9 +778,9 @@ class FleetArgs(Arguments):
     objective : gpus|cost
         What to minimise.
     tpot : TIME
-        Time per output token, such as 30ms: the target of the fleet that decodes, which is then sized.
+        Target time per output token, such as 30ms; also sizes the fleet that decodes.
     kv_transfer_bandwidth : RATE
-        Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.
+        Add the transfer of the KV cache to the fleet that decodes; bandwidth per GPU, such as 50GB/s.
     """
 
     requests: Any = entry(named("pandas:DataFrame", "pandas.core.frame:DataFrame"), REQUIRED)

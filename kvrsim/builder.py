@@ -80,7 +80,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
 
 @takes(ScenarioArgs)
 def make_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
-    """Build what a prediction is about, and notes on it.
+    """Build the scenario of a prediction, and notes on it.
 
     Numbers may be text with a unit, as on the command line.
 
@@ -92,7 +92,7 @@ def make_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     scenario : Scenario
         Model, cluster, request and everything else that a TTFT depends on.
     notes : tuple of str
-        What a reader of a prediction must know, such as that it is extrapolated.
+        Limits of the prediction, such as that it is extrapolated.
 
     Raises
     ------

@@ -11,7 +11,7 @@ _MARKDOWN = re.compile(r"([\\`*\[\]|])")
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character escaped, such as \x1b, so that no terminal obeys it."""
+    r"""Escape every control character, such as \x1b, so that no terminal interprets it."""
     return _CONTROLS.sub(lambda found: _spelled(found[0]), text)
 
 
@@ -21,7 +21,7 @@ def _spelled(character: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """The text as plain words of a Markdown page: no HTML, link or emphasis, and no new line or table cell."""
+    """Escape a text for Markdown: no HTML, link, emphasis, line break or table cell."""
     words = " ".join(printable(text).split())
     escaped = _MARKDOWN.sub(r"\\\1", words)
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

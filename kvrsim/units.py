@@ -1,7 +1,7 @@
-"""What a user writes, checked and turned into SI units: the only conversions.
+"""Parse what a user writes into SI units, and format values for people.
 
-`parse_*` read a command-line value, also lists of lengths such as `4k,8k` or `1k:32k:1k`; `format_*` write for people.
-Every mistake raises InputError naming the argument. `scale` reads units from the names of fields.
+`parse_*` read a value, also lists of lengths such as `4k,8k` or `1k:32k:1k`, or raise InputError naming the argument.
+`scale` reads units from the names of fields.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def cached_scale(value: Any, factor: float) -> Any:
 
 
 MOST_VALUES = 10_000  # most values of one list
-MOST_PLACES = 20_000  # contexts times numbers of GPUs, and whatever else is crossed with them
+MOST_PLACES = 20_000  # most combinations of contexts, numbers of GPUs and bandwidths
 _ACCEPTED = (
     "lengths with commas between, or FIRST:LAST:STEP or FIRST:LAST:xFACTOR with both ends, such as 4k,8k or 1k:32k:1k"
     " or 1k:64k:x2"
@@ -210,7 +210,7 @@ _ACCEPTED = (
 
 
 def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
-    """Tokens, rising, each once; InputError names the argument.
+    """Tokens in rising order, each once; InputError names the argument.
 
     >>> parse_lengths("1k:2k:512,4k", "ctx")
     (1024, 1536, 2048, 4096)
@@ -226,7 +226,7 @@ def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
 
 
 def check_places(argument: str, *lists: Sequence[object]) -> None:
-    """Refuse more combinations of the lists' values than MOST_PLACES; InputError names the argument."""
+    """Raise InputError, which names the argument, if the lists have more than MOST_PLACES combinations."""
     places = math.prod(len(values) for values in lists)
     if places > MOST_PLACES:
         sizes = " x ".join(str(len(values)) for values in lists)
@@ -234,7 +234,7 @@ def check_places(argument: str, *lists: Sequence[object]) -> None:
 
 
 def _lengths_of(part: str, text: str, argument: str) -> list[int]:
-    """One length, or all of a range; its last is in it, whether or not a step ends there."""
+    """One length, or all lengths of a range, which includes its last length."""
     numbers = part.split(":")
     if len(numbers) == 1:
         return [parse_tokens(part, argument)]

@@ -1,4 +1,4 @@
-"""What is running: the version, apart from the facade so that results can carry it, and the command."""
+"""The version and the command line that runs; results contain both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROGRAMS = ("kvrsim", "kvrsim.exe", "__main__.py")
 
 
 def command_line() -> str | None:
-    """The command that is running, as a shell takes it; None: kvrsim is used from Python."""
+    """The running command, quoted for a shell; None if kvrsim is used from Python."""
     if not sys.argv or PurePath(sys.argv[0]).name not in _PROGRAMS:
         return None
     return shlex.join(["kvrsim", *sys.argv[1:]])

@@ -104,7 +104,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Make a command; None where there is none of this name."""
+        """Make a command; None if the name is unknown."""
         return made(cmd_name) if cmd_name in COMMANDS else None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

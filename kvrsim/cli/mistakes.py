@@ -73,7 +73,7 @@ def command_of(arguments: Sequence[str], program: Any) -> Any:
 
 
 def click_exception() -> type[Exception]:
-    """Click's base class, wherever this Typer keeps it: newer ones carry Click inside."""
+    """Return Click's base class of errors; newer versions of Typer include Click."""
     return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 

@@ -66,7 +66,7 @@ class Question:
         return content | {"cluster": self._cluster()} | dict(self.options)
 
     def _cluster(self) -> dict[str, Any]:
-        """The figures of the cluster with the largest effect on times; answers contain the whole cluster."""
+        """The cluster's values with the largest effect on times; answers contain the whole cluster."""
         network = self.cluster.network
         content = fields_to_json(self.cluster, "name", "num_gpus", "topology", "gpus_per_node")
         content |= {"gpu": self.cluster.gpu.name, "link": fields_to_json(self.cluster.link, *_LINK)}

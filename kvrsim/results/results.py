@@ -204,7 +204,7 @@ class RankReport:
     rank: int
     chunk_len: int  # tokens
     compute_s: float  # device time of its own operations
-    wait_s: float  # until it has finished, less compute_s: waiting for data, links or the host
+    wait_s: float  # finish time minus compute_s: waits for data, links or the host
     sent_bytes: float
     loaded_bytes: float  # of the cached prefix, from outside or from other ranks
     memory: RankMemory
@@ -275,7 +275,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
     bound: PipelineBound | None = None  # only where pieces and stages were searched
     layout: Layout  # of all GPUs
-    searched: bool = True  # False: the partition is a rough one, as the strategy cannot be the best or the budget ended
+    searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
 
@@ -427,7 +427,7 @@ class Plan(Answer, OnFirstUse):
     def best_on(self, engine: str) -> StrategyResult | None:
         """The fastest strategy that fits and that an engine has; within 2 %, the one with the least effort.
 
-        None: the engine has none of those that fit.
+        None: the engine has no strategy that fits.
         """
         has = [one for one in self.strategies if one.fits and engine in one.engines and one.approximate is None]
         near = [one for one in has if one.ttft_s <= NEAR * has[0].ttft_s]

@@ -1,4 +1,4 @@
-"""What happened when, on which rank and link, and where the time of a prefill goes.
+"""Timelines: spans of time on ranks and links, and their sums by operation.
 
 A timeline is a table of spans, or a trace for Perfetto and chrome://tracing, with an arrow for every message and the
 question that it answers. Source: "Trace Event Format" of the Chromium project: complete events, flow events and
@@ -37,7 +37,7 @@ class Span:
 
     rank: int  # rank that computes or waits; of a transfer, the sender
     kind: SpanKind
-    op: SpanOp  # subject of a compute, payload of a transfer, or cause of a wait
+    op: SpanOp  # kind of work, payload of a transfer, or cause of a wait
     name: str  # the operation, such as "attention" or "kv to rank 3"
     layer: int | None  # decoder layer, None for embedding and head
     start_s: float
@@ -56,7 +56,7 @@ Basis = Literal["measured", "interpolated", "extrapolated", "fitted", "datasheet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BreakdownRow:
-    """One kind of work, or of waiting, on one rank, all layers together."""
+    """Time of one kind of work or waiting on one rank, summed over layers."""
 
     rank: int
     kind: str  # an operation, such as "gemm" or "recurrence", "resume" (after communication) or "wait"
@@ -92,7 +92,7 @@ class Timeline:
     strategy: str
     num_ranks: int
     spans: tuple[Span, ...]
-    gpus_per_rank: int = 1  # GPUs per rank, which do everything alike
+    gpus_per_rank: int = 1  # GPUs per rank; they do the same work
     bases: tuple[str, ...] = ()  # basis of each span's seconds, such as "interpolated"; empty: not determined
 
     def rank_name(self, rank: int) -> str:
@@ -137,7 +137,7 @@ class Timeline:
 Event = dict[str, Any]
 
 _PIDS = 10_000  # process numbers reserved for one timeline
-_COMPUTE = 0  # thread number; links have those above
+_COMPUTE = 0  # thread number; links have higher numbers
 
 
 def write_trace(
@@ -169,7 +169,7 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
     """Trace events of one timeline: one process per rank, with a thread for its compute stream and one for each link.
 
     Times are in microseconds, rounded to nanoseconds. A flow leads from each message to the receiver's next span.
-    ranks: their names. name: before them. number: that of the timeline in the trace.
+    ranks: their names. name: prefix of the names. number: that of the timeline in the trace.
     """
     first = number * _PIDS
     tracks = _tracks(spans)
@@ -209,7 +209,7 @@ class _Stream:
 
 
 def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
-    """Begin and end; a message lasts at least a nanosecond."""
+    """Begin and end in nanoseconds; a message lasts at least one."""
     begin, end = round(span.start_s * 1e9), round(span.end_s * 1e9)
     return begin, max(end, begin + 1) if moves else end
 

@@ -32,10 +32,10 @@ class SavedAnswer:
     """A plan or a simulation, as its JSON has it."""
 
     name: str
-    question: Mapping[str, str]  # its parts in words, by label
+    question: Mapping[str, str]  # parts in words, by label
     strategies: tuple[SavedStrategy, ...]
     best: SavedStrategy | None  # None: nothing fits
-    limits: Mapping[str, float]  # shares of the best one's TTFT by kind of operation
+    limits: Mapping[str, float]  # shares of the best strategy's TTFT by kind of operation
 
     @classmethod
     def read(cls, path: str, name: str) -> SavedAnswer:
@@ -75,7 +75,7 @@ def _parts(question: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 
 
 def headline(answers: Sequence[SavedAnswer]) -> str:
-    """Name the fastest answer, and its lead."""
+    """Name the fastest answer and its lead over the others."""
     some = sorted((one.best.ttft_s, one.name, one.best.strategy) for one in answers if one.best is not None)
     if not some:
         return "Nothing fits in any of the answers."

@@ -1,4 +1,4 @@
-"""Saving a figure: PNG, SVG or PDF by the path's suffix, atomically and reproducibly."""
+"""Figures: the head of a chart, lanes, and reproducible files as PNG, SVG or PDF."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _LETTER, _SWATCH = 0.069, 0.36  # widths in a legend, inches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """Title, subtitle and legend of a figure `width` inches wide."""
+    """Title, subtitle and legend of a figure; `width` in inches."""
 
     title: str
     subtitle: str
@@ -111,7 +111,7 @@ class Head:
 
     @property
     def _short_title(self) -> str:
-        """The words that fit in one line."""
+        """The title, shortened to one line."""
         return textwrap.shorten(printable(self.title), int(8.4 * self.width), placeholder=" …")
 
     @property
@@ -145,7 +145,10 @@ WIDTH = 10.0  # inches
 
 
 def headed(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
-    """A figure with a head above axes of a height in inches; left: where the axes begin, as a share of the width."""
+    """Make a figure with a head above axes.
+
+    lanes_inches: height of the axes. left: their left edge as a share of the width.
+    """
     height = head.height + lanes_inches + 0.85
     figure = drawing(head.width, height)
     bottom, top = 0.55 / height, 1 - (head.height + 0.3) / height
@@ -154,7 +157,7 @@ def headed(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
 
 
 def set_lanes(axes: Axes, names: Sequence[str], unit: str) -> None:
-    """Name the lanes, the first one on top, and the unit below; of many lanes only some are named."""
+    """Label the lanes, the first on top, and the unit below; with many lanes only some have labels."""
     named = range(0, len(names), -(-len(names) // 32))
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.set_yticks(named, [names[lane] for lane in named])
@@ -190,7 +193,7 @@ def drawing(width: float, height: float, *, layout: Literal["constrained"] | Non
 
 
 def write(result: object, view: ModuleType, path: str | Path) -> None:
-    """Write a result as its view shows it; InputError naming the argument plot where that is not possible."""
+    """Write the figure or page of a result; InputError names the argument plot if that is not possible."""
     check_suffix(path, page=True)
     if is_page(path):
         from kvrsim.views.page import write_page

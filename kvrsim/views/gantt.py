@@ -64,12 +64,12 @@ def draw_timeline(axes: Axes, timeline: Timeline, end_s: float, *, title: str = 
 
 
 def is_solid(span: Span) -> bool:
-    """Whether a rank's stream is occupied by work or a collective of its own group, rather than waiting."""
+    """Whether a rank computes or takes part in a collective of its own group, instead of waiting."""
     return span.kind == "compute" or (span.kind == "wait" and span.op == "collective")
 
 
 def is_pipeline(timeline: Timeline) -> bool:
-    """Whether every layer is on some of the ranks only."""
+    """Whether no layer is on all ranks."""
     ranks: dict[int, set[int]] = {}
     for span in timeline.spans:
         if span.layer is not None and span.kind == "compute":
@@ -90,7 +90,7 @@ def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[st
 
 
 def _draw_lanes(axes: Axes, spans: Iterable[Span], end_s: float, *, alternates: bool) -> None:
-    """Draw each pixel in the mean colour of its spans; long waits are hatched, messages take at least two pixels.
+    """Draw each pixel in the mean colour of its spans; long waits are hatched, messages are at least two pixels wide.
 
     alternates: draw odd layers in lighter colours.
     """
@@ -121,7 +121,7 @@ def _draw_lanes(axes: Axes, spans: Iterable[Span], end_s: float, *, alternates: 
 
 
 def covered_shares(times_s: Sequence[tuple[float, float]], end_s: float, bins: int) -> Array:
-    """Share of each of `bins` equal time bins up to `end_s` that intervals cover, shape (bins,); at most 1."""
+    """Share that intervals cover of each of `bins` equal bins from 0 to `end_s`, shape (bins,); at most 1."""
     edges = np.linspace(0.0, end_s, bins + 1)
     begin_s, until_s = zip(*times_s, strict=True)
     shares: Array = np.diff(_since(begin_s, edges) - _since(until_s, edges)) / np.diff(edges)

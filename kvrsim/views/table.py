@@ -17,7 +17,7 @@ INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
 _CLAIMED = 0.7, 0.9  # intervals with such a coverage are called 80 % intervals
 _FEW = 8  # up to this number, all chunks are written
-_ROUNDING_S = 1e-12  # smaller differences are rounding
+_ROUNDING_S = 1e-12  # smaller differences are rounding errors
 
 
 class Text(str):
@@ -157,9 +157,9 @@ MOST_ROWS = 5  # of the first screen
 
 
 def strategies_table(plan: Plan, *, short: bool = False) -> Table:
-    """One row per strategy in the plan's order, the best in bold.
+    """Table of strategies in the plan's order, the best in bold.
 
-    short: the fastest that fit, at most five of them with the best one; all times in one unit.
+    short: at most five strategies that fit, the best included; all times have one unit.
     """
     rows = list(plan.strategies)
     if short:

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _ROWS = "Write the measurements as CSV."
-_COMPUTE_SHARE = 0.75  # share of the minutes of `all`
-_NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one
+_COMPUTE_SHARE = 0.75  # share of `--minutes` in `calibrate all`
+_NO_DATASHEET = "pcie4-x16"  # assumed link of a device that no built-in cluster has
 
 
 def _kernels(value: object, parameter: str) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class LayerArgs(Arguments):
     threads: Any = THREADS
 
     def setup(self) -> ComputeSetup:
-        """What is measured, with what torch finds on this machine."""
+        """What is measured; torch finds the devices."""
         require_torch()
         from calibrate.measure.forward import ComputeSetup
         from kvrsim.io.schema import JsonObject
@@ -150,7 +150,7 @@ class RankArgs(Arguments):
     timeout: Any = entry(quantity(parse_seconds), "60s")
 
     def setup(self, device: str, threads: int, max_bytes: int) -> LinkSetup:
-        """What links are timed between: the given number of ranks, or as many as the machine has room for."""
+        """Ranks between which links are measured; by default as many as the machine has room for."""
         from calibrate.measure.ranks import LinkSetup
         from kvrsim.runtime.host import devices
 
@@ -215,7 +215,7 @@ def links(
 
 
 def _run(campaign: Campaign, minutes: float) -> Outcome:
-    """Measure, with a progress bar and notes on standard error."""
+    """Measure; progress and notes go to standard error."""
     from calibrate.measure.campaign import measure
 
     with Progress(f"{campaign.title}: preparing", is_timed=True) as progress:
@@ -241,7 +241,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def show_outcome(outcome: Outcome, output: str) -> None:
-    """One line each for what was measured, what was not, and where it is."""
+    """Print what was measured, what was skipped, and the file."""
     spread = outcome.median_spread
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
     measured = f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}"
@@ -285,7 +285,7 @@ def calibrate_all(
     if links is not None and link is not None:
         raise InputError("link", link, "nothing where --links is given")
     if links is not None:
-        read_source(links, "links")  # raises before the work starts
+        read_source(links, "links")  # a mistake is reported before the work starts
     setup = layers.setup()
     longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
     ranks = effort.setup(setup.device, setup.threads, longest)
@@ -314,7 +314,7 @@ def calibrate_all(
 
 
 def _datasheet_link(compute: str) -> str | None:
-    """None where a built-in cluster has the device; else the link that such a device is likely to have."""
+    """None if a built-in cluster has the device; else a link that the device is likely to have."""
     from calibrate.data import read_origins
     from kvrsim.hardware import builtin_clusters, load_cluster
 
@@ -334,7 +334,7 @@ class FitArgs(Arguments):
     link : NAME|PATH
         The link measured. Default: the one of the GPU's cluster.
     attention_kernel : fa2|flashinfer|paged|fa3|eager
-        Form of the kernel. Default: the best fit.
+        The kernel's cost model. Default: the best fit.
 
     Output
     ------
@@ -390,7 +390,7 @@ def import_(
 
 
 def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: str | None = None) -> None:
-    """Fit a profile to the rows of sources, by the argument that names them; also write the rows, if requested."""
+    """Fit a profile to the rows of sources, given by argument; also write the rows if requested."""
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 
@@ -411,7 +411,7 @@ def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: st
 def write_fit(
     rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Fit, write, and print how well the profile agrees; with --json only the caller prints."""
+    """Fit and write a profile, and print its errors; with --json only the caller prints."""
     from calibrate.fit.profile import FitChoices, Label, fit_profile
     from calibrate.measure.device import gpu_of, link_of
 
@@ -435,7 +435,7 @@ def write_fit(
 
 
 def _show(report: FitReport, wanted: FitArgs) -> None:
-    """One row per operation, then notes."""
+    """Print the errors of each operation, and notes."""
     from calibrate.fit.report import TITLES
 
     table = columns("operation")
@@ -504,11 +504,11 @@ def prefills(
 
 
 _RATIOS = ("kernel_scale", "sustained_share")
-_FEW = 4  # number of rows below which left-out errors are uncertain
+_FEW = 4  # with fewer rows, left-out errors are uncertain
 
 
 def show_fit(fit: PrefillFit, output: str) -> None:
-    """Terms, errors, then rows."""
+    """Print the engine's terms, their errors, and the rows."""
     table = columns("term")
     columns("prior", "fitted", "80 % interval", numbers=True, into=table)
     columns("identified", "what", into=table)
@@ -546,7 +546,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
 
 
 def show_check(check: PrefillCheck, scenario: Scenario) -> None:
-    """Rows, then their errors together."""
+    """Print the rows and their errors."""
     rows = columns("row")
     columns("measured", "predicted", "prediction interval", "error", numbers=True, into=rows)
     for row in check.rows:

@@ -1,4 +1,4 @@
-"""`kvrsim capacity`: the fleet that a workload needs for a target of TTFT."""
+"""`kvrsim capacity`: the fleet that a workload needs to meet a TTFT target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AnswerArgs(OutputArgs):
     Question
     --------
     strategies : NAME,NAME,...|all
-        What groups may run, each with the fastest. Default: all without a long search.
+        Strategies that groups may run; each uses its fastest. Default: all without a long search.
 
     Output
     ------
@@ -80,7 +80,7 @@ _FIRST = ("interval:", "engines:", "traffic:", "would meet:")  # details next to
 
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:
-    """The fleet, the requests, the alternatives, and what the answer rests on."""
+    """Screen of a fleet: the answer, the request, the alternatives, and the basis of the answer."""
     from planner.capacity.page import details, fleet_table, group_table, headline, verdict
 
     is_served = plan.first.unserved < plan.first.requests

@@ -154,11 +154,11 @@ def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path,
         show_search(result)
 
 
-_SHOWN_WRONG = 3  # number of pairs listed whose measured order is not the predicted one
+_SHOWN_WRONG = 3  # most wrongly ordered pairs that are listed
 
 
 def confirmation_screen(result: Confirmation) -> list[Part]:
-    """One row per candidate, the one predicted to be the fastest first; then orders, regret and errors."""
+    """Screen of a confirmation: regret, order and errors, then a row per candidate by predicted TTFT."""
     from planner.confirm.views import candidates_table
 
     answer = facts(
@@ -188,7 +188,7 @@ def _measured(result: Confirmation) -> str:
 
 
 def _order(result: Confirmation) -> str:
-    """Number of pairs that the measurement orders, and how many of them the prediction orders equally."""
+    """Count the pairs that the measurement orders, and those that the prediction orders alike."""
     from planner.confirm.result import LEAST_SAMPLES
 
     number, significant, wrong = len(result.candidates), len(result.significant_pairs), result.wrong_pairs

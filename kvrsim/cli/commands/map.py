@@ -46,7 +46,7 @@ def strategy_map(
 
 
 def map_screen(result: StrategyMap) -> list[Part]:
-    """The best by context for each bandwidth; then the fastest strategies and the break-even contexts."""
+    """Screen of a map: the best by context and bandwidth, the fastest strategies, the break-even contexts."""
     from planner.map.view import break_even_table, winners_table
 
     answer, notes = list[Row](), list[str]()
@@ -75,7 +75,7 @@ def map_screen(result: StrategyMap) -> list[Part]:
 
 
 def _best_by_context(best: list[Winner]) -> Iterator[str]:
-    """Neighbouring contexts with one best together: "kvr-s on 8 GPUs from 4k to 8k, 104 ms to 228 ms"."""
+    """Merge neighbouring contexts with the same best: "kvr-s on 8 GPUs from 4k to 8k, 104 ms to 228 ms"."""
     for (strategy, count), group in groupby(best, key=lambda one: (one.strategy, one.num_gpus)):
         first, *others = group
         last = (first, *others)[-1]

@@ -92,7 +92,7 @@ def plan(
 
 
 def _check_length(args: ScenarioArgs) -> None:
-    """Raise InputError before the search where an engine would refuse the context."""
+    """Raise InputError before the search if an engine would refuse the context."""
     from kvrsim.builder import build_scenario
     from planner.deploy import longest_sequence
 
@@ -101,7 +101,7 @@ def _check_length(args: ScenarioArgs) -> None:
 
 
 def _engine(deploy: DeployArgs) -> ForEngine | None:
-    """The engine that the plan is for."""
+    """The engine that the plan must suit."""
     from planner.candidates import ForEngine
 
     name = deploy.only_deployable or deploy.emit
@@ -112,9 +112,9 @@ _DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messa
 
 
 def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -> list[lines.Part]:
-    """What to run, what to promise, and why; the question; the fastest five; what else there is.
+    """Screen of a plan: what to run, what to promise and why; the question; the fastest five; further notes.
 
-    explain: every strategy, bounds, search, memory and notes instead.
+    explain: all strategies, bounds, search, memory and notes.
     """
     head: list[lines.Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
     first, *others = sentences(plan, emit)
@@ -130,7 +130,7 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    """One line each on what fits and is slower, what does not fit, and what was not compared."""
+    """Count slower strategies, those that do not fit, and those that were not searched."""
     fitting, misfits = [[one for one in plan.strategies if one.fits is fits] for fits in (True, False)]
     if len(fitting) > MOST_ROWS:
         yield f"{len(fitting) - MOST_ROWS} slower ones fit, too."
@@ -146,7 +146,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
 
 
 def _explained(plan: Plan) -> lines.Facts:
-    """Everything else that the plan knows."""
+    """All other facts of the plan."""
     search, limit, best = plan.search, plan.memory_limit, plan.first
     ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
     partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"
@@ -172,7 +172,7 @@ def _explained(plan: Plan) -> lines.Facts:
 
 
 def _partitions(plan: Plan) -> Iterator[lines.Row]:
-    """The uneven partitions of what fits, the calls of attention of the best, and the bounds of pipelines."""
+    """Rows of uneven partitions that fit, of the best one's calls of attention, and of pipelines' bounds."""
     for one in plan.strategies:
         if one.fits and len(set(one.partition)) > 1:
             yield f"{one.strategy}:", f"{', '.join(map(str, one.partition))} tokens{_stages(one)}"
@@ -192,7 +192,7 @@ def _bound_text(gap: float, lower_s: float, of: str) -> str:
 
 
 def _kvr(plan: Plan) -> Iterator[lines.Row]:
-    """The bounds of KV-Runahead over single GPUs, where it is compared and fits; and of another chain that is best."""
+    """Bounds of KVR-S if it is compared and fits, and of the best strategy if it is another chain."""
     bounds, kvr = plan.bounds, next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
     if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
         yield "bound:", _bound_text(bounds.best.gap, bounds.best.lower_bound_s, "of its partitions")
@@ -206,7 +206,7 @@ def _kvr(plan: Plan) -> Iterator[lines.Row]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names, hybrids by their kind: "kvr-direct, pp and 8 hybrids such as tp2+kvr-s"."""
+    """List names; hybrids are counted: "kvr-direct, pp and 8 hybrids such as tp2+kvr-s"."""
     plain = [name for name in names if "+" not in name]
     hybrids = [name for name in names if "+" in name]
     if not hybrids:
@@ -225,7 +225,7 @@ def _noise_rows(plan: Plan) -> Iterator[lines.Row]:
 
 
 def show_launch(launch: Launch) -> None:
-    """The command first, then its files; notes go to standard error."""
+    """Print the command, then its files; notes go to standard error."""
     typer.echo(printable(launch.command))
     for name, text in launch.files.items():
         typer.echo(f"\n# {printable(name)}\n{text.rstrip()}")

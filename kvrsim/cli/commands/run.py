@@ -77,7 +77,7 @@ def run(
 
 
 def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...]]:
-    """Build the scenario and its notes as a prediction does; without a profile, use the defaults of a run here."""
+    """Build the scenario and its notes; without a profile, dtype and attention suit this machine."""
     from kvrsim.builder import build_scenario
 
     if args.profile is not None:
@@ -89,7 +89,7 @@ def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...
 
 
 def show_run(result: RunResult) -> None:
-    """One row per rank, then TTFT and its spread."""
+    """Print TTFT and its spread, and one row per rank."""
     from planner.confirm.run_views import ranks_table
 
     timing, question, partition = result.timing, result.question, result.plan.partition.chunk_lens

@@ -43,7 +43,7 @@ FIELDS = {  # fields of the form: the parameter of kvrsim.plan, its label, and a
     "dtype": ("Data type", "bf16"),
     "link_bandwidth": ("Link bandwidth", "10GB/s"),
 }
-_NAMES = {"model": "models", "cluster": "clusters", "engine": "engines"}  # folders of values that the form suggests
+_NAMES = {"model": "models", "cluster": "clusters", "engine": "engines"}  # folders with suggested values
 _DATA = Path(__file__).parents[2] / "data"
 _MOST_ANSWERS = 64  # in memory
 
@@ -54,7 +54,7 @@ class SupersededError(Exception):
 
 @dataclass(slots=True)
 class Answers:
-    """Answers by question, searched one at a time; the newest question comes first."""
+    """Answers by question; one search runs at a time, and a new question ends an older search."""
 
     kept: OrderedDict[tuple[Any, ...], Plan] = field(default_factory=OrderedDict)
     newest: int = 0
@@ -69,8 +69,8 @@ class Answers:
     ) -> Plan:
         """The plan for a question.
 
-        tell: called with the progress and with each candidate, as plain JSON values; the question is then the newest.
-        Raises InputError, and SupersededError where a newer question has come than one with `tell` or its timelines.
+        tell: called with progress and candidates as plain JSON values; it makes the question the newest.
+        Raises InputError, and SupersededError if a newer question arrives during the search.
         """
         if unknown := sorted(set(question) - set(FIELDS)):
             raise InputError(unknown[0], question[unknown[0]], f"one of {', '.join(FIELDS)}")
@@ -108,7 +108,7 @@ class Answers:
 
 
 def application(token: str) -> Starlette:
-    """The page of the question at /TOKEN/; below it answers as JSON lines, their pages, and pinned ones compared."""
+    """The web application: the form at /TOKEN/, answers as JSON lines, their pages, and pinned answers compared."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -145,7 +145,7 @@ def application(token: str) -> Starlette:
     pages = {"": lambda _: question_page(), "page": details, "compare": comparison}
     routes = [Route(f"/{token}/{name}", as_html(page)) for name, page in pages.items()]
     routes.append(Route(f"/{token}/answer", answer))
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no other name resolves here
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     return Starlette(routes=routes, middleware=[hosts])
 
 
@@ -163,7 +163,7 @@ def answer_lines(answers: Answers, question: Mapping[str, str]) -> Iterator[str]
             lines.put({"error": "a newer question ended the search"})
         except KvrsimError as error:
             lines.put({"error": " ".join(str(error).split())})
-        except Exception as error:  # the page says what failed; the server goes on
+        except Exception as error:  # the page shows the error; the server continues
             lines.put({"error": f"{type(error).__name__}: {error}"})
         finally:
             lines.put(None)
@@ -237,7 +237,7 @@ def serve(
 
 
 def _warm_up() -> None:
-    """Load what the first answer needs while the browser starts."""
+    """Import the planner while the browser starts."""
     import kvrsim.views.plan
 
     kvrsim.plan(ctx="512", gpus=2, strategies="tp")

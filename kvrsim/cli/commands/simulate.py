@@ -46,12 +46,12 @@ def simulate(
         )
 
 
-_MOST_CAUSES = 4  # of the interval, that are listed
-_WIDE = 0.005  # share of TTFT from which on a cause is listed
+_MOST_CAUSES = 4  # number of listed causes of the interval
+_WIDE = 0.005  # least share of TTFT of a listed cause
 
 
 def simulation_screen(result: SimResult) -> list[lines.Part]:
-    """TTFT, the question, one row per rank, and the rest."""
+    """Screen of a simulation: TTFT, the question, one row per rank, and notes."""
     limit = result.memory_limit.nbytes
     partition = None if len(result.partition) < 2 else f"{format_partition(result.partition, room=10**6)} tokens"
     answer = lines.facts(
@@ -102,7 +102,7 @@ def _noise_rows(result: SimResult) -> Iterator[lines.Row]:
 
 
 def _limits(estimate: Estimate) -> str:
-    """A figure and its confidence limits."""
+    """Format an estimate and its confidence limits."""
     ends = [None if end is None else format_seconds(end) for end in (estimate.low_s, estimate.high_s)]
     if ends == [None, None]:
         return format_seconds(estimate.value_s)
@@ -110,7 +110,7 @@ def _limits(estimate: Estimate) -> str:
 
 
 def _breakdown(breakdown: Breakdown) -> Table:
-    """One row per operation: seconds of the first and the last rank, and the share of all ranks' time."""
+    """One row per operation: seconds on the first and the last rank, and its share of the time of all ranks."""
     last = max(row.rank for row in breakdown.rows)
     ranks = (0, last) if last else (0,)
     table = columns("operation", "what")

@@ -20,7 +20,7 @@ app = typer.Typer()
 
 
 class NotACheckoutError(KvrsimError):
-    """The evidence does not ship with the package."""
+    """The published figures are not part of the package."""
 
     exit_code = 2
 
@@ -55,7 +55,7 @@ def published(answer: OutputArgs) -> None:
 
 
 def validation_screen(result: Mapping[str, Any]) -> list[Part]:
-    """One row per published case, and the errors of the groups."""
+    """Screen of a validation: one row per case, and the errors of the groups."""
     table = Table()
     for title in ("source", "case"):
         table.add_column(title)
