@@ -180,6 +180,11 @@ PAGES = (
         rests_on=("fleet",),
         needs="public traces",
     ),
+    ResultsPage(
+        path=f"{DOCS}/fuzz.md",
+        command="python tests/fuzz/fuzz_long.py --minutes 60 --page docs/results/fuzz.md",
+        needs="an hour",
+    ),
     ResultsPage(path=f"{DOCS}/confirmation.md", command="python -m validate.confirmation", needs="20 quiet minutes"),
     ResultsPage(
         path=f"{DOCS}/silicon.md",

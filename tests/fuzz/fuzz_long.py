@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from fuzz_commands import random_command
 from fuzz_files import random_file
 from fuzz_law import Silence
 
-import kvrsim
 from kvrsim.text import in_markdown, markdown_table
+from validate.report import write_page
 
 FUZZERS = {"commands": random_command, "files": random_file, "calls": random_call}
 MOST_SILENT_S = 11.0  # the first line of progress comes within a second after 10 s
@@ -91,10 +90,9 @@ def pending(seed: int, targets: dict[str, int], records: dict[Case, dict[str, An
 
 HEAD = """# Random command lines, files and calls
 
-Written by `make fuzz PAGE=docs/results/fuzz.md`. A case breaks the law if it ends in a traceback or in an error that
-names no parameter, prints invalid JSON, is silent for more than 10 s of CPU time, or needs more than 1 GiB of memory.
-CPU time, silence and memory are the largest of all cases; a process runs several cases. The code of a call is 1 if it
-was answered.
+A case breaks the law if it ends in a traceback or in an error that names no parameter, prints invalid JSON, is silent
+for more than 10 s of CPU time, or needs more than 1 GiB of memory. CPU time, silence and memory are the largest of all
+cases; a process runs several cases. The code of a call is 1 if it was answered. The commit is that of the last cases.
 """
 
 
@@ -111,8 +109,7 @@ def page(records: dict[Case, dict[str, Any]]) -> str:
     heads = ("fuzzer", "cases", "exit codes", "longest CPU", "longest silence", "memory")
     seeds = Counter(one["seed"] for one in records.values())
     runs = ", ".join(f"{seed} ({count:,} cases)" for seed, count in seeds.items())
-    about = f"kvrsim {kvrsim.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    lines = [HEAD, f"Seeds: {runs}. {about}.", "", markdown_table(heads, rows), ""]
+    lines = [*HEAD.splitlines(), "", f"Seeds: {runs}.", "", markdown_table(heads, rows), ""]
     for title, key in (("Cases that break the law", "error"), ("Cases that broke the law before a repair", "repaired")):
         found = [(case, one[key]) for case, one in records.items() if key in one]
         lines += [f"## {title}: {len(found)}", ""]
@@ -158,7 +155,7 @@ def main() -> int:
     text = page(records)
     print(text)
     if given.page is not None:
-        given.page.write_text(text, encoding="utf-8")
+        write_page(given.page, text.splitlines())
     return int(any("error" in one for one in records.values()))
 
 
