@@ -147,7 +147,7 @@ class Layout:
     context: int = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # scheme that splits the context; None: none does
     pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
-    expert_tensor: int = 1  # GPUs that share one expert; with expert_parallel 1, the experts are whole or absent
+    expert_tensor: int = 1  # GPUs over which each expert is sliced
     expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole
     is_mixture: bool = False  # whether the model has routed experts
 

@@ -210,7 +210,7 @@ class _Parts:
         gathered = together * self.scenario.data_load if self.scenario.gather is not None else 0.0
         cost, placement = no_time(self.scenario.traits), self.scenario.expert_placement
         rows = [
-            float(RoutedExperts(layer, cost, placement).rows(tokens, self.batch, every)[0]) * _mlp_widths(layer)
+            float(RoutedExperts(layer, cost, placement).call(tokens, every).rows(self.batch)[0]) * _mlp_widths(layer)
             for layer in self.model.layer_kinds
             if layer.num_experts
         ]

@@ -262,7 +262,7 @@ class Scenario:
 
     @property
     def chain_is_proven(self) -> bool:
-        """Whether bounds of KVR's chain hold: its ranks exchange nothing that another rank computes with."""
+        """Whether bounds of KVR's chain hold: its ranks exchange no tokens for routed experts."""
         return self.expert_placement.layout.exchange == "none"
 
     def without_communication(self) -> Scenario:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from kvrsim.errors import InputError
@@ -173,29 +172,41 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
     may have one in its metadata. What is inside tuples, mappings and other dataclasses is scaled, too;
     what has no unit stays the same object.
     """
+
+    def change(unit: str, old: Any) -> Any:
+        is_rate = unit.endswith("_per_s")
+        if not is_rate and (only_rates or not unit.endswith(("_s", "seconds"))):
+            return old
+        new = [one / factor if is_rate else one * factor for one in (old if isinstance(old, tuple) else (old,))]
+        return tuple(new) if isinstance(old, tuple) else new[0]
+
+    return map_fields(value, change)
+
+
+def map_fields(value: T, change: Callable[[str, Any], Any]) -> T:
+    """Replace fields of a dataclass by `change(unit, value)`; the unit is in the field's metadata, or is its name.
+
+    Where `change` returns the same object, dataclasses inside it are changed, also in tuples and mappings. Fields of
+    None are left out. An object without any change stays the same object.
+    """
     if isinstance(value, Mapping):
-        return {key: scale(one, factor, only_rates=only_rates) for key, one in value.items()}  # type: ignore[return-value]
+        return {key: map_fields(one, change) for key, one in value.items()}  # type: ignore[return-value]
     if isinstance(value, tuple) and any(map(is_dataclass, value)):
-        parts = tuple(scale(one, factor, only_rates=only_rates) for one in value)
+        parts = tuple(map_fields(one, change) for one in value)
         return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value  # type: ignore[return-value]
     if not is_dataclass(value) or isinstance(value, type):
         return value
     changes: dict[str, Any] = {}
     for field in fields(value):
-        unit, old = field.metadata.get("unit", field.name), getattr(value, field.name)
+        old = getattr(value, field.name)
         if old is None or not field.init:
             continue
-        if unit.endswith("_per_s"):
-            changes[field.name] = tuple(rate / factor for rate in old) if isinstance(old, tuple) else old / factor
-        elif not unit.endswith(("_s", "seconds")):
-            new = scale(old, factor, only_rates=only_rates)
-            changes |= {} if new is old else {field.name: new}
-        elif not only_rates:
-            changes[field.name] = tuple(s * factor for s in old) if isinstance(old, tuple) else old * factor
+        new = change(field.metadata.get("unit", field.name), old)
+        new = map_fields(old, change) if new is old else new
+        changes |= {} if new is old else {field.name: new}
     return replace(value, **changes) if changes else value
 
 
-@lru_cache(maxsize=64)
 def cached_scale(value: Any, factor: float) -> Any:
     """`scale` of a hashable value, cached: strategies use the same links one after another."""
     return scale(value, factor)

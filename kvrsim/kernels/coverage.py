@@ -84,7 +84,7 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
         source = "as given"
         if placement.imbalance is None:
             source = "experts' loads vary by a power law of exponent 1.01, as aiconfigurator takes it for DeepSeek"
-        worst = max(placement.of_model(layer) for layer in sparse)
+        worst = max(placement.imbalance_of(layer.num_experts, layer.num_experts_per_tok) for layer in sparse)
         yield (
             f"expert parallelism: {each} of each layer's experts on each of {placement.num_gpus} GPUs; the busiest has"
             f" {worst:.2f} times the mean rows ({source}; --expert-imbalance)"

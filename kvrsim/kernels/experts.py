@@ -176,11 +176,11 @@ class ExpertPlacement:
         """GPUs over which whole experts are spread."""
         return self.layout.expert_parallel
 
-    def of_model(self, layer: LayerSpec) -> float:
-        """Imbalance of a layer of the whole model."""
+    def imbalance_of(self, num_experts: int, num_experts_per_tok: int) -> float:
+        """Rows of the busiest GPU over the mean, in a layer with `num_experts` experts on all GPUs."""
         if self.imbalance is not None and self.num_gpus > 1:
             return self.imbalance
-        return mean_imbalance(layer.num_experts, layer.num_experts_per_tok, self.num_gpus)
+        return mean_imbalance(num_experts, num_experts_per_tok, self.num_gpus)
 
 
 ONE_GPU = ExpertPlacement()
@@ -243,26 +243,18 @@ class RoutedExperts:
     def call(self, chunk: Array, together: Array | None = None) -> ExpertsCall:
         """The call of one GPU; where ranks exchange tokens, for all ranks' chunks (None: the whole request)."""
         first, *_, back = self.layer.mlp
-        placement, per_tok = self.placement, self.layer.num_experts_per_tok
-        if self.exchange == "none":
-            tokens = chunk
-        else:
-            every = np.full(1, float(placement.tokens)) if together is None else together
-            tokens = every * placement.load
+        placement, layer = self.placement, self.layer
+        every = np.full(1, float(placement.tokens)) if together is None else together
         return ExpertsCall(
-            tokens=tokens,
+            tokens=chunk if self.exchange == "none" else every * placement.load,
             hidden_size=first.in_features,
             intermediate_size=back.in_features,
-            gated=self.layer.gated_mlp,
-            num_experts=self.layer.num_experts,
-            num_experts_per_tok=per_tok / placement.num_gpus,
+            gated=layer.gated_mlp,
+            num_experts=layer.num_experts,
+            num_experts_per_tok=layer.num_experts_per_tok / placement.num_gpus,
             compute=first.compute,
-            imbalance=placement.of_model(replace(self.layer, num_experts=self.layer.num_experts * placement.num_gpus)),
+            imbalance=placement.imbalance_of(layer.num_experts * placement.num_gpus, layer.num_experts_per_tok),
         )
-
-    def rows(self, chunk: Array, batch: int, together: Array | None = None) -> Array:
-        """Rows of the busiest GPU; arguments as in `seconds`."""
-        return self.call(chunk, together).rows(batch)
 
     @property
     def reach(self) -> float:

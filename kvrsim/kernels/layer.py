@@ -45,7 +45,7 @@ def mixer_cost(mixer: Mixer, setting: LayerSetting) -> MixerCost:
 
 
 def mlp_width(mlp: Sequence[Gemm]) -> int:
-    """Features between the matrices of an MLP: the input of the last one that leads back to the MLP's input."""
+    """Features inside an MLP: the input width of the last matrix whose output has the width of the MLP's input."""
     back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == mlp[0].in_features)
     return next(back, 0)
 
@@ -157,13 +157,15 @@ class LayerCosts:
     def output_mlp_s(self, chunk: Array) -> Array:
         """Seconds of output projection, norm, MLP and residuals, and of routed experts unless ranks exchange tokens."""
         seconds = self._after(chunk) + self._launch_after_s
-        alone = self.experts is not None and self.experts.exchange == "none"
-        return seconds + self.experts.seconds(chunk) if self.experts is not None and alone else seconds
+        if self.experts is None or self.experts.exchange != "none":
+            return seconds
+        return seconds + self.experts.seconds(chunk)
 
     def exchanged_experts_s(self, chunk: Array) -> Array:
         """Seconds of routed experts on the tokens of all ranks; 0 where ranks exchange no tokens."""
-        exchanges = self.experts is not None and self.experts.exchange != "none"
-        return self.experts.seconds(chunk) if self.experts is not None and exchanges else 0.0 * chunk
+        if self.experts is None or self.experts.exchange == "none":
+            return 0.0 * chunk
+        return self.experts.seconds(chunk)
 
     # -- messages
     def forwarded_kv_bytes(self, end: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
 from kvrsim.kernels.recurrence import RecurrenceRates
 from kvrsim.kernels.sparse import SparseRates
 from kvrsim.program import Array
+from kvrsim.units import map_fields
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
@@ -297,33 +298,19 @@ def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuS
     Rates of arithmetic scale with the peak of the tensor cores, and rates of bytes with the memory's bandwidth; tiles
     run on all multiprocessors of `gpu`. Launches keep their seconds. Times of single products are dropped.
     """
-    peaks = [one.peak_flops["fp16"] for one in (gpu, measured)]
-    ratios = {
-        "compute": peaks[0] / peaks[1],
-        "memory": gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s,
-        "slots": gpu.num_sms / measured.num_sms,
-    }
-    return replace(profile, kernels=_scaled(profile.kernels, ratios))
+    compute = gpu.peak_flops["fp16"] / measured.peak_flops["fp16"]
+    memory = gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s
+    slots = gpu.num_sms / measured.num_sms
 
-
-def _scaled(value: Any, ratios: Mapping[str, float]) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _scaled(one, ratios) for key, one in value.items()}
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    changes: dict[str, Any] = {"measured": ()} if hasattr(value, "measured") else {}
-    for one in fields(value):
-        old, unit = getattr(value, one.name), one.metadata.get("unit", one.name)
-        if old is None or one.name in changes or not one.init:
-            continue
+    def change(unit: str, old: Any) -> Any:
+        if unit == "measured":
+            return () if isinstance(old, tuple) else None
         if unit.endswith("flops_per_s"):
-            changes[one.name] = old * ratios["compute"]
-        elif unit.endswith("bytes_per_s"):
-            changes[one.name] = old * ratios["memory"]
-        elif one.name in _STEPS:
-            changes[one.name] = old * ratios["slots"] / ratios["compute"]
-        elif one.name in _SLOTS:
-            changes[one.name] = max(1, round(old * ratios["slots"]))
-        else:
-            changes[one.name] = _scaled(old, ratios)
-    return replace(value, **changes)
+            return old * compute
+        if unit.endswith("bytes_per_s"):
+            return old * memory
+        if unit in _STEPS:
+            return old * slots / compute
+        return max(1, round(old * slots)) if unit in _SLOTS else old
+
+    return replace(profile, kernels=map_fields(profile.kernels, change))
