@@ -19,6 +19,7 @@ import json
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -58,13 +59,14 @@ _NAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max"
 
 def mutants(path: str) -> Iterator[tuple[str, ast.Module]]:
     """Every mutant of a module: its name and its code."""
-    text = (ROOT / path).read_text()
+    text, names = (ROOT / path).read_text(), Counter[str]()
     for number in range(sum(1 for _ in _sites(ast.parse(text)))):
         tree = ast.parse(text)
         node, what, change = list(_sites(tree))[number]
-        before = ast.unparse(node)
+        name = f"{path}: {' '.join(ast.unparse(node).split())[:150]}: {what}"
+        names[name] += 1
         change()
-        yield f"{path}: {' '.join(before.split())[:150]}: {what}", ast.fix_missing_locations(tree)
+        yield f"{name} ({names[name]})" if names[name] > 1 else name, ast.fix_missing_locations(tree)
 
 
 def _sites(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
