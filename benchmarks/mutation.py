@@ -20,33 +20,55 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from _report import RESULTS, write
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT, EQUIVALENT = RESULTS / "mutation.json", Path(__file__).parent / "data" / "equivalent_mutants.json"
-LAWS, NOISE = "tests/laws/test_executors.py", "tests/laws/test_noise_runs.py"
-_FEW = "(ring or ulysses or tsp or kvr-direct or cp2 or tp2+pp) and not (tp2+r or tp2+z or tp2+u or tp2+k or tp2+t)"
-TESTS = {  # tests that cover a module, and the expression that selects among them
-    "kvrsim/executors/batch.py": (
-        [LAWS, NOISE],
-        f"({_FEW}) and (own or many_layers and switch or sample_by_sample)",
-    ),
-    "kvrsim/executors/bus.py": ([LAWS, NOISE], f"({_FEW}) and (bus or sample_by_sample)"),
-    "kvrsim/executors/chain.py": ([LAWS], "(own or equals_its_rows or many_layers and switch) and (kvr-s or kvr-b)"),
-    "kvrsim/executors/event.py": (
-        [LAWS, "tests/kvrsim/executors", "tests/kvrsim/results/test_timeline.py"],
-        f"({_FEW}) and agrees or not law",
-    ),
-    "kvrsim/executors/pipeline.py": ([LAWS, "tests/kvrsim/executors/test_pipeline.py"], "own and pp or layouts"),
-    "kvrsim/executors/run.py": ([LAWS, NOISE], f"(kvr-b or {_FEW}) and (agrees or sample_by_sample)"),
-    "kvrsim/executors/steady.py": ([LAWS], "many_layers and (ring or tsp or ulysses or pp2+cp2)"),
-    "planner/search/bound.py": (["tests/planner/search/test_bound.py"], "not query_blocks and not measurements"),
-    "planner/search/pipeline_bound.py": (["tests/planner/search/test_pipeline_bound.py"], ""),
+RESULT, EQUIVALENT = (ROOT / "benchmarks" / name for name in ("results/mutation.json", "data/equivalent_mutants.json"))
+LAWS, SEARCH = "tests/laws/test_executors.py", "tests/planner/search"
+_SHOWN = ("ring", "ulysses", "kvr-direct", "tsp")
+
+
+def _agree(names: Iterable[str], network: str) -> list[str]:
+    return [f"{LAWS}::test_every_executor_agrees_with_the_event_executor[{name}-{network}]" for name in names]
+
+
+def _layers(*names: str) -> list[str]:
+    return [f"{LAWS}::test_many_layers[{name}]" for name in names]
+
+
+def _noise(*names: str) -> list[str]:
+    return [f"tests/laws/test_noise_runs.py::test_both_executors_agree_sample_by_sample[{name}]" for name in names]
+
+
+_LAYOUTS = "tests/kvrsim/executors/test_pipeline.py"
+TESTS = {  # tests that cover a module; those that find the most first
+    "kvrsim/executors/batch.py": [
+        *_agree(_SHOWN, "own links"),
+        *_layers("pp2+cp2-switch", "tsp-switch"),
+        *_noise("ring", "kvr-direct"),
+    ],
+    "kvrsim/executors/bus.py": [*_agree(_SHOWN, "bus"), *_layers("tsp-bus"), *_noise("ring", "tsp")],
+    "kvrsim/executors/chain.py": [*_agree(("kvr-s", "kvr-b"), "own links"), *_layers("kvr-s-switch")],
+    "kvrsim/executors/event.py": [
+        *_agree(_SHOWN, "bus"),
+        *_agree(_SHOWN, "own links"),
+        "tests/kvrsim/executors/test_bus.py",
+        "tests/kvrsim/results/test_timeline.py",
+        *_noise("tsp"),
+    ],
+    "kvrsim/executors/pipeline.py": [*_agree(("pp",), "own links"), _LAYOUTS],
+    "kvrsim/executors/run.py": [
+        *(test for network in ("own links", "bus") for test in _agree(("kvr-s", "pp"), network)),
+        *_noise("tsp"),
+        _LAYOUTS,
+    ],
+    "kvrsim/executors/steady.py": _layers("tsp-switch", "tsp-bus", "pp2+cp2-switch"),
+    "planner/search/bound.py": [f"{SEARCH}/test_bound.py"],
+    "planner/search/pipeline_bound.py": [f"{SEARCH}/test_pipeline_bound.py"],
 }
 LIMIT_S = 120  # CPU seconds of one mutant; more means that it never ends
 _OPERATORS = {
@@ -129,9 +151,8 @@ def is_killed(path: str, tree: ast.Module) -> bool:
         os.dup2(null, 2)
         try:
             _replace(path, tree)
-            files, selected = TESTS[path]
             options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "mutation"]
-            os._exit(pytest.main([*options, *files, *(["-k", selected] if selected else [])]))
+            os._exit(pytest.main([*options, *TESTS[path]]))
         finally:
             os._exit(1)
     return os.waitpid(child, 0)[1] != 0
@@ -151,6 +172,8 @@ def _replace(path: str, tree: ast.Module) -> None:
 
 def report(results: dict[str, bool]) -> None:
     """Write the page: killed mutants per module, and all survivors."""
+    from validate.report import write_benchmark  # only here: a mutant needs no reports
+
     reasons = json.loads(EQUIVALENT.read_text())
     lines = ["| module | mutants | killed | equivalent | killed of the others |", "|---|---|---|---|---|"]
     for path in TESTS:
@@ -162,7 +185,7 @@ def report(results: dict[str, bool]) -> None:
     share = (len(results) - len(survivors)) / max(1, len(results) - equal)
     lines += ["", f"{len(results)} mutants drawn at random; {share:.1%} of those that are not equivalent are killed."]
     lines += ["", "Survivors:", "", *(f"- `{name}`. {reasons.get(name, '')}".rstrip() for name in survivors)]
-    write("mutation", "python benchmarks/mutation.py; python benchmarks/mutation.py --report", lines)
+    write_benchmark("mutation", lines)
 
 
 def main() -> None:
@@ -183,10 +206,12 @@ def main() -> None:
     if args.report:
         known = {name for _, name, _ in drawn}
         return report({name: killed for name, killed in results.items() if name in known})
-    for path in dict.fromkeys(path for path, _, _ in drawn if path.startswith(args.only)):
-        assert not is_killed(path, ast.parse((ROOT / path).read_text())), f"the tests of {path} fail without a change"
+    passes = set()
     for path, name, tree in drawn:
         if name not in results and path.startswith(args.only):
+            if path not in passes and is_killed(path, ast.parse((ROOT / path).read_text())):
+                raise SystemExit(f"the tests of {path} fail without a mutant")
+            passes.add(path)
             results[name] = is_killed(path, tree)
             RESULT.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
             print("killed  " if results[name] else "SURVIVED", name, flush=True)

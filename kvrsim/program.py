@@ -175,12 +175,11 @@ def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
     return work_s + np.minimum(share / (1.0 - share) * work_s, share * flight_s) if share else work_s
 
 
-def _row(op: Op, index: int) -> Op:
-    """The operation in one partition of a batch."""
+def with_arrays(op: Op, change: Callable[[Array], Array]) -> Op:
+    """The operation with each of its arrays changed."""
     values = {one.name: getattr(op, one.name) for one in fields(op)}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and value.shape[-1] > 1}
-    rows = {name: value[..., index : index + 1] for name, value in arrays.items()}
-    return replace(op, **rows)  # type: ignore[arg-type]
+    arrays = {name: change(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+    return replace(op, **arrays)  # type: ignore[arg-type]
 
 
 def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
@@ -204,12 +203,6 @@ def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
         else op
         for op in ops
     )
-
-
-def _query_blocks(ops: Sequence[Op]) -> int:
-    """Attention calls per layer if in blocks, of the first partition of a batch; else 0."""
-    calls = (op.query_blocks[0] for op in ops if isinstance(op, Compute) and op.query_blocks is not None)
-    return int(max(calls, default=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,11 +242,14 @@ class Program:
     @property
     def query_blocks(self) -> tuple[tuple[int, ...], ...] | None:
         """Attention calls per rank and layer, for one partition; None where no attention is issued in blocks."""
-        calls = [[_query_blocks(ops) for ops in kind] for kind in self.layers]
+        calls = [
+            [[op.query_blocks for op in ops if isinstance(op, Compute) and op.query_blocks is not None] for ops in kind]
+            for kind in self.layers
+        ]
         if not any(any(kind) for kind in calls):
             return None
-        ranks = range(self.num_ranks)
-        return tuple(tuple(max(1, calls[kind][rank]) for kind in self.layer_kind_index) for rank in ranks)
+        most = [[int(max((one[0] for one in own), default=1)) for own in kind] for kind in calls]
+        return tuple(tuple(most[kind][rank] for kind in self.layer_kind_index) for rank in range(self.num_ranks))
 
     @property
     def most_query_blocks(self) -> tuple[int, ...] | None:
@@ -269,7 +265,11 @@ class Program:
 
     def row(self, index: int) -> Program:
         """The program of one partition of the batch."""
-        return self if self.num_rows == 1 else self._changed(lambda _, ops: tuple(_row(op, index) for op in ops))
+
+        def one(values: Array) -> Array:
+            return values[..., index : index + 1] if values.shape[-1] > 1 else values
+
+        return self._changed(lambda _, ops: tuple(with_arrays(op, one) for op in ops))
 
     def slowed(self, factors: Sequence[float]) -> Program:
         """The program on GPUs that take that many times as long, one factor per rank; hosts and links are unchanged."""
@@ -342,50 +342,37 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
     def gathered(ranks: range, number: int) -> float:
         return sum(float(gathers[rank][number].nbytes[0]) for rank in ranks)
 
-    return [_peak_of(rank, ops, sent, gathered, exchanges) for rank, ops in enumerate(layer)]
+    def received(rank: int, number: int) -> float:
+        sources = ((src, own[number].nbytes) for src, own in enumerate(exchanges) if src != rank)
+        return float(sum(nbytes[(rank - src - 1) % len(layer), 0] for src, nbytes in sources))
+
+    def peak_of(rank: int, ops: Sequence[Op]) -> float:
+        peak = waiting = 0.0
+        num_gathers = num_exchanges = 0
+        for op in ops:
+            now = 0.0
+            if isinstance(op, Recv) and sent[op.src, rank]:
+                waiting += sent[op.src, rank].popleft()
+            elif isinstance(op, AllGather):
+                waiting += gathered(op.members(rank, len(layer)), num_gathers)
+                num_gathers += 1
+            elif isinstance(op, AllToAll):
+                now = float(op.nbytes[:, 0].sum()) + received(rank, num_exchanges)
+                num_exchanges += 1
+            elif isinstance(op, Load) and not op.ahead:
+                now = 2.0 * op.nbytes.item()
+            elif isinstance(op, RingPass):
+                now = 2.0 * float(op.nbytes[:, 0].max(initial=0.0))
+            peak = max(peak, waiting + now)
+            if isinstance(op, Compute) and op.kv_bytes is not None:
+                waiting = 0.0
+        return peak
+
+    return [peak_of(rank, ops) for rank, ops in enumerate(layer)]
 
 
-def _peak_of(
-    rank: int,
-    ops: Sequence[Op],
-    sent: dict[tuple[int, int], deque[float]],
-    gathered: Callable[[range, int], float],
-    exchanges: Sequence[Sequence[AllToAll]],
-) -> float:
-    """`gathered`: bytes of all pieces of some ranks' gather."""
-    peak = waiting = 0.0
-    num_gathers = num_exchanges = 0
-    for op in ops:
-        now = 0.0
-        if isinstance(op, Recv) and sent[op.src, rank]:
-            waiting += sent[op.src, rank].popleft()
-        elif isinstance(op, AllGather):
-            waiting += gathered(op.members(rank, len(exchanges)), num_gathers)
-            num_gathers += 1
-        elif isinstance(op, AllToAll):
-            comes = (others[num_exchanges] for src, others in enumerate(exchanges) if src != rank)
-            sources = (src for src in range(len(exchanges)) if src != rank)
-            now = float(op.nbytes[:, 0].sum()) + sum(
-                float(one.nbytes[(rank - src - 1) % len(exchanges), 0]) for src, one in zip(sources, comes, strict=True)
-            )
-            num_exchanges += 1
-        elif isinstance(op, Load) and not op.ahead:
-            now = 2.0 * op.nbytes.item()
-        elif isinstance(op, RingPass):
-            now = 2.0 * float(op.nbytes[:, 0].max(initial=0.0))
-        peak = max(peak, waiting + now)
-        if isinstance(op, Compute) and op.kv_bytes is not None:
-            waiting = 0.0
-    return peak
-
-
-def compute_s(program: Program, rank: int) -> float:
-    """Device time of a rank's own operations."""
-    return computes_s(program, (rank,))[0]
-
-
-def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[float]:
-    """Device time of each rank's own operations, for `ranks` or for all ranks."""
+def computes_s(program: Program) -> list[float]:
+    """Device time of each rank's own operations."""
     known: dict[int, float] = {}  # by block, because ranks may share blocks
 
     def block_s(ops: tuple[Op, ...]) -> float:
@@ -393,13 +380,12 @@ def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[flo
             known[id(ops)] = float(sum(work_s(op).item() for op in ops))
         return known[id(ops)]
 
+    layers = list(zip(program.layer_counts.tolist(), program.layers, strict=True))
     return [
         block_s(program.prologue[rank])
-        + sum(
-            float(count) * block_s(kind[rank]) for count, kind in zip(program.layer_counts, program.layers, strict=True)
-        )
+        + sum(count * block_s(kind[rank]) for count, kind in layers)
         + block_s(program.epilogue[rank])
-        for rank in (range(program.num_ranks) if ranks is None else ranks)
+        for rank in range(program.num_ranks)
     ]
 
 

@@ -49,7 +49,7 @@ class Segment:
     """Computes in a row: `t' = max(t + device_s, host_begin + floor_s)`."""
 
     device_s: Array
-    floor_s: Array | None  # None: the device is never ahead of the host here
+    floor_s: Array
     host_s: float
     has_noise: bool = True  # noise delays what a rank computes, not what its group of GPUs communicates
 
@@ -62,8 +62,6 @@ class Segment:
 
     def then(self, other: Segment) -> Segment:
         """This segment and another behind it; the maxima distribute over the sums."""
-        assert self.floor_s is not None
-        assert other.floor_s is not None
         floor_s = np.maximum(self.floor_s + other.device_s, self.host_s + other.floor_s)
         return Segment(self.device_s + other.device_s, floor_s, self.host_s + other.host_s)
 
@@ -101,8 +99,7 @@ Block = list[list[Step]]  # per rank
 def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> list[Block]:
     """Steps of the prologue, of each kind of layer, and of the epilogue: the blocks of a program in this order.
 
-    Computes in a row are merged, except under noise, where arrays get an axis of samples. The host's clock is dropped
-    where it cannot matter.
+    Computes in a row are merged, except under noise, where arrays get an axis of samples.
     """
     known: dict[tuple[int, int], list[Step]] = {}  # ranks share steps, except messages, whose links are their own
 
@@ -112,19 +109,10 @@ def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = 
             known[key] = _compile(rank, ops, cluster, under_noise=draw is not None)
         return known[key]
 
-    blocks = [
+    return [
         [compiled(rank, ops) for rank, ops in enumerate(block)]
         for block in (program.prologue, *program.layers, program.epilogue)
     ]
-    if draw is not None and draw.noise.compute_jitter:  # may shorten work, so that any host may delay its device
-        return blocks
-    freed = {id(steps): _without_host(steps) for steps in known.values()}
-    for rank in range(program.num_ranks):
-        own = [freed[id(block[rank])] for block in blocks]
-        if None not in own:
-            for block, steps in zip(blocks, own, strict=True):
-                block[rank] = cast(list[Step], steps)
-    return blocks
 
 
 def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: bool) -> list[Step]:
@@ -148,31 +136,7 @@ def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: boo
 
 def _wide(segment: Segment) -> Segment:
     """Return the segment with an axis of samples."""
-    assert segment.floor_s is not None
     return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
-
-
-def _without_host(steps: list[Step]) -> list[Step] | None:
-    """Drop the host's clock where the device is always the later one.
-
-    It holds for a block at whose beginning the device is not before the host; None if the block may end otherwise.
-    Noise and messages only delay the device.
-    """
-    device_s: Array | float = 0.0
-    host_s = 0.0
-    since_s = 0.0  # issued since the device was last at least where the host was
-    leads = True
-    for step in steps:
-        issued_s = sum(step.host_s) if isinstance(step, RingPass) else step.host_s
-        if isinstance(step, Segment):
-            assert step.floor_s is not None
-            device_s = device_s + step.device_s
-            leads = leads and bool(np.all(host_s + step.floor_s <= device_s))
-        host_s += issued_s
-        since_s = since_s + issued_s if isinstance(step, Message | Recv | Load) else 0.0
-    if since_s and not (leads and np.all(host_s <= device_s)):
-        return None
-    return [replace(step, floor_s=None) if isinstance(step, Segment) else step for step in steps] if leads else steps
 
 
 @dataclass(slots=True)
@@ -313,17 +277,15 @@ class BatchEvaluator:
 
     def _compute(self, index: int, rank: _Rank, segment: Segment) -> None:
         if self.draw is not None:
-            begin_s = rank.clock if segment.floor_s is None else np.maximum(rank.clock, rank.host_s)
+            begin_s = np.maximum(rank.clock, rank.host_s)
             rank.clock = begin_s + segment.device_s
             if segment.has_noise:
                 rank.clock = self._computed_s(index, begin_s, segment.device_s)
-            if segment.floor_s is not None:
-                np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
+            np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
         else:
             rank.clock += segment.device_s
-            if segment.floor_s is not None:
-                np.add(segment.floor_s, rank.host_s, out=self.scratch)
-                np.maximum(rank.clock, self.scratch, out=rank.clock)
+            np.add(segment.floor_s, rank.host_s, out=self.scratch)
+            np.maximum(rank.clock, self.scratch, out=rank.clock)
         rank.host_s += segment.host_s
 
     def _send(self, index: int, rank: _Rank, message: Message) -> bool:

@@ -79,9 +79,7 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
         host_s = hosts_s[-1, rank] + left * issued_s[rank]
         for step in own:
             assert isinstance(step, Segment)
-            finish_s[rank] += step.device_s
-            if step.floor_s is not None:
-                finish_s[rank] = np.maximum(finish_s[rank], step.floor_s + host_s)
+            finish_s[rank] = np.maximum(finish_s[rank] + step.device_s, step.floor_s + host_s)
             host_s += step.host_s
     return np.asarray(finish_s)
 
@@ -177,9 +175,8 @@ class _Graph:
             case Segment():
                 jitter = self._work_jitter(rank) if step.has_noise else 1.0
                 track.now = track.now.plus(step.device_s * jitter)
-                if step.floor_s is not None:
-                    floor_s = step.floor_s if self.draw is None else np.maximum(step.device_s * jitter, step.host_s)
-                    track.now = track.now.at_least(floor_s + track.host_s)
+                floor_s = step.floor_s if self.draw is None else np.maximum(step.device_s * jitter, step.host_s)
+                track.now = track.now.at_least(floor_s + track.host_s)
                 track.host_s += step.host_s
                 track.lags = False
             case Message():

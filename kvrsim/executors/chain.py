@@ -15,7 +15,6 @@ follow from those of the next one:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import numpy as np
 
@@ -105,7 +104,7 @@ class _ChainRun:
         self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
         self.recv_host_s, self.send_host_s, self.overlaps = recv.host_s, send.host_s, not send.rendezvous
         self.layer_host_s = sum(map(host_s_of, layer))
-        self.link_s, self.latency_s = _busy_s(chain.paths, send.nbytes), chain.latency_s
+        self.link_s, self.latency_s = _busy_s(chain.paths, send.nbytes[:-1]), chain.latency_s
         self.num_layers = len(scenario.share.layer_kind_index)
         self.clock = np.zeros(self.append_s.shape)  # of each rank's device
         self.host_s = np.zeros((len(chunks), 1))  # issued so far by each rank's host
@@ -117,14 +116,14 @@ class _ChainRun:
         self._run(self.prologue)
         self._run(self.before)
         layers = self.num_layers  # remaining layers, from their receive on
-        holds = self._device_leads(exact=False)
+        holds = self._device_leads()
         if not holds.all():
             self._pass_on(as_issued=True)
             self._run(self.rest)
             layers -= 1
             if layers:
                 self._run(self.before)
-            holds = self._device_leads(exact=True) if layers else np.ones(1, dtype=bool)
+            holds = self._device_leads() if layers else np.ones(1, dtype=bool)
         finish_s = self._after(layers, last_only=last_only) if layers else self.clock[-1 if last_only else 0 :]
         last_s, host_s = finish_s[-1], self.host_s[-1]
         for op in self.epilogue:
@@ -176,15 +175,15 @@ class _ChainRun:
             self.host_s[rank] += host_s
             np.maximum(self.clock[rank], self.host_s[rank], out=self.clock[rank])
 
-    def _device_leads(self, *, exact: bool) -> Flags:
+    def _device_leads(self) -> Flags:
         """Whether every rank's device is later than its host after the receive: per partition, or one value for all.
 
-        Messages only delay the device. exact: partition by partition, if the least of all partitions does not show it.
+        Messages only delay the device. One value comes from the least times of all partitions, where they suffice.
         """
         if not self.layer_host_s:
             return np.ones(1, dtype=bool)
         leads = self._keeps_ahead(lambda seconds: seconds.min(axis=1, keepdims=True))
-        return self._keeps_ahead(lambda seconds: seconds) if exact and not leads.all() else leads
+        return leads if leads.all() else self._keeps_ahead(lambda seconds: seconds)
 
     def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
         """Whether hosts stay ahead with the least of each rank's seconds; shape (1,) or (B,)."""
@@ -284,13 +283,10 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
 
 
 def _busy_s(paths: Sequence[Path], nbytes: Array) -> Array:
-    """Seconds that each message keeps its path busy, shape (ranks - 1, B); `nbytes` are the ranks' bytes."""
-    parts, first = [], 0
-    for path, same in groupby(paths):
-        after = first + len(list(same))
-        parts.append(path.busy_s(nbytes[first:after]))
-        first = after
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    """Seconds that each message keeps its path busy; nbytes: of each message, shape (ranks - 1, B)."""
+    if len(set(paths)) == 1:
+        return paths[0].busy_s(nbytes)
+    return np.stack([path.busy_s(own) for path, own in zip(paths, nbytes, strict=True)])
 
 
 def _total_s(ops: Sequence[Op]) -> Array:

@@ -151,5 +151,4 @@ def _one_by_one(least_s: Array, seconds: Array, begin_s: Array | float) -> Array
 
 
 def _end_s(segment: Segment, clock: Array | float, host_s: Array | float) -> Array:
-    assert segment.floor_s is not None
     return np.maximum(clock + segment.device_s, host_s + segment.floor_s)

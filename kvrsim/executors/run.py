@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.choices import EXECUTORS, Executor
-from kvrsim.compile import build_program, columns
+from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.chain import Chain
@@ -168,20 +168,12 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
     return np.stack(each_s, axis=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """One partition that was run."""
 
-    scenario: Scenario
-    strategy: Strategy
-    partition: Partition
     finish_s: tuple[float, ...]  # end of each rank
     timeline: Timeline | None = None  # None: not recorded
-
-    @cached_property
-    def program(self) -> Program:
-        """The operations of all ranks."""
-        return build_program(self.scenario, self.strategy, columns(self.partition.chunk_lens))
 
     @property
     def ttft_s(self) -> float:
@@ -205,15 +197,13 @@ def run_partition(
     """
     chunks = np.array([partition.chunk_lens], dtype=float).T
     if draw is None and not timeline and executor != "event":
-        finish = tuple(map(float, Runner(scenario, strategy).finish_s(chunks)[:, 0]))
-        return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish)
+        return Run(finish_s=tuple(map(float, Runner(scenario, strategy).finish_s(chunks)[:, 0])))
     from kvrsim.executors.event import EventSimulation
 
     program = build_program(scenario, strategy, list(chunks))
     simulation = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
     spans = replace(simulation.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
-    finish = simulation.finish_s
-    return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish, timeline=spans)
+    return Run(finish_s=simulation.finish_s, timeline=spans)
 
 
 def check_executor(executor: str | None, *, records: bool) -> Executor:

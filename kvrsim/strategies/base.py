@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -64,7 +65,7 @@ class Strategy:
         return self.degrees.tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One kind of layer over a batch of partitions: the vocabulary of a strategy's program.
 
@@ -78,8 +79,6 @@ class Step:
     starts: Sequence[Array]
     query_blocks: tuple[int, ...] = field(default=(1,), kw_only=True)
     times_only: bool = field(default=False, kw_only=True)
-    _lengths: Array | None = field(default=None, init=False, repr=False, compare=False)  # on first use
-    _begins: Array | None = field(default=None, init=False, repr=False, compare=False)  # likewise
 
     @classmethod
     def of_all_ranks(cls, costs: LayerCosts, chunks: Array, starts: Array, query_blocks: tuple[int, ...]) -> Step:
@@ -221,19 +220,12 @@ class Step:
         """The part of those tokens that a rank has without the other ranks."""
         return self.cached * (self.costs.setting.prefix.share or 1.0)
 
-    @property
+    @cached_property
     def lengths(self) -> Array:
         """All ranks' chunks, shape (p, B)."""
-        return self._stacked("_lengths", self.chunks)
+        return np.stack(self.chunks)
 
-    @property
+    @cached_property
     def begins(self) -> Array:
         """Starts of all ranks' chunks, shape (p, B)."""
-        return self._stacked("_begins", self.starts)
-
-    def _stacked(self, name: str, arrays: Sequence[Array]) -> Array:
-        """Once for all ranks."""
-        if getattr(self, name) is None:
-            object.__setattr__(self, name, np.stack(list(arrays)))
-        stacked: Array = getattr(self, name)
-        return stacked
+        return np.stack(self.starts)

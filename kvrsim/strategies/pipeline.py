@@ -21,7 +21,7 @@ from kvrsim.ends import step as before_step
 from kvrsim.kernels.cost import CostModel
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, with_arrays
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.layers import layer_ops, prefix_load
@@ -168,16 +168,8 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
 
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:
     """One piece's share of operations of all pieces; context: ranks of a stage."""
-    return tuple(_one_of_piece(op, number, context) for op in ops)
-
-
-def _one_of_piece(op: Op, number: int, context: int) -> Op:
-    if isinstance(op, Compute):
-        return Compute(name=op.name, device_s=op.device_s[number], host_s=op.host_s, kind=op.kind)
-    if isinstance(op, AllGather):
-        return replace(op, nbytes=op.nbytes[number], among=context)
-    assert isinstance(op, Collective)
-    return replace(op, seconds=op.seconds[number], nbytes=op.nbytes[number])
+    own = (with_arrays(op, lambda values: values[number]) for op in ops)
+    return tuple(replace(op, among=context) if isinstance(op, AllGather) else op for op in own)
 
 
 def refuses(model: ModelSpec, stages: int) -> str | None:

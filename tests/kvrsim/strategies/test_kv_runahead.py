@@ -10,10 +10,11 @@ from hypothesis import given
 
 import kvrsim
 from kvrsim.builder import make_scenario
+from kvrsim.compile import build_program, columns
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.memory import memory_of
-from kvrsim.program import Compute
+from kvrsim.program import Compute, Program
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from tests.building import Draws, any_scenario, draws, examples
@@ -24,6 +25,10 @@ KVR_B = STRATEGIES["kvr-b"]
 def in_calls(*counts: int) -> Strategy:
     """KVR-B with no choice but these."""
     return replace(KVR_B, name="in-calls", query_blocks=counts)
+
+
+def program_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> Program:
+    return build_program(scenario, strategy, columns(partition.chunk_lens))
 
 
 def eager(ctx: str = "16k", gpus: int = 4) -> Scenario:
@@ -72,22 +77,27 @@ def test_each_rank_takes_the_fastest_number() -> None:
     run = run_partition(scenario, KVR_B, cut)
     alone = {count: run_partition(scenario, in_calls(count), cut) for count in KVR_B.query_blocks}
     assert run.ttft_s <= min(one.ttft_s for one in alone.values())
-    assert run.program.most_query_blocks is not None
-    for rank, count in enumerate(run.program.most_query_blocks):
-        (own,) = (op for op in run.program.layers[0][rank] if isinstance(op, Compute) and op.kind == "attention")
+    program = program_of(scenario, KVR_B, cut)
+    assert program.most_query_blocks is not None
+
+    def attention_of(program: Program, rank: int) -> Compute:
+        return next(op for op in program.layers[0][rank] if isinstance(op, Compute) and op.kind == "attention")
+
+    for rank, count in enumerate(program.most_query_blocks):
+        own = attention_of(program, rank)
         assert own.query_blocks is not None
         assert own.query_blocks[0] == count
-        for other in alone.values():
-            (op,) = (op for op in other.program.layers[0][rank] if isinstance(op, Compute) and op.kind == "attention")
+        for other in alone:
+            op = attention_of(program_of(scenario, in_calls(other), cut), rank)
             assert own.device_s <= op.device_s or op.host_s > op.device_s  # which the host launches too slowly
     assert KVR_S.query_blocks == (1,)
-    assert run_partition(scenario, KVR_S, cut).program.query_blocks is None
+    assert program_of(scenario, KVR_S, cut).query_blocks is None
 
 
 def test_calls_that_the_host_launches_too_slowly_are_not_made() -> None:
     scenario, cut = eager(), Partition.even(16384, 4)
     slow = scenario.with_host(replace(scenario.host, layer_s=10.0))
-    assert run_partition(slow, KVR_B, cut).program.most_query_blocks == (1, 1, 1, 1)
+    assert program_of(slow, KVR_B, cut).most_query_blocks == (1, 1, 1, 1)
 
 
 def test_the_score_matrix_is_a_block_s() -> None:
