@@ -38,7 +38,8 @@ nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers fo
 	@seed=$(or $(SEED),$$($(BIN)/python -c 'import random; print(random.SystemRandom().randrange(2**31))')); \
 	echo "make nightly SEED=$$seed"; \
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile nightly --hypothesis-seed $$seed \
-	    --timeout 3600 && $(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),60) --seed $$seed
+	    --timeout 3600 && $(BIN)/python -m tests.laws.test_corpus $$seed 10 && \
+	    $(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),60) --seed $$seed
 
 fuzz: $(VENV)/.dev ## random calls, commands and files for MINUTES=10, with SEED=N or a new one, which is printed (PAGE=FILE.md: a page of all cases so far)
 	$(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(PAGE),--page $(PAGE))

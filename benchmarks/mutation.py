@@ -20,8 +20,9 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ TESTS = {  # tests that cover a module; those that find the most first
     "planner/search/bound.py": [f"{SEARCH}/test_bound.py"],
     "planner/search/pipeline_bound.py": [f"{SEARCH}/test_pipeline_bound.py"],
 }
+Change = Callable[[], object]
 LIMIT_S = 120  # CPU seconds of one mutant; more means that it never ends
 _OPERATORS = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
@@ -79,19 +81,24 @@ _OPERATORS = {
 _NAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "any": "all", "all": "any"}
 
 
-def mutants(path: str) -> Iterator[tuple[str, ast.Module]]:
-    """Every mutant of a module: its name and its code."""
-    text, names = (ROOT / path).read_text(), Counter[str]()
-    for number in range(sum(1 for _ in _sites(ast.parse(text)))):
-        tree = ast.parse(text)
-        node, what, change = list(_sites(tree))[number]
-        name = f"{path}: {' '.join(ast.unparse(node).split())[:150]}: {what}"
+def mutants(path: str) -> Iterator[tuple[str, int]]:
+    """Names and numbers of all mutants of a module."""
+    names = Counter[str]()
+    for number, (statement, what, _) in enumerate(_sites(ast.parse((ROOT / path).read_text()))):
+        name = f"{path}: {' '.join(ast.unparse(statement).split())[:150]}: {what}"
         names[name] += 1
-        change()
-        yield f"{name} ({names[name]})" if names[name] > 1 else name, ast.fix_missing_locations(tree)
+        yield f"{name} ({names[name]})" if names[name] > 1 else name, number
 
 
-def _sites(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
+def mutant(path: str, number: int) -> ast.Module:
+    """The code of one mutant."""
+    tree = ast.parse((ROOT / path).read_text())
+    _, _, change = next(islice(_sites(tree), number, None))
+    change()
+    return ast.fix_missing_locations(tree)
+
+
+def _sites(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, Change]]:
     """The statement, the name and the function of each change."""
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.Assert | ast.Raise | ast.Import):
@@ -114,7 +121,7 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
         yield statement
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
+def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
     match node:
         case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in _OPERATORS:
             new = _OPERATORS[type(op)]
@@ -207,12 +214,12 @@ def main() -> None:
         known = {name for _, name, _ in drawn}
         return report({name: killed for name, killed in results.items() if name in known})
     passes = set()
-    for path, name, tree in drawn:
+    for path, name, number in drawn:
         if name not in results and path.startswith(args.only):
             if path not in passes and is_killed(path, ast.parse((ROOT / path).read_text())):
                 raise SystemExit(f"the tests of {path} fail without a mutant")
             passes.add(path)
-            results[name] = is_killed(path, tree)
+            results[name] = is_killed(path, mutant(path, number))
             RESULT.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
             print("killed  " if results[name] else "SURVIVED", name, flush=True)
 

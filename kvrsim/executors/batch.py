@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrsim.executors.steady import periods_of, steady_advance
 from kvrsim.hardware import Cluster, Path
@@ -185,7 +184,6 @@ class BatchEvaluator:
         self.offers: dict[Edge, Message] = {}  # rendezvous whose receiver has not come yet
         self.taken: set[Edge] = set()  # rendezvous that are over, whose sender may go on
         self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # by the first rank and its operation
-        self.scratch = np.empty(self.shape)
         prologue, *kinds, epilogue = compile_blocks(program, cluster, draw)
         everyone = range(program.num_ranks)
         self._run(prologue, everyone)
@@ -284,8 +282,7 @@ class BatchEvaluator:
             np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
         else:
             rank.clock += segment.device_s
-            np.add(segment.floor_s, rank.host_s, out=self.scratch)
-            np.maximum(rank.clock, self.scratch, out=rank.clock)
+            np.maximum(rank.clock, segment.floor_s + rank.host_s, out=rank.clock)
         rank.host_s += segment.host_s
 
     def _send(self, index: int, rank: _Rank, message: Message) -> bool:
@@ -368,8 +365,8 @@ class BatchEvaluator:
         pieces = self._stack([op.nbytes for op in ops])
         pieces_s = [  # by step: seconds of the piece that each rank then holds
             edges.seconds(lambda path, nbytes: path.gather_step_s(nbytes, len(ranks)), _shifted(pieces, step))
-            for step in range(1 if (pieces == pieces[0]).all() else len(ranks) - 1)
-        ] * (len(ranks) if (pieces == pieces[0]).all() else 1)
+            for step in range(len(ranks) - 1)
+        ]
         launch_s = edges.values("gather_launch_s", pieces)
         latency_s = edges.values("gather_latency_s", pieces)
 
@@ -379,7 +376,7 @@ class BatchEvaluator:
             )
             both_there = np.maximum(start, _shifted(start, -1))
             link, held, clock = self._free_s(edges), start, start.copy()
-            for step_s in pieces_s[: len(ranks) - 1]:
+            for step_s in pieces_s:
                 link = self._sent_s(edges, np.maximum(np.maximum(held, both_there), link), step_s)
                 held = _shifted(link + latency_s, 1)
                 np.maximum(clock, held, out=clock)
@@ -457,28 +454,26 @@ class BatchEvaluator:
 
 
 class _Edges:
-    """Edges from every rank of a collective to the rank `shift` positions later; each edge has one of few paths."""
+    """Edges from every rank of a collective to the rank `shift` positions later."""
 
     def __init__(self, cluster: Cluster, ranks: range, shift: int) -> None:
         self.pairs = tuple((rank, ranks[(number + shift) % len(ranks)]) for number, rank in enumerate(ranks))
-        kinds: dict[Path, int] = {}
-        self.kind: npt.NDArray[np.intp] = np.array(
-            [kinds.setdefault(cluster.path(*pair), len(kinds)) for pair in self.pairs]
-        )
-        self.paths = tuple(kinds)
+        self.paths = [cluster.path(*pair) for pair in self.pairs]
 
     def seconds(self, time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
         """Each rank's message, shape (ranks, ...), on its own path."""
-        if len(self.paths) == 1:
-            return time_of(self.paths[0], nbytes)
-        seconds = np.empty(nbytes.shape)
-        for index, path in enumerate(self.paths):
-            seconds[self.kind == index] = time_of(path, nbytes[self.kind == index])
-        return seconds
+        return seconds_on(self.paths, time_of, nbytes)
 
     def values(self, name: str, like: Array) -> Array:
         """An attribute of each rank's path, with as many axes as `like`."""
-        return _column(np.array([getattr(path, name) for path in self.paths])[self.kind], like)
+        return _column([getattr(path, name) for path in self.paths], like)
+
+
+def seconds_on(paths: Sequence[Path], time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
+    """Seconds of messages on a path each; nbytes: shape (paths, ...)."""
+    if len(set(paths)) == 1:
+        return time_of(paths[0], nbytes)
+    return np.stack([time_of(path, own) for path, own in zip(paths, nbytes, strict=True)])
 
 
 def _column(values: Sequence[float] | Array, like: Array) -> Array:

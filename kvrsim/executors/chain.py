@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
+from kvrsim.executors.batch import seconds_on
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Flags, Op, Recv, Send, host_s_of, slowed_by_pending_recv, slower, stream_s
@@ -104,7 +105,7 @@ class _ChainRun:
         self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
         self.recv_host_s, self.send_host_s, self.overlaps = recv.host_s, send.host_s, not send.rendezvous
         self.layer_host_s = sum(map(host_s_of, layer))
-        self.link_s, self.latency_s = _busy_s(chain.paths, send.nbytes[:-1]), chain.latency_s
+        self.link_s, self.latency_s = seconds_on(chain.paths, Path.busy_s, send.nbytes[:-1]), chain.latency_s
         self.num_layers = len(scenario.share.layer_kind_index)
         self.clock = np.zeros(self.append_s.shape)  # of each rank's device
         self.host_s = np.zeros((len(chunks), 1))  # issued so far by each rank's host
@@ -280,13 +281,6 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
     for index in range(1, len(x)):
         latest = np.maximum(latest + on[index], stayed[index])
     return latest
-
-
-def _busy_s(paths: Sequence[Path], nbytes: Array) -> Array:
-    """Seconds that each message keeps its path busy; nbytes: of each message, shape (ranks - 1, B)."""
-    if len(set(paths)) == 1:
-        return paths[0].busy_s(nbytes)
-    return np.stack([path.busy_s(own) for path, own in zip(paths, nbytes, strict=True)])
 
 
 def _total_s(ops: Sequence[Op]) -> Array:

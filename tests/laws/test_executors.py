@@ -19,6 +19,7 @@ HYBRIDS = (
 )
 RUN_OTHERS_PROGRAMS = ("kvr-e", "kvr-p", "pp-s")
 NAMES = (*(name for name in STRATEGIES if name not in RUN_OTHERS_PROGRAMS), *HYBRIDS)
+NETWORKS = {"own links": ("switch", "chain", "nodes"), "bus": ("bus",)}
 
 
 def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tuple[int, ...]]) -> None:
@@ -33,7 +34,7 @@ def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tu
     assert last_s == pytest.approx(finish_s[-1], rel=1e-9, abs=0)
 
 
-@pytest.mark.parametrize("topologies", [("switch", "chain", "nodes"), ("bus",)], ids=["own links", "bus"])
+@pytest.mark.parametrize("topologies", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
 @examples(40)

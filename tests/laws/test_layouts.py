@@ -68,7 +68,10 @@ def test_a_layout_is_its_name(rng: Draws) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tp2+tp2", "dp2+kvr-s", "dp+tp", "ep2+edp2", "cp2+ring", "pp2+ring", "pp2+cp", "tp2-s", "pp2-s+cp2", "cp2-s"],
+    [
+        *("tp2+tp2", "dp2+kvr-s", "dp+tp", "ep2+edp2", "cp2+ring", "pp2+ring", "pp2+cp", "tp2-s", "pp2-s+cp2", "cp2-s"),
+        *("tp2+single", "tp2+tp", "tp2+kvr-p", "tp0+ring", "tp2+", "pp2+cp0", "pp-s+cp2", "kvr"),
+    ],
 )
 def test_names_that_stand_for_nothing(name: str) -> None:
     with pytest.raises(InputError) as caught:

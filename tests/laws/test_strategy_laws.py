@@ -19,11 +19,8 @@ from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.candidates import Search
 from planner.simulate import run_simulation
 from tests.building import Draws, any_placed, draws, examples, measured_scenarios, weights_of
+from tests.laws.test_executors import HYBRIDS
 
-HYBRIDS = (
-    *("tp2+kvr-s", "tp2+kvr-direct", "tp2+ring", "tp4+striped", "tp2+zigzag-ring", "tp2+zigzag"),
-    *("tp2+ulysses", "tp2+tsp", "tp2+pp", "pp2+cp2"),
-)
 NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # those two run kvr-e's program
 PARALLEL = tuple(name for name in NAMES if name != "single")
 

@@ -78,17 +78,6 @@ def fluid(arriving: Flows, bandwidth: float) -> list[float]:
     return left
 
 
-def test_two_equal_flows_take_twice_as_long() -> None:
-    assert through_the_bus([(0.0, 100.0)], 10.0) == pytest.approx([10.0])
-    assert through_the_bus([(0.0, 100.0), (0.0, 100.0)], 10.0) == pytest.approx([20.0, 20.0])
-    assert through_the_bus([(0.0, 100.0), (30.0, 100.0)], 10.0) == pytest.approx([10.0, 40.0])
-
-
-def test_a_small_flow_passes_a_large_one() -> None:
-    """Half speed while both are there: the small one takes 2 s for 1 s of bytes, the large one 1 s more."""
-    assert through_the_bus([(0.0, 100.0), (0.0, 10.0)], 10.0) == pytest.approx([11.0, 2.0])
-
-
 @given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
 @example(arriving=[(0.0, 1.0), (0.0, 1.0)], bandwidth=1.0)
 @example(arriving=[(0.0, 1.0)] * 5, bandwidth=1.0)
@@ -142,12 +131,6 @@ def test_messages_share_the_bus() -> None:
     assert EventSimulation(one, cluster).finish_s == pytest.approx((0, 10, 0, 0))
     late = one_layer((send(1, 100.0),), (Recv(src=0),), (compute(5.0), send(3, 100.0)), (Recv(src=2),))
     assert EventSimulation(late, cluster).finish_s == pytest.approx((0, 15, 5, 20))
-
-
-def test_own_links_do_not_share() -> None:
-    cluster = replace(bus_cluster(4), topology="switch")
-    both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
-    assert EventSimulation(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
 
 
 def test_messages_of_a_pair_keep_their_order() -> None:

@@ -36,21 +36,6 @@ def test_running_a_program_does_not_change_it(rng: Draws) -> None:
         assert (first == kept).all()
 
 
-@pytest.mark.parametrize("topology", ["switch", "bus"])
-@given(rng=draws())
-@examples(20)
-def test_the_same_timeline_twice(topology: str, rng: Draws) -> None:
-    scenario = any_scenario(rng, num_gpus=(2, 4), topologies=(topology,))
-    cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
-    for name in SHARED:
-        runs = [EventSimulation(program_of(scenario, name, [cut]), scenario.cluster) for _ in range(2)]
-        assert runs[0].timeline == runs[1].timeline
-        assert runs[0].finish_s == runs[1].finish_s
-        quiet = EventSimulation(program_of(scenario, name, [cut]), scenario.cluster, record=False)
-        assert quiet.finish_s == runs[0].finish_s
-        assert quiet.timeline.spans == ()
-
-
 @pytest.mark.parametrize("rendezvous", [False, True])
 def test_a_layer_may_end_with_an_operation_that_the_host_issues_late(rendezvous: bool) -> None:
     """The next layer begins when the host is there, though its own computes never wait for the host."""

@@ -139,9 +139,6 @@ def test_names() -> None:
         assert get_strategy(name) is strategy
         assert strategy.name == name
         assert strategy.source
-    with pytest.raises(kvrsim.InputError) as caught:
-        get_strategy("kvr", "strategies")
-    assert caught.value.parameter == "strategies"
 
 
 @pytest.mark.parametrize(
@@ -160,13 +157,6 @@ def test_sizes(name: str, called: str, sizes: tuple[int, int, int]) -> None:
     assert get_strategy(name).name == called
     degrees = get_strategy(name).degrees.on(1 if name == "single" else 16)
     assert (degrees.tensor, degrees.pipeline, degrees.context) == sizes
-
-
-@pytest.mark.parametrize("name", ["tp2+single", "tp2+tp", "tp2+kvr-p", "tp0+ring", "tp2+", "pp2+cp0", "pp-s+cp2"])
-def test_what_is_no_hybrid(name: str) -> None:
-    with pytest.raises(kvrsim.InputError) as caught:
-        get_strategy(name, "strategies")
-    assert caught.value.parameter == "strategies"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""Examples of the law of executors that other campaigns found, replayed: corpus.json.
+
+python -m tests.laws.test_corpus SEED MINUTES    tries new examples; notes the campaign and the examples that fail
+
+An example is a strategy, a network and the seed of a random.Random, from which the builders draw the scenario.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrsim.strategies import get_strategy
+from tests.building import any_rows, any_run
+from tests.laws.test_executors import NAMES, NETWORKS, assert_executors_agree
+
+CORPUS = Path(__file__).with_name("corpus.json")
+
+
+def replay(name: str, network: str, seed: int) -> None:
+    """Try one example; AssertionError where executors differ."""
+    rng, strategy = random.Random(seed), get_strategy(name)
+    scenario = any_run(rng, strategy, topologies=NETWORKS[network])
+    assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
+
+
+@pytest.mark.parametrize(("name", "network", "seed"), json.loads(CORPUS.read_text("utf-8"))["examples"])
+def test_examples_of_campaigns(name: str, network: str, seed: int) -> None:
+    replay(name, network, seed)
+
+
+def campaign(seed: int, minutes: float) -> int:
+    """Try random examples for some minutes; returns how many fail."""
+    rng, until_s, tried, failing = random.Random(seed), time.monotonic() + 60.0 * minutes, 0, []
+    while time.monotonic() < until_s:
+        one = rng.choice(NAMES), rng.choice(sorted(NETWORKS)), rng.randrange(2**32)
+        tried += 1
+        try:
+            replay(*one)
+        except Exception as error:  # any error is a finding
+            print(*one, repr(error)[:300], flush=True)
+            failing.append(one)
+    corpus = json.loads(CORPUS.read_text("utf-8"))
+    corpus["campaigns"].append(
+        {"seed": seed, "date": time.strftime("%Y-%m-%d"), "tried": tried, "failed": len(failing)}
+    )
+    corpus["examples"] += failing
+    CORPUS.write_text(json.dumps(corpus, indent=1) + "\n", "utf-8")
+    return len(failing)
+
+
+if __name__ == "__main__":
+    sys.exit(campaign(int(sys.argv[1]), float(sys.argv[2])) > 0)
