@@ -162,6 +162,11 @@ PAGES = (
         rests_on=("eager-searched", "chain"),
     ),
     ResultsPage(
+        path=f"{BENCHMARKS}/mutation.md",
+        command="python benchmarks/mutation.py --report",
+        needs="hours: `python benchmarks/mutation.py` tries the mutants",
+    ),
+    ResultsPage(
         path=f"{BENCHMARKS}/search_quality.md",
         command="python benchmarks/search_quality.py 12 80 150",
         rests_on=("chain", "bus", "pipeline"),
