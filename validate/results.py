@@ -83,7 +83,7 @@ class ResultsPage:
     def staleness(self) -> str | None:
         """Say why the page must be written again; None: it need not be."""
         if not self.file.exists():
-            return "the page is missing"
+            return None if self.needs else "the page is missing"
         if (origin := origin_of(self.file.read_text("utf-8"))) is None:
             return "it does not say where it comes from"
         if self.needs == "" and origin.command != self.command:
@@ -177,6 +177,10 @@ PAGES = (
         command="python benchmarks/defaults.py",
         rests_on=("zigzag", "sglang"),
         needs="10 minutes, and hours where the model of time has changed",
+    ),
+    ResultsPage(path=f"{BENCHMARKS}/mutation.md", command="python benchmarks/mutation.py --report", needs="hours"),
+    ResultsPage(
+        path=f"{DOCS}/fuzz.md", command="python tests/fuzz/fuzz_long.py --page docs/results/fuzz.md", needs="hours"
     ),
     ResultsPage(path=f"{BENCHMARKS}/pages.md", command="python benchmarks/pages.py", needs="Chromium"),
     ResultsPage(
