@@ -1,4 +1,4 @@
-"""Capacity planning: how fast, how near theory and a full search; with --traces FOLDER, answers on public traces.
+"""Capacity planning: speed, and errors relative to theory and a full search; with --traces FOLDER, answers on traces.
 
 FOLDER holds azure_2023_conv.csv, azure_2023_code.csv and mooncake_conversation.csv, in any format that
 `kvrsim capacity` reads.
@@ -46,12 +46,12 @@ TRACES = {  # file -> machine and target
 
 
 def scenario(machine: dict[str, str], **lengths: int) -> Scenario:
-    """A machine of the above."""
+    """The scenario of a machine such as EAGER."""
     return make_scenario(**{"ctx": 1024, "gpus": 8, **lengths}, **machine)[0]
 
 
 def poisson(count: int, rate_per_s: float, seed: int) -> np.ndarray:
-    """Arrivals."""
+    """Arrival times of a Poisson process."""
     return np.cumsum(np.random.default_rng(seed).exponential(1 / rate_per_s, count))
 
 
@@ -76,7 +76,7 @@ def a_million(repeats: int = 3) -> list[str]:
 
 
 def a_million_planned() -> str:
-    """A whole plan, in a fresh process."""
+    """Seconds of a whole plan, in a fresh process."""
     spec = f"synthetic:diurnal,rate=40,requests={MILLION},context=lognormal:2k:1,max=12k"
     options = ["--model", "llama-7b", "--cluster", "a100-nvlink"]
     options += ["--slo-ttft", "2s", "--replications", "1", "--max-gpus", "1024", "--profile", "a100-eager", "--json"]
@@ -107,7 +107,7 @@ def crommelin_wait(groups: int, load: float) -> float:
 
 
 def theory(seeds: int = 8, count: int = 500_000) -> list[str]:
-    """Mean waits against theory."""
+    """Relative errors of simulated mean waits."""
     lines = []
     for groups, share in ((1, 0.7), (4, 0.7), (8, 0.8), (20, 0.8)):
         load = groups * share
@@ -183,7 +183,7 @@ _TIMES: dict[str, ServiceTimes] = {}
 
 
 def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
-    """Computed once a trace."""
+    """Service times of a trace, computed once."""
     if requests not in _TIMES:
         _TIMES[requests] = service_times(scenario(machine), [read_trace(requests)], CHAINS)
     return _TIMES[requests]
@@ -228,7 +228,7 @@ def mixed_against_uniform(folder: Path) -> list[str]:
 
 
 def early_ranks(folder: Path) -> list[str]:
-    """What it is worth that early ranks of a chain begin the next prompt: uniform fleets at the least GPUs."""
+    """The gain where early ranks of a chain begin the next prompt, in the smallest uniform fleets."""
     path = str(folder / "mooncake_conversation.csv")
     source = Source.of(path, rate_scale=20.0)
     workload = source.workload(0)
@@ -248,13 +248,13 @@ def early_ranks(folder: Path) -> list[str]:
 
 
 def early(service: Service, workload: Workload, replicas: int) -> float:
-    """99th percentile of TTFT."""
+    """99th percentile of TTFT where ranks are free early."""
     run = run_pool(Pool(arrival_s=workload.arrival_s, service=service, replicas=replicas))
     return percentile_of(run.end_s - workload.arrival_s, 99)
 
 
 def held(service: Service, workload: Workload, replicas: int) -> float:
-    """The same with all ranks held until the first token."""
+    """99th percentile of TTFT where all ranks are held until the first token."""
     whole = replace(service, overlap=Overlap.whole(), length_class=0 * service.length_class, strategies=("whole",))
     return early(whole, workload, replicas)
 

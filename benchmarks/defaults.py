@@ -1,4 +1,4 @@
-"""How good and how fast the default answer is: 60 questions, `kvrsim plan` next to `--strategies all`.
+"""Quality and speed of the default answer: 60 questions to `kvrsim plan`, compared with `--strategies all`.
 
 The default compares everything that could fit within a search budget, `all` searches each strategy to its end. TTFTs
 are simulated; CPU seconds are measured, of the whole command in a process of its own.
@@ -36,7 +36,7 @@ Answer = dict[str, dict[str, Any] | None]
 
 
 def answer(plan: Plan) -> Answer:
-    """The best strategy of a plan, the fastest of what each engine has, and one that tells models of time apart."""
+    """The best strategy of a plan, the fastest that an engine has, and one that shows changes of the model of time."""
     on_engines = [one for name in DEPLOY_ENGINES if plan.feasible and (one := plan.best_on(name)) is not None]
     fastest = min(on_engines, key=lambda one: one.ttft_s, default=None)
     probe = next((one for one in plan.strategies if one.strategy == "tp"), plan.strategies[-1])
@@ -51,7 +51,7 @@ def ask(question: tuple[str, str, str], **options: Any) -> Plan:
 
 
 def gap(default: Answer, everything: Answer, key: str) -> float:
-    """TTFT of the default over that of `all`, less one; both nothing: 0."""
+    """Relative difference of the default's TTFT from that of `all`; 0 if nothing fits in both."""
     here, there = default[key], everything[key]
     return 0.0 if here is None and there is None else here["ttft_s"] / there["ttft_s"] - 1 if here and there else 1.0
 
@@ -67,7 +67,7 @@ def cpu_s(question: tuple[str, str, str]) -> float:
 
 
 def answer_of_all(question: tuple[str, str, str], default: Answer, *, anew: bool) -> Answer:
-    """The answer of `all`: that in the file, unless the model of time has changed since, or all are made anew."""
+    """The answer of `all`, from the file unless the model of time has changed or `anew` is true."""
     known: dict[str, Answer] = json.loads(ALL.read_text()) if ALL.exists() else {}
     key = " ".join(question)
     if anew or key not in known or known[key]["probe"] != default["probe"]:

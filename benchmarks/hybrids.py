@@ -36,7 +36,7 @@ NUM_GPUS = 8
 
 
 def expanded_prefix(cluster: str) -> Iterator[str]:
-    """DeepSeek-V3's last rank of eight with even chunks: what expanding the latents of the ranks before it takes."""
+    """Time to expand the latents of earlier ranks, on the last of eight ranks of DeepSeek-V3 with even chunks."""
     yield "| context | queries of a rank | expanding the prefix, of the layer | attention expanded | absorbed |"
     yield "|---|---:|---:|---:|---:|"
     for ctx in CONTEXTS:
@@ -71,14 +71,14 @@ def compared(cluster: str) -> Iterator[str]:
 
 
 def cell(ttft_s: float, *, fits: bool) -> str:
-    """Milliseconds; in brackets where a GPU does not hold it."""
+    """Milliseconds; in brackets if the memory is too small."""
     text = f"{1e3 * ttft_s:.4g}"
     return text if fits else f"({text})"
 
 
 @cache
 def planned(name: str, ctx: str, cluster: str) -> Plan:
-    """On eight GPUs, what does not fit included."""
+    """The plan on eight GPUs, with strategies that do not fit."""
     return kvrsim.plan(**asked(name, ctx, cluster), strategies=list(COMPARED))  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def asked(name: str, ctx: str, cluster: str) -> dict[str, object]:
 
 
 def states(cluster: str) -> Iterator[str]:
-    """What it costs that a rank waits for the state of the rank before."""
+    """The cost of waiting for the state of the previous rank."""
     yield "| model | context | kvr-s, ms | with states at once | difference | scan s | message h | (p - 1)(s + h) |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     strategy = STRATEGIES["kvr-s"]
@@ -111,7 +111,7 @@ def states(cluster: str) -> Iterator[str]:
 
 
 def without_states(program: Program) -> Program:
-    """The same where no rank waits for a state."""
+    """The program in which no rank waits for a state."""
 
     def kept(op: Op) -> bool:
         return not (isinstance(op, Send | Recv) and op.payload == "state")
@@ -121,7 +121,7 @@ def without_states(program: Program) -> Program:
 
 
 def longest(program: Program, scenario: Scenario) -> tuple[float, float]:
-    """Of all ranks and kinds of layers, the longest scan and message of a state, seconds."""
+    """Seconds of the longest scan and of the longest message with a state."""
     ops = [op for ranks in program.layers for rank in ranks for op in rank]
     scan_s = max(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.name == "scan")
     path = scenario.cluster.path(0, 1)

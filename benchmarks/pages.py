@@ -59,7 +59,7 @@ def pages() -> tuple[Page, Page]:
 
 
 def repeated(timeline: Timeline) -> Timeline:
-    """The same again and again, until it has SPANS spans."""
+    """The timeline, repeated until it has SPANS spans."""
     end_s, times = timeline.end_s, -(-SPANS // len(timeline.spans))
     moved = [
         replace(span, start_s=span.start_s + number * end_s, end_s=span.end_s + number * end_s)
@@ -70,13 +70,13 @@ def repeated(timeline: Timeline) -> Timeline:
 
 
 def timeline_page(timeline: Timeline) -> Page:
-    """It alone."""
+    """A page with only this timeline."""
     shown = [LabelledTimeline(name=timeline.strategy, title=f"{len(timeline.spans)} spans", timeline=timeline)]
     return Page(title="Spans", sections=[gantt_section(several=False)], data=timelines_data(shown), scripts=SCRIPTS)
 
 
 def painted_ms(page: Opened) -> tuple[float, float]:
-    """Of one load: until the first paint, and until all is drawn."""
+    """Milliseconds of one load until the first paint, and until everything is drawn."""
     code = """
         const paint = performance.getEntriesByName('first-contentful-paint')[0];
         return [paint.startTime, Math.max(...performance.getEntriesByName('kv-drawn').map((mark) => mark.startTime))];
@@ -86,7 +86,7 @@ def painted_ms(page: Opened) -> tuple[float, float]:
 
 
 def row(driver: Any, name: str, path: Path, *, zooms: bool = False) -> str:
-    """Of one page: its size, when it was painted and drawn, and how fast it zooms."""
+    """A page's size, times of painting and drawing, and frame rate while zooming."""
     loads = [painted_ms(Opened.at(driver, path)) for _ in range(LOADS)]
     paints = [f"{spread([load[which] for load in loads])}" for which in (0, 1)]
     frames = driver.execute_async_script(_ZOOM, FRAMES) if zooms else []
@@ -95,7 +95,7 @@ def row(driver: Any, name: str, path: Path, *, zooms: bool = False) -> str:
 
 
 def written(page: Page, path: Path) -> Path:
-    """A page in a file."""
+    """Write a page to a file."""
     write_page(page, path)
     return path
 

@@ -1,4 +1,4 @@
-"""Pieces of a pipeline: even ones, SGLang's dynamic chunking and searched ones, on the same simulator.
+"""Pieces of a pipeline in the simulator: even pieces, SGLang's dynamic chunking, and searched pieces.
 
 Dynamic chunking as in SGLang (python/sglang/srt/managers/scheduler_pp_mixin.py, read in 2026): latencies of whole
 prompts are fitted by a l^2 + b l + c; a piece behind L tokens has x tokens where the fit grows by as much as over the
@@ -27,13 +27,13 @@ EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
 MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")
 FLOORS = (4096, PAGE)  # tokens
 SMOOTH = 0.75  # SGLang's default
-FIXED = (4096, 8192, 16384)  # tokens of a piece, as engines are set: SGLang's chunked_prefill_size
+FIXED = (4096, 8192, 16384)  # tokens per piece: usual values of SGLang's chunked_prefill_size
 TARGET = 0.08  # by which searched pieces are to be faster
 _FITTED, _MOST = 24, 64  # whole prompts that are fitted; pieces
 
 
 def fitted(scenario: Scenario, longest: int) -> tuple[float, float]:
-    """The square and the straight part of the latency of a whole prompt in the first stage's layers, as SGLang fits."""
+    """Quadratic and linear coefficient of a prompt's latency in the first stage, fitted as in SGLang."""
     lengths = np.linspace(longest / _FITTED, longest, _FITTED).astype(int)
     seconds = []
     for length in lengths:
@@ -51,7 +51,7 @@ def _with_context(scenario: Scenario, length: int) -> tuple[Scenario, int]:
 
 
 def dynamic(scenario: Scenario, first: int, smooth: float, fit: tuple[float, float]) -> tuple[int, ...]:
-    """SGLang's pieces after a first one of so many tokens."""
+    """SGLang's pieces for a first piece of `first` tokens."""
     square, straight = fit
     tokens = scenario.request.new_tokens
     target = square * first * first + straight * first
@@ -65,7 +65,7 @@ def dynamic(scenario: Scenario, first: int, smooth: float, fit: tuple[float, flo
 
 
 class Setting:
-    """A model with one engine's step; what is searched is searched once."""
+    """A model with one engine's step time; searches are cached."""
 
     def __init__(self, model: str, steps: Callable[[Scenario], Scenario], title: str) -> None:
         scenario, _ = make_scenario(ctx="128k", gpus=8, model=model, cluster="h100-nvlink")
@@ -74,20 +74,20 @@ class Setting:
         self._found: dict[int, tuple[SearchResult, float]] = {}
 
     def found(self, floor: int) -> tuple[SearchResult, float]:
-        """The best pieces of so many tokens or more, and the bound of such pieces."""
+        """The best pieces of at least `floor` tokens, and the lower bound for such pieces."""
         if floor not in self._found:
             best = search_pipeline(self.placed, SEARCHED, least_piece=floor)
             self._found[floor] = best, pipeline_bound_s(self.placed, floor)
         return self._found[floor]
 
     def rows(self) -> list[str]:
-        """The best of each kind, pieces of 4096 tokens and more, then of any length."""
+        """The best pieces of each kind, for each of FLOORS."""
         fit, lines = fitted(self.placed, self.tokens // 4), []
         for floor in FLOORS:
             found, bound_s = self.found(floor)
             numbers = sorted({round(float(one)) for one in np.geomspace(2, min(self.tokens // floor, _MOST * 8), 24)})
             even_s, number = min((self._even_s(one), one) for one in numbers)
-            # The guide: the first piece is twice or three times the best even one; no piece is below a quarter of it.
+            # SGLang's guide: the first piece is 2 or 3 times the best even one; none is below a quarter of it.
             base = self.tokens // number
             asked = [(times * base // PAGE * PAGE, smooth) for times in (2, 3) for smooth in (0.65, SMOOTH, 0.85)]
             tried = {one: dynamic(self.placed, *one, fit) for one in asked}
@@ -102,7 +102,7 @@ class Setting:
         return lines
 
     def fixed_rows(self) -> list[str]:
-        """Pieces of a fixed length, as engines run them, beside searched ones of at least that length, and any."""
+        """Pieces of a fixed length, compared with searched pieces of at least that length."""
         lines, free_s = [], self.found(PAGE)[0].ttft_s
         for length in FIXED:
             even_s = self._even_s(self.tokens // length)

@@ -1,4 +1,4 @@
-"""How far predictors are from the simulator, on their knots and between them, and how long they take to build.
+"""Errors of predictors relative to the simulator, on their knots and between them, and the time to build them.
 
 The simulator is `kvrsim simulate` with the strategy's own partition, searched in full. Under "best" it simulates every
 strategy of the predictor and takes the fastest that fits.
@@ -76,7 +76,7 @@ def places(predictor: TtftPredictor, rng: np.random.Generator, *, on_knots: bool
 
 
 def errors(scenario: Scenario, predictor: TtftPredictor, asked: Sequence[Place]) -> tuple[list[float], int, int]:
-    """Relative errors; prefills on whose fit in memory both disagree; those with another strategy named."""
+    """Relative errors, the number of prefills that fit in only one of both, and that of different strategies."""
     found, disagree, other = [], 0, 0
     for place in asked:
         truth = simulated_s(scenario, predictor, place)

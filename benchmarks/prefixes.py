@@ -1,4 +1,4 @@
-"""Cached prefixes: TTFT by where their K and V lie and by strategy."""
+"""TTFT with a cached prefix, by the placement of its K and V and by strategy."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PLACES = ("all", "sharded", "host", "remote:50GB/s", "remote:5GB/s")
 
 
 def scenario_of(new_tokens: int, **about: Any) -> Scenario:
-    """A prompt of so many tokens behind the prefix."""
+    """The scenario of a prompt with this number of tokens after the prefix."""
     return kvrsim.make_scenario(ctx=PREFIX + new_tokens, cached_prefix=PREFIX, **(ABOUT | about))[0]
 
 
 def ttft_ms(scenario: Scenario, name: str) -> tuple[float, PrefixAccess | None]:
-    """With the strategy's own partition, and how its ranks attend to the prefix."""
+    """TTFT with the strategy's own partition, and how its ranks attend to the prefix."""
     strategy = get_strategy(name)
     placed = per_rank_scenario(scenario, strategy)
     cut = partition_of(placed, strategy)
@@ -37,7 +37,7 @@ def ttft_ms(scenario: Scenario, name: str) -> tuple[float, PrefixAccess | None]:
 
 
 def by_place(new_tokens: int) -> Iterator[str]:
-    """One row a strategy, one column a placement."""
+    """A table with one row per strategy and one column per placement."""
     yield f"| {format_tokens(new_tokens)} new tokens | " + " | ".join(PLACES) + " |"
     yield "|---" * (len(PLACES) + 1) + "|"
     best = dict.fromkeys(PLACES, np.inf)

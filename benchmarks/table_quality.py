@@ -1,6 +1,6 @@
-"""How good looked-up partitions are, and how fast a table is made: KVR-P against KVR-S between entries.
+"""Quality of partitions that are looked up in a table (KVR-P) compared with searched ones (KVR-S), and build time.
 
-Everything is simulated but the seconds that building takes.
+TTFTs are simulated. The seconds of building are measured.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SETTINGS: dict[str, dict[str, str | float]] = {
 
 
 def at(scenario: Scenario, num_gpus: int, context_len: int) -> Scenario:
-    """The same for another context on other GPUs."""
+    """The scenario with another context and number of GPUs."""
     return replace(scenario.on_gpus(num_gpus), request=replace(scenario.request, context_len=context_len))
 
 
 def plain(shares: Sequence[float], tokens: int) -> tuple[int, ...]:
-    """Shares of the tokens, boundaries to the nearest token: what a table without jumps would do."""
+    """Chunks with these shares, with boundaries at the nearest token."""
     ends = np.round(np.cumsum(shares)[:-1] * tokens).astype(int)
     return tuple(int(chunk) for chunk in np.diff([0, *ends, tokens]))
 
@@ -58,7 +58,7 @@ def looked_up(table: PartitionTable, num_gpus: int, context_len: int, rounding: 
 def above_searched(
     scenario: Scenario, table: PartitionTable, num_gpus: int, searched_s: dict[int, float], rounding: int | None
 ) -> dict[int, float]:
-    """TTFT of KVR-P over that of KVR-S, less one, by context."""
+    """Relative difference of KVR-P's TTFT from KVR-S's, by context."""
     found = {}
     for context_len, best_s in searched_s.items():
         cut = Partition(chunk_lens=looked_up(table, num_gpus, context_len, rounding))
@@ -68,7 +68,7 @@ def above_searched(
 
 
 def between_entries(name: str, options: dict[str, str | float], lengths: range, apart: int) -> list[str]:
-    """Rows of one setting: mean and worst of every rounding, over contexts that are no entries."""
+    """Rows of a setting: mean and largest difference per rounding, over contexts between entries."""
     scenario, _ = make_scenario(ctx=max(lengths), gpus=8, **options)  # type: ignore[arg-type]
     table = make_table(scenario, GPU_COUNTS, lengths[::apart])
     lines = []
@@ -104,7 +104,7 @@ def printed_partition() -> list[str]:
 
 
 def beyond_entries() -> list[str]:
-    """What looking up beyond the table costs."""
+    """Differences at contexts beyond the table."""
     scenario, _ = make_scenario(ctx=16384, gpus=8)
     table = make_table(scenario, GPU_COUNTS, range(4096, 16385, 4096))
     lines = []
@@ -119,7 +119,7 @@ def beyond_entries() -> list[str]:
 
 
 def building() -> list[str]:
-    """Seconds for 96 entries, and whether who works changes a byte."""
+    """Seconds for 96 entries, and whether all kinds of workers write equal tables."""
     scenario, _ = make_scenario(ctx=32768, gpus=8)
     lines, texts = [], set()
     pools = [Pool(jobs=1), Pool(jobs=cores()), Pool(jobs=cores()), Pool(jobs=cores(), backend="dask")]
@@ -128,7 +128,7 @@ def building() -> list[str]:
         try:
             with pool:
                 text = make_table(scenario, GPU_COUNTS, range(1024, 32769, 1024), pool=pool).to_json()
-        except Exception as error:  # without the package: said, not hidden
+        except Exception as error:  # a missing package is reported in the table
             lines.append(f"| {pool.backend} | {pool.jobs} | {error} | | |")
             continue
         wall_s, own_s = time.perf_counter() - begin_s, time.process_time() - own_s

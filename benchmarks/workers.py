@@ -1,4 +1,4 @@
-"""When several workers pay: tables, maps, fleets and plans under noise by two processes, and projected for more.
+"""Speedup of tables, maps, fleets and plans under noise by two processes, and projected for more.
 
 A projection takes the CPU time of every call as measured in one process, gives each call to the worker that is free
 first, and adds what one process does before, between and after, and the start of the workers.
@@ -33,7 +33,7 @@ REQUESTS = "synthetic:poisson,rate=4,requests=1000,context=lognormal:3000:0.8,ma
 
 
 class Timed(Pool):
-    """Works in this process, and keeps the CPU seconds of every call, one list a round of calls."""
+    """A pool that works in this process and stores the CPU seconds of each call, one list per round of calls."""
 
     rounds: list[list[float]]
 
@@ -48,7 +48,7 @@ class Timed(Pool):
 
 
 def makespan_s(calls_s: Sequence[float], workers: int) -> float:
-    """Seconds until all calls are done, each begun in order by the worker that is free first."""
+    """Seconds until all calls are done; the worker that is free first takes the next call."""
     free_s = [0.0] * workers
     for one_s in calls_s:
         heapq.heapreplace(free_s, free_s[0] + one_s)
@@ -56,7 +56,7 @@ def makespan_s(calls_s: Sequence[float], workers: int) -> float:
 
 
 def tasks() -> dict[str, Callable[[Pool], object]]:
-    """What is measured, by its command."""
+    """The measured work, by its command."""
     scenario, _ = make_scenario(ctx=65536, gpus=8)
     noisy, _ = make_scenario(ctx=16384, gpus=8)
     asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="2s", group_sizes="1,2,4"), scenario)
@@ -76,7 +76,7 @@ def tasks() -> dict[str, Callable[[Pool], object]]:
 
 
 def start_s() -> float:
-    """Seconds from nothing to two processes that have imported a search and answered."""
+    """Seconds until two new processes have imported the search and returned a result."""
     begin_s = time.perf_counter()
     scenario, _ = make_scenario(ctx=256, gpus=2, profile="roofline")
     with Pool(jobs=2) as pool:
@@ -85,7 +85,7 @@ def start_s() -> float:
 
 
 def measured(work: Callable[[Pool], object]) -> list[float]:
-    """Wall time in this process over that of two, in turn, the processes running already."""
+    """Ratios of wall time: this process over two processes that run already, measured in turn."""
     ratios = []
     for _ in range(REPEATS):
         begin_s = time.perf_counter()

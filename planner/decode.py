@@ -44,7 +44,7 @@ def with_users(result: _Result, scenario: Scenario, asked: UsersArgs) -> _Result
 def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoop:
     """Users of the scenario's GPUs, which decode for all of them with the widest tensor parallelism they allow.
 
-    TPOT is a step of as many sequences as there are users, at the mean context of decoding.
+    TPOT is the time of a decode step with one sequence per user, at the mean context of decoding.
     """
     context = scenario.request.context_len + output_tokens // 2
     for size in range(scenario.num_gpus, 0, -1):
@@ -62,7 +62,7 @@ def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoo
 
 
 def step_s(per_rank: Scenario, batch: int, context: int) -> float:
-    """Seconds of one step: a token of each of `batch` sequences behind `context` tokens each.
+    """Seconds of one step, which computes one token for each of `batch` sequences of `context` tokens.
 
     Engines replay a graph of a step's kernels, so launches take no time of their own.
     """

@@ -29,19 +29,19 @@ class Server:
     """One group of GPUs that an engine serves with."""
 
     engine: DeployEngine
-    scenario: Scenario  # its GPUs; of the request, the types count
+    scenario: Scenario  # GPUs, model and data types; the lengths are not used
     layout: Layout
     model: str  # model name that the engine loads
     max_len: int  # tokens of the longest sequence, its output included
     pieces: tuple[int, ...] = ()  # tokens of a prompt's steps; empty: the engine chooses
-    layers: tuple[int, ...] | None = None  # of each stage of a pipeline; None: even
+    layers: tuple[int, ...] | None = None  # number of layers per stage of a pipeline; None: even
     role: Role | None = None  # role of a fleet if one fleet prefills and another one decodes
-    max_sequences: int | None = None  # at once; None: the engine's own
+    max_sequences: int | None = None  # sequences at once; None: the engine's default
     config: str = "trtllm.yaml"  # name of the file with settings that trtllm-serve has no options for
 
     @property
     def args(self) -> tuple[str, ...]:
-        """After the launcher."""
+        """Arguments after the launcher."""
         values = self.values
         templates = [one for one in self.engine.flags if all(values[key] for key in _VALUE.findall(one))]
         without_value = {f"{{{key}}}" for key, value in values.items() if value is True}
@@ -95,7 +95,7 @@ class Server:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Contents by name."""
+        """Contents of files that the launch needs, by name."""
         if self.engine.name != "trtllm":
             return {}
         lines = [
@@ -114,7 +114,7 @@ class Server:
 
     @property
     def nodes(self) -> int:
-        """That the group spans."""
+        """Number of nodes that the group spans."""
         per_node = self.scenario.cluster.gpus_per_node
         return 1 if per_node is None else -(-self.scenario.num_gpus // per_node)
 
@@ -157,8 +157,8 @@ class Launch:
     """How an engine is started for a strategy, or for the groups of a fleet."""
 
     engine: str
-    version: str  # checked version
-    strategy: str  # of a fleet: its first groups'
+    version: str  # version whose flags were checked
+    strategy: str  # for a fleet: that of its first groups
     command: str  # launcher and arguments, quoted for a shell
     args: tuple[str, ...]  # arguments after the launcher
     files: Mapping[str, str] = field(default_factory=dict)  # contents by name
@@ -190,7 +190,7 @@ def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str
 
 
 def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:
-    """How an engine splits a strategy's GPUs; InputError names what it has, where it has not got the strategy."""
+    """How an engine splits a strategy's GPUs. If it lacks the strategy, InputError names those that it has."""
     lacks = engine.lacks(strategy, scenario)
     if lacks is None:
         return layout_on_gpus(strategy, scenario)

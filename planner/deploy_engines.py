@@ -1,6 +1,6 @@
-"""Serving engines: which strategies each has on the scenario's GPUs, and where it has them.
+"""Serving engines, and the strategies that each can run on the scenario's GPUs.
 
-kvrsim/data/deploy.json has the engines: their versions, strategies, flags and documented options.
+kvrsim/data/deploy.json describes the engines: versions, flags and documented options.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ _MOST_SPARSE_CONTEXT = 8  # GPUs, of SGLang's context parallelism of sparse atte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployEngine:
-    """An engine at the version that was looked at."""
+    """An engine in the version that was examined."""
 
     name: str
     version: str
-    looked_at: str  # date
+    looked_at: str  # date of the examination
     sources: tuple[str, ...]
     launcher: tuple[str, ...]
     flags: tuple[str, ...]  # templates with names of Server.values
     uneven_pieces: bool  # whether a pipeline's pieces may differ in length
-    context_models: Mapping[str, Mapping[str, str]]  # by scheme, then model_type: how it splits their context
-    notes: Mapping[str, str]  # by what of a layout they are about
+    context_models: Mapping[
+        str, Mapping[str, str]
+    ]  # by scheme, then model_type: the way in which it splits the context
+    notes: Mapping[str, str]  # by the feature of a layout that they describe
     options: Mapping[str, OptionKind]
 
     @property
@@ -84,7 +86,7 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
 
 
 def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
-    """Which engines have a strategy on the scenario's GPUs, each with its version that was looked at."""
+    """Which engines have a strategy on the scenario's GPUs, each with the version that was examined."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
     return {engine.name: engine.version for engine in engines if engine.has(strategy, scenario)}
 
@@ -98,7 +100,7 @@ def engines_for(strategy: Strategy) -> tuple[str, ...]:
 
 
 def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
-    """The layout of a strategy on the scenario's GPUs; on one where it takes no more."""
+    """The layout of a strategy on the scenario's GPUs; on one GPU for a strategy of single GPUs."""
     whole = strategy.partition_rule == "whole"
     return layout_of(scenario.on_gpus(1) if whole else scenario, strategy.degrees)
 
@@ -111,9 +113,9 @@ def _vllm_lacks(layout: Layout, _: str) -> str | None:
 
 
 def _sglang_lacks(layout: Layout, way: str) -> str | None:
-    """How SGLang's context parallel binds the other sizes (arg_groups/model_overrides, parallel_hook.py).
+    """SGLang's context parallelism restricts the other sizes (arg_groups/model_overrides, parallel_hook.py).
 
-    way: "gathered", of attention over heads; "latent", whose ranks are single GPUs with DeepEP; "sparse".
+    way: "gathered" for attention over heads, "latent" for ranks that are single GPUs with DeepEP, or "sparse".
     """
     spread = layout.expert_tensor == 1 and layout.expert_data == 1
     if layout.context > 1 and way != "gathered":

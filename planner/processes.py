@@ -167,7 +167,7 @@ def _silence_loky(stack: contextlib.ExitStack) -> None:
 
 @cache
 def _begin_worker(parent: int) -> None:
-    """Ignore Ctrl-C, which the first process handles, and end with the parent, which may die without notice."""
+    """Ignore Ctrl-C, which the first process handles, and end when the parent has died."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -1,11 +1,10 @@
-"""Decoding: how long a cache on its way to the fleet that decodes keeps a group, and that fleet.
+"""Decoding: the fleet that decodes, and the time for which the transfer of a cache to it keeps a group busy.
 
-The fleet that decodes has groups of tensor parallelism that run one batch each. A step takes one token of every
-sequence of a batch through all layers: it reads the weights once, and the cache of every sequence. The batch of a group
-is the largest whose step keeps the time per output token, and whose caches fit next to the weights. A sequence is
-decoded from its first token on, for the time per output token each further one; the fleet holds the most sequences
-that are decoded at once. The host issues a step at once, as a CUDA graph. Left out: what a step gains where fewer
-sequences run, and tokens that speculation adds.
+The fleet that decodes has tensor-parallel groups, which run one batch each. A step computes one token of each sequence
+of the batch. It reads the weights once, and the cache of each sequence. The batch of a group is the largest whose step
+is within the time per output token (TPOT) and whose caches fit next to the weights. After its first token, a sequence
+takes one TPOT per token. The fleet has room for the largest number of sequences at one time. The host issues a step at
+once, as a CUDA graph. Steps with fewer sequences, which are faster, and speculation are not modelled.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class DecodeFleet:
 
 
 def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, tpot_s: float) -> DecodeFleet | str:
-    """The smallest or cheapest such fleet, or why there is none."""
+    """The smallest or cheapest fleet that decodes the sequences within the TPOT, or the reason why there is none."""
     context, at_once = sequences.mean_context, sequences.most_at_once(tpot_s)
     fleets: list[DecodeFleet] = []
     fastest_s = math.inf

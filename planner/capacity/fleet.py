@@ -31,7 +31,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class GroupType(NamedTuple):
-    """The GPUs of a group, and how the weights lie on them."""
+    """The number of GPUs of a group, and the placement of the weights on them."""
 
     gpus: int
     weights: str = WHOLE  # WHOLE, or an engine's name: tp4, tp2+pp4; the other GPUs split the context
@@ -56,7 +56,7 @@ class Group:
         return replace(self, replicas=replicas)
 
 
-Fleet = tuple[Group, ...]  # by rising length; together they cover all lengths
+Fleet = tuple[Group, ...]  # in the order of their lengths; together they serve all lengths
 
 
 def gpus_of(fleet: Fleet) -> int:
@@ -78,7 +78,7 @@ class FleetLimits:
         return gpus_per_group * (self.prices[gpus_per_group] if self.by_cost else 1.0)
 
     def cost_per_hour(self, fleet: Fleet) -> float | None:
-        """The price of a fleet; None: unknown."""
+        """The price of a fleet in USD per hour; None: unknown."""
         if not self.prices:
             return None
         return sum(self.prices[group.type.gpus] * group.num_gpus for group in fleet)
@@ -104,15 +104,15 @@ class Overlap:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Mean of the ranks' f_i - w_i over T, from when they have something to do; one per class."""
+        """Busy share of T per class: the mean over the ranks of (f_i - w_i) / T, without the initial wait."""
         return tuple((sum(ends) - sum(waits)) / len(ends) for ends, waits in zip(self.finish, self.slack, strict=True))
 
     def run(
         self, length_class: int, alone_s: float, begin_s: float, free_s: Sequence[float]
     ) -> tuple[float, list[float]]:
-        """A prompt of a class that takes `alone_s` alone, on ranks that are free at `free_s`.
+        """Run a prompt of a class, which takes `alone_s` on an idle group, on ranks that are free at `free_s`.
 
-        Returns when rank 0 starts it, and when each rank is free after it; its first token is the last rank's.
+        Returns the start on rank 0, and when each rank is free afterwards; the last rank gives the first token.
         """
         finish, delay_s = self.finish[length_class], 0.0
         ends_s = []
@@ -132,10 +132,10 @@ class Service:
     """Service times of requests on groups of one type; arrays of shape (N,)."""
 
     ttft_s: Array  # from start to first token on an idle group; inf if it does not fit in memory
-    busy_s: Array  # time of a group, on the mean of its GPUs, that each prompt takes before its first token
-    hold_s: Array  # time after the first token during which a cache that leaves keeps the group busy
+    busy_s: Array  # time for which each prompt keeps a group busy before its first token (mean of the GPUs)
+    hold_s: Array  # time after the first token for which the transfer of the cache keeps the group busy
     length_class: Indices  # row of `overlap`
-    strategies: tuple[str, ...]  # of each class
+    strategies: tuple[str, ...]  # one per class
     overlap: Overlap
     new_tokens: Lengths  # for order and packing
     cached_prefix: Lengths
@@ -143,7 +143,7 @@ class Service:
 
     @classmethod
     def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
-        """Given times without overlap; prompts with shorter times count as shorter."""
+        """Service times without overlap; prompts are ordered by their times, as if by their lengths."""
         none = np.zeros(len(ttft_s), dtype=np.int64)
         return cls(
             ttft_s=ttft_s,
@@ -289,7 +289,7 @@ class _Dispatcher:
                 heappush(busy, (serve(group, now), group))
 
     def _prompt(self, group: int, now: float) -> float:
-        """Start the first of the queue on a group; returns when its first rank is free."""
+        """Start the first prompt of the queue on a group; return when the group's first rank is free."""
         request, run = self.at_position[heappop(self.queue)], self.service.overlap.run
         begin_s, free_s = run(self.length_class[request], self.alone_s[request], now, self.free_s[group])
         self.begin_s[request] = begin_s

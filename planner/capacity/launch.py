@@ -16,7 +16,7 @@ from planner.deploy_engines import DeployEngine, deploy_engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Servers:
-    """Equal servers."""
+    """Equal servers of a fleet and their description."""
 
     name: str  # of their script
     server: Server
@@ -25,9 +25,9 @@ class _Servers:
 
 
 def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Launch:
-    """How the answer's fleet is started: args of its first groups; a script for each kind where there are several.
+    """The launch of the answer's fleet: the arguments of its first servers, and one script per kind of server.
 
-    model: what the engine loads. Raises InputError where there is no answer, or the engine has not got a strategy.
+    model: what the engine loads. Raises InputError if there is no answer, or if the engine lacks a strategy.
     """
     if plan.answer is None:
         raise InputError("emit", engine_name, "a fleet that meets the target; none does")

@@ -201,7 +201,7 @@ class Packing:
         return free_s[-1]
 
     def least_s(self, new_tokens: int, cached_prefix: int) -> float:
-        """About the least busy time of a group, on the mean of its stages, that a prompt can take."""
+        """About the least time for which a prompt keeps a group busy (mean of the stages)."""
         tokens = min(new_tokens, self.budget)
         spot = self._spot(tokens, cached_prefix + (new_tokens - tokens) // 2)  # the middle one of its pieces
         each_s = [_at(table, spot) for table in self.attention_s]

@@ -291,9 +291,9 @@ def _requests(plan: CapacityPlan) -> dict[str, Any]:
 
 
 def waiting(run: FleetRun, most_changes: int, bins: int) -> tuple[Array, Array]:
-    """Times in seconds, and how many prompts wait from each on.
+    """Times in seconds, and the number of waiting prompts from each time on.
 
-    Of more changes than `most_changes`, the largest number in each of `bins` equal parts of the time.
+    If the number changes more often than `most_changes`: its maximum in each of `bins` equal parts of the time.
     """
     changes = np.concatenate([run.workload.arrival_s, run.begin_s])
     signs = np.repeat([1.0, -1.0], len(run.workload))

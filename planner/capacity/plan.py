@@ -41,9 +41,10 @@ def plan_capacity(
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
 ) -> CapacityPlan:
-    """Search the cheapest fleet that meets the target; one that engines have, where no strategies are named.
+    """Search the cheapest fleet that meets the target.
 
-    Where strategies that no engine has need fewer GPUs, or alone meet the target, a note says so.
+    If the policy names no strategies, the answer has strategies of engines. A note says where other strategies need
+    fewer GPUs, or where only they meet the target.
 
     policy: what groups may run. pool: who simulates groups; None: this process. Raises InputError where no group size
     has a strategy.
@@ -176,7 +177,7 @@ def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> 
 
 
 def _stretch(workloads: Sequence[Workload]) -> Workload | None:
-    """The busiest stretch of a long workload, which the search of designs uses; None for a short workload."""
+    """Requests on which mixed designs are searched first: a busy stretch, or the first draw; None: all requests."""
     first = workloads[0]
     if len(workloads) == 1 and len(first) <= LONG:
         return None

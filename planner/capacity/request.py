@@ -26,7 +26,7 @@ class Target:
     """`percentile` percent of all requests have a TTFT of at most `slo_s`."""
 
     slo_s: float
-    percentile: float  # up to 100: all of them
+    percentile: float  # at most 100, which means all requests
 
     def allowed(self, requests: int) -> int:
         """Number of requests that may be late."""

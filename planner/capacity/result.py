@@ -103,8 +103,8 @@ class FleetInterval:
 class Growth:
     """How much more traffic a fleet serves within the target, and what the next step needs."""
 
-    serves: float  # served multiple of the traffic
-    next: float | None  # times the traffic that it does not serve; None: it serves all that were simulated
+    serves: float  # largest simulated multiple of the traffic that it serves
+    next: float | None  # least simulated multiple that it does not serve; None: it serves all of them
     num_gpus: int | None = None  # GPUs that prefill in the next larger fleet; None: more than allowed
     decode_gpus: int = 0  # GPUs that decode in the next larger fleet
 
@@ -135,7 +135,7 @@ class FleetAnswer:
     growth: Growth | None = None  # None: not simulated
     ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # by percentile
     fleet: Fleet = field(default=(), repr=False, compare=False)
-    runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # of each workload
+    runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # one per workload
 
     @property
     def total_gpus(self) -> int:
@@ -222,7 +222,7 @@ class CapacityPlan(Displayed):
 
     @property
     def percentile(self) -> float:
-        """Percent of the requests that must meet it."""
+        """Percentage of the requests that must meet the target."""
         return self.request.target.percentile
 
     @property

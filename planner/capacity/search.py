@@ -1,12 +1,12 @@
-"""FleetSearch: the cheapest fleet, uniform ones of every type of group, then ones with two ranges of prompt length.
+"""FleetSearch: the cheapest fleet. It tries uniform fleets of each type of group, then two ranges of prompt length.
 
-A percentile target is met if at most a certain number of requests is late. Length buckets have separate queues, so
-their numbers of late requests add up, and each bucket is simulated once for each number of groups, whatever it is
-combined with. Every bucket gets at least the groups it needs if no request of the others were late. From there on,
-every number of groups that lowers its late requests is an option, and the cheapest combination within the limit wins.
+A percentile target is met if at most a certain number of requests is late. Each range of lengths (bucket) has its own
+queue, so that the late requests of all buckets add up, and a bucket is simulated once per number of groups. The least
+number of groups of a bucket is the one that would do if no request of the other bucket were late. From there on, each
+number of groups that lowers the late requests is an option, and the cheapest combination within the limit wins.
 
-There are one or two buckets, cut at quantiles of the requests and of the work. The best designs of two are refined with
-finer cuts.
+A design has one or two buckets, cut at quantiles of the requests and of the work. The best designs with two buckets are
+refined with finer cuts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups that are tried above the
 _SAFE_LOAD = 0.9  # the average number of busy groups, times this, is a lower bound: a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2, from a cut to its neighbours
-_FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
+_FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that are simulated with fewer and more groups
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas if no fleet meets the target
 _GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
@@ -223,7 +223,7 @@ class FleetSimulator:
         return FleetInterval(low_s=min(ends[0], value_s), high_s=high_s, safe=ends[1] <= self.target.slo_s)
 
     def _prefill_interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> tuple[float, float]:
-        """Ends of the interval of the prefill at the requested percentile, over its time."""
+        """Ends of the interval of the prefill at the requested percentile, relative to its predicted time."""
         run = runs[0]
         served = np.flatnonzero(np.isfinite(run.ttft_s))
         order = served[np.argsort(run.ttft_s[served], kind="stable")]
@@ -238,7 +238,7 @@ class FleetSimulator:
         return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
     def growth(self, fleet: Fleet) -> Growth:
-        """How many times the traffic a fleet serves within the target, and the GPUs that the next rate takes.
+        """The multiple of the traffic that a fleet serves within the target, and the GPUs that the next multiple needs.
 
         The GPUs are of a fleet with the same groups and more of each, and of the one that decodes then.
         """
@@ -318,7 +318,7 @@ class Fit:
 
     @property
     def fleet(self) -> Fleet:
-        """Its groups; empty buckets have none."""
+        """The groups of the design, without those of empty buckets."""
         return tuple(group for group in self.design if group.replicas)
 
     @property
@@ -380,7 +380,7 @@ class FleetSearch:
         return sorted(fits, key=lambda fit: (fit.cost, fit.late, len(fit.design), fit.sizes))
 
     def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
-        """Earlier fits, two buckets at every cut, and the best of them with finer cuts."""
+        """Earlier fits and those of designs with two buckets: at each cut, then at cuts near the best ones."""
         types = self._best_types()
         pairs = [(short, long) for short, long in itertools.product(types, types) if short.gpus <= long.gpus]
         fits = self.fits([self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs], earlier)
@@ -552,7 +552,7 @@ class FleetSearch:
             if late <= allowed and gpus <= self.limits.max_gpus:
                 candidate = sum(map(_product, cost, replicas)), late, replicas
                 best = candidate if best is None else min(best, candidate)
-        if best is None or (len(design) > 1 and 0 in best[2]):  # the latter is a design of fewer buckets
+        if best is None or (len(design) > 1 and 0 in best[2]):  # with an empty bucket it is a design of one bucket
             return None
         groups = tuple(bucket.of(count) for bucket, count in zip(design, best[2], strict=True))
         return Fit(design=groups, cost=best[0], late=best[1])
@@ -596,7 +596,7 @@ def _high_s(answer: FleetAnswer) -> float:
 
 
 def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
-    """The first (so the best) fit of each combination of group sizes."""
+    """The best fit of each combination of group sizes, from fits in order of cost."""
     best: dict[tuple[int, ...], Fit] = {}
     for fit in fits:
         best.setdefault(fit.sizes, fit)

@@ -57,7 +57,8 @@ _SHORT = 256  # new tokens, up to which the clock of a GPU does not fall
 class StrategyPolicy:
     """The strategies that groups may run.
 
-    engines: that must have them. A server of an engine runs one strategy, so that each has groups of its own.
+    engines: each of them must have the strategies. A server of an engine runs one strategy, so that each strategy has
+    groups of its own.
     """
 
     names: tuple[str | Strategy, ...] | None = None  # None: the usual ones
@@ -101,12 +102,12 @@ class StrategyPolicy:
         """
         if self.names is not None or scenario.num_gpus == 1:
             return ()
-        usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S has even chunks too
+        usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S tries even chunks, too
         exact = [one for one in all_for(scenario)[0] if one.approximate is None and self._allows(one, scenario)]
         return tuple(one.name for one in exact if one.name not in usual and one.degrees.pieces != "searched")
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether all engines run a strategy on all of the GPUs, with packed prompts where they are packed."""
+        """Whether a strategy uses all GPUs, runs on all engines and, with packing, takes whole steps."""
         if self.packs and not takes_steps(strategy):
             return False
         if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
@@ -146,7 +147,7 @@ def _usual(scenario: Scenario) -> Sequence[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeGrid:
-    """Prefill times of one type of group behind one cached prefix; arrays of shape (lengths,) or (lengths, ranks).
+    """Prefill times of one type of group after one cached prefix; arrays of shape (lengths,) or (lengths, ranks).
 
     There is one rank where prompts do not overlap.
     """
@@ -268,7 +269,7 @@ class Prefills:
         return np.maximum(0.0, slack_s)
 
     def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
-        """Pieces of a pipeline at each length: twice as many as long as that is worth it, as in a plan."""
+        """Number of pieces of a pipeline at each length, doubled while TTFT falls by _GAIN or more, as in a plan."""
         pieces, best_s = np.zeros(len(lengths), dtype=np.int64), np.full(len(lengths), np.inf)
         growing, number, context = np.ones(len(lengths), dtype=bool), 1, context_ranks(self.strategy)
         while growing.any() and number <= _PIECES_PER_STAGE * self.num_ranks:
@@ -321,7 +322,7 @@ class Prefills:
         return finish_s, slack_s
 
     def _searched(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
-        """Chunks as searched at the next lower power of two; `shares` are the known ones."""
+        """Chunks with the shares that were searched at the next lower power of two. `shares` caches them."""
         near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
         if near not in shares:
             shares[near] = self._shares(cached_prefix, near) if self.num_ranks > 1 else np.ones(1)
@@ -341,7 +342,7 @@ def _alike(tokens: Array) -> Iterable[Lengths]:
 
 
 def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partition:
-    """Equal pieces, their number that of the next longer simulated length."""
+    """Equal pieces, as many as at the next longer simulated length."""
     near = min(int(np.searchsorted(lengths, new_tokens)), len(lengths) - 1)
     return Partition.even(new_tokens, min(new_tokens, int(pieces[near])))
 
@@ -406,7 +407,7 @@ class ServiceTimes:
         return self.grids(group)[0].most_new_tokens
 
     def under(self, policy: StrategyPolicy) -> Self:
-        """Times under another policy; each strategy is simulated once for both."""
+        """Return the times under another policy. Both share the simulations of strategies."""
         other = copy(self)
         other.policy, other._grids = policy, {}
         return other
@@ -421,6 +422,8 @@ class ServiceTimes:
             for prefix in self.prefixes
             if (size, strategy.name, prefix) not in self._of_strategies
         }
+        if not work:
+            return
         about_s = np.cumsum([prefills.about_s(prefix) for prefills, prefix, _ in work.values()])
         report(0, 100, "prefill times of groups, %")
         results = pool.run(Prefills.times, list(work.values()))
@@ -461,7 +464,7 @@ class ServiceTimes:
         return np.where(new_tokens <= most, seconds, np.inf)
 
     def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-        """The least of these over the layouts of the weights."""
+        """The least TTFT alone over all layouts of the weights."""
         each = [self.seconds(group, new_tokens, cached_prefix) for group in self.types(num_gpus)]
         return np.asarray(np.min(each, axis=0))
 
@@ -498,7 +501,7 @@ class ServiceTimes:
 
 
 def _around(values: Array, extreme: np.ufunc) -> tuple[tuple[float, ...], ...]:
-    """The extreme value per rank around each class, for values of shape (prefixes, lengths, ranks)."""
+    """The extreme value per class and rank; values has shape (prefixes, lengths, ranks)."""
     values = extreme(values, np.concatenate([values[:, 1:], values[:, -1:]], axis=1))
     if len(values) > 1:
         values = extreme(values[:-1], values[1:])

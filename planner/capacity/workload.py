@@ -220,11 +220,11 @@ class Synthetic:
         )
 
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
-        """Unit-rate arrivals, stretched; diurnal ones by the inverse of the integrated rate."""
+        """Draw arrivals at a constant rate; for diurnal ones, invert the integral of the rate."""
         shape = 1.0 / self.cv**2 if self.arrivals == "bursty" else 1.0
         times = np.cumsum(rng.gamma(shape, 1.0 / shape, size=self.requests)) / self.rate
         if self.arrivals == "diurnal":
-            # When the integral of 1 - a cos(2 pi t / period) reaches each number; a from peak = (1 + a) / (1 - a).
+            # The rate is proportional to 1 - a cos(2 pi t / period); a = swing, since peak = (1 + a) / (1 - a).
             swing = (self.peak - 1) / (self.peak + 1)
             grid = np.linspace(0.0, 1.0, 4097)
             integral = grid - swing * np.sin(2 * math.pi * grid) / (2 * math.pi)
@@ -447,7 +447,7 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
 
 
 def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict[str, str]:
-    """The column of each role, as the user names it or by its usual names; empty: there is none."""
+    """The column of each role, which the user names or which has a usual name; "": the file has no such column."""
     if missing := [name for name in names.values() if name not in header]:
         raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
     lower = {name.lower(): name for name in reversed(header)}
@@ -505,7 +505,7 @@ def _tokens(value: Any, where: str) -> float:
 
 
 def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
-    """The requests of rows as in _read_lines, repaired, with notes on the repairs."""
+    """Repair the rows of _read_lines, and return the requests with notes on the repairs."""
     notes = []
     in_range = (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
     if not in_range.all():

@@ -1,4 +1,4 @@
-"""Launches: every flag is one that the engine documents, with a value of its kind, and says what the plan says."""
+"""Launches: the engine documents every flag, its value has the right type, and it agrees with the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet that decodes beside one that prefills, and the cache on its way there."""
+"""The fleet that decodes, and the transfer of the KV-cache to it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
     assert plan.decode_fleet.step_s <= plan.decode_fleet.tpot_s == 0.05
     assert plan.decode_fleet.cost_per_hour == 2.0 * plan.decode_fleet.num_gpus
     assert plan.answer.growth is not None
-    assert plan.answer.growth.decode_gpus > 0  # of the next step, too
+    assert plan.answer.growth.decode_gpus > 0  # the next step needs GPUs that decode, too
     assert plan.kv_transfer is not None
     assert plan.answer.p50_kv_transfer_s is not None
     assert plan.answer.p99_kv_transfer_s is not None

@@ -35,7 +35,7 @@ def handovers(draw: st.DrawFn) -> Overlap:
 
 @st.composite
 def pools(draw: st.DrawFn) -> Pool:
-    """Few requests, much that can happen to them."""
+    """Pools with few requests and all features."""
     count = draw(st.integers(1, 30))
 
     def column(values: st.SearchStrategy[float]) -> list[float]:

@@ -73,21 +73,10 @@ def test_a_group_of_an_engine_runs_one_strategy() -> None:
     assert "kvr-s" not in StrategyPolicy(engines=(engine,)).left_out(scenario)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "start"),
-    [
-        (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
-        (
-            ("--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4"),
-            "--strategies: got 'kvr-s', accepted: a strategy that runs on",
-        ),
-    ],
-)
-def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], start: str) -> None:
-    out, err = run(capsys, tmp_path, 2, *arguments)
+def test_a_strategy_that_the_engine_lacks_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, err = run(capsys, tmp_path, 2, "--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4")
     assert out == ""
-    assert err.startswith(f"kvrsim: error: {start}")
-    assert len(err.splitlines()) == 1
+    assert err.startswith("kvrsim: error: --strategies: got 'kvr-s', accepted: a strategy that runs on")
 
 
 def test_no_fleet_no_launch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -105,19 +105,9 @@ def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixt
     assert found["nearest_miss"]["unserved"] == 50
     assert found["nearest_miss"]["p99_ttft_s"] is None
     assert found["infeasible"][0]["code"] == "memory"
-    assert not any("do not fit in the memory" in note for note in found["warnings"])  # said already
+    assert not any("do not fit in the memory" in note for note in found["warnings"])  # `infeasible` has it
     assert {group["weights"] for group in answer(capsys, *asked)["answer"]["groups"]} <= {"tp2", "pp2"}
     assert any("60000 tokens exceed the max_position_embeddings" in note for note in found["warnings"])
-
-
-def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--requests", SMALL, "--slo-ttft", "1s", *FEW)
-
-    def found(seed: str) -> Any:
-        return answer(capsys, *asked, "--seed", seed) | {"seconds": None}
-
-    assert found("5") == found("5")
-    assert found("5")["answer"]["p50_ttft_s"] != found("6")["answer"]["p50_ttft_s"]
 
 
 def test_packs_of_short_prompts_take_no_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +133,6 @@ def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: p
         ("--slo-ttft", "2"),
         ("--price-per-gpu-hour", "1=2"),
         ("--strategies", "tq8"),
-        ("--decode", "last-gpu"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
@@ -152,7 +141,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert option in err
-    assert "accepted" in err or "No such option" in err
+    assert "accepted" in err
 
 
 def test_long_traces_are_searched_on_a_stretch_and_judged_whole(

@@ -185,7 +185,7 @@ def test_what_is_read_is_what_was_written(
     lines = ["arrival_s,context_tokens,cached_tokens,output_tokens"]
     lines += [",".join(map(str, row)) for row in rows]
     trace = read_trace(written(tmp_path_factory.mktemp("trace"), "\n".join(lines) + "\n"))
-    ordered = sorted(rows, key=lambda row: row[0])  # stable, as the reader's
+    ordered = sorted(rows, key=lambda row: row[0])  # stable, like the reader's sort
     assert trace.arrival_s.tolist() == [row[0] - ordered[0][0] for row in ordered]
     assert trace.context_len.tolist() == [row[1] for row in ordered]
     assert trace.cached_prefix.tolist() == [min(row[2], row[1] - 1) for row in ordered]
