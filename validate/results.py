@@ -179,9 +179,6 @@ PAGES = (
         needs="10 minutes, and hours where the model of time has changed",
     ),
     ResultsPage(path=f"{BENCHMARKS}/mutation.md", command="python benchmarks/mutation.py --report", needs="hours"),
-    ResultsPage(
-        path=f"{DOCS}/fuzz.md", command="python tests/fuzz/fuzz_long.py --page docs/results/fuzz.md", needs="hours"
-    ),
     ResultsPage(path=f"{BENCHMARKS}/pages.md", command="python benchmarks/pages.py", needs="Chromium"),
     ResultsPage(
         path=f"{BENCHMARKS}/capacity_traces.md",
