@@ -178,7 +178,6 @@ PAGES = (
         rests_on=("zigzag", "sglang"),
         needs="10 minutes, and hours where the model of time has changed",
     ),
-    ResultsPage(path=f"{BENCHMARKS}/mutation.md", command="python benchmarks/mutation.py --report", needs="hours"),
     ResultsPage(path=f"{BENCHMARKS}/pages.md", command="python benchmarks/pages.py", needs="Chromium"),
     ResultsPage(
         path=f"{BENCHMARKS}/capacity_traces.md",
