@@ -6,11 +6,13 @@ from the ground (tests/kvrsim/views/test_style.py). This module does not need ma
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log2
+from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
 
@@ -45,44 +47,10 @@ GROUND = Colour("#ffffff", "#16191d")
 TEXT, FAINT_TEXT = Colour("#2b2f36", "#e6e8eb"), Colour("#5b616b", "#a3a9b3")
 INK, DIM = TEXT.light, FAINT_TEXT.light
 
-STRATEGY_COLOURS = {
-    "single": Colour("#968393", "#a5ad99"),
-    "tsp": Colour("#d55e00", "#ec7430"),
-    "kvr-e": Colour("#25a95f", "#b5fba8"),
-    "kvr-s": Colour("#0072b2", "#4aa3e0"),
-    "kvr-p": Colour("#6585c8", "#817af2"),
-    "kvr-b": Colour("#253489", "#3f7cc0"),
-    "kvr-direct": Colour("#036964", "#73fbfe"),
-    "ring": Colour("#5d2956", "#b8578f"),
-    "striped": Colour("#ab3f8b", "#f9b5c7"),
-    "zigzag-ring": Colour("#41013d", "#b486ae"),
-    "zigzag": Colour("#9781f9", "#a7bafe"),
-    "interleave": Colour("#8305f6", "#7e2ff7"),
-    "ulysses": Colour("#755a2a", "#ffa823"),
-    "tp": Colour("#570903", "#cc5042"),
-    "pp": Colour("#454709", "#fddf48"),
-    "pp-s": Colour("#64845c", "#5ed97c"),
-}
-
+_TABLE = json.loads((Path(__file__).parents[1] / "data" / "colours.json").read_text("utf-8"))
+STRATEGY_COLOURS = {name: Colour(*colours) for name, colours in _TABLE["strategies"].items()}
 # By payload of a transfer, or kind of computation; in the order of the legend.
-OPERATIONS = {
-    "request": Operation("request, step", Colour("#747a76", "#cbecee")),
-    "embedding": Operation("embedding, head", Colour("#cc73b0", "#b65b7e")),
-    "qkv": Operation("Q, K, V projections", Colour("#3198f8", "#5aa9f5")),
-    "append": Operation("appending KV", Colour("#9b57c7", "#8d61d5")),
-    "attention": Operation("attention", Colour("#e07014", "#ef8a3a")),
-    "merge": Operation("merging, packing", Colour("#662302", "#d0501b")),
-    "output+mlp": Operation("output projection, MLP", Colour("#6ea069", "#7cc07a")),
-    "other": Operation("other computing", Colour("#166c94", "#90cefd")),
-    "collective": Operation("all-reduce in a rank", Colour("#401124", "#be8181")),
-    "waiting": Operation("waiting", Colour("#f4f4f4", "#2a2e34")),
-    "KV": Operation("KV on the link", Colour("#1a3e67", "#6c7fae")),
-    "all-gather": Operation("all-gather of KV on the link", Colour("#09077a", "#7787fc")),
-    "activations": Operation("activations on the link", Colour("#a16102", "#fed04e")),
-    "heads": Operation("heads on the link", Colour("#9b2f13", "#fba7b1")),
-    "state": Operation("state on the link", Colour("#005f4a", "#88fea6")),
-    "tokens": Operation("tokens to experts on the link", Colour("#6431a1", "#ac98c7")),
-}
+OPERATIONS = {name: Operation(label, Colour(*colours)) for name, (label, *colours) in _TABLE["operations"].items()}
 WAITING_LINES = Colour("#c4c4c4", "#565c66")  # of the hatching
 
 _TENSOR = re.compile(r"tp(\d+)(?:\+(.+))?")
