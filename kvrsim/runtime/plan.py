@@ -92,13 +92,6 @@ class ModelChoice:
         if self.dtype not in RUN_DTYPES:
             raise InputError("dtype", self.dtype, "what the runtime computes in: " + ", ".join(RUN_DTYPES))
 
-    def check(self, plan: RunPlan) -> None:
-        """Raise InputError where the model cannot run a plan, before it is loaded."""
-        from kvrsim.runtime.exchange import exchange_of
-        from kvrsim.runtime.model import geometry_of
-
-        exchange_of(plan.strategy).check(plan, geometry_of(self.config, self.attention))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

@@ -41,8 +41,7 @@ def strategies_here(
             raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
         strategy = get_strategy(name, "strategies")
         even = Partition.even(scenario.request.new_tokens, per_rank_scenario(scenario, strategy).cluster.num_gpus)
-        candidate = Candidate(scenario=scenario, strategy=strategy, partition=even)
-        hardware.choice(scenario).check(hardware.run_plan(candidate))
+        hardware.check(Candidate(scenario=scenario, strategy=strategy, partition=even))
 
     for name in wanted:
         if name != "all":

@@ -86,6 +86,14 @@ class Hardware:
         attention, dtype = scenario.kernel, scenario.request.dtype
         return ModelChoice(config=self.config, dtype=dtype, attention=attention, seed=self.seed)  # type: ignore[arg-type]
 
+    def check(self, candidate: Candidate) -> None:
+        """Raise InputError where the runtime cannot run the candidate with this model, before it is loaded."""
+        from kvrsim.runtime.exchange import exchange_of
+        from kvrsim.runtime.model import geometry_of
+
+        plan, choice = self.run_plan(candidate), self.choice(candidate.scenario)
+        exchange_of(plan.strategy).check(plan, geometry_of(choice.config, choice.attention))
+
     def longest_s(self, candidates: Sequence[Candidate]) -> float:
         """Return the predicted seconds of the longest prefill; without a profile of this machine, a guess."""
         if candidates[0].scenario.profile is None or self.other_machine:

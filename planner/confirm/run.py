@@ -104,7 +104,7 @@ def run_here(
     chosen = get_strategy(strategy)
     candidate = _candidate(scenario, hardware, chosen, partition)
     scenario = candidate.scenario
-    hardware.choice(scenario).check(hardware.run_plan(candidate))
+    hardware.check(candidate)
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
     if not started_by_torchrun():  # torchrun has started one rank per GPU, some without a part
         scenario = scenario.on_gpus(num_gpus)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +21,6 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_a
     first, second = model_of("qwen3"), model_of("qwen3")
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def test_a_model_is_built_from_a_file_or_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["falcon-grouped"] | {"_source": "a comment"}))
-    for path in (tmp_path, tmp_path / "config.json"):
-        geometry = Geometry.of(load_model(path, "bf16", attention="eager"))
-        heads = dict(model_heads_per_kv_head=2, returned_heads_per_kv_head=2)
-        assert geometry.layouts == (KvLayout(num_key_value_heads=2, head_dim=16, v_head_dim=16, **heads),) * 3
-        assert (geometry.dtype, geometry.attention) == (torch.bfloat16, "eager")
 
 
 def test_modules_are_where_the_architecture_has_them() -> None:

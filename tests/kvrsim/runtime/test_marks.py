@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrsim.runtime.marks import Clock, CudaClock, Mark, RankTrace, mark_empty, timeline_of, without_marks
+from kvrsim.runtime.marks import Clock, CudaClock, mark_empty, without_marks
 
 
 def test_cpu_marks_are_moments_of_one_clock() -> None:
@@ -70,50 +70,3 @@ def test_what_marks_take_is_taken_away_from_what_lies_between_them(fake_cuda: An
     first, second, third = (mark.device_s for mark in found)
     assert second - first == pytest.approx(1e-4)
     assert third - second == pytest.approx(0.0, abs=1e-12)
-
-
-def test_marks_become_spans() -> None:
-    def marks(*moments: Any) -> tuple[Mark, ...]:
-        first_s = moments[0][2]
-        return tuple(
-            Mark(name=name, layer=layer, device_s=at_s - first_s, host_s=0.0, **dict(message))
-            for name, layer, at_s, *message in moments
-        )
-
-    first = RankTrace(
-        rank=0,
-        start_s=10.0,
-        marks=marks(
-            ("start", None, 10.0), ("layer", 0, 11.0), ("update", 0, 12.0),
-            ("send", 0, 13.0, ("peer", 1), ("nbytes", 64.0)), ("updated", 0, 13.5),
-            ("output", 0, 14.0), ("layer_end", 0, 15.0), ("token", None, 15.0),
-        ),
-    )  # fmt: skip
-    second = RankTrace(
-        rank=1,
-        start_s=10.5,
-        marks=marks(
-            ("start", None, 10.5), ("layer", 0, 11.0), ("update", 0, 12.0), ("wait", 0, 12.5),
-            ("received", 0, 14.0, ("peer", 0)),
-            ("updated", 0, 14.0), ("output", 0, 16.0), ("layer_end", 0, 17.0), ("token", None, 18.0),
-        ),
-        emits_token=True,
-    )  # fmt: skip
-    timeline = timeline_of("kvr", [first, second])
-    found = {(span.rank, span.name): (span.layer, span.kind, span.start_s, span.end_s) for span in timeline.spans}
-    assert found == {
-        (0, "embedding"): (None, "compute", 0.0, 1.0),
-        (0, "qkv"): (0, "compute", 1.0, 2.0),
-        (0, "append"): (0, "compute", 2.0, 3.0),
-        (0, "send to rank 1"): (0, "wait", 3.0, 3.5),
-        (0, "KV 0→1"): (0, "transfer", 3.0, 4.0),
-        (0, "attention"): (0, "compute", 3.5, 4.0),
-        (0, "output+mlp"): (0, "compute", 4.0, 5.0),
-        (1, "embedding"): (None, "compute", 0.5, 1.0),
-        (1, "qkv"): (0, "compute", 1.0, 2.0),
-        (1, "append"): (0, "compute", 2.0, 2.5),
-        (1, "KV from rank 0"): (0, "wait", 2.5, 4.0),
-        (1, "attention"): (0, "compute", 4.0, 6.0),
-        (1, "output+mlp"): (0, "compute", 6.0, 7.0),
-        (1, "head"): (None, "compute", 7.0, 8.0),
-    }
