@@ -213,7 +213,7 @@ class _Search:
         Multiples of such lengths fill the tiles of matrix products.
         """
         lengths = np.geomspace(1, self.end, _LENGTHS).astype(np.int64)
-        lengths = np.union1d(lengths, np.arange(1, min(self.end, _LENGTHS) + 1))
+        lengths = unique_rows(np.append(lengths, np.arange(1, min(self.end, _LENGTHS) + 1)))
         tokens = np.minimum(self.stride * lengths, self.tokens).astype(float)
         middle = np.full_like(tokens, self.scenario.request.cached_prefix + self.tokens / 2)
         pieces_s = layers_s(self.scenario, self.strategy, tokens, middle)[self._kinds].sum(axis=0) / self.num_stages

@@ -51,6 +51,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step
 from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
+from planner.search.minimise import unique_rows
 
 _SLOPES, _NUMBERS = 48, 400  # of lines below the times of all lengths; of intervals of numbers of pieces
 _RATIO = 1.02  # of a cell's longest piece to its shortest
@@ -82,7 +83,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     ends_s = _held_s(ends)
     fixed_s = ends_s + sum(float(path.busy_s(nbytes)[0]) + path.latency_s for path in paths)
     step_s = _held_s(tuple(op for op in step(scenario, one, one, scenario.cost) if op.host_s))
-    edges = np.unique(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
+    edges = unique_rows(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
     fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
@@ -168,7 +169,7 @@ def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
 def _mixed_s(each: Sequence[LayerCosts], cached: int, tokens: int) -> Array:
     """What all pieces take together in a layer of each kind, as shares of several functions V; shape (kinds, V)."""
     count = 2 + int(np.log(tokens) / np.log(_RATIO))
-    edges = np.append(np.unique(np.geomspace(1, tokens, count).astype(np.int64)), tokens + 1)
+    edges = np.append(unique_rows(np.geomspace(1, tokens, count).astype(np.int64)), tokens + 1)
     lengths, starts = edges[:-1, None].astype(float), np.append(0.0, edges[:-1])[None]
     longest = edges[1:, None] - 1.0
     ends = np.minimum(np.append(0.0, edges[1:] - 1)[None] + longest, tokens)  # of the last piece of each cell
