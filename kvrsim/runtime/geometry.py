@@ -101,7 +101,7 @@ FAMILIES = {
     "gpt_oss": Family(eager_only="each head's softmax has a sink"),
     "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj"))),
 }
-# Why the runtime does not run what looks close to what it runs.
+# Reasons why the runtime refuses architectures that resemble those that it runs.
 _REFUSED = {
     "deepseek_v32": "its layers also keep keys of an indexer",
     "deepseek_v4": "its layers keep compressed entries in place of tokens",

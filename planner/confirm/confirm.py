@@ -191,7 +191,7 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
 
 def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
-    """Return the operation with its measured time. It contains the host's, and the mask's for the embedding."""
+    """Return the operation with its measured time, in which the host's and the mask's are included."""
     if not isinstance(op, Compute):
         return op
     measured_s = np.array([parts.get((layer, op.name), 0.0) for parts in repeats])

@@ -41,7 +41,7 @@ class RunResult(Answer):
 
     @property
     def timeline(self) -> Timeline:
-        """One more prefill, its layers hooked."""
+        """One more prefill, with hooks in its layers."""
         assert self.timing.timeline is not None
         return self.timing.timeline
 
@@ -76,7 +76,7 @@ class RunResult(Answer):
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:
-        """Sum up one rank's part in one more prefill, its layers hooked."""
+        """Sum up one rank's part in one more prefill, with hooks in its layers."""
         compute_s, wait_s = (
             sum(span.duration_s for span in self.timeline.of(rank, kind)) for kind in ("compute", "wait")
         )
@@ -106,7 +106,7 @@ def run_here(
     scenario = candidate.scenario
     hardware.check(candidate)
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
-    if not started_by_torchrun():  # torchrun has started one rank per GPU, some without a part
+    if not started_by_torchrun():  # torchrun has started one rank per GPU, of which some may be idle
         scenario = scenario.on_gpus(num_gpus)
     budget = MemoryBudget.of(scenario, hardware, "ranks")
     budget.check([candidate])

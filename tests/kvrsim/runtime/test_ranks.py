@@ -79,7 +79,7 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """All that run with its temporary folder, whoever their parent is now."""
+    """The processes with this temporary folder, whatever their parent is now."""
     word, found = f"TMPDIR={folder / 'tmp'}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
