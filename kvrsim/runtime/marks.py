@@ -189,7 +189,7 @@ def hooked(
             handle.remove()
 
 
-# What begins at a mark, by the simulator's name; it goes on after any other mark.
+# Simulator's name of what begins at a mark; other marks only interrupt it.
 _BEGINS = {
     **{"start": "embedding", "layer": "qkv", "update": "append", "scan": "scan", "updated": "attention"},
     **{"output": "output+mlp", "layer_end": "head"},
