@@ -94,11 +94,6 @@ COMMANDS = first_shown()
 SLOW = {"README.md", "docs/explanation/strategies.md", "docs/how-to/noise.md", "docs/how-to/partition-table.md"}
 
 
-def test_commands_are_found() -> None:
-    assert sum(map(len, COMMANDS.values())) >= 40
-    assert all(COMMANDS[name] for name in ("README.md", "docs/tutorial/first-plan.md", "docs/how-to/capacity.md"))
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES if COMMANDS[name]],
@@ -158,11 +153,6 @@ def test_commands_in_a_sentence_exist(page: Path) -> None:
             command = inner
         known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
         assert {word for word in words if word.startswith("--")} <= known, shown
-
-
-def test_pages_have_no_marks_of_a_merge() -> None:
-    for page in [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks/results").glob("*.md")]:
-        assert not re.search(r"^(<{7} |={7}$|>{7} )", page.read_text("utf-8"), re.M), page
 
 
 def test_the_docs_are_short() -> None:

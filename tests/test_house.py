@@ -106,12 +106,6 @@ def test_the_test_of_each_invariant_exists() -> None:
     assert missing == []
 
 
-def test_each_invariant_has_a_number_of_its_own() -> None:
-    page = (ROOT / "docs" / "explanation" / "invariants.md").read_text("utf-8")
-    numbers = re.findall(r"^\| ([A-Z]\d+) \|", page, re.M)
-    assert len(numbers) == len(set(numbers))
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_help_lists_targets_that_exist() -> None:
     targets = targets_in_help()
@@ -119,8 +113,3 @@ def test_make_help_lists_targets_that_exist() -> None:
     for target in targets:
         done = make("--dry-run", target)
         assert done.returncode == 0, f"make {target}: {done.stderr}"
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_alone_prints_the_help() -> None:
-    assert make().stdout == make("help").stdout

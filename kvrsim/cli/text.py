@@ -251,8 +251,8 @@ def rests_on_line(question: Question, *more: str) -> str:
 
 def coverage_text(coverage: float | None) -> str:
     """Note on the coverage of 80 % intervals; `coverage` as in interval_title."""
-    share = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of held-out TTFTs"
-    return f"intervals made to hold 80 % {share}"
+    share = "were not checked on whole prefills" if coverage is None else f"contained {coverage:.0%} of held-out TTFTs"
+    return f"80 % intervals {share}"
 
 
 def limit_text(limit: MemoryLimit) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.output import NOT_WRITTEN
 from kvrsim.strategies import STRATEGIES
@@ -27,11 +26,6 @@ SIMULATE = ("simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512")
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvrsim {kvrsim.__version__}\n"
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,10 +215,3 @@ def test_other_ends_take_one_line_too(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert words in err
-
-
-def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("KVRSIM_TRACEBACK", "1")
-    monkeypatch.setattr("kvrsim.model.load.builtin_models", lambda: 1 // 0)
-    assert cli.main(["models", "list"]) == 70
-    assert "Traceback" in capsys.readouterr().err

@@ -180,10 +180,3 @@ def test_a_trace_appears_whole_or_not_at_all(
     timeline.write_chrome_trace(path)
     assert json.loads(path.read_text())["traceEvents"]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_as_a_table(timeline: Timeline) -> None:
-    frame = timeline.to_frame()
-    assert list(frame.columns) == list(Span.__slots__)
-    assert len(frame) == len(timeline.spans)
-    assert frame.end_s.max() == timeline.end_s

@@ -42,13 +42,3 @@ def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="plot"):
         save_figure(figure(), tmp_path / name)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_figure_that_cannot_be_drawn_leaves_the_old_picture(tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(b"old")
-    wrong = figure()
-    wrong.text(0, 0, r"$\frac{$")
-    with pytest.raises(ValueError, match="frac"):
-        save_figure(wrong, path)
-    assert (os.listdir(tmp_path), path.read_bytes()) == (["a.png"], b"old")

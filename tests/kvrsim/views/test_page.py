@@ -74,7 +74,3 @@ def test_no_address_but_that_of_the_namespace_is_in_a_page() -> None:
     page = render(Page(title="t", scripts=(*CHARTS, *SCRIPTS)))
     addresses = set(re.findall(r"(?:https?:)?//[\w./-]+\.[\w./-]+", page))
     assert addresses <= {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
-
-
-def test_a_page_without_data_is_small() -> None:
-    assert len(render(Page(title="t", scripts=(*CHARTS, *SCRIPTS))).encode()) < 250_000
