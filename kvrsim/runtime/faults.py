@@ -62,11 +62,6 @@ class RankError(KvrsimError):
         self.exit_code = 2 if self.faults[0].kind == "input" else 1
         super().__init__("; ".join(map(str, self.faults)))
 
-    @property
-    def cause(self) -> Fault:
-        """The fault that most likely caused the others."""
-        return self.faults[0]
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory; torch raises a plain RuntimeError for the host's memory."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -50,12 +49,6 @@ class KvLayout:
         """Return the layout of one of `size` ranks that share the KV heads: one head at least."""
         return replace(self, num_key_value_heads=max(1, self.num_key_value_heads // size))
 
-    @property
-    def title(self) -> str:
-        """The layout as text, such as "K and V of a window of 4096 tokens"."""
-        what = "latents" if self.is_latent else "K and V"
-        return f"{what} of {'all' if self.sliding_window is None else f'a window of {self.sliding_window}'} tokens"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateLayout:
@@ -65,8 +58,6 @@ class StateLayout:
     conv_channels: int  # of the convolution
     conv_tokens: int  # inputs that the convolution of the next token needs: the size of its kernel less one
     least_chunk: int = 1  # tokens of a chunk after a state: shorter ones change the result
-
-    title = "a state"
 
     def nbytes(self, batch: int, element_bytes: int) -> int:
         """Return the bytes for `batch` prompts; `element_bytes` is the size of an input of the convolution."""
@@ -177,13 +168,6 @@ class Geometry:
     def linked_layers(self) -> tuple[int, ...]:
         """Layers whose K and V or states travel between ranks."""
         return tuple(layer for layer, layout in enumerate(self.layouts) if layout is not None)
-
-    @property
-    def title(self) -> str:
-        """The layouts as text, such as "1 layer: K and V of all tokens; 3 layers: a state"."""
-        titles = sorted(layout.title for layout in self.layouts if layout is not None)
-        counts = [(title, len(list(group))) for title, group in groupby(titles)]
-        return "; ".join(f"{count} layer{'s' * (count > 1)}: {title}" for title, count in counts)
 
     @property
     def least_chunk(self) -> int:

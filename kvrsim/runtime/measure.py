@@ -120,7 +120,6 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
         "threads per rank": str(torch.get_num_threads()),
         "dtype": str(geometry.dtype).removeprefix("torch."),
         "attention": geometry.attention,
-        "messages": geometry.title,
         "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest}",
     }
 

@@ -11,7 +11,7 @@ def test_the_likeliest_cause_comes_first() -> None:
     lost = Fault(rank=0, kind="link", message="connection closed", layer=3)
     dead = Fault(rank=2, kind="died", message="killed by SIGKILL", layer=2)
     error = RankError([lost, dead])
-    assert error.cause == dead
+    assert error.faults[0] == dead
     assert str(error) == "rank 2, layer 2: killed by SIGKILL; rank 0, layer 3: connection closed"
     wrong = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
     assert RankError([wrong, lost]).exit_code == 2, "only the ranks can tell, and it is the user's mistake"
@@ -21,7 +21,7 @@ def test_the_likeliest_cause_comes_first() -> None:
 def test_of_the_silent_the_one_that_was_waited_for_comes_first() -> None:
     silent = [Fault(rank=rank, kind="silent", message="no answer") for rank in range(3)]
     lost = Fault(rank=3, kind="link", message="nothing came from rank 2", peer=2)
-    assert RankError([*silent, lost]).cause.rank == 2
+    assert RankError([*silent, lost]).faults[0].rank == 2
 
 
 @pytest.mark.parametrize(

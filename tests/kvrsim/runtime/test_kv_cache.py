@@ -108,4 +108,3 @@ def test_a_state_is_one_message_of_its_own_size_and_mlp_layers_have_none() -> No
     assert state.data.data_ptr() == state.incoming().data_ptr() == state.outgoing().data_ptr() == room[0].data_ptr()
     assert state.recurrent.dtype == torch.float32
     assert state.data.nbytes == state.recurrent.nbytes + state.conv.nbytes == BATCH * (4 * 8 * 16 + 96 * 3) * 4
-    assert geometry.title == "1 layer: K and V of all tokens; 2 layers: a state"

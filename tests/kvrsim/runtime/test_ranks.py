@@ -160,7 +160,7 @@ def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, laye
     """Closed connections and pipes tell, long before any time-out."""
     num_ranks = 2 if strategy == "tp" else 3
     error = failing(workers.troubled, "dies", rank, layer, strategy, name, num_ranks=num_ranks, timeout_s=600)
-    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (rank, "died", layer)
+    assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (rank, "died", layer)
     assert f"rank {rank}, layer {layer}: killed by SIGKILL" in str(error)
 
 
@@ -169,7 +169,7 @@ def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, laye
 def test_a_rank_that_hangs_is_named_with_its_layer(strategy: str, rank: int, layer: int, num_ranks: int) -> None:
     """The others wait for its messages in vain."""
     error = failing(workers.troubled, "hangs", rank, layer, strategy, num_ranks=num_ranks, timeout_s=15.0)
-    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (rank, "silent", layer)
+    assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (rank, "silent", layer)
     waiting = [fault for fault in error.faults if fault.kind == "link"]
     assert waiting
     assert strategy == "pp" or any(fault.peer == rank for fault in waiting)  # a first stage waits at the barrier
@@ -182,13 +182,13 @@ def test_a_rank_that_is_late_but_not_too_late_holds_up_nothing() -> None:
 
 def test_out_of_memory_comes_before_the_others_lost_connections() -> None:
     error = failing(workers.troubled, "memory", 1, 2)
-    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (1, "memory", 2)
+    assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (1, "memory", 2)
     assert "out of memory" in str(error)
 
 
 def test_a_mistake_in_the_code_is_named_with_its_place() -> None:
     error = failing(workers.troubled, "error", 0, 0)
-    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (0, "error", 0)
+    assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (0, "error", 0)
     assert "ValueError: a shape that does not fit (runtime_workers.py" in str(error)
 
 
@@ -204,8 +204,8 @@ def test_a_mistake_in_the_code_is_named_with_its_place() -> None:
 def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], message: str) -> None:
     error = failing(workers.mismatched, changed)
     assert {fault.kind for fault in error.faults} == {"mismatch"}
-    assert error.cause.rank == 1
-    assert error.cause.message.startswith(message)
+    assert error.faults[0].rank == 1
+    assert error.faults[0].message.startswith(message)
 
 
 @pytest.mark.slow
