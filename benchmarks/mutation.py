@@ -68,8 +68,21 @@ TESTS = {  # tests that cover a module; those that find the most first
         _LAYOUTS,
     ],
     "kvrsim/executors/steady.py": _layers("tsp-switch", "tsp-bus", "pp2+cp2-switch"),
-    "planner/search/bound.py": [f"{SEARCH}/test_bound.py"],
-    "planner/search/pipeline_bound.py": [f"{SEARCH}/test_pipeline_bound.py"],
+    "planner/search/bound.py": [
+        f"{SEARCH}/test_bound.py::{name}"
+        for name in ("test_the_bound_is_close", "test_what_refuted_an_earlier_bound", "test_slow_links_few_ranks")
+    ],
+    "planner/search/pipeline_bound.py": [
+        f"{SEARCH}/test_pipeline_bound.py::{name}"
+        for name in (
+            "test_the_bound_is_reached_where_one_part_takes_all_the_time",
+            "test_the_bound_is_close",
+            "test_the_bound_is_close_where_messages_hold_the_stages",
+            "test_long_pieces_of_eager_attention_are_not_faster_than_the_bound",
+            "test_links_of_several_kinds_bound_a_pipeline",
+            "test_no_pipeline_is_faster",
+        )
+    ],
 }
 Change = Callable[[], object]
 LIMIT_S = 120  # CPU seconds of one mutant; more means that it never ends

@@ -61,7 +61,7 @@ def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
 def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
     """Length and repetitions of the period from `first` on that covers the most layers."""
     best = 1, 1
-    for length in range(1, min(_MOST_KINDS, (len(kinds) - first) // 2) + 1):
+    for length in range(1, _MOST_KINDS + 1):
         same = first
         while same + length < len(kinds) and kinds[same] == kinds[same + length]:
             same += 1

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
+from kvrsim.compile import for_strategy
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy
@@ -148,3 +150,22 @@ def test_one_gpu_reaches_it(scenario: Scenario) -> None:
     only = search(scenario, KVR).ttft_s
     bound_s = lower_bound_s(scenario, KVR, only)
     assert bound_s <= only * EXACT
+
+
+@pytest.mark.parametrize(
+    ("most", "options"),
+    [
+        (1.02, {"ctx": "64k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"}),
+        (1.005, {"ctx": "16k", "gpus": 4, "model": "llama-7b"}),
+        (1.001, {"ctx": "16k", "gpus": 4, "model": "llama-7b", "link_bandwidth": 1e8}),
+        (1.02, {"ctx": "8k", "gpus": 4, "model": "llama-3-8b", "cluster": "h100-nvlink", "link_bandwidth": 1e7}),
+        (1.001, {"ctx": "1k", "gpus": 4, "model": "llama-3-8b", "cluster": "h100-nvlink", "link_latency": "1s"}),
+        (1.02, {"ctx": "8k", "gpus": 3, "model": "gemma-3-27b", "cluster": "h100-nvlink"}),
+    ],
+)
+def test_the_bound_is_close(most: float, options: dict[str, Any]) -> None:
+    """Messages that overlap or hold the streams, fast links, little bandwidth, latency, layers of two kinds."""
+    scenario = for_strategy(make_scenario(**options)[0], KVR)
+    found = search(scenario, KVR)
+    assert found.lower_bound_s is not None
+    assert 1.0 <= found.ttft_s / found.lower_bound_s <= most

@@ -118,3 +118,15 @@ def test_links_of_several_kinds_bound_a_pipeline() -> None:
     placed = replace(placed, cluster=slow)
     bound_s, sent_s = pipeline_bound_s(placed), 8192 * 4096 * 2 / 1e7
     assert sent_s < bound_s <= search_pipeline(placed, SEARCHED, stride=512).ttft_s <= 1.05 * bound_s
+
+
+@pytest.mark.parametrize("slow", [{"step_s": 10.0, "prepare_s": 1e-3}, {"layer_s": 1.0}, {"latency_s": 10.0}])
+def test_the_bound_is_reached_where_one_part_takes_all_the_time(slow: dict[str, float]) -> None:
+    """The engine's steps, the launches of layers, or the latency of the links."""
+    scenario, _ = kvrsim.make_scenario(ctx="1k", gpus=4, model="llama-3-8b", cluster="h100-nvlink", engine="none")
+    if "latency_s" in slow:
+        scenario = replace(scenario, cluster=scenario.cluster.with_link(**slow))
+    else:
+        scenario = scenario.with_host(replace(scenario.host, **slow))
+    placed = for_strategy(scenario, SEARCHED)
+    assert 1.0 <= search_pipeline(placed, SEARCHED).ttft_s / pipeline_bound_s(placed) <= 1.005
