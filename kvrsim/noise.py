@@ -48,7 +48,7 @@ class SideTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """All noise of a prefill; the planner knows the fixed part, the random part is drawn."""
+    """All noise of a prefill: a fixed part, which the planner knows, and a random part, which is drawn."""
 
     side_traffic: SideTraffic | None = None
     compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's duration; the mean stays
@@ -122,8 +122,8 @@ _TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # the generators of a sample
 class NoiseDraw:
     """The random part of a noise, drawn for one or many runs; arrays end with an axis of samples.
 
-    Each run (a sample) has generators of its own, by kind of noise and by place. So the same sample of the same seed
-    meets every partition and every strategy (common random numbers), alone or among others, however far it is drawn.
+    Each run (a sample) has generators of its own, by kind of noise and by place. So one
+    sample of a seed is the same for every partition and strategy (common random numbers), alone or among others.
     """
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
@@ -220,7 +220,7 @@ class _Slots:
 
 
 class Warp:
-    """A speed that is `slow` while one of some pairs carries side traffic, else 1; one row of slots a sample."""
+    """A speed that is `slow` while one of some pairs carries side traffic, else 1; one row of slots per sample."""
 
     def __init__(self, slots: _Slots, pairs: list[int], slow: float) -> None:
         self.slots, self.pairs, self.slow = slots, pairs, slow
@@ -453,7 +453,7 @@ def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
 
 
 def _percentile(ordered: np.typing.NDArray[np.float64], share: float) -> Estimate:
-    """Limits by order statistics: how many samples lie below a percentile is binomial, whatever the distribution."""
+    """Limits by order statistics: the number of samples below a percentile is binomial for every distribution."""
     count = len(ordered)
     below = np.cumsum([_binomial(count, below, share) for below in range(count + 1)])
     low, high = int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))

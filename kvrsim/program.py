@@ -90,10 +90,10 @@ class AllGather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingPass:
-    """p rounds of work on a piece, each but the last while the piece goes on to the next rank.
+    """p rounds of work on a piece. In each round but the last, the piece is also sent to the next rank.
 
-    Two buffers: one is worked on and sent, the other received. A piece moves when both ranks have come to
-    the round; a rank comes to the next round when its work is done, its piece has left and the next is there.
+    Two buffers: one is worked on and sent, the other received. A piece moves when both ranks have reached
+    the round. A rank reaches the next round when its work is done, its piece has left and the next piece has arrived.
     """
 
     name: str  # of the work
@@ -102,7 +102,7 @@ class RingPass:
     host_s: tuple[float, ...]  # of each round
     overlaps: bool = True  # the work overlaps the message; else it follows it
     message_share: float = 0.0  # share of the work's rate that is lost while a piece is in flight
-    score_elements: Array | None = None  # of the largest round, as of Compute
+    score_elements: Array | None = None  # of the largest round; see Compute
     kind: WorkKind = "attention"  # of the work
     payload: Payload = "KV"  # of the pieces
 
@@ -111,8 +111,8 @@ class RingPass:
 class AllToAll:
     """Messages from a rank's chunk to every other rank, the next first, in turn because each rank has one way out.
 
-    Every message waits for its receiver to come to the collective, and a rank goes on when all of its own have
-    left and those for it have come.
+    Every message waits until its receiver reaches the collective. A rank goes on when all its messages have left
+    and all messages for it have arrived.
     """
 
     nbytes: Array  # to the rank 1, 2, ... further on, shape (p - 1, B)
@@ -122,7 +122,7 @@ class AllToAll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One among the GPUs that the rank stands for: they do all else alike, so they come to it together."""
+    """A collective among the GPUs of a rank. They do the same work, so they reach it together."""
 
     name: str  # name in a timeline
     seconds: Array  # time on the compute stream, shape (B,)
@@ -132,11 +132,11 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Hold the compute stream until a part of the cached prefix has come from where it lies.
+    """Hold the compute stream until a part of the cached prefix has been loaded.
 
-    A rank's loads go first in, first out, over a link of their own, and overlap all else. They begin
-    with the request, each as soon as the one before has come; or, where `ahead` is False, each when the rank goes on
-    with the one before.
+    A rank's loads go first in, first out, over a link of their own, and overlap all else. With `ahead`, the
+    first begins with the request and each other one when the previous load has left the link. Without, a load begins
+    when the rank goes on after the previous one.
     """
 
     name: str  # source, as named in a timeline

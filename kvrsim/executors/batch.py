@@ -150,7 +150,7 @@ class _Rank:
     loaded_s: Array | float = 0.0  # time at which the loads so far have left their link
 
     def issue(self, host_s: float) -> Array:
-        """Time at which the device reaches an operation with that issue time on the host."""
+        """Issue an operation on the host; returns the time at which the device reaches it."""
         self.host_s += host_s
         return np.maximum(self.clock, self.host_s) if self.host_s else self.clock
 
@@ -164,7 +164,7 @@ def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None)
 
 
 class BatchEvaluator:
-    """One evaluation of a program; messages in flight are the state besides the ranks.
+    """One evaluation of a program; its state is that of the ranks and of the messages in flight.
 
     `finish_s` is when each rank has finished, shape (num_ranks, B), or (num_ranks, B, samples). `links_s` is when each
     link is free that messages have used; one from a rank to itself is the one way out of messages that leave in turn.
@@ -194,7 +194,7 @@ class BatchEvaluator:
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _repeat(self, steps: Block, times: int) -> None:
-        """Take all ranks through a period that often, each group of ranks that exchange something on its own."""
+        """Run the period `times` times, separately for each group of ranks that exchange something."""
         exchanges = [step for own in steps for step in own if not isinstance(step, Segment)]
         size = len(self.ranks)
         if all(isinstance(step, AllGather) for step in exchanges):
@@ -209,7 +209,7 @@ class BatchEvaluator:
                     self._run(steps, group)
 
     def _repeat_until_steady(self, steps: Block, times: int, group: range) -> None:
-        """Take a group of ranks through a period that often, the last ones at once if they all advance alike."""
+        """Run the period `times` times for a group of ranks, the last ones at once if all ranks advance alike."""
         ranks, states_s = self.ranks[group.start : group.stop], []
         for left in reversed(range(times)):
             hosts_s, links_s = [rank.host_s for rank in ranks], dict(self.links_s)
@@ -306,7 +306,7 @@ class BatchEvaluator:
         """Wait for a message; return False if it is not on its way yet."""
         edge = (recv.src, index)
         if offer := self.offers.pop(edge, None):
-            # Both streams have waited for every message before, so the link is free.
+            # Both streams have waited for all earlier messages, so the link is free.
             sender = self.ranks[recv.src]
             begin_s = np.maximum(sender.clock, rank.issue(recv.host_s))
             sender.clock = self._left_s(edge, begin_s, offer.link_s)
@@ -320,7 +320,7 @@ class BatchEvaluator:
         return False
 
     def _load(self, rank: _Rank, load: Load) -> None:
-        """Wait for a part of the cached prefix, which comes whatever the ranks do."""
+        """Wait for a part of the cached prefix, whose arrival does not depend on other ranks."""
         left_s = rank.loaded_s + load.seconds
         np.maximum(rank.clock, left_s + load.latency_s, out=rank.clock)
         rank.loaded_s = left_s if load.ahead else rank.clock.copy()
@@ -343,7 +343,7 @@ class BatchEvaluator:
     # Collectives take all their ranks at once: arrays of shape (num_ranks, B) or (num_ranks, B, samples).
 
     def _collective(self, ranks: range) -> None:
-        """The collective that these ranks have come to, prepared at its first layer."""
+        """Run the collective that these ranks have reached; it is prepared once for all layers of its kind."""
         members = self.ranks[ranks[0] : ranks[-1] + 1]
         ops = [rank.steps[rank.step] for rank in members]
         assert len({type(op) for op in ops}) == 1, "the ranks have come to different collectives"
@@ -420,7 +420,7 @@ class BatchEvaluator:
         return run
 
     def _all_to_all(self, ranks: range, ops: Sequence[AllToAll]) -> Callable[[], Array]:
-        """One message per receiver, by how many ranks further on it goes."""
+        """One message per receiver; those to the ranks `shift` further on are evaluated together."""
         shifts = range(1, len(ranks))
         edges = [_Edges(self.cluster, ranks, shift) for shift in shifts]
         sizes = [self._stack([op.nbytes[shift - 1] for op in ops]) for shift in shifts]

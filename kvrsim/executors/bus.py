@@ -1,6 +1,6 @@
 """The executor of machines whose messages share one bandwidth: many partitions at once, each at its own next event.
 
-A rank goes through waits, each for the arrival of some messages or for other ranks to come to a wait of theirs. What
+A rank goes through waits, each for the arrival of messages or until other ranks reach certain waits. What
 follows the n-th wait is known when it is over: `t' = max(t + delay_s, floor_s)`, for the next wait and for each message
 that is posted until then. Messages wait in lanes, each for the one before it to have left, and share the bus.
 
@@ -96,7 +96,7 @@ class _Later:
         return _Later(self.delay_s + seconds, self.floor_s + seconds)
 
     def at_least(self, seconds: Value) -> _Later:
-        """No earlier than that."""
+        """The state, but no earlier than at that time."""
         return _Later(self.delay_s, np.maximum(self.floor_s, seconds))
 
 
@@ -112,7 +112,7 @@ class _Post:
 
 
 class _Target(NamedTuple):
-    """A wait that something arrives for."""
+    """A wait that an arrival counts for, and the latency of the arrival."""
 
     rank: int
     wait: int
@@ -133,7 +133,7 @@ class _Track:
     now: _Later = field(default_factory=_Later)  # since the last wait
     parts: list[_Later] = field(default_factory=list)  # between waits
     missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
-    # By wait: work since the rank's previous wait, without jitter, and its factor.
+    # By wait: work since the rank's previous wait, in seconds without jitter, and the factor of its jitter.
     works: dict[int, tuple[Array, Value]] = field(default_factory=dict)
     num_computed: int = 0
     host_s: float = 0.0
@@ -150,7 +150,7 @@ class _Graph:
         self.num_rows = program.num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
         self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # by the rank and its way out
-        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it comes to
+        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it reaches
         self.targets: dict[Key, list[_Target]] = defaultdict(list)
         self.counts: dict[Key, int] = defaultdict(int)
         self.pieces_s: dict[Key, Array] = {}  # of messages of all-gathers: seconds of each alone on the bus
@@ -226,7 +226,7 @@ class _Graph:
         return self.draw.compute_jitter((rank,), self.tracks[rank].num_computed - 1)
 
     def _issue(self, track: _Track, host_s: float) -> _Later:
-        """Time at which the device reaches an operation with that issue time on the host."""
+        """Issue an operation on the host; returns the time at which the device reaches it."""
         track.host_s += host_s
         track.lags = track.lags or host_s > 0
         return track.now.at_least(track.host_s) if track.lags else track.now
@@ -385,9 +385,9 @@ class _Run:
         self.missing = np.repeat(missing, self.num_rows)
         self.there_s = np.full(self.missing.size, -np.inf)  # by wait and place: the last arrival so far
         self.over_s = np.full((most + 2) * self.size, np.inf)  # by how many waits came before, and place
-        self.passed = np.zeros(self.size, dtype=np.intp)  # waits
-        self.ready_s = np.zeros(self.size)  # time at which a rank comes to its wait
-        self.came_s = np.zeros(self.size)  # time at which the rank came to its previous wait
+        self.passed = np.zeros(self.size, dtype=np.intp)  # number of waits that each place has passed
+        self.ready_s = np.zeros(self.size)  # time at which each rank reaches its wait
+        self.came_s = np.zeros(self.size)  # time at which each rank reached its previous wait
         self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
         self._prepare_lanes(graph, most)
         notices = {

@@ -40,8 +40,8 @@ EndsAt = Callable[[int, float, float], float]  # number, start and duration of w
 class FairBus:
     """Processor sharing: n flows at once get 1/n of the bandwidth each.
 
-    Kept in virtual time: `served_bytes` is what every flow on the bus has been given since the start,
-    so a flow that enters at v with n bytes leaves when it reaches v + n, whatever joins or leaves.
+    Kept in virtual time: `served_bytes` counts the bytes of a flow that has been on the bus since the start. A flow
+    that enters at v with n bytes leaves at v + n, however many flows join or leave meanwhile.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -175,7 +175,7 @@ class Network:
         return self.inboxes.setdefault((src, dst), simpy.Store(self.env))
 
     def ready(self, src: int, dst: int) -> simpy.Store:
-        """Receives that dst has come to and whose rendezvous with src has not begun."""
+        """Receives that dst has reached and whose rendezvous with src has not begun."""
         return self.readies.setdefault((src, dst), simpy.Store(self.env))
 
     def meeting(self, index: int, ranks: range) -> Meeting:
@@ -371,7 +371,7 @@ class RankProcess:
         return meeting
 
     def _forward(self, meeting: Meeting, ranks: range, layer: int | None, nbytes: float, done: simpy.Event) -> Process:
-        """Send the own piece, then every piece that comes but the last; tell when all have come."""
+        """Send the own piece and forward each that arrives but the last; `done` happens when all have arrived."""
         dst, steps = self._after(ranks), len(ranks) - 1
         for step in range(steps):
             yield meeting.joined[dst]
@@ -405,7 +405,7 @@ class RankProcess:
                 self._waited("ring", layer, op.payload)
 
     def _pass_on(self, meeting: Meeting, dst: int, nbytes: Array, payload: Payload, layer: int | None) -> Process:
-        """Send a message to a rank once it has come to the meeting; return when the message has left."""
+        """Send a message to a rank as soon as it has joined the meeting; return when the message has left."""
         yield meeting.joined[dst]
         left = self.env.event()
         parcel = Parcel(src=self.rank, dst=dst, nbytes=nbytes.item(), op=payload, layer=layer)

@@ -55,8 +55,8 @@ def run_pipeline(
 class _PipelineRun:
     """One evaluation: a stage receives a piece, prepares it, computes its layers, and sends it on.
 
-    Arrays have the shape (stages, pieces, B), or less. Hosts never wait, so that the times at which they issue
-    operations are known before.
+    Arrays broadcast to the shape (stages, pieces, B). Hosts never wait, so that the times at which they issue
+    operations are known beforehand.
     """
 
     def __init__(

@@ -69,9 +69,9 @@ class Strategy:
 class Step:
     """One kind of layer over a batch of partitions: the vocabulary of a strategy's program.
 
-    `chunks` and `starts` hold one array of shape (B,) a rank: tokens of its chunk, and tokens of the
-    context before it (the cached prefix of the request counted in). `query_blocks`: as of the strategy.
-    `times_only`: leave out what only memory asks for.
+    `chunks` and `starts` hold one array of shape (B,) per rank: tokens of its chunk, and tokens of the
+    context before it (the cached prefix of the request counted in). `query_blocks`: those of the strategy.
+    `times_only`: leave out what is needed for memory only.
     """
 
     costs: LayerCosts
@@ -103,7 +103,7 @@ class Step:
     def append_kv(self, rank: int, prefix: Array) -> Compute:
         """Join the prefix's K, V and the chunk's in one contiguous cache.
 
-        prefix: tokens that the rank then holds besides its chunk.
+        prefix: tokens that the rank then holds in addition to its chunk.
         """
         return self.append_to(self.chunks[rank], prefix)
 
@@ -128,7 +128,7 @@ class Step:
         )
 
     def scan(self, rank: int) -> Compute:
-        """The chunk's tokens take the state of those before them on; the rank then has the state after them."""
+        """Advance the state over the chunk's tokens; the rank then has the state after them."""
         chunk = self.chunks[rank]
         return Compute(
             name="scan",
@@ -190,7 +190,7 @@ class Step:
         return Recv(src=src, host_s=self.costs.setting.host.message_s, rendezvous=not self.costs.setting.sends_overlap)
 
     def send_state(self, rank: int, *, in_turn: bool = False) -> Send:
-        """Hand the state after the chunk to the next rank; `in_turn`: as of send_kv."""
+        """Hand the state after the chunk to the next rank; `in_turn`: see send_kv."""
         return replace(self.send_kv(rank, in_turn=in_turn), payload="state")
 
     def recv_state(self, rank: int) -> Recv:

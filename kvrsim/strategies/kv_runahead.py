@@ -32,8 +32,8 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 def direct_layer(step: Step, rank: int) -> Iterator[Op]:
     """Project the chunk, send its K, V to each later rank, wait for those of each earlier one, attend, MLP.
 
-    As many bytes arrive as down the chain, but none waits for a rank on the way; the first rank sends them
-    all, one message after another. Messages that hold the streams are received first, as their senders wait.
+    A rank receives as many bytes as in the chain, but no message waits for a rank in between; the first rank sends
+    its messages one after another. Messages that hold the streams are received first, as their senders wait.
     """
     yield step.qkv(rank)
     if not step.costs.setting.sends_overlap:

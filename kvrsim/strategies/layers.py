@@ -88,7 +88,7 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
     if routed is None or routed.exchange == "none":
         return
     placement, own = routed.placement, step.chunks[rank]
-    if placement.gather is not None:  # ranks with even shares, which come to it together
+    if placement.gather is not None:  # ranks with even shares, which reach it together
         together = own * placement.layout.context if ranks < placement.layout.context else step.lengths.sum(axis=0)
         tokens = together * (step.costs.setting.batch * placement.load)
         more_s = step.costs.setting.host.collective_s

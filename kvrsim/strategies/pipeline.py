@@ -56,7 +56,7 @@ def context_ranks(strategy: Strategy) -> int:
 
 
 def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
-    """Tokens of a rank: its chunk or, in a pipeline, all pieces or its share of each."""
+    """Tokens of a rank: its chunk or, in a pipeline, its share of all pieces."""
     if strategy.pipeline is None:
         return partition[rank]
     context = context_ranks(strategy)
@@ -167,14 +167,14 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
 
 
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:
-    """One piece's share of operations of all pieces; context: ranks of a stage."""
+    """Operations of one piece, taken from those of all pieces; context: ranks of a stage."""
     own = (with_arrays(op, lambda values: values[number]) for op in ops)
     return tuple(replace(op, among=context) if isinstance(op, AllGather) else op for op in own)
 
 
 def refuses(model: ModelSpec, stages: int) -> str | None:
-    """A stage needs a layer."""
-    return f"at most {model.num_hidden_layers} stages, one a layer" if stages > model.num_hidden_layers else None
+    """Refuse more stages than layers."""
+    return f"at most {model.num_hidden_layers} stages, one per layer" if stages > model.num_hidden_layers else None
 
 
 PIPELINE = Strategy(

@@ -61,7 +61,7 @@ def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
 
 
 def _all_to_all(step: Step, tokens: Array, features: int) -> AllToAll:
-    """So many features of `tokens` tokens, shape (p - 1, B), to each of the other ranks, the next rank first."""
+    """Send features of tokens to each other rank, the next rank first; tokens: shape (p - 1, B)."""
     return AllToAll(nbytes=step.costs.feature_bytes(tokens, features))
 
 

@@ -23,7 +23,7 @@ NETWORKS = {"own links": ("switch", "chain", "nodes"), "bus": ("bus",)}
 
 
 def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tuple[int, ...]]) -> None:
-    """By the executor that is picked, by the program without a special executor, and event by event."""
+    """The executor that Runner chooses, the executor of any program, and the event executor give the same times."""
     program = build_program(scenario, strategy, columns(rows))
     replays = [EventSimulation(program.row(index), scenario.cluster, record=False) for index in range(len(rows))]
     finish_s = np.array([replay.finish_s for replay in replays]).T
@@ -39,7 +39,7 @@ def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tu
 @given(rng=draws())
 @examples(40)
 def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tuple[str, ...], rng: Draws) -> None:
-    """Rows with even chunks, too: messages that arrive at the very moment that somebody waits for them."""
+    """Even chunks are among the rows, so that some messages arrive exactly when a rank begins to wait for them."""
     strategy = get_strategy(name)
     scenario = any_run(rng, strategy, topologies=topologies)
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
@@ -51,7 +51,7 @@ def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tu
 @given(rng=draws())
 @examples(15)
 def test_many_layers(name: str, topology: str, rng: Draws) -> None:
-    """Layers in steady state, and those that no rank waits in, are not evaluated one by one."""
+    """Layers in steady state are not evaluated one by one."""
     strategy = get_strategy(name)
     scenario = any_run(rng, strategy, topologies=(topology,), layers=(12, 32), num_gpus=(4, 4))
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 2))

@@ -44,7 +44,7 @@ def program_of(scenario: Scenario, name: str, cut: tuple[int, ...]) -> Program:
 @given(rng=draws())
 @examples(20)
 def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
-    """Twice in each layer with experts, in none else; every rank then has as much to do, whatever its chunk."""
+    """Each layer with experts has two exchanges, other layers none. All ranks then have the same work."""
     placed, cut = spread(rng, name)
     program, ranks = program_of(placed, name, cut), placed.cluster.num_gpus
     for kind, costs in zip(program.layers, placed.layer_costs(), strict=True):
@@ -67,7 +67,7 @@ def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
 @given(rng=draws())
 @examples(20)
 def test_each_expert_is_held_once(rng: Draws) -> None:
-    """By all GPUs together, alone or in groups; beside it each holds what it did, a slice of experts aside."""
+    """All GPUs together hold each expert once, with and without groups; the other weights are as before."""
     for name in ("kvr-s", "tp", "tp2+kvr-s"):
         placed, cut = spread(rng, name)
         whole = for_strategy(replace(placed.on_gpus(1), group=None), get_strategy("single")).model

@@ -41,7 +41,7 @@ def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
 
 
 def noise_of(rng: Draws, ttft_s: float) -> Noise:
-    """Any, with side traffic that changes pairs between a few and a few hundred times a prefill."""
+    """Any noise; side traffic changes its pair between a few and a few hundred times per prefill."""
     traffic = SideTraffic(
         duty=rng.random(),
         share=rng.random() * 0.95,
@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_timeline(name: str, rng: Draws, seed: int)
 @given(rng=draws(), seed=SEEDS)
 @examples(60)
 def test_side_traffic_only_delays_and_more_of_it_more(name: str, rng: Draws, seed: int) -> None:
-    """In every single run: the pairs drawn are the same however much traffic there is."""
+    """This holds in every single run, because the drawn pairs do not depend on the amount of traffic."""
     scenario, program = program_of(rng, name)
     quiet = quiet_s(scenario, program)
     less = SideTraffic(

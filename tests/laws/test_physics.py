@@ -51,7 +51,8 @@ def with_tokens(scenario: Scenario, more: int) -> Scenario:
 @given(rng=draws(), times=st.integers(1, 5))
 @examples(20)
 def test_never_falls_with_context(name: str, rng: Draws, times: int) -> None:
-    """By as many tokens a rank, so that even chunks all grow; a search may end within 0.2 % of the best."""
+    """The context grows by the same number of tokens per rank, so that all even chunks grow. A search may end within
+    0.2 % of the best."""
     scenario = any_scenario(rng, num_gpus=(1, 5)) if name in NAMES else any_divisible(rng)
     if rng.random() < 0.5:
         scenario = as_measured(rng, scenario)
@@ -66,7 +67,7 @@ def test_never_falls_with_context(name: str, rng: Draws, times: int) -> None:
 def test_on_a_bus_a_fall_with_context_is_no_more_than_what_sharing_costs(
     name: str, scenario: Scenario, times: int
 ) -> None:
-    """TTFT on a bus may fall with context (see the next test), but never below that of paths of one's own.
+    """TTFT on a bus may fall with context (see the next test), but never below the TTFT with one path per pair.
 
     With a path for every pair, all times are sums and maxima of durations, none of which falls with a chunk: TTFT
     never falls. A bus gives no flow more than such a path does. So TTFT(longer, bus) >= TTFT(shorter, own paths).

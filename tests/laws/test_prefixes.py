@@ -48,7 +48,7 @@ def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixP
 @given(rng=draws())
 @examples(60)
 def test_executors_agree_and_the_prefix_is_no_sooner_there(rng: Draws) -> None:
-    """Both executors to rounding; what has to be moved takes no less than what is there, unless work moves with it."""
+    """Both executors agree to rounding. A prefix that must be loaded takes no less time than a local one."""
     strategy = STRATEGIES[rng.choice(NAMES)]
     plain, cut = any_placed(rng, strategy)
     scenario = placed_at(plain, strategy, rng, rng.choice(ELSEWHERE))
@@ -161,7 +161,7 @@ def test_strategies_say_where_a_prefix_must_lie() -> None:
     [("tp2+kvr-s", "host:1000GB/s", "whole"), ("kvr-s", "sharded", "pass-kv"), ("tsp", "all", None)],
 )
 def test_an_answer_says_how_ranks_attend(name: str, place: str, told: str | None) -> None:
-    """In the question where the prefix lies, in the answer how ranks come to it."""
+    """The question says where the prefix lies, and the answer says how ranks attend to it."""
     about = {"gpus": 4, "ctx": 5000, "cached_prefix": 4096, "prefix_placement": place}
     for answer in (kvrsim.simulate(strategy=name, **about), kvrsim.plan(strategies=[name], **about)):
         content = answer.to_dict()

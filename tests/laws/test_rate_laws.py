@@ -127,7 +127,7 @@ def caller(rng: Draws) -> Callable[[Array, Array], AttentionCall]:
 
 
 def rates_of(rng: Draws, gpu: GpuSpec, kernel: str) -> AttentionRates:
-    """Of any kind; none beats the datasheet."""
+    """Rates of any kernel; none beats the datasheet."""
     eager: EagerRates = any_eager(rng, gpu)
     sizes = any_sizes(rng, eager.flops_per_s / gpu.peak_flops["fp16"])
     found: dict[str, AttentionRates] = {
@@ -182,7 +182,7 @@ def test_flash_skips_what_no_query_sees(rng: Draws) -> None:
 @given(rng=draws(), v_head_dim=st.integers(1, 1024))
 @examples(50)
 def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -> None:
-    """Heads with values of another width take what heads of the mean width take; a told width changes nothing."""
+    """Heads with values of another width take as long as heads of the mean width."""
     _, rates, call, (batch, element_bytes) = attention(rng, kernel)
     tokens = sizes(rng)
     plain = call(tokens, tokens[::-1])

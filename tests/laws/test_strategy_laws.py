@@ -44,7 +44,10 @@ def test_one_gpu_makes_all_strategies_equal(scenario: Scenario) -> None:
 
 
 def _least_attention_flops(mixer: Mixer | None, first: int) -> float:
-    """Of a query that sees at least `first` keys, half of its own; of chunks at least its own key; none of a state."""
+    """Least FLOPs of a query: it sees at least `first` keys, in attention by chunks its own key.
+
+    Half of its own key is masked. A state takes none.
+    """
     if mixer is None or isinstance(mixer, Recurrence):
         return 0.0
     seen = 1 if isinstance(mixer, Attention) and mixer.attention_chunk else min(first, mixer.reach or first)

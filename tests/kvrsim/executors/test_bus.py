@@ -39,7 +39,7 @@ def through_the_bus(arriving: Flows, bandwidth: float) -> list[float]:
     left = [0.0] * len(arriving)
 
     def flow(index: int, arrives_s: float, nbytes: float) -> Iterator[simpy.Event]:
-        if arrives_s:  # at once: several may enter before the simulation takes its first step
+        if arrives_s:  # without a time-out at 0, several flows enter before the first step of the simulation
             yield env.timeout(arrives_s)
         began_s = yield from bus.transmit(nbytes)
         assert began_s == pytest.approx(arrives_s)
@@ -90,7 +90,7 @@ def test_as_a_fluid(arriving: Flows, bandwidth: float) -> None:
 @given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
 @examples(100)
 def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: float) -> None:
-    """Work conservation: the last flow leaves when one flow of all bytes would, whatever the order."""
+    """Work conservation: the last flow leaves when a single flow with the bytes of all would leave, in any order."""
     busy_until = 0.0
     for arrives_s, nbytes in sorted(arriving):
         busy_until = max(busy_until, arrives_s) + nbytes / bandwidth

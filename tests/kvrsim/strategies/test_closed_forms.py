@@ -23,7 +23,7 @@ LINKS = ["300GB/s", "1GB/s"]
 
 
 def scenario_of(model: str, gpus: int, ctx: int, bandwidth: str, latency: str = "20us") -> Scenario:
-    """The datasheet's limits, messages beside computation: no host, no short messages, a path a pair."""
+    """Rates of the datasheet and messages that overlap: no host, no short messages, one path per pair."""
     scenario, _ = kvrsim.make_scenario(
         ctx=ctx, gpus=gpus, model=model, profile="roofline", link_bandwidth=bandwidth, link_latency=latency
     )
@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def cast(self) -> float:
-        """The output to fp32, r2w4, or back."""
+        """Seconds to cast the output to fp32 (2 bytes read, 4 written) or back."""
         return self._output_s(6.0)
 
     def merge(self, tokens: float | None = None, *, part: bool = False) -> float:
@@ -92,9 +92,9 @@ def around(scenario: Scenario, tokens: float) -> float:
 @pytest.mark.parametrize("bandwidth", LINKS)
 @pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
 def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
-    """Liu et al. (2023): a round takes the longer of a block's attention and of its K, V's way to the next rank.
+    """Liu et al. (2023): a round takes the longer of a block's attention and the transfer of its K and V.
 
-    The last rank has work in every round; 4 h d FLOPs a pair of query and key in the p - 1 blocks before its own.
+    The last rank has work in every round; a pair of query and key in the p - 1 earlier blocks takes 4 h d FLOPs.
     """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     chunk = ctx // gpus
@@ -221,7 +221,7 @@ def test_ulysses() -> None:
 
 
 def test_kvr_direct_sends_as_much_as_the_chain_receives() -> None:
-    """Each rank's K, V once to every later rank: p (p - 1) / 2 chunks, as many as go down the chain."""
+    """Each rank sends its K and V once to every later rank: p (p - 1) / 2 chunks, as many as the chain sends."""
     scenario = scenario_of("llama-2-7b", 4, 8192, "300GB/s")
     chain, direct = (
         run_simulation(scenario, strategy=name, search=Search(partition=[2048] * 4)) for name in ("kvr-s", "kvr-direct")

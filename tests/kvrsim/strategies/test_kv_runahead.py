@@ -46,7 +46,8 @@ def test_one_block_is_kvr(rng: Draws) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flash"])
 @pytest.mark.parametrize("prefix", [0, 512, 8192])
 def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -> None:
-    """And one copy of the output; but a causal kernel at the context's start leaves the masked half out by itself."""
+    """Blocks take the time of separate calls and one copy of the output. A causal kernel without a prefix skips the
+    masked half, so it takes one call."""
     profile = "a100-eager" if attention == "eager" else "roofline" if attention == "sdpa" else "a100-flash"
     scenario = make_scenario(ctx="16k", gpus=2, model="llama-7b", profile=profile, attention=attention)[0]
     costs, one = scenario.layer_costs()[0], np.ones(1)
@@ -62,7 +63,7 @@ def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -
 @given(rng=draws())
 @examples(25)
 def test_more_blocks_never_cover_more(rng: Draws) -> None:
-    """By the datasheet a call costs nothing but what it covers, and joining the outputs a copy of these."""
+    """By the datasheet's rates, a call costs only the scores that it covers, and joining outputs costs one copy."""
     scenario = any_scenario(rng, num_gpus=(2, 5), roofline=True, kind=rng.choice(["llama", "mistral", "gemma2"]))
     costs = scenario.layer_costs()[0]
     chunk, prefix = np.meshgrid(np.geomspace(1, 5000, 12), [0.0, 10.0, 1000.0, 20000.0])

@@ -18,7 +18,7 @@ from kvrsim.strategies import STRATEGIES
 
 
 def of_states_alone(num_gpus: int, ctx: int, bandwidth: str) -> Scenario:
-    """Qwen3.5's layers with a state and no others: the datasheet's limits, a path a pair."""
+    """Qwen3.5's layers with a state and no others: rates of the datasheet, one path per pair."""
     scenario, _ = kvrsim.make_scenario(
         ctx=ctx,
         gpus=num_gpus,
@@ -36,7 +36,7 @@ def of_states_alone(num_gpus: int, ctx: int, bandwidth: str) -> Scenario:
 @pytest.mark.parametrize("bandwidth", ["300GB/s", "2GB/s"])
 @pytest.mark.parametrize("num_gpus", [2, 8])
 def test_the_wait_for_states_is_paid_once(num_gpus: int, bandwidth: str) -> None:
-    """TTFT = L w + (p - 1)(s + h) besides embedding and head, with even chunks; docs/explanation/hybrids.md."""
+    """With even chunks, TTFT = L w + (p - 1)(s + h) plus embedding and head; see docs/explanation/hybrids.md."""
     scenario = of_states_alone(num_gpus, 16384, bandwidth)
     chunk = np.array([16384.0 / num_gpus])
     strategy = STRATEGIES["kvr-e"]

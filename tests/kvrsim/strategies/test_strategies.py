@@ -36,7 +36,7 @@ def program_of(scenario: Scenario, name: str, chunks: Sequence[int]) -> Program:
 
 
 def dot_products(program: Program, rank: int) -> float:
-    """Of QK^T in one layer: elements of the score matrix that the rank computes."""
+    """Dot products of QK^T in one layer: the elements of the score matrix that the rank computes."""
     ops = [op for layer, op in program.ops(rank) if layer == 0 and isinstance(op, Compute)]
     return next(op.device_s.item() for op in ops if op.name == "attention")
 
@@ -69,7 +69,7 @@ def test_entries_that_move() -> None:
 @given(share=st.integers(1, 2000), ranks=st.integers(2, 16))
 @examples(40)
 def test_traffic_with_even_chunks(share: int, ranks: int) -> None:
-    """Net_tsp = (p - 1) C and Net_kvr = (p - 1) C / 2 tokens a layer."""
+    """Net_tsp = (p - 1) C and Net_kvr = (p - 1) C / 2 tokens per layer."""
     tokens = share * ranks
     scenario = scenario_of(tokens, ranks)
     even = [share] * ranks
@@ -80,7 +80,7 @@ def test_traffic_with_even_chunks(share: int, ranks: int) -> None:
 @given(chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8), cached=st.integers(0, 500))
 @examples(40)
 def test_dot_products_of_any_chunks(chunks: list[int], cached: int) -> None:
-    """KVR: chunk x (prefix + chunk); TSP: chunk x everything, whatever is masked."""
+    """KVR: chunk x (prefix + chunk); TSP: chunk x whole context, masked or not."""
     total = cached + sum(chunks)
     scenario = scenario_of(total, len(chunks), cached_prefix=cached)
     kvr, tsp = (program_of(scenario, name, chunks) for name in ("kvr-s", "tsp"))
@@ -153,7 +153,7 @@ def test_names() -> None:
     ],
 )
 def test_sizes(name: str, called: str, sizes: tuple[int, int, int]) -> None:
-    """Of tensor, pipeline and context parallelism, on 16 GPUs; a size of 1 splits nothing."""
+    """Sizes of tensor, pipeline and context parallelism on 16 GPUs; a size of 1 splits nothing."""
     assert get_strategy(name).name == called
     degrees = get_strategy(name).degrees.on(1 if name == "single" else 16)
     assert (degrees.tensor, degrees.pipeline, degrees.context) == sizes
