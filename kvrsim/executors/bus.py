@@ -522,7 +522,7 @@ class _Run:
             places, waits, time_s = self._pass(places, waits)
 
     def _pass(self, places: Index, waits: Index) -> _Arrivals:
-        """The waits of these ranks are over, and further ones for nothing; returns what they then cause."""
+        """End these ranks' waits, and following waits without arrivals; returns the arrivals that this causes."""
         causes = []
         while places.size:
             over_s = np.maximum(self.there_s.take(waits * self.size + places), self.ready_s.take(places))

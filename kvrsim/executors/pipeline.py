@@ -98,7 +98,7 @@ class _PipelineRun:
         self.floor_s += self.received_s
 
     def _add_layers(self, kinds: Sequence[int], layers: Sequence[Segment], stage_layers: Index) -> None:
-        """Append the layers of each stage to what it does with a piece. layers: by kind."""
+        """Append each stage's layers to the work on a piece. layers: one segment per kind of layer."""
         ends, start = np.cumsum(stage_layers, axis=0), 0
         for kind, alike in groupby(kinds):
             own, end = layers[kind], start + len(list(alike))

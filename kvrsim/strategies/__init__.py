@@ -119,7 +119,7 @@ def label_of(strategy: str | Strategy) -> str:
 
 
 def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
-    """A strategy whose chunks are searched over single GPUs, such as a table holds; raises InputError for another."""
+    """A strategy of single GPUs with searched chunks, as tables need it; raises InputError for another."""
     resolved = get_strategy(strategy, parameter)
     if resolved.partition_rule != "search" or resolved.group_size != 1:
         raise InputError(parameter, resolved.name, "a strategy of single GPUs whose chunks are searched, such as kvr-s")

@@ -20,7 +20,7 @@ PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-
 LayerProgram = Callable[["Step", int], Iterator[Op]]
 PipelineProgram = Callable[..., Program]  # of a scenario, strategy, pieces and costs: see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
-_ALL_RANKS = Degrees(context=None)  # ranks that split the context by the strategy itself
+_ALL_RANKS = Degrees(context=None)  # the strategy itself splits the context over all ranks
 _NAME = re.compile(r"[^\s,:]+")
 
 

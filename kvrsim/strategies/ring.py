@@ -1,4 +1,4 @@
-"""Ring attention: the ranks' K and V go round while each attends to those that it holds; plain, striped, zigzag."""
+"""Ring attention: K and V go round the ranks while each rank attends to those that it holds; plain, striped, zigzag."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def on_eight(name: str, **more: Any) -> Scenario:
 @given(rng=draws())
 @examples(100)
 def test_a_layout_is_its_name(rng: Draws) -> None:
-    """What a layout is called stands for the same layout."""
+    """The name of a layout is read as the same layout."""
     sizes = {name: rng.choice([1, 2, 4]) for name in ("data", "tensor", "pipeline", "context")}
     scheme = None if sizes["context"] == 1 else rng.choice(["zigzag", "interleave"])
     gpus = sizes["data"] * sizes["tensor"] * sizes["context"]
@@ -134,7 +134,7 @@ def test_all_tokens_go_round_twice_in_a_layer() -> None:
 
 
 def test_a_prompt_per_data_group() -> None:
-    """Eight prompts on eight data groups: each GPU attends for one, and its experts have the rows of all."""
+    """Eight prompts on eight data groups: each GPU attends to one prompt, and its experts compute rows of all prompts."""
     one, eight = (on_eight("dp8+ep8", batch=batch) for batch in (1, 8))
     assert (one.request.batch, eight.request.batch) == (1, 1)
     programs = [build_program(placed, get_strategy("dp8+ep8"), columns((4096,))) for placed in (one, eight)]

@@ -93,7 +93,7 @@ def meetings(ops: Sequence[Op]) -> list[type[Op]]:
 
 
 def met_by(rank: int, sequences: Sequence[Sequence[Op]]) -> Iterable[int]:
-    """Ranks that a rank meets: all of them, those of its stage, or none, where its layers have no attention."""
+    """Ranks in a rank's collectives: all ranks, those of its stage, or none where its layers have no attention."""
     kinds = meetings(sequences[rank])
     if set(kinds) - {AllGather}:
         return range(len(sequences))
