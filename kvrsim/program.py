@@ -183,11 +183,11 @@ def with_arrays(op: Op, change: Callable[[Array], Array]) -> Op:
 
 
 def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
-    """A rank's operations in a layer, whose computation loses `share` of its rate while a receive waits.
+    """Slow the computation in a rank's layer, which loses `share` of its rate while a receive waits.
 
-    A rank that receives posts the next layer's receive as soon as it has the last one's message, so one waits nearly
-    all the time; where the rank before is far ahead, the message is there sooner, and the time is too long by the
-    share. A rendezvous is not posted ahead.
+    A rank posts the receive of the next layer as soon as it has the message of this layer, so a receive waits nearly all
+    the time. Where the previous rank is far ahead, messages arrive sooner, and these times are too long. A rendezvous
+    is not posted ahead.
     """
     if not np.any(share) or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
         return ops

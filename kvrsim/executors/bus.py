@@ -359,7 +359,7 @@ def _joined(parts: Sequence[_Arrivals]) -> _Arrivals:
 class _Run:
     """One evaluation. Ranks and partitions are numbered together, as rank times B plus partition: places.
 
-    Lanes and partitions likewise: slots.
+    Lanes and partitions are numbered together in the same way: slots.
     """
 
     def __init__(self, graph: _Graph, *, keeps_left: bool = False) -> None:

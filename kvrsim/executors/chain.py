@@ -141,7 +141,7 @@ class _ChainRun:
                 np.maximum(self.clock, self.host_s, out=self.clock)
 
     def _pass_on(self, *, as_issued: bool) -> None:
-        """Take all ranks from their receive until the message has left their streams.
+        """Run all ranks from their receive until their message has left their streams.
 
         as_issued: the hosts may delay them; else the devices lead.
         """
@@ -221,7 +221,7 @@ class _ChainRun:
         return alone_s[-1:] if last_only else alone_s
 
     def _after_rendezvous(self, more: int, *, last_only: bool) -> Array:
-        """Times at which ranks start the rest that many layers later; messages wait for neighbours on both sides."""
+        """Times at which ranks start `rest`, that many layers later; messages wait for neighbours on both sides."""
         around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])

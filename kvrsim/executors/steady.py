@@ -1,7 +1,8 @@
 """Steady state: once everything that moves advances by the same time from period to period, so do all further periods.
 
-A layer's times are maxima of sums of earlier times, so that states which are all later by some time lead to states that
-are later by that time again. A host that issues a period in less time falls behind, and no maximum is its own.
+A layer's times are maxima of sums of earlier times. So if all times of a state are later by some seconds, all times of
+the next state are later by the same. A host that issues a period faster than that gets further ahead of its device and
+delays nothing.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
-    """Copy tokens, each of a number of features, into or out of messages, where such copies are counted."""
+    """Copy tokens into or out of messages, where such copies are counted; what: tokens, and features per token."""
     if step.costs.packs:
         yield Compute(name="pack", device_s=step.costs.all_to_all_pack_s(*what), kind="merge")
 

@@ -134,7 +134,7 @@ def test_all_tokens_go_round_twice_in_a_layer() -> None:
 
 
 def test_a_prompt_per_data_group() -> None:
-    """Eight prompts on eight data groups: each GPU attends to one prompt, and its experts compute rows of all prompts."""
+    """Eight prompts on eight data groups: each GPU attends to one, and its experts compute rows of all."""
     one, eight = (on_eight("dp8+ep8", batch=batch) for batch in (1, 8))
     assert (one.request.batch, eight.request.batch) == (1, 1)
     programs = [build_program(placed, get_strategy("dp8+ep8"), columns((4096,))) for placed in (one, eight)]

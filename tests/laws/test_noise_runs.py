@@ -1,4 +1,4 @@
-"""Runs under noise: quiet without it, never faster with more, the same for the same seed, the same on both paths."""
+"""Runs under noise: more noise is never faster, a seed repeats a run, and the executors agree."""
 
 from __future__ import annotations
 

@@ -129,9 +129,9 @@ def test_striped_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> N
 @pytest.mark.parametrize("bandwidth", LINKS)
 @pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
 def test_zigzag_ring(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
-    """ring-flash-attention: half a block per round on all ranks; the first rank merges all rows, the last rank half of them.
+    """ring-flash-attention: half a block per round; the first rank merges all rows, the last rank half of them.
 
-    A rank waits for the one before it, and to pass its pieces on for the one after it: the slower half sets the pace.
+    A rank waits for the previous rank's pieces and for the next rank to receive, so the slower half sets the pace.
     """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     chunk = ctx // gpus
