@@ -185,9 +185,9 @@ def with_arrays(op: Op, change: Callable[[Array], Array]) -> Op:
 def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
     """Slow the computation in a rank's layer, which loses `share` of its rate while a receive waits.
 
-    A rank posts the receive of the next layer as soon as it has the message of this layer, so a receive waits nearly all
-    the time. Where the previous rank is far ahead, messages arrive sooner, and these times are too long. A rendezvous
-    is not posted ahead.
+    A rank posts the receive of the next layer as soon as it has the message of this layer, so that a receive waits
+    nearly all the time. Where the previous rank is far ahead, messages arrive sooner, and these times are too long. A
+    rendezvous is not posted ahead.
     """
     if not np.any(share) or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
         return ops
