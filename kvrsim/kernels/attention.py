@@ -167,7 +167,7 @@ class BlockedRates:
     """
 
     causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
-    rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
+    rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; a mask does not raise it
     start_s: NonNegative  # of a call
     query_s: NonNegative  # per query and head, independent of the keys
     key_block: int  # keys per block; blocks on the diagonal are computed whole, so huge blocks compute all masked keys
@@ -226,7 +226,7 @@ class BlockedRates:
         )
 
     def _covered(self, call: AttentionCall) -> Array:
-        """Elements of the rectangle of one head."""
+        """Scores that are computed per head, counted as elements of the rectangle."""
         if not call.own:
             whole = call.chunk * call.prefix
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
@@ -264,8 +264,8 @@ class BlockedRates:
 class FlashRates:
     """Rates of a fused kernel whose tiles of queries step over blocks of keys, one tile per slot of the device.
 
-    The first group is how the kernel is written, the second what was fitted. Work and waves follow
-    FlashAttention-2 (Dao, 2023), splitting of the keys over idle slots FlashDecoding.
+    The first group of fields describes the kernel's code, the second group is fitted. Work and waves follow
+    FlashAttention-2 (Dao, 2023); keys are split over idle slots as in FlashDecoding.
     """
 
     tile_rows: int  # queries of a tile
