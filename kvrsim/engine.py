@@ -166,7 +166,7 @@ def _distance(one: str, other: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRates:
-    """The launching thread and the requests' way to it: a property of the software, not of the device."""
+    """Times of the software on the host: of the launching thread, and of a request before its first layer."""
 
     layer_s: NonNegative  # seconds to issue one decoder layer
     gather_piece_s: NonNegative  # in addition, per rank that takes part, for the all-gathers of one layer

@@ -126,7 +126,9 @@ class GpuSpec:
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
-    like: str | None = None  # a measured GPU of the same architecture, whose kernels hold in proportion; None: none
+    like: str | None = (
+        None  # measured GPU of the same architecture, whose rates are scaled by the datasheets; None: none
+    )
 
     @classmethod
     def read(cls, data: JsonObject) -> GpuSpec:
@@ -176,7 +178,7 @@ class LinkSpec:
     short_bytes_per_s: float | None = None  # of messages that are short against the latency; None: as of all
     gather: GatherRates | None = None  # of all-gathers over such links; None: priced as single messages
     all_reduce: AllReduceRates | None = None  # over such links; None: priced as two all-gathers
-    like: str | None = None  # a link of the same kind, whose measured latencies hold and whose rates hold in proportion
+    like: str | None = None  # measured link of the same kind: its latencies hold, its rates are scaled by bandwidth
     profile: str | None = None  # profile with these measured figures; None: a datasheet's or a user's
 
     def __post_init__(self) -> None:
