@@ -90,7 +90,7 @@ from kvrsim.units import MAX_SECONDS
 if TYPE_CHECKING:
     import pandas
 
-MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
+MAX_CSV_BYTES = 2**28  # some millions of rows; a larger file was given by mistake
 MAX_WHOLE = 10**18
 
 # ASCII only: float() and int() alone would accept "1_000", "inf" and digits of other alphabets.
@@ -114,7 +114,7 @@ class CsvRow:
         return bool(self.values.get(column))
 
     def text(self, column: str) -> str:
-        """Required."""
+        """The text of a required column."""
         value = self.values.get(column)
         if not value:
             raise self.error(column, "a text")
@@ -143,7 +143,7 @@ class CsvRow:
         return value == "true"
 
     def measured(self, **values: Any) -> Measurement:
-        """The measurement that the line holds; a value that cannot be is the line's mistake."""
+        """The measurement in this line; an InputError names the line."""
         return measured_at(self.where, **values)
 
 
@@ -163,7 +163,7 @@ class CsvTable:
     def read(cls, path: str | Path, argument: str) -> CsvTable:
         """Read a whole file; raises InputError where it cannot be read or is not a CSV with a header."""
         where = f"{argument} {' '.join(str(path).split())}"
-        # Comments are blanked rather than left out, so that line numbers stay those of the file.
+        # Comments become empty lines, so that line numbers are those of the file.
         text = io.StringIO(_content(path, argument), newline="")
         reader = csv.reader(("\n" if line.startswith("#") else line for line in text), strict=True)
         try:
@@ -200,7 +200,7 @@ class CsvTable:
 
 
 def _cell(value: object) -> str:
-    """A cell of a data frame; a whole number is written as one, also where missing values made its column floats."""
+    """A cell of a data frame as text; whole numbers lose the decimals that missing values give their column."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
@@ -285,13 +285,13 @@ class Measurement:
     warmups: int | None = None  # runs just before the timed ones; None: unknown
     repeats: int | None = None  # timed runs without a pause; None: unknown
     median_s: float  # seconds, median of the repeats
-    mean_s: float | None = None  # seconds, mean of the repeats, outliers drawn in; None: not known
+    mean_s: float | None = None  # seconds, mean of the repeats, outliers clipped; None: not known
     spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
     source: str  # authors and tool of the measurement
 
     @property
     def expected_s(self) -> float:
-        """Mean seconds if known: the expected share of one run in a sum of many."""
+        """Mean seconds if known, else the median: what one run adds to a sum of many."""
         return self.median_s if self.mean_s is None else self.mean_s
 
     @property
@@ -337,7 +337,7 @@ Some = npt.NDArray[Any]  # indices of rows, or a mask of them
 
 
 def measured_at(where: str, **values: Any) -> Measurement:
-    """A measurement; InputError for a value that cannot be says where it stands."""
+    """Make a measurement; an InputError says in which file and line the wrong value is."""
     try:
         return Measurement(**values)
     except InputError as error:
@@ -391,7 +391,7 @@ class Layout:
     """A kind of CSV that measurements are read from."""
 
     name: str  # for messages
-    signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
+    signature: tuple[str, ...]  # columns that only this kind has, all of them
     read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
 
 
@@ -419,7 +419,7 @@ def write_measurements(
 
 
 def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, Any] | None:
-    """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
+    """The origin line of a measurement CSV; None without one. Raises InputError where it is not JSON."""
     for number, line in enumerate(io.StringIO(_content(path, argument)), start=1):
         if line.strip() and not line.startswith("#"):
             return None
@@ -440,7 +440,7 @@ def _parse_origin(text: str, where: str) -> dict[str, Any]:
     return origin
 
 
-_TABLES = "aiconfigurator:"  # prefix of a source that is not a file
+_TABLES = ("aiconfigurator:", "aisimulate:")  # prefixes of sources that are not files
 _MAX_TEXT = 300  # of a line of provenance
 _REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # in the provenance of a profile
 

@@ -54,17 +54,17 @@ ENGINES = ("vllm", "sglang")  # that resolve_launches.py can resolve
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """Launches that an engine's code has resolved."""
+    """What an engine's code made of the launches."""
 
     engine: DeployEngine
     version: str  # of the engine's package
     launches: int
     refused: Mapping[str, str]  # by launch: why
-    differs: Mapping[str, str]  # by launch: what is resolved otherwise than planned
+    differs: Mapping[str, str]  # by launch: sizes that differ from the plan's
 
 
 def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
-    """What is launched, the launch and its layout, on several machines and models; then fleets, without a layout."""
+    """Yield a name, a launch and its layout for each question; then launches of fleets, without a layout."""
     for question, names in QUESTIONS:
         scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
         for strategy in map(get_strategy, names):
@@ -108,7 +108,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     refused, differs = {}, {}
     for (what, _, layout), answer in zip(listed, content["answers"], strict=True):
         planned = {name: getattr(layout, name) for name in SIZES}
-        if not layout.is_mixture:  # without effect in a dense model, though an engine resolves these
+        if not layout.is_mixture:  # a dense model has no experts, but an engine resolves these sizes
             answer = answer | {name: 1 for name in ("expert_parallel", "expert_data") if name in answer}
             planned |= {"expert_parallel": 1, "expert_data": 1}
         other = {name: answer[name] for name in SIZES if name in answer and answer[name] != planned[name]}

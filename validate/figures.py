@@ -67,7 +67,7 @@ class Scope:
 
 
 class Predictions:
-    """Predictions of each case, made once. Links are the profile's, unless a published row names another."""
+    """Predictions, each computed once. Links are the profile's, unless a published row names another."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -80,14 +80,14 @@ class Predictions:
         return self._results[key]
 
     def of(self, model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
-        """Return a strategy with its own partition: kvr-s searches."""
+        """Simulate a strategy with its own partition; kvr-s searches it."""
         key = (model, context_len, num_gpus, strategy)
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
         result: SimResult = self._once(key, lambda: run_simulation(scenario, strategy=strategy))
         return result
 
     def of_row(self, row: Row) -> SimResult:
-        """Return a published row, read as on the accuracy page."""
+        """Simulate a published row as the accuracy page does."""
 
         def simulate() -> SimResult:
             scenario, strategy = scenario_of(row)
@@ -97,7 +97,7 @@ class Predictions:
         return result
 
     def is_inside(self, row: Row) -> bool:
-        """Whether the reported TTFT lies in the predicted interval, allowing for its rounding."""
+        """Whether the reported TTFT lies in the predicted interval, rounding considered."""
         result = self.of_row(row)
         return row.is_inside(result.ttft_low_s, result.ttft_high_s)
 
@@ -115,7 +115,7 @@ class Predictions:
         return kvrsim.build_table(gpus=self.scope.table_gpu_counts, ctx=self.scope.entries, **case)
 
     def looked_up(self, context_len: int, num_gpus: int) -> SimResult:
-        """Return KVR-P."""
+        """Simulate KVR-P."""
         case = dict(ctx=context_len, gpus=num_gpus, model=self.scope.model, profile=PROFILE)
         return kvrsim.simulate(strategy="kvr-p", table=self.table, **case)
 
@@ -159,7 +159,7 @@ def page(predictions: Predictions) -> list[str]:
 
 
 def _speedups(predictions: Predictions) -> list[str]:
-    """Return KVR-S's speedup over TSP, printed / predicted, by context; nothing where a row is missing."""
+    """Return KVR-S's speedup over TSP, printed / predicted, by context; empty where a row is missing."""
     scope, rows = predictions.scope, []
     contexts = sorted({tokens for model in scope.models for tokens in scope.contexts(model)})
     for model, num_gpus in product(scope.models, scope.gpu_counts):
@@ -244,7 +244,7 @@ def shares_text(partition: Sequence[int]) -> str:
 
 
 def increases(predictions: Predictions) -> dict[tuple[int, int], dict[str, tuple[float, float, float]]]:
-    """Return by GPUs and context, then strategy: mean noisy TTFT over quiet, less one, and its 95 % limits."""
+    """Return by GPUs and context, then strategy: mean noisy TTFT over the quiet one, minus 1, and its 95 % limits."""
     noisy = predictions.printed["noisy_network"]
     found: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
     for num_gpus, tokens, strategy in product(noisy["num_gpus"], noisy["context_lens"], STRATEGIES):

@@ -22,7 +22,7 @@ from validate.report import CommandError, kvrsim, table, write_page
 TINY = Path(__file__).parent / "models" / "tiny.json"  # small enough for two busy cores
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 LOGITS = {"fp16": 2e-2, "fp32": 1e-3}  # accepted differences by dtype, as a share of the largest logit
-MOST_ERROR = 0.10  # median, of predicted TTFTs
+MOST_ERROR = 0.10  # accepted median error of predicted TTFTs
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
     " fast or how right kvrsim is on a GPU."
@@ -68,12 +68,12 @@ class Finding:
     """The result of a step."""
 
     lines: list[str] = field(default_factory=list)  # for people
-    faults: list[str] = field(default_factory=list)  # what is not as it must be
+    faults: list[str] = field(default_factory=list)  # what the step found wrong
     skipped: bool = False
 
     @property
     def status(self) -> str:
-        """One word."""
+        """failed, skipped or passed."""
         return "failed" if self.faults else "skipped" if self.skipped else "passed"
 
 
@@ -191,7 +191,7 @@ def confirm(machine: Machine) -> Finding:
 
 
 def long_context(machine: Machine) -> Finding:
-    """One prefill as long as a model allows, on one device."""
+    """One prefill of the longest context, on one device."""
     ctx = "128k" if machine.on_gpu else "1k" if machine.quick else "4k"
     words = ["--strategy", "single", "--gpus", 1, "--ctx", ctx, "--attention", "flash", "--repeats", 1]
     words += [*machine.words[:2], "--model", "llama-3-8b" if machine.on_gpu else TINY, "--dtype", machine.dtype]

@@ -107,7 +107,7 @@ def resolve_vllm(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]
     platforms._current_platform = Gpu()
     import vllm.config.vllm as settings  # type: ignore[import-not-found]
 
-    settings.HAS_TRITON = True  # needs a driver otherwise
+    settings.HAS_TRITON = True  # would need a driver
     registry._run_in_subprocess = lambda function: function()
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
     from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]

@@ -44,7 +44,7 @@ class ServingRow:
     batch: int  # prompts
     dtype: str
     ttft_s: float
-    left_out: str  # the rule by which it is not compared; empty: it is
+    left_out: str  # the rule that leaves the row out; empty: the row is compared
     source: str
 
     @property
@@ -109,12 +109,12 @@ class ServingError:
 
     @property
     def is_short(self) -> bool:
-        """Whether most of the time may be what the engine adds."""
+        """Whether the prompts are so short that the engine may add most of the time."""
         return self.row.tokens < SHORT_TOKENS
 
 
 def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
-    """Every row predicted under one engine."""
+    """Predict every row with one engine."""
     errors = []
     for row in rows:
         scenario, _ = make_scenario(
@@ -146,7 +146,7 @@ class Comparison:
     """Every row under its engine's own record."""
 
     own: tuple[ServingError, ...]
-    left_out: tuple[ServingError, ...]  # the rows that rules leave out
+    left_out: tuple[ServingError, ...]  # rows that a rule leaves out
     fits: Mapping[str, EngineFit]  # by engine, with each setting left out
 
     def figures(self) -> dict[str, Any]:

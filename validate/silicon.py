@@ -44,24 +44,26 @@ PAGE = RESULTS / "silicon.md"
 RECORDS = Path(__file__).parents[1] / "kvrsim" / "data" / "engines"
 ENGINES = ("vllm", "sglang", "trtllm")
 TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
-_PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])  # of the engines' common mean, by term; kernels are those of the tables
+_PRIOR = np.log(
+    [6e-3, 1.2e-6, 9e-6, 1.0]
+)  # logarithms of TERMS of the engines' common mean; kernels are taken as the tables have them
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
-_MODEL_SD = 1.5  # of the seconds of a launch of a model_type around the engine's, and of one engine around all
+_MODEL_SD = 1.5  # of log factors of model types: around 0, and of one engine around all engines
 _VERSION_ROWS = 5.0  # prior rows with which the factor of a version is pulled towards 1
-_NOISE = 0.25  # of log(predicted / measured), beyond which a setting counts less
+_NOISE = 0.25  # of log(predicted / measured); settings with larger errors have less weight
 # Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
 _TRANSFER, _TRANSFER_SD = math.log(0.05), 0.5
 _DISAGGREGATED = 0.7  # weight of disaggregated fleets, whose prefills scatter 1.4 times as far around the fit
-_PROBE_S = 1e-6  # of a launch, by which launches are counted
+_PROBE_S = 1e-6  # seconds of a launch in the run that counts launches
 SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU with an engine
 _HALVES = 8
-_LEAST_ROWS = 5  # whose errors give a width
+_LEAST_ROWS = 5  # errors from which widths are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The measured settings, and what kvrsim's kernels and counts say of each; arrays of shape (settings,)."""
+    """The measured settings with kvrsim's kernel seconds and launches of each; arrays of shape (settings,)."""
 
     rows: pandas.DataFrame
     kernels_s: Array
@@ -76,7 +78,7 @@ class Settings:
         return np.asarray(self.rows[name])
 
     def group(self, split: str) -> Array:
-        """What settings have in common that are left out together."""
+        """The group of each setting; groups are left out as a whole."""
         if split == "version":
             return np.asarray(self.rows.engine + "@" + self.rows.engine_version)
         if split == "setting":
@@ -102,7 +104,9 @@ def read_settings(path: Path, configs: Path) -> Settings:
     keys = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows.itertuples():
-            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # some configurations lack a type
+            dtype = (
+                "fp8" if getattr(row, "precision", "") == "fp8" else None
+            )  # because some configurations name no type
             key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep, dtype)
             keys.append(key)
             if key not in seconds:
@@ -125,7 +129,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
 
 
 def _model_folder(folder: Path, configs: Path, name: str) -> Path:
-    """A folder with a configuration, as a model's own."""
+    """Make the folder of a model from files of configurations."""
     model = folder / name
     if not model.exists():
         model.mkdir()
@@ -142,7 +146,7 @@ class EngineConstants:
     """Constants of all engines."""
 
     mean: Array  # logarithms of TERMS that the engines have in common, shape (4,)
-    by_engine: dict[str, Array]  # the same of each
+    by_engine: dict[str, Array]  # the same of each engine
     transfer_s: float  # see Engine
     shared_types: dict[str, float] = field(default_factory=dict)  # log factor on launch_s by model_type, of all engines
     model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # the same of each engine
@@ -167,7 +171,7 @@ class EngineConstants:
 
 
 def _predicted(terms: Array, transfer_s: float, settings: Settings, rows: Flags) -> tuple[Array, Array]:
-    """Seconds of settings, and the part of launches; `terms` has shape (settings, 4)."""
+    """Predicted seconds of settings, and the seconds of launches in them; `terms` has shape (settings, 4)."""
     request_s, token_s, launch_s, scale = terms.T
     launches_s = launch_s * settings.launches[rows]
     request_s = request_s + transfer_s * (settings.of("mode")[rows] == "disagg")
@@ -229,7 +233,7 @@ def left_out(settings: Settings, split: str) -> Array:
 
 
 def half_left_out(settings: Settings, seed: int = 0) -> Array:
-    """Log errors of settings by fits to the other half, all halves together."""
+    """Log errors of settings by fits to the other half, over all splits into halves."""
     columns = ["model", "gpu", "engine", "engine_version", "precision", "tp", "moe_ep"]
     groups, rng = settings.rows.groupby(columns).ngroup().to_numpy(), np.random.default_rng(seed)
     logs = []
@@ -249,9 +253,9 @@ def log_errors(settings: Settings, seconds: Array, rows: Flags | slice = slice(N
 
 
 def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
-    """Widths of errors: log(predicted / measured) that a tenth exceeds, and log(measured / predicted) likewise.
+    """Widths of errors: the 90 % quantiles of log(predicted / measured) and of log(measured / predicted).
 
-    own: errors of one engine, whose widths count where they are wider; fewer than 5 say nothing.
+    own: mask of one engine's errors; its widths are used where they are wider and rest on 5 errors at least.
     """
     below, above = np.quantile(logs, [0.1, 0.9])
     widths = _rounded(max(0.0, float(above))), _rounded(max(0.0, float(-below)))
@@ -350,7 +354,7 @@ def _rounded(value: Any) -> float:
 
 
 def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
-    """Share of settings inside the width from the errors of all other groups of their engine."""
+    """Share of settings inside the widths that follow from the errors of all other groups."""
     inside = []
     for group, engine in set(zip(groups.tolist(), engines.tolist(), strict=True)):
         others = groups != group
@@ -374,7 +378,7 @@ def read_predictions(path: Path, count: int) -> Array:
 
 
 def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
-    """Median errors of predictors by engine, model, GPU, precision, length and TP; rows with a prediction of each."""
+    """Median errors of predictors by engine, model, GPU, precision, length and TP, over settings that all predict."""
     measured_s = settings.of("prefill_s")
     errors = {name: np.abs(seconds / measured_s - 1) for name, seconds in predictors.items()}
     known = np.all([np.isfinite(one) for one in errors.values()], axis=0)
@@ -483,7 +487,7 @@ def steps_of(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
     return {"strategy": "+".join((*tensor, "pp1")), "search": Search(partition=pieces)}
 
 
-_PROFILES = {  # cluster and profile by a part of the GPU's name; the first that fits
+_PROFILES = {  # cluster and profile by a part of the GPU's name; the first match counts
     "a100sxm40": ("a100-40gb-nvlink", "a100-flash"),
     "a100": ("a100-nvlink", "a100-flash"),
     "a800": ("a800-nvlink", "a100-flash"),
@@ -494,7 +498,7 @@ _PROFILES = {  # cluster and profile by a part of the GPU's name; the first that
     "rtxpro6000": ("rtx-6000-pcie", "rtx-pro-6000-flash"),
 }
 _SAME_SHAPE = {"qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "qwen3.6-27b": "qwen3.5-27b", "glm-5.2-fp8": "glm-5"}
-_LEAST_SHORT = (0.3, 0.7)  # width below 512 tokens without prefills that say it
+_LEAST_SHORT = (0.3, 0.7)  # least widths below 512 tokens
 
 
 def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
@@ -505,7 +509,7 @@ def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
 
 
 def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
-    """A table of all, after their median errors."""
+    """Their median errors, then a table of all."""
     lines = []
     for title, own in (
         (f"{SHORT_TOKENS} tokens and more", [one for one in others if one.tokens >= SHORT_TOKENS]),

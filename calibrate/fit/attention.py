@@ -45,13 +45,13 @@ from kvrsim.program import Array
 
 HEAD_DIM = 128
 NARROW_HEAD_DIM = 64
-PROMISED_CHUNK = 128  # from here on, a prefill's chunks: what the profile's error is about
+PROMISED_CHUNK = 128  # least size of a prefill's chunk; the stated error is that of larger ones
 LLAMA_SCORE_BYTES = 28.0  # see kvrsim/kernels/elementwise.py
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 
-_WHOLE = 2**30  # keys of a block: one block for all keys, for a kernel that computes masked scores too
+_WHOLE = 2**30  # keys per block that stands for "one block": the kernel computes masked scores, too
 _KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _WHOLE)
-_NOTHING_S = 1e-15  # below this a constant is 0
+_NOTHING_S = 1e-15  # smaller constants are set to 0
 _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 # -- factors by size of the call
@@ -175,7 +175,7 @@ class AttentionRows(Columns):
 
     @property
     def call(self) -> AttentionCall:
-        """Attention call with arrays, which the rates' formulas accept."""
+        """All calls as one AttentionCall with arrays; the rates' formulas accept arrays."""
         return AttentionCall(
             chunk=self.chunk,
             prefix=self.prefix,
@@ -207,7 +207,7 @@ class AttentionFit(Fit[Rates]):
         return self.fitted(self.every)
 
     def fitted(self, some: Some) -> Rates:
-        """Robust least squares of the logarithms, alternating with factors by size."""
+        """Alternate robust least squares of the logarithms with factors by size."""
         rows, rates = self.data.take(some), super().fitted(some)
         if self.peak is None:
             return rates
@@ -289,7 +289,7 @@ def _form(name: str, data: AttentionRows, parameters: Sequence[Parameter], make:
 def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fitted[FlashRates]:
     """The rates with softmax_s, which only heads narrower than the fit's use; unchanged without rows.
 
-    Softmax takes no longer than the products of the fit's heads, and matters from half of that on.
+    Softmax takes no longer than the products of the fit's heads, and has no effect below half of that.
     """
     if not rows:
         return fitted
@@ -301,9 +301,9 @@ def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fit
 
 
 def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
-    """FLOPs of QK^T and PV, 28 bytes per element of the score matrix through device memory, and a start.
+    """Fit a rate of the FLOPs of QK^T and PV, a rate of device memory (28 bytes per score), and a start time.
 
-    Where that form fits poorly and it improves held-out calls, also factors by size of the score matrix.
+    Where that form fits poorly, factors by size of the score matrix are added if they improve held-out calls.
     """
     calls = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(calls))
@@ -319,9 +319,9 @@ def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD
 def fit_blocked(
     rows: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_masked: bool, head_dim: int = HEAD_DIM
 ) -> Fitted[BlockedRates]:
-    """FLOPs of the causal half and of the rectangle, a start of calls and of queries, and the nearest size of blocks.
+    """Fit rates of the causal half and of the rectangle, start times of calls and of queries, and the size of blocks.
 
-    Where that form fits poorly and it improves held-out calls, also factors by number of queries.
+    Where that form fits poorly, factors by number of queries are added if they improve held-out calls.
     """
     calls = usable_attention(rows, head_dim)
     data, peak = AttentionRows.of(calls), peak_flops(gpu, dtypes_of(calls))
@@ -379,7 +379,7 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak: float) -> Sized:
 
 
 def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
-    """Medians by classes of size, with few knots, so that longer calls never take less time."""
+    """Median factors by class of size, at few knots; they never make a longer call faster."""
     classes = np.round(_A_DOUBLING * np.log2(sizes))
     members = [classes == one for one in np.unique(classes)]
     places = np.array([np.mean(np.log(sizes[some])) for some in members])
@@ -394,9 +394,9 @@ def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
 
 
 def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRates:
-    """Return the rates with that of unmasked blocks, the geometric mean of the rows; unchanged without rows.
+    """Return the rates with a rate of unmasked blocks: the geometric mean over the rows; unchanged without rows.
 
-    Start and queries take what they do in other calls, but no more than half of a row's seconds.
+    The start times are those of other calls, but at most half of a row's seconds.
     """
     if not rows:
         return rates
@@ -407,15 +407,15 @@ def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRate
 
 
 def fit_latent_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[LatentRates]:
-    """Fit latent attention by a recipe's source of each form. Raises InputError for what cannot be read."""
+    """Fit both forms of latent attention, each to its source in a recipe. Raises InputError for a bad source."""
     part.only(FORMS)
     return fit_latent({form: part.text(form) for form in FORMS if part.has(form)}, load_gpu(profile.gpu))
 
 
 def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[LatentRates]:
-    """Each form of DeepSeek-V3's calls as a flash kernel; stated errors are those of the expanded form.
+    """Fit each form of DeepSeek-V3's calls as a flash kernel; the stated errors are those of the expanded form.
 
-    Kernels skip what is masked: calls without a prefix do not tell the cost of masked blocks. Single queries are not
+    Kernels skip what is masked: calls without a prefix do not show the cost of masked blocks. Single queries are not
     fitted: they are decoded by kernels of their own.
     """
     causal = [name for name, preset in PRESETS.items() if preset.structure["causal"]]

@@ -1,4 +1,4 @@
-"""fit_elementwise, fit_host and fit_prepare: element-wise kernels, launches by the CPU, what precedes the layers."""
+"""Fits of element-wise kernels, of launches by the CPU, and of what precedes the layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMISED_TOKENS = 128  # least tokens of a chunk for which the profile states it
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
 _LIKE = {"copy": "residual"}  # a kind that is rarely measured, and one with the same access pattern
 _ENOUGH = 3  # rows of a kind
-_CPU_CACHES = 20.0  # times the memory's rate: a CPU's caches may still hold a kernel's output for the next kernel
+_CPU_CACHES = 20.0  # times the memory's rate: a CPU's caches may still hold what the previous kernel wrote
 _GATHERS = 2  # all-gathers of one layer: K and V
 _LEAST_LOG_SD = 0.05
 _UNMASKED = "flash"  # a kernel that takes no mask
@@ -81,7 +81,7 @@ def fit_elementwise(
 
 
 def with_merges(rates: ElementwiseRates, rows: Sequence[Measurement]) -> ElementwiseRates:
-    """Return the rates with that of merging partial results, the geometric mean of the rows; unchanged without rows."""
+    """Return the rates with a rate of merging partial results: the geometric mean over the rows."""
     if not rows:
         return rates
     return replace(rates, merge_bytes_per_s=mean_rate(column(rows, "bytes") / column(rows, "expected_s")))
@@ -102,7 +102,7 @@ def fit_host(
 ) -> tuple[HostRates, OperationFit]:
     """Medians of host_layer rows, at least one, of host_collective rows per rank, and of host_message rows.
 
-    Without timed collectives, a rank's part in one is a send and a receive, as in the runtime's ring.
+    Without timed collectives, each rank's part is a send and a receive, as in the runtime's ring.
     """
     seconds = column(layers, "expected_s")
     mape = rounded(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
@@ -128,7 +128,7 @@ def fit_host(
 
 
 def fit_pending_share(rows: Sequence[Measurement]) -> float:
-    """Share of a layer's compute rate that a pending receive takes: the median over shapes; 0 without rows.
+    """Share of the compute rate that a layer loses during a pending receive: median over shapes; 0 without rows.
 
     From layer_pending rows and the layer_alone row of the same shape and ranks.
     """

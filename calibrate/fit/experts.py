@@ -1,7 +1,7 @@
 """fit_experts: ExpertRates from tables of routed experts, type by type.
 
-Six constants per type are fitted to the rows of one GPU, of all routings alike: what evenly spread and skewed tokens
-have in common. Held out are the shapes of models.
+Six constants per type are fitted to the rows of one GPU, with even and with skewed routing together. Shapes of models
+are held out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrsim.kernels.profile import CalibrationProfile
 _NOISE = 0.15  # see calibrate.fit.gemm
 _MOST_ROWS = 3000  # of a type
 _STARTS = 6
-_FEW_MODELS = 3  # below which shares of experts are held out instead of models
+_FEW_MODELS = 3  # with fewer models, shares of experts are held out instead
 _LONG = 1024  # tokens from which engines are compared
 _ENOUGH = 20  # common shapes that suffice for a comparison
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
@@ -43,9 +43,9 @@ def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitt
 def fit_experts(
     found: Sequence[ExpertRows], profile: CalibrationProfile, others: Sequence[ExpertRows] = ()
 ) -> Fitted[ExpertRates]:
-    """Rates of all the types, half precision among them; `others` are those of other engines, for the systematic error.
+    """Fit the rates of all types, half precision included. `others`: rows of other engines, for the systematic error.
 
-    Raises InputError where rows of a type are missing or there twice.
+    Raises InputError where a type is missing or appears twice.
     """
     names = [rows.kind for rows in found]
     if HALF not in names or len(set(names)) != len(names):
@@ -107,9 +107,9 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
 
 
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
-    """Spread over other engines: per type, the root mean square of their medians of log(their seconds / these).
+    """Spread over engines. Per type: the root mean square, over other engines, of the median of log(theirs / ours).
 
-    Only rows of at least _LONG tokens count. The result is the median over types, as an engine may be poor at one.
+    Only rows of at least _LONG tokens count. The result is the median over types, because an engine may be slow at one.
     """
     of_types = []
     for rows in data:

@@ -28,7 +28,7 @@ _LEAST_SMS = 8
 
 _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
-_GOING_ON = 3  # starts from which the fit continues to the end
+_GOING_ON = 3  # number of starts that are continued to the end
 _TRIAL_STEPS = 50
 _FOLDS = 10
 _SEED = 0  # of starts and folds: the same rows give the same fit
@@ -41,7 +41,7 @@ class Parameter:
     name: str
     start: float
     low: float  # 0: linear scale
-    high: float  # the datasheet's where there is one
+    high: float  # the datasheet's value where there is one
 
     def encode(self, value: float) -> float:
         """Convert to the scale of the solver."""
@@ -63,8 +63,8 @@ def solve(
 ) -> dict[str, float]:
     """Robust least squares (soft_l1) of log(predicted / measured), inside the bounds; rounded to four digits.
 
-    `predict(values, rows)` gets values by name and indices of rows, and returns seconds. `noise`: the relative error
-    above which a row has less weight. With several starts, the given one and others drawn between the bounds with a
+    `predict(values, rows)` gets values by name and indices of rows, and returns seconds. `noise`: rows with a larger
+    relative error have less weight. With several starts, the given one and others drawn between the bounds with a
     fixed seed are each tried on some of the rows; the best few continue with all rows.
     """
     from scipy.optimize import least_squares
@@ -134,10 +134,10 @@ class Fit(Generic[Rates]):
     parameters: Sequence[Parameter]
     make: Callable[[Constants], Rates]
     seconds: Callable[[Rates, Some], Array]
-    weighted: bool = False  # by the square root of the seconds: long operations make a prefill
+    weighted: bool = False  # by the square root of the seconds, because long operations dominate a prefill
     starts: int = 1
     noise: float = 0.03  # see `solve`
-    warm: bool = False  # whether fits to some of the rows start at the constants of the fit to all rows
+    warm: bool = False  # whether fits to some of the rows start from the fit to all rows
 
     @property
     def every(self) -> Some:
@@ -158,7 +158,7 @@ class Fit(Generic[Rates]):
         return self.make(self.solved(some, self.measured_s[some], warm=self.warm))
 
     def solved(self, some: Some, seconds: Array, *, warm: bool = False) -> dict[str, float]:
-        """Constants with which some of the rows take these seconds."""
+        """Constants fitted to given seconds of some of the rows."""
         parameters = self.parameters
         if warm:
             parameters = [replace(one, start=self.constants[one.name] or one.start) for one in parameters]
@@ -172,16 +172,16 @@ class Fit(Generic[Rates]):
         )
 
     def compare(self, label: str, predicted_s: Array) -> Comparison:
-        """All rows, each with a prediction."""
+        """Compare all rows with predictions."""
         return Comparison(label=f"{self.label}{label}", measured_s=self.measured_s, predicted_s=predicted_s)
 
     @cached_property
     def own(self) -> Comparison:
-        """All rows by the rates fitted to them."""
+        """Predictions of all rows by the rates fitted to them."""
         return self.compare("fitted", self.seconds(self.rates, self.every))
 
     def left_out(self, what: str, labels: Iterable[Hashable]) -> Comparison:
-        """Each row by a fit without the rows of its label."""
+        """Predictions of each row by a fit without the rows of its label."""
         predicted = cross_validated_s(labels, lambda train, test: self.seconds(self.fitted(train), test))
         return self.compare(f"{what} left out", predicted)
 
@@ -195,8 +195,8 @@ class Errors:
     mape: float  # mean absolute error, as a fraction
     median_ape: float
     p90_ape: float
-    bias: float  # mean error: above 0 predicted too long
-    log_sd: float  # of log(predicted / measured): the 80th percentile of its size, over that of a normal deviate
+    bias: float  # mean error; above 0: predictions are too long
+    log_sd: float  # of log(predicted / measured): 80th percentile of its absolute value over that of a standard normal
     inside: float  # coverage: share of rows inside an 80 % prediction interval made from the other half of the rows
 
 
@@ -258,9 +258,9 @@ class Fitted(Generic[Rates]):
     source: str  # authors of the measurements, in a few words
     own: Comparison  # on the rows of the fit
     cross_validated: Comparison  # on held-out rows: the error that a profile states
-    interpolated: Comparison | None = None  # of shapes whose times the profile holds as tables
+    interpolated: Comparison | None = None  # errors of shapes that have tables in the profile
     seen: Mapping[str, Span]  # smallest and largest of each size
-    gather: Gather | None = None  # of all-gathers: how they worked
+    gather: Gather | None = None  # of all-gathers: their algorithm
     systematic_log_sd: float | None = None  # see OperationFit
 
     @property
@@ -291,7 +291,7 @@ def column(rows: Iterable[Measurement], name: str) -> Array:
 
 
 def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
-    """Dtypes of the rows that a fit uses, all of one size: half precision, or fp32 where there is none."""
+    """Dtypes of the rows that a fit uses: half precision, or fp32 where there is no half precision."""
     found = {row.dtype for row in rows}
     return FULL if found.isdisjoint(HALF) and "fp32" in found else HALF
 
@@ -310,7 +310,7 @@ def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
 
 
 def has_waves(gpu: GpuSpec) -> bool:
-    """Whether work runs in waves of tiles over the device; on a CPU, threads share it evenly."""
+    """Whether the device runs work in waves of tiles; threads of a CPU share it evenly."""
     return gpu.num_sms >= _LEAST_SMS
 
 
@@ -342,7 +342,7 @@ def root_mean_square(values: Sequence[float]) -> float | None:
 
 
 def span_of(arrays: Sequence[Array]) -> Span:
-    """Over all arrays."""
+    """Smallest and largest value over all arrays."""
     return float(min(one.min() for one in arrays)), float(max(one.max() for one in arrays))
 
 

@@ -48,21 +48,21 @@ from kvrsim.model.load import builtin_models, load_model
 from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
-FINE_TILES = ((16, 64),)  # tiles without waves, with almost no steps
+FINE_TILES = ((16, 64),)  # for devices without waves: small, so that times hardly step
 STEP = 64  # number of rows for which a prediction is constant
-PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
+PROMISED_ROWS = 128  # least size of a prefill's chunk; the stated error is that of larger ones
 HALF_BYTES = 2
 
 _ENOUGH = 20  # rows
-_LEAST_WIDTH = 1024  # features of the narrowest matrix in the fit, where enough are wider
+_LEAST_WIDTH = 1024  # least features of a matrix in the fit, if enough matrices are as wide
 _STARTS = 24
-# Libraries choose faster and slower kernels for similar shapes: the fit is to their mean, not to their mode.
+# Libraries choose faster and slower kernels for similar shapes: the fit follows their mean.
 _NOISE = 0.15
-_USED_SHARE = 0.005  # of the rows that a tile is the fastest for; a tile with fewer is dropped
+_USED_SHARE = 0.005  # a tile that is the fastest for a smaller share of the rows is dropped
 _MOST_TYPE_ROWS = 4000  # of a quantised type
 _TYPE_STARTS = 8
-_MOST_SHARE = 0.92  # of the datasheet's rate in full waves; no product of random data on a GPU reaches more
-_LONG_SUM = 16384  # features in the sum of a product with full waves
+_MOST_SHARE = 0.92  # of the datasheet's rate: products of random data reach no more on a GPU
+_LONG_SUM = 16384  # features of a product that has full waves
 _SEEN = ("tokens", "in_features", "out_features")
 
 # Datasheets' rates of quantised types, as multiples of the rate of a type that GpuSpec has.
@@ -78,15 +78,15 @@ _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
 MAX_KNOTS = 40  # most knots of a shape's table
 TYPE_KNOTS = 10  # most knots of a quantised type's table
 _LEAST_KNOTS = 4
-_KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
+_KNOT_ERROR = 0.003  # relative error at which a table needs no more knots
 
-# -- the clock; of products that do not fill a GPU the rate depends on their shape more than on the clock
+# -- the clock: rates of products that do not fill a GPU depend more on their shape than on the clock
 _LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
 _LEAST_ROWS, _MOST_ROWS = 200, 3000
-_LONG_S, _SHORT_S = 0.3, 0.03  # under load; without rows on both sides nothing can be said
-_NO_FALL = 0.96  # share, from which on the fall is not told from the spread of shapes
+_LONG_S, _SHORT_S = 0.3, 0.03  # seconds under load; rows above and below are needed
+_NO_FALL = 0.96  # share above which the fall cannot be separated from the spread of shapes
 _LONGEST_S = 1.0  # longest time constant; a slower fall is an effect of sizes
-_TURNS = 12  # steps of the iteration that inverts a loop's mean
+_TURNS = 12  # iterations that invert the mean of a loop
 
 Shape = tuple[int, int]  # in_features, out_features
 
@@ -182,7 +182,7 @@ def usable_gemm(
 ) -> list[Measurement]:
     """Products in these dtypes (None: dtypes_of(rows)) of at least one step of rows.
 
-    Only wide matrices if there are enough; all matrices with `narrow`.
+    Only wide matrices if there are enough of them; with `narrow` all matrices.
     """
     wanted = dtypes_of(rows) if dtypes is None else dtypes
     found = [row for row in rows if row.operation == "gemm" and row.dtype in wanted and (row.tokens or 0) >= STEP]
@@ -275,7 +275,7 @@ def _parameters(gpu: GpuSpec, tiles: Sequence[tuple[int, int]]) -> list[Paramete
 
 
 def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], peak: float) -> GemmRates:
-    """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
+    """Make the rates. `values` has shares of the datasheet's rate; a profile has shares of the best tile's."""
     shares = [values[f"share_{index}"] for index in range(len(tiles))]
     return GemmRates(
         flops_per_s=rounded(max(shares) * peak),
@@ -290,7 +290,7 @@ def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], pe
 
 
 def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
-    """Without the tiles that hardly any row depends on; the smallest tile stays, for its step."""
+    """Drop tiles that are the fastest for hardly any row; the smallest tile stays because it sets the step."""
     alone = [rows.form_s(replace(rates, tiles=(tile,))) for tile in rates.tiles]
     wins = np.bincount(np.argmin(alone, axis=0), minlength=len(rates.tiles)) / len(rows.tokens)
     tiles = [tile for tile, share in zip(rates.tiles, wins, strict=True) if share >= _USED_SHARE]
@@ -305,7 +305,7 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
 
 
 def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
-    """Rows of measured shapes, each predicted by tables that lack its tenth of the row counts."""
+    """Predict each row of a shape with a table by tables without the tenth of row counts that it belongs to."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
     wanted = rows.tokens >= PROMISED_ROWS
     wanted &= np.array([shape in shapes for shape in rows.shapes])
@@ -324,16 +324,16 @@ def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
 
 
 def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
-    """The form, and tables with at most `most` knots for the shapes that were measured often enough."""
+    """The rates with tables of at most `most` knots for the shapes that were measured often enough."""
     wanted = set(shapes)
     tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in wanted]
     return replace(form, measured=tuple(table for table in tables if table is not None))
 
 
 def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
-    """Table of the steps of rows with the largest effect; None if too few were measured.
+    """Table of a shape at the steps where it changes most; None if too few steps were measured.
 
-    The ratio of measured to form of a step is that at its end, or else the median anywhere in it.
+    A step's ratio of measured to form is that of the row at its end, else the median over the step.
     """
     ends = np.ceil(rows.tokens / form.step) * form.step
     errors = np.log(rows.seconds / rows.form_s(form))
@@ -385,8 +385,8 @@ class FittedClock:
 def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     """Fit the clock to half-precision products with known loops; None if they are too few or show no fall.
 
-    Rows of several sources may have loops of different length, which tells a fall over time from one over sizes; each
-    source has a rate of its own.
+    Rows of several sources may have loops of different length; that separates an effect of time from one of size. Each
+    source has its own rate.
     """
     found = [row for row in rows if _fills(row) and row.has_loop]
     loaded_s = (column(found, "warmups") + column(found, "repeats")) * column(found, "expected_s")
@@ -423,7 +423,7 @@ def _clock(values: Constants) -> Clock:
 
 
 def _fills(row: Measurement) -> bool:
-    """Whether it is a product that fills a GPU."""
+    """Whether the row is a product that fills a GPU."""
     return (
         row.operation == "gemm"
         and row.dtype in HALF
@@ -433,7 +433,7 @@ def _fills(row: Measurement) -> bool:
 
 
 def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measurement]:
-    """The rows with their seconds at the burst clock; those whose loop is not known stay."""
+    """The rows with seconds at the burst clock; rows with an unknown loop stay as they are."""
     timed = [row for row in rows if row.has_loop]
     if clock is None or not timed:
         return list(rows)
@@ -455,7 +455,7 @@ def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Cloc
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Loops(Columns):
-    """Number of runs before the timed ones, and of timed runs."""
+    """Numbers of warm-up and of timed runs of each row."""
 
     warmups: Array
     repeats: Array

@@ -26,7 +26,7 @@ from kvrsim.hardware import AllReduceRates, GatherRates, LinkSpec, MeasuredAllRe
 from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
-LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
+LARGE_BYTES = 2**21  # least bytes for the stated error of all-gathers
 _LATENCY_SHARE = 0.9  # share of the smallest all-reduce's time
 _KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
 
@@ -37,7 +37,7 @@ class SendRates:
 
     bandwidth_bytes_per_s: float
     latency_s: float
-    short_bytes_per_s: float  # of messages short against the latency
+    short_bytes_per_s: float  # of messages that take little longer than the latency
 
     def seconds(self, nbytes: Array) -> Array:
         """Seconds from the call to the last byte received."""
@@ -134,7 +134,7 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
 
 
 def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
-    times = np.minimum.accumulate(seconds[::-1])[::-1]  # no larger message takes less
+    times = np.minimum.accumulate(seconds[::-1])[::-1]  # seconds never fall with the size
     latency_s = rounded(_LATENCY_SHARE * float(times[0]))
     knots = thinned(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
     return MeasuredAllReduce(
@@ -154,7 +154,7 @@ def _fitted(
     why: str = "",
     gathers: bool = False,
 ) -> Fitted[Rates]:
-    """`why`: a note on the kernel; `gathers`: whether the kernel says how all-gathers work."""
+    """`why`: a note on the kernel; `gathers`: whether the kernel's name gives the algorithm of all-gathers."""
     return Fitted(
         rates=rates,
         source=sources_of(rows) + why,

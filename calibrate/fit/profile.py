@@ -78,7 +78,7 @@ from kvrsim.model.spec import ModelSpec
 DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 
 MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
-MAX_MEDIAN_ERROR = 0.35  # of a fit; beyond, its form is not that of what was measured
+MAX_MEDIAN_ERROR = 0.35  # median error of a fit; a larger one means that the form does not fit
 _COLLECTIVES = ("send_recv", "all_gather", "all_reduce")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8, "all_reduce": 4}
 LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4, "all_reduce": 4}
@@ -91,8 +91,8 @@ _KINDS = {
 }
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # appending is part of the flash kernels' times
-_IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # as in measured cache_append rows
-_MOST_LINK_ERROR = 0.4  # mean, on held-out transfers: GPUs that share a host's bus do not behave like a ring
+_IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # only the chunk is copied, as in cache_append rows
+_MOST_LINK_ERROR = 0.4  # mean error on held-out transfers; GPUs that share a host's bus do not behave like a ring
 _DATASHEET_LOG_SD = 0.3  # uncertainty of what was not measured
 _HAND_LOG_SD = 0.5
 _MOST_SHAPES = 64  # shapes with tables where the caller names none
@@ -116,7 +116,7 @@ class Label:
     name: str
     description: str | None = None  # None: the devices measured
     not_covered: str = ""  # operations that were not measured are added
-    provenance: Mapping[str, str] | None = None  # more than the rows say
+    provenance: Mapping[str, str] | None = None  # in addition to what the rows say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +130,17 @@ class AssumedElementwise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitChoices:
-    """Settings of a fit that the rows do not contain."""
+    """Settings of a fit that do not follow from the rows."""
 
-    attention_kernel: str | None = None  # a preset of calibrate.fit.attention, or "eager"; None: by name, then best fit
+    attention_kernel: str | None = (
+        None  # one of calibrate.fit.attention.KERNELS; None: by the rows' kernels, then the best fit
+    )
     head_dim: int | None = None  # of attention; None: 128 where it was measured, else the most frequent
-    fused: bool = True  # one kernel each for norm, rotary embedding and activation; layers are never measured so
+    fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; never so in measured layers
     sends: SendStyle = "overlap"  # whether messages hold the compute streams
-    keep_shapes: Collection[Shape] | None = None  # shapes with tables; None: all, or built-in ones if many
+    keep_shapes: Collection[Shape] | None = (
+        None  # shapes with tables; None: all, or those of built-in models if there are many
+    )
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
     elementwise: AssumedElementwise | None = None  # instead of measured element-wise kernels
@@ -155,8 +159,8 @@ def fit_profile(
 ) -> tuple[CalibrationProfile, FitReport]:
     """A profile of one GPU and its link; gemm and attention are required, the rest defaults to the datasheet.
 
-    `host` None: from host_layer and host_collective rows, or else DEFAULT_HOST, which predictions replace by a serving
-    engine's; a CPU is its own host. `origins`: what read_origin found in the files of the rows. With a Hugging Face
+    `host` None: from host_layer and host_collective rows, or else DEFAULT_HOST, in place of which predictions take
+    an engine's; a CPU is its own host. `origins`: what read_origin found in the files of the rows. With a Hugging Face
     model among them, nothing is fused, attention's times contain everything between the cache and the output
     projection, and whole layers are compared.
 
@@ -171,7 +175,6 @@ def fit_profile(
         gemm=fit.gemm(),
         attention=fit.attention(),
         elementwise=replace(fit.elementwise(), mask_element_s=prepare.mask_element_s),
-        # Only the chunk is copied where cache_append was measured.
         copies=_IN_PLACE if any(row.operation == "cache_append" for row in usable.elementwise) else _NO_COPIES,
         clock=fit.clock,
         gemm_types=fit.gemm_types(),
@@ -333,7 +336,7 @@ def _narrow(rows: Sequence[Measurement], dtypes: Sequence[str], kernel: str | No
 
 
 def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:
-    """128 if there are enough, else what was measured most."""
+    """128 if there are enough rows, else the most frequent."""
     if len(usable_attention(rows, HEAD_DIM, dtypes)) >= LEAST_ROWS["attention"]:
         return HEAD_DIM
     found = [row.head_dim for row in rows if row.operation == "attention" and row.head_dim is not None]
@@ -413,7 +416,7 @@ class _OperationFits:
         return rows
 
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
-        """The rates of a fit. Far from its rows: a note if this machine measured them, else InputError."""
+        """Record a fit and return its rates. A poor fit is a note for rows of this machine, else an InputError."""
         self._check_error(kind, fitted)
         if kind in self.fitted:
             self.more_lines.setdefault(kind, []).extend(self.fitted[kind].lines())
@@ -450,7 +453,7 @@ class _OperationFits:
         return replace(rates, head_bytes_per_s=head_bytes_per_s(self.use(self.rows.heads), self.gpu))
 
     def gemm_types(self) -> dict[str, GemmRates]:
-        """Rates of the quantised types that the GPU computes in and that were measured, their clock as the others'."""
+        """Rates of the measured quantised types that the GPU computes in, at the clock of the other products."""
         rates: dict[str, GemmRates] = {}
         for kind, usable in self.rows.gemm_types.items():
             if computes_in(self.gpu, kind):
@@ -462,7 +465,7 @@ class _OperationFits:
         return rates
 
     def _keep_shapes(self) -> Collection[Shape]:
-        """The requested shapes, else all, or the built-in models'."""
+        """The requested shapes; else all shapes, or those of built-in models where there are many."""
         if self.choices.keep_shapes is not None:
             return self.choices.keep_shapes
         shapes = {(row.in_features or 0, row.out_features or 0) for row in self.rows.gemm}
@@ -491,7 +494,7 @@ class _OperationFits:
         return self.use([row for row in self.rows.blocks if row.kernel == kernel])
 
     def _flash(self, rows: Sequence[Measurement], head_dim: int) -> Fitted[Any]:
-        """Flash rates with tiles over a GPU's multiprocessors; blocks of a CPU and of fp32 kernels are small."""
+        """Flash rates by tiles on a GPU's multiprocessors; on a CPU and in fp32 by blocks, which are small."""
         if not has_waves(self.gpu) or self.rows.dtypes != HALF:
             return fit_blocked(rows, self.gpu, name="flash", skips_masked=True, head_dim=head_dim)
         return fit_flash(

@@ -15,9 +15,9 @@ from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 
 _LONG_TOKENS = 1024  # least tokens of a prefill's chunk
-_NO_OTHER_LOG_SD = 0.5  # of one kind by another's rates, where one alone was measured
+_NO_OTHER_LOG_SD = 0.5  # of a kind priced by another kind's rates, if only one was measured
 _STARTS = 8
-_NOISE = 0.1  # kernels are tuned to some head counts better than to others
+_NOISE = 0.1  # kernels are tuned better to some head counts than to others
 _COMPARED = "compare"
 _SEEN = ("tokens", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 Rates = TypeVar("Rates", ScanRates, ConvolutionRates)

@@ -148,7 +148,7 @@ def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtyp
 def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
     """Compare `layer` rows of one sequence in a dtype and kernel of the profile; None without such rows.
 
-    A row whose kernel is not an attention kernel is assumed to be of the profile's only one, if it has just one.
+    A row with an unknown kernel belongs to the profile's attention kernel, if it has only one.
     """
     used = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
     if not used:

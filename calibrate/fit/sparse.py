@@ -38,9 +38,9 @@ from kvrsim.model.load import load_model
 from kvrsim.model.mixers import CompressedAttention, LatentAttention
 from kvrsim.program import Array
 
-LEAST_CHUNK = 128  # fewer queries take a negligible part of a layer
-_BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
-_MOST_START_S = 2e-4  # more is a host that launches slowly (Grace), which engines' launch_s has
+LEAST_CHUNK = 128  # fewer queries take negligible time
+_BUSY = 2.0  # times the shortest call of a table; shorter calls show the time of launches
+_MOST_START_S = 2e-4  # a longer one comes from a host that launches slowly (Grace); engines' launch_s contains it
 _NOISE = 0.1  # each share of the heads has its own autotuned kernel
 _MOST_ROWS = 2000
 _STARTS = 4
@@ -81,9 +81,9 @@ def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[
 
 
 def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[SparseKernels]:
-    """What is between the products of one kind of module; seconds that are compared are those of whole modules.
+    """Fit what one kind of module computes between its products; errors are those of whole modules.
 
-    InputError as read_modules.
+    Raises InputError as read_modules does.
     """
     gpu = load_gpu(profile.gpu)
     modules = read_modules(kind, source)

@@ -1,4 +1,4 @@
-"""read_source: published measurements, read into one form.
+"""read_source: published measurements of several formats as Measurements.
 
 SOURCE is one of
 
@@ -22,7 +22,7 @@ from kvrsim.errors import InputError
 
 LAYOUTS: tuple[Layout, ...] = (LAYOUT, *vidur.LAYOUTS)
 
-# What a filter's key looks at.
+# Field of Measurement by the key of a filter.
 _FILTERS = {"gpu": "device", "kernel": "kernel", "model": "source"}
 _MAX_SHOWN = 6
 
@@ -71,7 +71,7 @@ def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
 
 
 def _filtered(found: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
-    """The rows that contain every wanted text; InputError where a filter leaves none, with what there is."""
+    """The rows that contain every wanted text; the InputError for a filter that leaves none lists the values."""
     for field, value in wanted.items():
         rows = [row for row in found if value in getattr(row, field).lower()]
         if not rows:

@@ -108,7 +108,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         found = source.nccl() if file == _NCCL_FILE else source.table(table, file, version)
         if found is not None:
             rows = read(found)
-            if file == _DECODE_FILE:  # with the kernels of a prefill, if they do both
+            if file == _DECODE_FILE:  # of kernels that also compute prefills
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
             measured += [with_loop(row, framework, source.system) for row in rows]
@@ -138,7 +138,7 @@ def _read_attention(table: Table) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
     frame = table.read([*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
-    if table.name == _DECODE_FILE:  # of several sequences no prefill is made
+    if table.name == _DECODE_FILE:  # a prefill decodes no batch
         plain &= frame["batch_size"] == 1
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
@@ -166,7 +166,7 @@ def _read_attention(table: Table) -> list[Measurement]:
 
 
 def _preference(kernel: str) -> tuple[int, str]:
-    """Smallest for the kernel to prefer; the name settles ties."""
+    """Sort key of kernels: the preferred one is the smallest; equal ones are sorted by name."""
     name = kernel.lower()
     place = next((place for place, part in enumerate(_KERNEL_ORDER) if part in name), len(_KERNEL_ORDER) - 2)
     return (len(_KERNEL_ORDER) if place == 0 else place), name
@@ -239,10 +239,10 @@ _MOE_SHAPE = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
 _MOE_TEXTS = ["moe_dtype", "kernel_source", "distribution"]
 LEAST_TOKENS = 64
 _SLOW = 1.5
-_NOT_READ = ("min_latency", "as_silu")  # parts of kernel names: for decoding; with another activation than the model's
+_NOT_READ = ("min_latency", "as_silu")  # parts of names of kernels for decoding and of kernels with another activation
 # Experts without a gate, as Nemotron-H has them: inter_size, topk, num_experts. No column says so.
 _PLAIN = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
-# How often collectors run a call before they time it, and while they do; the second pair is of power laws.
+# Warm-up and timed runs of collectors: of balanced routing, then of power laws.
 _LOOPS = {"sglang": ((25, 50), (25, 50)), "trtllm": ((3, 6), (5, 5)), "vllm": ((3, 6), (5, 5))}
 
 
@@ -262,7 +262,7 @@ class ExpertRows(Columns):
     tp_size: Array
     ep_size: Array
     gated: Array
-    exponent: Array  # of the power law; 0: balanced
+    exponent: Array  # exponent of the power law; 0: balanced
     seconds: Array
     warmups: Array
     repeats: Array
@@ -272,8 +272,8 @@ class ExpertRows(Columns):
         return replace(self, seconds=seconds)
 
     def call(self) -> ExpertsCall:
-        """All of them as one call, whose sizes are arrays."""
-        one: Any = self  # sizes of a call are numbers; the form takes arrays as well
+        """All rows as one call with arrays of sizes."""
+        one: Any = self  # ExpertsCall declares numbers, but the rates' formula accepts arrays
         return ExpertsCall(
             tokens=self.tokens,
             hidden_size=one.hidden_size,
@@ -406,7 +406,7 @@ _SCAN_COLUMNS = {
     **{"batch": "batch_size", "tokens": "seq_len", "num_key_heads": "num_k_heads", "key_head_dim": "head_k_dim"},
     **{"num_value_heads": "num_v_heads", "value_head_dim": "head_v_dim", "conv_kernel": "d_conv"},
 }
-_CONVOLUTION = "causal_conv1d"  # kernels whose name begins so; all others of a prefill are scans
+_CONVOLUTION = "causal_conv1d"  # prefix of the names of convolutions; other kernels of a prefill are scans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -432,7 +432,7 @@ class RecurrenceRows(Columns):
 
     @property
     def arguments(self) -> tuple[RecurrenceCall, Array, int]:
-        """What the rates' formulas take, with arrays of shapes: calls, sequences at once, bytes of an element."""
+        """Arguments of the rates' formulas: one call with arrays, sequences at once, bytes of an element."""
         queries_keys = 2 * self.num_key_heads * self.key_head_dim
         call = RecurrenceCall(
             tokens=self.tokens,
@@ -550,7 +550,7 @@ class Package:
 
     @classmethod
     def find(cls, word: str, place: Path | None, argument: str) -> Package:
-        """Find the package of a name, at a place or installed. Raises InputError if it is missing."""
+        """Find a package by its name: at a place, else installed. Raises InputError if it is missing."""
         name, module = PACKAGES[word], f"{word}_core"
         if place is None:
             spec = importlib.util.find_spec(module)
@@ -703,7 +703,7 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
 
 
 def _numbers(written: Any, where: str) -> Any:
-    """A column as it is computed with: latency in ms, all else in whole numbers."""
+    """A column as numbers: latency in ms, others as whole numbers."""
     import pandas
 
     values = pandas.to_numeric(written, errors="coerce")

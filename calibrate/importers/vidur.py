@@ -22,7 +22,7 @@ _ATTENTION_COLUMNS = ("num_tensor_parallel_workers", "batch_size", "prefill_chun
 
 
 def _origin(table: CsvTable) -> dict[str, str]:
-    """Device and source, from the file's path from compute/ or network/ on; else from its folder and its name."""
+    """Device and source from the path after compute/ or network/, else from the folder and the name of the file."""
     parts = table.path.absolute().parts
     starts = [index for index, name in enumerate(parts[:-2]) if name in ("compute", "network")]
     place = parts[starts[-1] :] if starts else parts[-2:]

@@ -27,8 +27,8 @@ _MOST_SAMPLES = 25  # samples per point
 _ERROR = 0.01  # accepted relative standard error of a median
 _MOST_OF_BUDGET = 0.2  # share of the budget that one point may take
 
-Point = Any  # a hashable value of the bench, whose text names it for people
-Seconds = Mapping[str, float]  # of one repetition, by what was timed
+Point = Any  # a hashable value; its text names the point in messages
+Seconds = Mapping[str, float]  # seconds of one repetition by the name of the timed part
 
 
 class Skipped(KvrsimError):  # noqa: N818 - a signal of the bench, not an error
@@ -61,7 +61,7 @@ class Campaign:
     title: str  # for messages
     build: Callable[[], Bench]
     about: Mapping[str, Any]  # command, versions, machine and date: the CSV and the journal begin with it
-    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # what the CSV says of its rows besides
+    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # further origin of the rows for the CSV
     output: Path  # the CSV
     gpus: Sequence[int] = ()  # CUDA's numbers of the GPUs that are timed, whose clock and power are logged
 
@@ -93,7 +93,7 @@ def within_budget(bench: Bench, budget_s: float) -> list[Point]:
     points: list[Point] = []
     total_s = 0.0
     for point in bench.points():
-        cost_s = (LEAST_SAMPLES + 1) * bench.expected_s(point)  # the first warms up
+        cost_s = (LEAST_SAMPLES + 1) * bench.expected_s(point)  # the first run warms up
         if not points or (cost_s <= _MOST_OF_BUDGET * budget_s and total_s + cost_s <= budget_s):
             points.append(point)
             total_s += cost_s

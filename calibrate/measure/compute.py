@@ -27,9 +27,15 @@ BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
 
 _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of a first forward that measures the device's speed
-_MARKED_S = 2e-2  # seconds of a forward below which its layers are also timed without marks, which take a large part
-_HOST = ("host_layer", "host_prepare")  # of the host; all else is of the device
-_BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
+_MARKED_S = 2e-2  # shorter forwards are also timed without marks, because marks would take a large part of the seconds
+_HOST = ("host_layer", "host_prepare")  # parts of the host; others are of the device
+_BY_POINT = (
+    "attention",
+    "before_attention",
+    "after_attention",
+    "layer",
+    "prepare",
+)  # parts that depend on prefix or kernel, too
 _OUTSIDE = ("prepare", "embedding", "head")  # of the layers
 _FENCE = 1.5  # interquartile ranges
 _LEAST_S = 1e-9  # below this nothing was measured
@@ -102,7 +108,7 @@ def _block_points(points: Sequence[Point]) -> list[Point]:
 
 
 def _pending_points(points: Sequence[Point]) -> list[Point]:
-    """Up to three of the first kernel without a prefix, about the chunks that a rank of a long prefill has."""
+    """Up to three points of the first kernel without a prefix, with chunks as in a long prefill."""
     first = points[0].kernel
     alone = sorted({point.chunk for point in points if point.kernel == first and point.prefix == 0})
     powers = [chunk for chunk in alone if chunk & (chunk - 1) == 0]
@@ -128,7 +134,7 @@ class ComputeBench:
         return bench
 
     def points(self) -> Sequence[Point]:
-        """The grid; on a CPU also blocks of a ring, elsewhere the host's time, and layers during a pending receive."""
+        """The grid; on a CPU also blocks of a ring, on a GPU the host's time and layers during a pending receive."""
         points = grid(self.setup.max_context, self.setup.kernels)
         if self.timer.clock.host_is_device:
             first, *rest = points
@@ -138,7 +144,7 @@ class ComputeBench:
         return [*hosts, *pending, *points]
 
     def expected_s(self, point: Point) -> float:
-        """FLOPs at the probe's rate, and the heating; eager kernels take longer than their FLOPs."""
+        """FLOPs at the probe's rate, and heating; eager kernels are assumed to take longer."""
         at, model = point, self.setup.model
         heads = model.num_attention_heads * model.head_dim
         if at.kind == "block":
@@ -190,7 +196,7 @@ class ComputeBench:
         self.timer.close()
 
     def _probe(self) -> None:
-        """A short forward and a longer one: what any forward takes, and FLOPs per second."""
+        """Time a short and a longer forward: they give the least seconds of a forward and the FLOPs per second."""
         tokens = min(_PROBE, self.setup.max_context)
         seconds = []
         for chunk in (1, tokens):
@@ -226,7 +232,7 @@ class _Rows:
         self.found: list[Measurement] = []
 
     def add_point(self, point: Point, taken: Sequence[Seconds]) -> None:
-        """What depends on the point: attention, sums over the layer, the host; keep the rest for `add_chunks`."""
+        """Add rows that depend on the point: attention, sums over the layer, the host; `add_chunks` adds the others."""
         model = self.model
         call = {"kernel": point.kernel, "chunk": point.chunk, "prefix": point.prefix}
         heads = {
@@ -252,7 +258,7 @@ class _Rows:
                 self._add(operation, operation, unmarked, **call, **(heads if operation == "attention" else {}))
 
     def add_chunks(self) -> None:
-        """Products, element-wise kernels and the cache's update of each chunk; the logits of one token."""
+        """Add rows of products, element-wise kernels and cache updates per chunk, and of the logits of one token."""
         for chunk, taken in sorted(self.chunks.items()):
             for name in taken[0]:
                 if name.startswith("gemm "):
@@ -273,7 +279,7 @@ class _Rows:
         return {"kernel": "torch", "tokens": tokens, "bytes": round(nbytes * tokens * self.element_bytes / 2)}
 
     def _add(self, operation: str, name: str, taken: Sequence[Seconds], **fields: Any) -> None:
-        """No row where nothing was measured, such as rotary embedding under ALiBi."""
+        """Add a row, unless nothing was measured, such as rotary embedding under ALiBi."""
         seconds = [one[name] for one in taken]
         low, median_s, high = quartiles(seconds)
         if median_s > _LEAST_S:
@@ -286,7 +292,7 @@ class _Rows:
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
     """The samples of a point, with each layer's parts scaled to layers that were timed without marks inside.
 
-    Marks only add time, so nothing is scaled up: a longer time without marks is chance.
+    Marks only add time, so nothing is scaled up: a longer time without marks is noise.
     """
     layers_s = [(one["layer"], one[BARE_LAYER]) for one in taken if BARE_LAYER in one]
     if not layers_s:
@@ -298,7 +304,7 @@ def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
 
 
 def traffic_of(model: ModelSpec) -> dict[str, float]:
-    """Bytes a token of two-byte elements of each element-wise kernel, as the simulator counts eager PyTorch's."""
+    """Bytes per token of each element-wise kernel, in two-byte elements, as the simulator counts eager PyTorch."""
     layer = model.layers[0]
     width = next((gemm.in_features for gemm in reversed(layer.mlp) if gemm.out_features == model.hidden_size), 0)
     before = before_mixer(model, layer, fused=False)

@@ -92,13 +92,13 @@ _READING = re.compile(r"([\d.]+), ([\d.]+), ([\d.]+), 0x([0-9a-fA-F]+)")
 
 # -- which GPU and link the machine has, and its software
 
-# Of a device that shares its name with the SXM board that is built in, but neither its clocks nor its power.
+# Forms of a GPU with other clocks and power than the SXM board that is built in.
 _OTHER_FORMS = {"pcie", "nvl", "mig"}
-_MEMORY_TOLERANCE = 0.1  # drivers keep some of a datasheet's memory back, and count in other units
+_MEMORY_TOLERANCE = 0.1  # drivers reserve some memory and count in other units
 
 
 def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
-    """Return the GPU `named`, else that of the files, else the built-in GPU that the devices of gemm rows name.
+    """Return the GPU `named`, else that of the files, else the built-in GPU that the rows' device names.
 
     "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError where that leaves none or several.
     """
@@ -117,7 +117,7 @@ def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Map
 
 
 def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
-    """The built-in GPU whose name a device has in its own; None where there is none, or are several.
+    """The built-in GPU whose name is part of a device's name; None if there is none, or several.
 
     `num_sms`, `memory_bytes`: what the device says of itself, where it is at hand; a GPU of another form with the same
     name, such as the H100 PCIe of 114 SMs, or a slice of one, is none that is built in.
@@ -143,9 +143,9 @@ def _parts(name: str) -> set[str]:
 
 
 def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
-    """The link `named`, or the one that the files say, or else that of the built-in cluster of that GPU.
+    """The link `named`, else that of the files, else that of a built-in cluster of the GPU.
 
-    Of one without a bus if there are both. Raises InputError where there is none.
+    A cluster without a bus comes first. Raises InputError where there is none.
     """
     if named is not None:
         return load_link(named)
@@ -172,9 +172,8 @@ def device_name(device: str, threads: int) -> str:
 
 
 def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
-    """The datasheet's where kvrsim has it and the device agrees with it; else what the device says and shows.
-
-    A product and a copy show it.
+    """The built-in GPU if the device agrees with its datasheet; else one from the device's properties and two measured
+    rates, of a product and of a copy.
     """
     name = device_name(device, threads)
     if device == "cuda":
@@ -233,9 +232,9 @@ def _product_flops_per_s(device: str, dtype: str) -> float:
 
 
 def _best_s(work: Callable[[], object], device: str) -> float:
-    """The shortest of a few."""
+    """Seconds of the shortest of a few runs."""
     seconds = []
-    for _ in range(_REPEATS + 1):  # the first warms up
+    for _ in range(_REPEATS + 1):  # the first run warms up
         started_s = time.perf_counter()
         work()
         if device == "cuda":
@@ -267,5 +266,5 @@ def _driver() -> str:
 def _nccl() -> str:
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())
-    except Exception:  # a build without NCCL raises what it likes
+    except Exception:  # a build without NCCL may raise any error
         return "none"

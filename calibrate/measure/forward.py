@@ -36,7 +36,7 @@ class Point:
     kernel: str  # attention: "eager", "sdpa" or "flash"
     chunk: int
     prefix: int
-    kind: str = ""  # host, pending or block
+    kind: str = ""  # host, pending or block; empty: a forward pass
 
     def __str__(self) -> str:
         sizes = "" if self.kind == "host" else f" {self.chunk}+{self.prefix}"
@@ -44,9 +44,9 @@ class Point:
 
 
 HOST_CHUNK = 64  # tokens of the forwards that show how long the host takes
-LAYERS = 2  # of the timed model: the second layer reads a layer's output, as in a whole model
-HEAT_S = 0.3  # of the layers' own work before a shorter sample: an idle GPU starts at clocks that it cannot sustain
-_HOLD = 1.5  # times the host's time to issue a forward: for so long the device is kept busy before it
+LAYERS = 2  # number of layers of the timed model; the second reads a layer's output, as in a whole model
+HEAT_S = 0.3  # seconds of the same work before a shorter sample: an idle GPU starts at clocks that it cannot sustain
+_HOLD = 1.5  # times the host's time to issue a forward: the device is kept busy for that long before it
 _EAGER_COPIES = 5  # score matrices that eager attention holds at a time: scores, mask added, softmax in fp32, weights
 
 
@@ -136,7 +136,7 @@ class ForwardTimer:
             raise Skipped("out of the device's memory") from None
 
     def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
-        """The point's own forwards for HEAT_S, the last one just before it is timed."""
+        """Run the point's own forwards for HEAT_S, until just before it is timed."""
         forward = self._prepared(model, geometry, at, None)
         until_s = time.monotonic() + HEAT_S
         while time.monotonic() < until_s:
@@ -320,7 +320,7 @@ def _is_norm(module: Any) -> bool:
 
 
 def _norm_place(name: str) -> str:
-    """Norms of the attention's input come before it; so do all norms where attention and MLP run in parallel."""
+    """Norms named post_ come after attention; all others come before it."""
     return "after" if name.startswith("post_") else "before"
 
 

@@ -53,12 +53,12 @@ SMALLEST_BYTES = 2**10
 STEP = 4  # from one size to the next
 _COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # operation of their rows
 _LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce: hidden states of a few tokens
-_FP32_BYTES = 4  # of an element that is added up
+_FP32_BYTES = 4  # bytes of an fp32 element
 _LARGE_SIZES = 2  # number of the largest sizes at which several messages are sent at once
 _LEAST_S = 2e-2  # least seconds of a sample: shorter ones depend on the CPU's state at their start
 _LEAST_REPEATS = 3  # with three, the median excludes one disturbed repeat
 _MOST_REPEATS = 200
-_LONG_S = 0.1  # of a transfer: longer ones are not repeated
+_LONG_S = 0.1  # seconds of a transfer; longer ones are not repeated
 _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, bytes/s of a long one
 
 
@@ -66,7 +66,7 @@ _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short
 class LinkPoint:
     """Messages along `flows` at the same time, or collectives of the first `num_ranks` ranks.
 
-    Of `issue`, what a message takes of its sender's and its receiver's host.
+    `issue`: the host seconds that a message takes of its sender and its receiver.
     """
 
     kind: Kind
@@ -86,7 +86,7 @@ class LinkPoint:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that take part, the first one first."""
+        """The ranks that take part, in order."""
         if self.collective:
             return tuple(range(self.num_ranks))
         return tuple(sorted({rank for flow in self.flows for rank in flow}))
@@ -107,7 +107,7 @@ class LinkPoint:
     def rows(self, samples: Sequence[Seconds], *, backend: str, device: str) -> list[Measurement]:
         """One row per message, one per collective: medians and interquartile ranges.
 
-        Of `issue`, a send and a receive are counted alike: a rank of a chain has one of each in a layer.
+        For `issue` it is the mean of a send and a receive: a rank of a chain has one of each in a layer.
         """
         if self.kind == "issue":
             seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
@@ -231,7 +231,7 @@ class LinkBench:
 
     @property
     def pool(self) -> RankPool:
-        """The ranks, which this starts."""
+        """The processes of the ranks; the first use starts them."""
         if self._pool is None:
             self._pool = RankPool(self.num_ranks, self._make, start_s=START_S + self.timeout_s)
         return self._pool

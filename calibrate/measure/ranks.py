@@ -33,7 +33,7 @@ def counts_to(num_ranks: int) -> list[int]:
     return [*powers, num_ranks]
 
 
-START_S = 120.0  # in which all ranks must have imported torch and synchronised
+START_S = 120.0  # seconds until all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20
 _NOTICE = 0.8  # share of the timeout after which a rank raises its own error, so that the rank that hangs is known
 
@@ -44,7 +44,7 @@ MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSetup:
-    """What links are timed between; InputError for what cannot be."""
+    """Settings of a link benchmark. Raises InputError for a value that is not accepted."""
 
     num_ranks: int
     backend: str = "gloo"
@@ -106,7 +106,7 @@ class LinkRank:
         return f"cuda:{self.rank}"
 
     def _buffer(self, nbytes: int) -> Any:
-        """Filled with the rank's number, so that its pages are there, and what arrives says where it is from."""
+        """A buffer filled with the rank's number, so that its pages are allocated."""
         return torch.full((nbytes,), self.rank, dtype=torch.uint8, device=self.device)
 
     def _warm_up(self, edges: Sequence[Flow], nbytes: int) -> None:
@@ -121,9 +121,9 @@ class LinkRank:
                     self.gather(kernel=kernel, num_ranks=count, nbytes=nbytes // count * count, repeats=1)
 
     def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
-        """Send and receive along this rank's flows, at most one send and one receive.
+        """Send and receive along this rank's flows: at most one send and one receive.
 
-        For each repeat when it began, and when what it receives, if anything, was there.
+        Returns, for each repeat, its start and the arrival of what this rank receives, or None.
         """
         ranks = sorted({rank for flow in flows for rank in flow})
         to = next((flow for flow in flows if flow[0] == self.rank), None)
@@ -157,13 +157,13 @@ class LinkRank:
         return took_s
 
     def gather(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
-        """All-gathers one after another: when each had ended here, the first one, which waits for all, included."""
+        """Ends of all-gathers one after another on this rank; the first one waits for all ranks."""
         piece = nbytes // num_ranks
         run = self._ring if kernel.endswith(RING) else self._collective
         return self._ends_s(lambda: run(num_ranks, piece), num_ranks, repeats)
 
     def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
-        """All-reduces of zeros in fp32 one after another, as `gather`."""
+        """Ends of all-reduces of zeros in fp32, as `gather`."""
         ranks, flat = range(num_ranks), self.incoming[:nbytes].view(torch.float32)
         flat.zero_()
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
@@ -198,7 +198,7 @@ class LinkRank:
         return self.links.irecv(flow, buffer)
 
     def _finish(self, work: Any) -> float:
-        """When it is done, on the device too."""
+        """The time when the work is done, on the device, too."""
         work.wait()
         return self._synchronised_s()
 
@@ -265,7 +265,7 @@ class PendingRanks:
 
 
 class PendingRank:
-    """One of the two."""
+    """One rank of PendingRanks."""
 
     def __init__(self, *, slot: RankSlot, setup: ComputeSetup) -> None:
         rank, on_cuda = slot.rank, setup.device == "cuda"
@@ -284,7 +284,9 @@ class PendingRank:
     def layer(self, *, at: Point) -> float:
         """Device seconds of a layer, at the clock of a long prefill."""
         assert self.timer is not None
-        self.timer.layer_s(at)  # memory and kernels are there before the device may no longer be waited for
+        self.timer.layer_s(
+            at
+        )  # allocate memory and load kernels before the receive: afterwards the device must not be waited for
         return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
 
     def post(self) -> None:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 KERNEL_SCALE = "kernel_scale"
 SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
 MODEL = "model"  # spread that no term explains, estimated from the rows
-TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
-_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale
+TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
+_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; kernel_scale takes larger differences
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
 _SPANNED = 4  # times as many tokens in the longest prompt as in the shortest: enough to tell a token's seconds
-_IDENTIFIED = 0.5**0.5  # of the prior's width: below, the rows say more of a term than the prior does
+_IDENTIFIED = 0.5**0.5  # share of the prior's width below which the rows determine a term better than the prior
 _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
 
 # The partition that a strategy runs with: planner's choice, which this package does not import.
@@ -118,7 +118,9 @@ def make_cases(
             raise InputError(f"{row.where}: {error.parameter}", error.value, error.accepted) from None
         cases.append(case)
         for note in about:
-            notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
+            notes.setdefault(
+                getattr(note, "code", re.sub(r"[0-9]+", "", note)), note
+            )  # notes of rows that differ in numbers alone are one
     return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
 
 
@@ -176,7 +178,7 @@ def _chips(text: str) -> list[str]:
 
 
 def _is_named(gpu: str, text: str) -> bool:
-    """Whether a GPU's name and a text have the same parts, as far as the shorter goes: "A100-SXM-80GB", "H100"."""
+    """Whether all parts of the shorter of two names are in the other: "A100-SXM-80GB", "H100"."""
     ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
     return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
 
@@ -317,11 +319,11 @@ class FittedTerm:
 
     prior: Prior
     value: float
-    log_sd: float  # standard deviation of its logarithm, after the rows
+    log_sd: float  # standard deviation of its logarithm, given the rows
 
     @property
     def identified(self) -> bool:
-        """Whether the rows determine the factor better than the prior does."""
+        """Whether the rows determine the term better than the prior does."""
         return self.log_sd < _IDENTIFIED * self.prior.log_sd
 
     @property
@@ -346,7 +348,7 @@ class PrefillFit:
     terms: tuple[FittedTerm, ...]
     cases: tuple[str, ...]  # of each row, in words
     measured_s: Array
-    before_s: Array  # seconds of each row with the engine that the prior is
+    before_s: Array  # seconds of each row with the prior engine
     solution: Solution
 
     @property
@@ -483,7 +485,7 @@ def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit
 
 
 def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: IntervalOf) -> PrefillFit:
-    """Return the fit with the share of rows inside the interval of the prediction made without the row."""
+    """Return the fit with its coverage: the share of rows inside the intervals of predictions made without them."""
     assert fit.engine.fit is not None, "fit_prefills sets it"
     inside = []
     for case, then_s in zip(map(fit.applied, cases), fit.solution.left_out_s, strict=True):
@@ -495,7 +497,7 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
 
 
 def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
-    """Spread of log(predicted / measured) of rows left out, wider where few rows say it.
+    """Spread of log(predicted / measured) of rows left out, wider for few rows.
 
     Scaled so that 1.2816 widths are the 80 % quantile of Student's t for this number of rows.
     """

@@ -70,7 +70,7 @@ class PrefillRow:
 
     @property
     def strategy_name(self) -> str:
-        """The row's strategy; without one, tensor parallelism, or a single GPU: what engines do by default."""
+        """The row's strategy; by default that of engines: tensor parallelism, or `single` on one GPU."""
         return self.strategy or ("tp" if (self.num_gpus or 1) > 1 else "single")
 
     @property
@@ -99,7 +99,7 @@ class PrefillDefaults:
 
 # -- one file that a benchmark wrote
 
-MOST_LENGTHS = 24  # prompt lengths of one run that are told apart; more are put into groups of as many requests
+MOST_LENGTHS = 24  # most prompt lengths of one run that have rows of their own; more are put into groups
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
@@ -107,7 +107,7 @@ _QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
 
 @dataclass(slots=True)
 class Output:
-    """What is being read from one file."""
+    """Rows and notes of one file while it is read."""
 
     path: Path
     rows: list[PrefillRow] = field(default_factory=list)
@@ -174,8 +174,8 @@ class OutputFormat:
 
 # -- readers of each benchmark's output
 
-_BUSY = 0.1  # share of the time that prefills take of a server; above it requests queue noticeably
-_MIXED = 0.05  # spread of prompt lengths, relative, above which one mean stands for unlike prompts
+_BUSY = 0.1  # share of a server's time that prefills take; above it requests queue noticeably
+_MIXED = 0.05  # relative spread of prompt lengths above which a note is given
 
 
 def _vllm_latency(data: JsonObject, output: Output) -> None:
@@ -257,7 +257,7 @@ def _waits(data: JsonObject, count: int) -> list[float] | None:
 
 
 def _note_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
-    """A TTFT under load holds waiting, which no term of an engine stands for."""
+    """Note that TTFTs under load contain waiting, for which an engine has no term."""
     if concurrency == 1:
         return
     if isinstance(rate, int | float) and not isinstance(rate, bool) and rate * typical_s <= _BUSY:
@@ -296,7 +296,7 @@ def _aiperf(data: JsonObject, output: Output) -> None:
     load = _inner(asked, "loadgen")  # AIPerf's; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
     stimulus = _inner(_inner(asked, "perf_analyzer"), "stimulus")
     rate, concurrency = (load.get(key, stimulus.get(key)) for key in ("request_rate", "concurrency"))
-    if rate is not None or concurrency is not None:  # both tools send one request at a time by default
+    if rate is not None or concurrency is not None:  # by default both tools send one request at a time
         _note_queues(rate, concurrency, seconds, output)
 
 
@@ -330,7 +330,7 @@ FORMATS = (
 
 # -- files
 
-MOST_ROWS = 500  # the fit takes minutes beyond
+MOST_ROWS = 500  # a fit to more rows takes many minutes
 MAX_OUTPUT_BYTES = 2**28  # a detailed result of some ten thousand requests, their texts included
 _JSON_STARTS = (b"{", b"[")
 _RAW = "perf_analyzer's raw records"
@@ -400,7 +400,7 @@ def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
     if texts.get("dtype", DTYPES[0]) not in DTYPES:
         raise row.error("dtype", ", ".join(DTYPES))
     if "strategy" in texts:
-        if is_file(texts["strategy"]):  # a table of measurements names no code to run
+        if is_file(texts["strategy"]):  # a table of measurements must not name code to run
             raise row.error("strategy", "a strategy's name; one of a file: `strategy`")
         get_strategy(texts["strategy"], f"{row.where}: strategy")
     values: dict[str, Any] = {**texts, **sizes}

@@ -21,25 +21,27 @@ Predict = Callable[[Array], Array]  # values of the terms, shape (terms,), to se
 
 LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
 _NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row that is off by more is an outlier
-_USUAL_NOISE = 0.03  # of a model of whole prefills against its measurements
+_USUAL_NOISE = 0.03  # prior median of the noise: error of a model of whole prefills
 _NOISE_LOG_SD = 0.8  # log standard deviation of the noise's prior
 _FIRST_NOISE = 0.05
 _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
-_AS_NORMAL = 1.533 / 1.2816  # standard deviation over scale of the normal distribution whose central 80 % is as wide
-_STEP = 0.02  # of a prior's standard deviation, for derivatives
-_STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # prior standard deviations at which the search starts each single term
-_HIDDEN = 0.9  # of the prior's width that is left of a term: what rows do not narrow may be hidden by another term
+_AS_NORMAL = (
+    1.533 / 1.2816
+)  # standard deviation of the normal distribution with the same central 80 %, over Student's scale
+_STEP = 0.02  # step of numerical derivatives, in prior standard deviations
+_STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # prior standard deviations: the search also starts with one term moved by these
+_HIDDEN = 0.9  # share of the prior's width; a term that stays wider may be hidden by another term
 _MOST_STEPS = 20
 _MOST_MOVE = 2.0  # prior standard deviations in one step
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # gain of twice the log-probability below which the search ends
 _SMALL_MOVE = 0.5  # prior standard deviations: terms that move less without some rows keep their derivatives
-MOST_FOLDS = 60  # more cases are left out in this number of groups
+MOST_FOLDS = 60  # most groups of cases that are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """What is known of a term before the rows."""
+    """Prior of a term."""
 
     name: str
     median: float  # above 0
@@ -51,9 +53,9 @@ class Solution:
     """Terms fitted to rows."""
 
     values: Array  # (terms,): the most probable
-    log_sd: Array  # (terms,): their uncertainty after the rows
+    log_sd: Array  # (terms,): standard deviations of the logarithms, given the rows
     narrowed: Array  # (terms,): log_sd over the prior's, 1 where the rows determine nothing
-    noise_log_sd: float  # of a row; that of a normal distribution which holds 80 % within as much
+    noise_log_sd: float  # of a row: the standard deviation of the normal distribution with the same central 80 %
     before_s: Array  # (rows,): seconds at the prior's medians
     after_s: Array  # (rows,): with the terms
     left_out_s: Array  # (rows,): each with the terms fitted without its case
@@ -97,7 +99,7 @@ def solve(
 
 
 def _folds(cases: Sequence[Hashable]) -> list[NDArray[np.bool_]]:
-    """Rows of each group that is left out together."""
+    """Indices of the rows of each group; a group is left out as a whole."""
     numbers = {case: number for number, case in enumerate(dict.fromkeys(cases))}
     count = min(len(numbers), MOST_FOLDS)
     groups = np.array([numbers[case] % count for case in cases])
@@ -221,5 +223,5 @@ class _Problem:
 
 
 def _weights(sizes: Array) -> Array:
-    """What a row counts in a weighted least-squares step; sizes: errors in units of the noise."""
+    """Weight of a row in a least-squares step; sizes: errors in units of the noise."""
     return (_TAIL + 1) / (_TAIL + sizes**2)

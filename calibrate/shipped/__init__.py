@@ -1,1 +1,1 @@
-"""The recipes of the shipped profiles, and the page about them."""
+"""The recipes of the shipped profiles."""

@@ -91,7 +91,7 @@ class Recipe:
         return found
 
     def fit_only(self, names: Collection[str]) -> FitReport:
-        """The profile as it ships with some sections fitted again; the report has no more than these."""
+        """The shipped profile with some sections fitted again; the report contains these sections alone."""
         shipped = FitReport(profile=load_profile(self.name), lines={}, notes=())
         return fit_sections(shipped, self.data, names)
 
@@ -148,8 +148,8 @@ def read_public(text: str, vidur: Path) -> list[Measurement]:
 
 SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 
-# Sections of a profile's kernels that have tables of their own, each fitted by itself from what recipes.json has under
-# "sections". By the name of the field of KernelRates, which is the kind of operation too (of gemm_types, gemm).
+# Sections of a profile's kernels that have tables of their own. recipes.json lists the sources of each under
+# "sections". The key is the name of the field of KernelRates.
 SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
     {
         "gemm_types": fit_types_section,
@@ -167,9 +167,9 @@ def fit_sections(
     only: Collection[str] | None = None,
     fits: Mapping[str, SectionFit] = SECTIONS,
 ) -> FitReport:
-    """The report with its profile's sections that the recipe lists fitted, or only some of these; all else stays.
+    """Fit the sections that the recipe lists, or only some of them, and return the report with the new profile.
 
-    Raises InputError for what is unknown.
+    Raises InputError for an unknown section.
     """
     listed = recipe.child("sections") if recipe.has("sections") else JsonObject(fields={}, where=recipe.where)
     listed.only(tuple(fits))
@@ -193,7 +193,7 @@ def fit_sections(
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names of the profiles in shipped.json."""
+    """Names of the profiles in recipes.json."""
     return tuple(name for name in JsonObject.read(_RECIPES, "recipes").fields if not name.startswith("_"))
 
 

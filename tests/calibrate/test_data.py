@@ -18,6 +18,7 @@ from calibrate.data import (
     Measurement,
     read_measurements,
     read_origin,
+    read_origins,
     write_measurements,
 )
 from kvrsim.choices import DTYPES
@@ -99,6 +100,13 @@ def test_an_origin_comes_back(origin: dict[str, Any], tmp_path_factory: pytest.T
     write_measurements(path, rows, origin=origin)
     assert read_origin(path) == origin
     assert read_measurements(path) == rows
+
+
+def test_tables_of_packages_have_no_origin_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write_measurements(path, [Measurement(**ATTENTION)], origin={"threads": 1})
+    sources = ["aisimulate:h100_sxm/sglang", f"{path}?gpu=a", "aiconfigurator:h100_sxm"]
+    assert read_origins(sources, "--from") == [{"threads": 1}]
 
 
 @pytest.mark.parametrize(

@@ -39,17 +39,17 @@ class Row:
     link: Link  # as the publication names it; "none" for one GPU
     ttft_s: float
     used_for_calibration: bool
-    blind_until: str  # no fit or choice used the row before this date; "": it was never blind
+    blind_until: str  # before this date no fit or choice used the row; "": there is no such date
     profile: str  # calibration profile for the machine and software
 
     @property
     def rounding_s(self) -> float:
-        """Half a unit of the last printed digit: milliseconds below 4k over NVLink, but for Llama 30B; else 10 ms."""
+        """Half a unit of the last printed digit: 1 ms below 4k tokens over NVLink, except for Llama 30B; else 10 ms."""
         fine = self.link == "300GB/s" and self.context_len < 4096 and self.model != "llama-30b"
         return 0.0005 if fine else 0.005
 
     def is_inside(self, low_s: float, high_s: float) -> bool:
-        """Whether the printed value, allowing for its rounding, lies in an interval."""
+        """Whether the printed value lies in an interval, rounding considered."""
         return low_s <= self.ttft_s + self.rounding_s and self.ttft_s - self.rounding_s <= high_s
 
     @property
@@ -86,9 +86,9 @@ def _row(fields: dict[str, str]) -> Row:
     )
 
 
-MOST_MAPE = 0.05  # of the rows used for calibration; above is a regression
+MOST_MAPE = 0.05  # of the rows used for calibration; a larger one is a regression
 _BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # links with the CUDA-direct link off
-_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # how rows that say only KVR are read
+_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy of rows that say only KVR
 
 
 def scenario_of(row: Row) -> tuple[Scenario, str]:

@@ -52,8 +52,8 @@ from planner.search.search import search
 from validate.published.compare import DATA, Row, read_rows
 
 _MEASURED = "a100-vidur"
-_KERNEL_S = 2e-6  # to start a kernel, on the device
-_ATTENTION_S = 2e-5  # to start its ten kernels
+_KERNEL_S = 2e-6  # seconds to start a kernel on the device
+_ATTENTION_S = 2e-5  # seconds to start the ten kernels of attention
 NAMES = ("hbm", "layer_s", "kernel_s", "gather_piece_s", "resume_s", "falcon_bytes")
 START = np.log([1.57e12, 2.1e-3, 2.3e-5, 8.5e-5, 5e-4, 24.0])
 
@@ -131,7 +131,7 @@ def full_bandwidth_scenario(row: Row, profile: CalibrationProfile) -> Scenario:
 
 
 def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str = "analytical") -> Partitions:
-    """The partition of each row, searched with this profile where the strategy says so."""
+    """The partition of each row; where the strategy searches one, with this profile."""
     partitions = {}
     for row in rows:
         scenario, strategy = full_bandwidth_scenario(row, profile), get_strategy(row.strategy)
@@ -158,11 +158,11 @@ PATH = _SHIPPED / "profiles" / "a100-eager.json"
 ENGINE = _SHIPPED / "engines" / "hf-2023.json"
 LEFT_OUT = DATA / "a100_eager_left_out.json"
 _MOST = np.log([2.039e12, 1.0, 1.0, 1.0, 1.0, 100.0])  # NVIDIA A100 80GB SXM: HBM bytes/s
-_STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # how far each constant may move at first
-PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # of constants that the rows may leave undetermined
+_STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # scale of the first step of each constant
+PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # priors of constants that the rows may not determine
 _PRIOR_SD = np.log(2.0)
 _ROUNDS = 4
-_LEAST_GAIN = 2e-3  # of a round; less ends the fit
+_LEAST_GAIN = 2e-3  # gain of a round; a smaller one ends the fit
 _NOISE = 0.03  # relative, of a measured TTFT
 
 Errors = dict[Row, float]  # logarithms of predicted over reported
@@ -171,8 +171,8 @@ Errors = dict[Row, float]  # logarithms of predicted over reported
 def fit(rows: Sequence[Row]) -> Array:
     """The constants, as logarithms; rows whose rounding is coarse weigh less.
 
-    Each round fits with the partitions of the constants so far; the best constants of all rounds count,
-    evaluated with partitions searched for them.
+    Each round fits with the partitions of the constants so far; the result is the best round's, each round
+    evaluated with partitions searched for its constants.
     """
     weight = np.array([_NOISE / np.hypot(_NOISE, row.rounding_s / row.ttft_s) for row in rows])
     best, best_cost = START, np.inf
@@ -223,7 +223,7 @@ def predicted(rows: Sequence[Row], constants: Array) -> Errors:
 
 
 def ape(logs: Errors) -> Array:
-    """Relative errors without sign."""
+    """Absolute relative errors."""
     return np.abs(np.expm1(list(logs.values())))
 
 
@@ -309,12 +309,12 @@ def main() -> None:
 
 
 def write_engine(profile: CalibrationProfile) -> None:
-    """The profile's host as an engine of its own."""
+    """Write the profile's host as the engine hf-2023."""
     replace(load_engine(ENGINE.stem), host=profile.host).write(ENGINE)
 
 
 def _left_out_json(crossed: Errors) -> str:
-    """Errors of each row, its model left out of the fit."""
+    """Errors of each row by a fit without its model, as JSON."""
     values = {row.case: round(float(np.expm1(error)), 4) for row, error in crossed.items()}
     return json.dumps({"source": "python -m validate.published.fit", "rel_error": values}, indent=1) + "\n"
 
