@@ -77,7 +77,8 @@ class _Effort(NamedTuple):
     again: int  # rounds with the same spacing
 
 
-_QUICK, _THOROUGH = _Effort(3, 1, 1), _Effort(4, 2, 5)  # with an allowance, and without one
+_ROUGH, _QUICK, _THOROUGH = _Effort(2, 1, 0), _Effort(3, 1, 1), _Effort(4, 2, 5)
+_LITTLE_S = 0.1  # of an allowance, with which a search is rough; without an allowance it is thorough
 
 
 def search_pipeline(
@@ -107,7 +108,8 @@ def search_pipeline(
     else:
         run, given = _Search(scenario, strategy, 1, 1), np.array(pieces.boundaries[1:-1], dtype=np.int64)
     run.evaluator.on_progress, run.evaluator.allowance = on_progress, allowance
-    run.effort = _THOROUGH if allowance is None else _QUICK
+    if allowance is not None:
+        run.effort = _QUICK if allowance.left_s > _LITTLE_S else _ROUGH
     row, ttft_s = run.run(given)
     lengths, layers = (tuple(map(int, one[0])) for one in run.partitions(row[None]))
     evaluations = run.evaluator.evaluations
