@@ -156,7 +156,7 @@ def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
 def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile | None, tuple[Note, ...]]:
     """The default profile of the GPU and a note on it; None: the datasheet's roofline is used.
 
-    The paper's models on the paper's GPU have the kernels of 2023.
+    The paper's models on the paper's GPU have kernels of 2023.
     """
     paper = load_profile(PAPER_PROFILE) if model.name in PAPER_MODELS else None
     if paper is not None and paper.gpu == gpu.name:
@@ -196,7 +196,7 @@ def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | 
 def _linked(
     machine: Cluster, profile: CalibrationProfile | None, bandwidth_bytes_per_s: float | None, latency_s: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster with the profile's measured links, unless the user gave others, and a note about them."""
+    """Return the cluster with the profile's measured links, or with those of the user, and a note."""
     link = machine.link
     datasheet = link.name
     measured = profile.links if profile is not None and _has_measured(profile, link.like or datasheet) else None

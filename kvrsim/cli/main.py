@@ -28,8 +28,7 @@ BROKEN_PIPE = 141  # exit code of a process that SIGPIPE ended, as shells report
 ENDED = (129, 143)  # exit codes after SIGHUP and SIGTERM, as shells report them
 _EXAMPLE = "Example: "
 _ROOM = "kvrsim.cli.commands"
-# Under the title that help shows them under: of each command its summary, its module and what it is called there: a
-# function, or a typer.Typer with commands of its own.
+# By title in the help: of each command its summary, its module, and the name of its function or typer.Typer there.
 GROUPS = {
     "Plan": {
         "plan": ("Say what to run, which TTFT to promise, and what limits it.", "plan:plan"),
@@ -213,7 +212,7 @@ def _open_closed_streams() -> None:
                 os.dup2(handle, number)
                 os.close(handle)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long for the process's lifetime
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - open for the process's lifetime
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -268,7 +268,7 @@ class HardwareArgs(Arguments):
     device : auto|cpu|cuda
         Device that computes.
     backend : gloo|nccl
-        Backend of torch.distributed. Default: nccl where each rank has a GPU, else gloo.
+        Backend of torch.distributed. Default: nccl if each rank has a GPU, else gloo.
     threads : N
         CPU threads of each rank. Default: the profile's, or 1.
     repeats : N
@@ -339,7 +339,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
 
 
 def require_torch() -> None:
-    """Raise InputError where torch or transformers is not installed."""
+    """Raise InputError if torch or transformers is not installed."""
     from importlib.util import find_spec
 
     for name in ("torch", "transformers"):

@@ -40,7 +40,7 @@ Row = tuple[str, str | None]  # a label and its text; None or empty: the label i
 
 @dataclass(slots=True)
 class Facts:
-    """Labels, each with a text that wraps next to it."""
+    """Labels with texts that wrap to their right."""
 
     rows: list[tuple[str, str]]
     style: str = "bold"  # of the labels
@@ -224,7 +224,7 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
 
 
 def headline(text: str) -> Text:
-    """The answer, emphasised."""
+    """Emphasise the answer."""
     return Text(text, style="bold")
 
 

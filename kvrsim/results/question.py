@@ -98,15 +98,15 @@ class Question:
         return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *self.served()
 
     def served(self) -> tuple[str, ...]:
-        """Describe the engine, if there is one."""
+        """The engine in words, if there is one."""
         return () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
 
     def settings(self) -> tuple[str, ...]:
-        """How it is computed, the seed and the version, in words."""
+        """Batch, element type, kernel, seed and version, in words."""
         return f"batch {self.batch}", self.kernels()[0], f"seed {self.seed}", f"kvrsim {__version__}"
 
 
 def _length(tokens: int) -> str:
-    """The length as a user writes it, with the number where that differs: "16k (16384)"."""
+    """Format a length as a user writes it, and the number if that differs: "16k (16384)"."""
     text = format_tokens(tokens)
     return text if text == str(tokens) else f"{text} ({tokens})"

@@ -70,7 +70,7 @@ class Displayed:
         """The result as a figure, which notebooks show.
 
         path: where to write it, too, as .png, .svg or .pdf, or as .html: an interactive page in one file.
-        Raises InputError naming the argument plot where the suffix is another or the file cannot be written.
+        Raises InputError naming the argument plot if the suffix is not one of these or the file cannot be written.
         """
         if path is not None:
             self.write_plot(path)
@@ -266,7 +266,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     """One strategy in a plan, with its best partition."""
 
     title: str  # one line for people
-    is_tied: bool  # whether its difference from the best is within the prediction interval of that difference
+    is_tied: bool  # whether its difference from the best is within the interval of differences
     speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP is not compared
     speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
     exposed_comm_s: float  # TTFT minus that of the same partition with free links

@@ -30,7 +30,7 @@ _LINK_BAR = (0.27, 0.38)
 def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
     """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; written atomically.
 
-    Raises InputError naming the argument plot where the suffix is another or the file cannot be written.
+    Raises InputError naming the argument plot if the suffix is not one of these or the file cannot be written.
     """
     check_suffix(path)
     with styled():

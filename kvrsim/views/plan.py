@@ -74,7 +74,7 @@ def page(plan: Plan) -> html.Page:
 
 
 def summary(plan: Plan) -> html.Summary:
-    """Strategies, the fastest that fits first."""
+    """Summary with one row per strategy, the fastest that fits first."""
     ties = f"The difference to {' and '.join(plan.ties)} is within the error of prediction."
     table = strategies_table(plan)
     return html.Summary(

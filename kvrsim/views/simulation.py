@@ -32,7 +32,7 @@ def _timeline(result: SimResult) -> Timeline:
 
 
 def summary(result: SimResult) -> Summary:
-    """Ranks, in order."""
+    """Summary with one row per rank."""
     table = ranks_table(result)
     return Summary(
         answer=f"{answer(result)} ({format_interval(result.ttft_low_s, result.ttft_high_s)})",

@@ -134,7 +134,7 @@ def format_wait(seconds: float) -> str:
 
 
 def fits_text(fits: bool) -> Text:
-    """Whether it fits in memory."""
+    """Say "yes", or "NO" in red."""
     return Text("yes") if fits else Text("NO", style="red")
 
 

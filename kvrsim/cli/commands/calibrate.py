@@ -74,7 +74,7 @@ def _form(value: object, parameter: str) -> str:
 
 DEVICE = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
 THREADS = option("N", "CPU threads of each rank.", "Measurement", count(1024), 1)
-NAME = option("NAME", "Name of the profile. Default: its file's.")
+NAME = option("NAME", "Name of the profile. Default: the name of its file.")
 
 
 def _minutes(default: float) -> Any:
@@ -84,7 +84,7 @@ def _minutes(default: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArgs(Arguments):
-    """Which layers are measured, and how.
+    """The layers to measure, and how to measure them.
 
     Question
     --------

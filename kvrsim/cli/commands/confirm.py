@@ -32,7 +32,7 @@ _share = quantity(parse_share)
 
 @dataclass(frozen=True, kw_only=True)
 class ConfirmArgs(Arguments):
-    """What is measured, and the targets.
+    """What is measured, and its targets.
 
     Question
     --------
@@ -206,7 +206,7 @@ def _order(result: Confirmation) -> str:
 
 
 def _regret(result: Confirmation) -> str:
-    """Slowdown of the plan's choice relative to the fastest candidate, both by name."""
+    """Slowdown of the plan's choice relative to the fastest candidate, with their names."""
     choice, best = result.choice.strategy, result.best.strategy
     if result.choice is result.best:
         return f"none: the plan's choice, {choice}, was the fastest"

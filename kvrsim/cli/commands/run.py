@@ -23,7 +23,9 @@ _STRATEGY = (
     "Strategy: single, tsp, kvr-e, kvr-s, kvr-b, kvr-direct, ring, striped, zigzag, zigzag-ring, ulysses, tp, pp, pp-s,"
     " or kvr-p with --partition."
 )
-_PARTITION = "New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp, pp-s search by --profile."
+_PARTITION = (
+    "New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp and pp-s search it with --profile."
+)
 FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
 
 
