@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import threading
 import time
@@ -81,13 +82,17 @@ class Pool:
         what: str = "calls",
         on_progress: OnProgress | None = None,
     ) -> list[_Result]:
-        """Results in the order of the arguments. what: the name of a call's work in reports of progress."""
-        results = list[_Result]()
-        for result in self.run(call, arguments):
-            results.append(result)
+        """Results in the order of the arguments. what: the name of a call's work in reports of progress.
+
+        Calls are made in a random order, so that the calls that are done take as long as the others in the mean.
+        """
+        order = random.Random(0).sample(range(len(arguments)), len(arguments))
+        results = dict[int, _Result]()
+        for index, result in zip(order, self.run(call, [arguments[index] for index in order]), strict=True):
+            results[index] = result
             if on_progress is not None:
                 on_progress(len(results), len(arguments), what)
-        return results
+        return [results[index] for index in range(len(arguments))]
 
     def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
         """Results as they come, in the order of the arguments."""
