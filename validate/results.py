@@ -3,6 +3,7 @@
     python -m validate.results              write each page that needs only this checkout (`make results`)
     python -m validate.results NAME...      write these pages, such as `speed`
     python -m validate.results --check      list stale pages; the exit code is 1 if there are any (`make check`)
+    python -m validate.results --freeze NAME...     state on stale pages that later versions predict otherwise
 
 A page ends with a comment that holds its command, its commit, its date, its machine, and the values of some predictions
 (`PREDICTIONS`) at that time. It is stale if its command has changed since, or if one of these values differs now by
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,17 @@ class Origin:
     date: str
     machine: str
     predictions: Mapping[str, Value]
+    is_frozen: bool = False  # whether predictions have changed since, and the page was left as it is
 
     def describe(self) -> str:
         """The line below the title of a page."""
-        return f"`{self.command}` on {self.date} at commit {self.commit}: {self.machine}."
+        text = f"`{self.command}` on {self.date} at commit {self.commit}: {self.machine}."
+        return text + " Frozen: some predictions have changed since." * self.is_frozen
+
+    def enclose(self, lines: Iterable[str]) -> list[str]:
+        """The lines of a page with this origin below the title and as the last line."""
+        title, *rest = "\n".join(lines).rstrip().split("\n")
+        return [title, "", self.describe(), *rest, "", f"{_MARK}{json.dumps(asdict(self))} -->"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +82,19 @@ class ResultsPage:
         """The file of the page."""
         return ROOT / self.path
 
-    def write(self) -> None:
-        """Run the command; raises CalledProcessError where it fails."""
+    def write(self) -> int:
+        """Run the command; return its exit code."""
         words = shlex.split(self.command)
         words[0] = sys.executable
-        subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+        return subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode
+
+    def freeze(self) -> None:
+        """State on the page that predictions have changed since."""
+        text = self.file.read_text("utf-8")
+        origin = origin_of(text)
+        assert origin is not None, f"{self.path} does not say where it comes from"
+        frozen = replace(origin, is_frozen=True)
+        self.file.write_text("\n".join(frozen.enclose(body(text).splitlines())) + "\n", "utf-8")
 
     def staleness(self) -> str | None:
         """Say why the page must be written again; None: it need not be."""
@@ -86,6 +102,8 @@ class ResultsPage:
             return None if self.needs else "the page is missing"
         if (origin := origin_of(self.file.read_text("utf-8"))) is None:
             return "it does not say where it comes from"
+        if origin.is_frozen:
+            return None
         if self.needs == "" and origin.command != self.command:
             return f"`{origin.command}` wrote it"
         for name in self.rests_on:
@@ -238,8 +256,7 @@ def with_origin(path: Path, lines: Iterable[str], command: str | None = None) ->
         machine=machine(),
         predictions={name: prediction(name) for name in page.rests_on},
     )
-    title, *rest = "\n".join(lines).rstrip().split("\n")
-    return [title, "", origin.describe(), *rest, "", f"{_MARK}{json.dumps(asdict(origin))} -->"]
+    return origin.enclose(lines)
 
 
 def origin_of(text: str) -> Origin | None:
@@ -300,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_name = {page.name: page for page in PAGES}
     parser.add_argument("names", nargs="*", metavar="NAME", help="pages to write: " + ", ".join(by_name))
     parser.add_argument("--check", action="store_true", help="write nothing, list stale pages")
+    parser.add_argument("--freeze", action="store_true", help="run nothing, mark these pages as frozen")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in by_name]:
         parser.error(f"NAME: got {unknown[0]}, accepted: {', '.join(by_name)}")
@@ -307,15 +325,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = list(stale())
         print("\n".join(lines) or f"{len(PAGES)} pages of results are up to date")
         return 1 if lines else 0
+    if options.freeze:
+        for name in options.names:
+            by_name[name].freeze()
+        return 0
     pages = [by_name[name] for name in options.names] or [page for page in PAGES if not page.needs]
+    failed = 0
     for page in pages:
         begin_s = time.monotonic()
-        page.write()
-        print(f"{page.path}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+        code = page.write()
+        failed += code != 0
+        ended = f"ended with {code} after " * (code != 0)
+        print(f"{page.path}: {ended}{time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
     left = [f"{page.name} ({page.needs})" for page in PAGES if page not in pages]
     if left and not options.names:
         print(f"not written: {', '.join(left)}", file=sys.stderr)
-    return 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

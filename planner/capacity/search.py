@@ -173,7 +173,7 @@ class FleetSimulator:
         meets = len(ttft_s) - in_time <= self.allowed
         if self.request.sure:
             meets = meets and interval is not None and interval.safe
-        horizon_s = sum(run.horizon_s for run in runs)
+        horizon_s, busy_gpu_s = sum(run.horizon_s for run in runs), sum(run.busy_gpu_s for run in runs)
         by_percentile = {
             percent: percentile_of(ttft_s, percent) for percent in sorted({*_PERCENTILES, target.percentile})
         }
@@ -187,7 +187,7 @@ class FleetSimulator:
             max_ttft_s=by_percentile[100],
             target_ttft_s=by_percentile[target.percentile],
             in_time=in_time / len(ttft_s),
-            utilisation=_utilisation(fleet, runs),
+            utilisation=busy_gpu_s / (gpus_of(fleet) * horizon_s) if horizon_s else 0.0,
             goodput_per_s=in_time / horizon_s if horizon_s else 0.0,
             cost_per_hour=self.limits.cost_per_hour(fleet),
             requests=len(ttft_s),
@@ -300,12 +300,6 @@ class FleetSimulator:
             context_range=(group.least_new, group.most_new),
             requests=sum(int((run.pool == index).sum()) for run in runs),
         )
-
-
-def _utilisation(fleet: Fleet, runs: Sequence[FleetRun]) -> float:
-    """Busy share of all GPU time."""
-    horizon_s = sum(run.horizon_s for run in runs)
-    return sum(run.busy_gpu_s for run in runs) / (gpus_of(fleet) * horizon_s) if horizon_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 5
 _TILE = 128  # tokens, rows of an attention kernel's tile
 _BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares of the shorter and the longer length
 _FAR = 8.0  # one rank is delayed by this many times the longest prefill to find its slack
-_TIE = 1e-9  # relative; of strategies that take as long, the first is chosen
+_TIE = 1e-9  # relative; if TTFTs differ by less, the first strategy is chosen
 _GAIN = 0.002  # relative gain in TTFT that twice the pieces of a pipeline must exceed
 _PIECES_PER_STAGE = 16  # at most; filling the stages then takes less than 7 % of the time
 _SHORT = 256  # new tokens, up to which the clock of a GPU does not fall
@@ -286,7 +286,8 @@ class Prefills:
     def _prefill(self, chunks: Array, cached_prefix: int, *, long_steps: bool = False) -> Array:
         """Finish time of each rank for chunks of shape (B, ranks or pieces); shape (B, ranks).
 
-        Prompts of about the same length run at one clock, that of the longest. long_steps: of the engine.
+        Prompts of about the same length run at one clock, that of the longest. long_steps: whether the engine's steps
+        take their 90th percentile.
         """
         finish_s = np.empty((len(chunks), self.num_ranks))
         for rows in _alike(chunks.sum(axis=1)):

@@ -44,6 +44,18 @@ def test_a_page_is_stale_where_a_prediction_has_changed(
     assert bool(list(results.stale())) is is_stale
 
 
+def test_a_frozen_page_says_so_and_is_not_stale(page: ResultsPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "prediction", lambda name: 3.0)
+    before = body(page.file.read_text())
+    page.freeze()
+    text = page.file.read_text()
+    assert list(results.stale()) == []
+    assert "Frozen" in text.split("\n")[2]
+    assert body(text) == before
+    write_page(page.file, ["# One"])
+    assert "Frozen" not in page.file.read_text()
+
+
 def test_other_commands_missing_unknown_and_unmarked_pages_are_reported(
     page: ResultsPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
