@@ -12,7 +12,6 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from itertools import product
@@ -148,8 +147,10 @@ class Kind:
         }
         names: dict[str, str] = getattr(self.cls, "attribute_map", {})
         known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
-        # a number that files may have and the class does not derive
-        self.defaults |= dict.fromkeys({"head_dim"} & {*_legacy(self.cls)} - {*vars(self.cls())})
+        # Widths that files may have: one that the class does not derive, and one that it derives.
+        derived = {*vars(self.cls())}
+        self.defaults |= dict.fromkeys(({"head_dim"} & {*_legacy(self.cls)}) - derived)
+        self.defaults |= dict.fromkeys(({"intermediate_size"} & derived) - {*self.defaults})
         self.data: dict[str, Any] = {
             "model_type": model_type,
             "transformers": transformers.__version__,
@@ -177,27 +178,35 @@ class Kind:
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
         return read_class({"model_type": self.data["model_type"], **config}, "")
 
-    def covers(self, config: Mapping[str, Any], spec: ModelSpec, data: Mapping[str, Any] | None = None) -> bool:
-        """Whether the data, or these, give the model of a configuration."""
+    def fill(self, config: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> ModelSpec | None:
+        """The model of a configuration by the data, or by these; None: they do not cover it."""
         source = JsonObject(fields={"model_type": self.data["model_type"], **config}, where="catalogue")
         try:
-            model = fill(data or self.data, source, "")
+            return fill(data or self.data, source, "")
         except (ZeroDivisionError, InputError):
-            return False
-        return model is not None and model == spec
+            return None
+
+    def shortened(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A configuration with at most 20 layers, which the class reads faster."""
+        config, numbers = self.own_names(config), self.numbers(config)
+        for key in (key for key in _LAYERS if numbers.get(key, 0) > 20):
+            lists = {name: one[:20] for name, one in config.items() if _has_length(one, numbers[key])}
+            return {**config, **lists, key: 20}
+        return config
 
     def add(self, config: Mapping[str, Any]) -> str:
         """Add a variant after this configuration if it is new; return a description of the change."""
         config = self.own_names(config)
-        if self.data["variants"] and self.covers(config, self.read(config)):
+        if self.data["variants"] and self.fill(config) == self.read(config):
             return "covered"
         numbers = self.numbers(config)
         symbols = {key: Symbol(value, key) for key, value in numbers.items()}
         reads: set[str] = set()
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(self.cls, "__getattribute__", _recorder(self.cls.__getattribute__, reads)))
-            for name in (self.cls.__module__, self.cls.__module__.replace("configuration_", "modeling_")):
-                stack.enter_context(patch.object(import_module(name), "int", _Int, create=True))
+        with (
+            patch.object(self.cls, "__getattribute__", _recorder(self.cls.__getattribute__, reads)),
+            patch.object(import_module(self.cls.__module__), "int", _Int, create=True),
+            patch.object(_modeling(self.cls), "int", _Int, create=True),
+        ):
             spec = self.read({**config, **symbols})
         self._derived_defaults(config, numbers)
         model = freeze(replace(spec, layers=()))["ModelSpec"]
@@ -206,28 +215,40 @@ class Kind:
         variant: dict[str, Any] = {"fixed": self._fixed(config, reads, numbers), "model": model}
         variant["kinds"] = [freeze(one) for one in spec.layer_kinds]
         variant["order"] = self._order(config, spec, numbers)
+        variant["fixed"] = {key: one for key, one in variant["fixed"].items() if key not in variant["order"]["seen"]}
+        if variant["order"]["by"] and not isinstance(model["num_hidden_layers"], str):
+            model["num_hidden_layers"] = None  # as many as the list has
         leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
-        variant["numbers"] = sorted(
-            {*_used(variant), *leading}, key=lambda key: str(self.data["defaults"].get(key)).startswith("=")
-        )
+        variant["numbers"] = []
+        for key in sorted({*_used(variant), *leading}):
+            self._require(key, variant["numbers"])
         for key in variant["numbers"]:
             self.data["defaults"].setdefault(key, self.defaults[key])
         self.data["variants"].append(variant)
         return self._prove(config, variant, [key for key in numbers if key in reads or key in variant["numbers"]])
 
+    def _require(self, key: str, order: list[str]) -> None:
+        """Append a key of a number after those from which its default follows."""
+        default = self.data["defaults"].get(key)
+        for other in sorted(_used(default)):
+            self._require(other, order)
+        order += [key] if key not in order else []
+
     def _derived_defaults(self, config: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
         """Expressions of numbers that the class derives from others where a file leaves them out."""
         given = {key: Symbol(value, key) for key, value in numbers.items() if isinstance(self.defaults[key], int)}
-        values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **given}))
+        with patch.object(import_module(self.cls.__module__), "int", _Int, create=True):
+            values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **given}))
         for key in numbers:
-            if not isinstance(self.defaults[key], int) and isinstance(values.get(key), int):
+            if not isinstance(self.defaults[key], int) and isinstance(values.get(key), Symbol):
                 self.data["defaults"][key] = freeze(values[key])
 
     def _fixed(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
         """Fields that a file must share with this variant: all that the class reads but numbers and lists of layers."""
         values = vars(self.cls.from_dict(dict(config)))
         fixed = {}
-        for key in sorted((reads & set(self.defaults)) | (set(config) - set(self.defaults))):
+        absent = {key for key, value in self.defaults.items() if value is None}
+        for key in sorted((reads & set(self.defaults)) | absent | (set(config) - set(self.defaults))):
             value = config.get(key, self.defaults.get(key))
             if key in numbers or _HARMLESS.search(key) or key == "tie_word_embeddings" or len(str(value)) > 500:
                 continue
@@ -248,7 +269,7 @@ class Kind:
             lists = {
                 key: value
                 for key, value in self.own_names(source).items()
-                if isinstance(value, list) and len(value) == count and all(isinstance(one, (str, int)) for one in value)
+                if _has_length(value, count) and all(isinstance(one, (str, int)) for one in value)
             }
             seen |= {key: sorted({*seen.get(key, ()), *map(str, value)}) for key, value in lists.items()}
             every.append(lists)
@@ -292,7 +313,7 @@ class Kind:
         return self._fix(config, variant, numbers, free)
 
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
-        passed_on = ("max_position_embeddings", "vocab_size")  # which no width follows from
+        passed_on = ("max_position_embeddings", "vocab_size")  # no width follows from these
         usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
         if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # perhaps the number of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
@@ -315,41 +336,52 @@ class Kind:
         changing = {**variant, "fixed": variant["fixed"] | fixed}
         others = [one for one in self.data["variants"] if one is not variant]
         proven = {**self.data, "variants": [*others, changing]}
-        for factors in _factors(keys, changed, draw):
-            other: dict[str, Any] = fixed | {key: int(usual[key] * factors.get(key, 1)) for key in keys}
-            other |= {key: draw.choice((1, 2, 3, 5)) for key in keys if key in structure}
-            for key in (key for key in keys if key in _LAYERS):
-                count = other[key] = draw.randint(8, _MOST_LAYERS)
-                lists = {name: one for name, one in config.items() if isinstance(one, list) and len(one) == usual[key]}
-                other |= {name: (one * count)[:count] for name, one in lists.items()}
+        layers = next((key for key in _LAYERS if key in usual), "")
+        count = usual[layers] if layers else len(config.get("".join(variant["order"]["by"][:1]), ()))
+        lists = [name for name, one in config.items() if _has_length(one, count)]
+        derived = {key for key in keys if str(self.data["defaults"].get(key)).startswith("=")}
+        for numbers in _numbers({key: usual[key] for key in keys}, structure, changed, draw):
+            if derived and passed % 3 == 1:  # leave out what the class derives
+                numbers = {key: value for key, value in numbers.items() if key not in derived}
+            other: dict[str, Any] = fixed | numbers
+            if layers in keys or not layers:
+                count = draw.randint(8, _MOST_LAYERS)
+                other |= {name: (config[name] * count)[:count] for name in lists}
+                other |= {layers: count} if layers else {}
             try:
                 spec = self.read({**config, **other})
             except Exception:  # numbers that the class does not take
                 continue
-            if not self.covers({**config, **other}, spec, proven):
+            if self.fill({**config, **other}, proven) != spec:
                 return None
             passed += 1
-            changed |= {key for key in keys if other[key] != usual[key]}
+            changed |= {key for key in keys if other.get(key, usual[key]) != usual[key]}
             if passed > 1 and len(changed) == len(keys):
                 break
         return changed
 
 
-def _factors(keys: Sequence[str], changed: Set[str], draw: random.Random) -> Iterator[dict[str, float]]:
-    """Factors of numbers to try: all numbers, some at random, then pairs with each that has not changed yet."""
+def _numbers(
+    usual: Mapping[str, int], structure: Set[str], changed: Set[str], draw: random.Random
+) -> Iterator[dict[str, int]]:
+    """Numbers to try: all times a factor, some at random, then pairs with each that has not changed yet."""
     for attempt in range(24):
         choices = ((2,), (1,) * 9 + (2,), (1, 2), (1,) * 9 + (3,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 6]
-        yield {key: draw.choice(choices) for key in keys}
-    for key, other, factor in product(keys, keys, (0.5, 2)):
+        numbers = {key: value * draw.choice(choices) for key, value in usual.items()}
+        yield numbers | {key: draw.choice((1, 2, 3, 5)) for key in usual if key in structure}
+    for key, other, factor in product(usual, usual, (0.5, 2)):
         if key not in changed:
-            yield {key: 2} | {other: factor}
+            yield {**usual, key: 2 * usual[key]} | {other: int(usual[other] * factor)}
+
+
+def _modeling(cls: Any) -> Any:
+    return import_module(cls.__module__.replace("configuration_", "modeling_"))
 
 
 def _legacy(cls: Any) -> list[str]:
     """Keys that a class reads in addition to its fields, such as keys of older files."""
-    modeling = import_module(cls.__module__.replace("configuration_", "modeling_"))
     keys = re.findall(r"kwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(cls))
-    keys += re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(modeling))
+    keys += re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(_modeling(cls)))
     return sorted({*keys} - {one.name for one in fields(cls)})
 
 
@@ -361,14 +393,18 @@ def _recorder(original: Any, reads: set[str]) -> Any:
     return read
 
 
-def _used(variant: Mapping[str, Any]) -> set[str]:
-    """Keys in the expressions of a variant."""
-    expressions = re.findall(r'"=([^"]*)"', json.dumps(variant))
+def _used(data: Any) -> set[str]:
+    """Keys in the expressions of a variant or of a default."""
+    expressions = re.findall(r'"=([^"]*)"', json.dumps(data))
     return {name for one in expressions for name in re.findall(r"[A-Za-z_]\w*", one)}
 
 
+def _has_length(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count
+
+
 def _rows(lists: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """What lists of layers say of each layer, as keys of a variant's kinds."""
+    """The entries of each layer in these lists, joined: the keys of a variant's kinds."""
     return ["|".join(map(str, row)) for row in zip(*(lists[name] for name in names), strict=True)]
 
 
@@ -382,7 +418,7 @@ def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
 
 
 def needed(model_type: str) -> dict[str, Any]:
-    """Values that a class needs and its default configuration lacks, from a published model of the type."""
+    """Values that a class needs but its default configuration lacks; they are those of a published model."""
     return dict(SHAPES["types"].get(model_type, [{}])[0])
 
 
@@ -407,9 +443,13 @@ def main() -> None:
             continue  # several models: files have the type of the text model
         kind, usual = Kind(name), needed(name)
         switches = [usual | switch for switch in SHAPES["switches"] if {*switch} <= {*kind.defaults}]
-        for config in (usual, *files.get(name, []), *SHAPES["types"].get(name, [])[1:], *switches):
+        shapes = [usual | shape for shape in SHAPES["types"].get(name, [])[1:]]
+        for config in (usual, *files.get(name, []), *shapes, *switches):
             try:
-                print(f"{name}: {kind.add(config)}", flush=True)
+                short = kind.shortened(config)
+                print(f"{name}: {kind.add(short)}", flush=True)
+                if short != kind.own_names(config) and kind.fill(config) is None:
+                    print(f"{name}: {kind.add(config)}", flush=True)
             except (RefusedError, InputError) as error:
                 print(f"{name}: {error}", flush=True)
         if kind.data["variants"]:

@@ -37,7 +37,7 @@ class Support:
 
 
 def support(model_type: str) -> Support:
-    """Read a type with the defaults of its configuration, and what they leave out."""
+    """Read a type with the defaults of its configuration and the values that these lack."""
     from calibrate.catalogue import needed
     from kvrsim.model.reader import RefusedError, read_class
 

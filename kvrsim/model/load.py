@@ -1,4 +1,4 @@
-"""load_model: a ModelSpec by the name of a model of the catalogue or the path of a config.json.
+"""Load a ModelSpec by the name of a model or by the path of a config.json.
 
 A config.json is read by the data of its model type in kvrsim/data/types, which `make models` writes from transformers'
 classes. A structure that they do not cover is read from the class itself, which needs torch and transformers.
@@ -63,17 +63,15 @@ def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") ->
 
     Later commands need neither the file nor torch. Returns the model and its folder in the user's catalogue.
     """
-    path = config_path(str(_hub_folder(source) or source), argument)
-    name = name or (path.resolve().parent.name if path.name == "config.json" else path.stem)
-    if _hub_folder(source):
-        name = source.rpartition("/")[2] if name == path.resolve().parent.name else name
+    snapshot = _hub_folder(source)
+    path = config_path(str(snapshot or source), argument)
+    name = name or (source.rpartition("/")[2] if snapshot else _name_of(path))
     if not re.fullmatch(r"[\w.][\w.-]*", name) or name in builtin_models():
         raise InputError("name", name, "letters, digits, dots and hyphens, and no built-in name")
     config = _read(path, argument)
     model = read_config(config, name)
-    kinds = [freeze(kind) for kind in model.layer_kinds]
-    shape = freeze(replace(model, layers=()))["ModelSpec"]
-    content = {"model": shape, "kinds": kinds, "index": model.layer_kind_index, "fields": dict(config.fields)}
+    shape = freeze(replace(model, layers=model.layer_kinds))
+    content = {"model": shape, "index": model.layer_kind_index, "fields": dict(config.fields)}
     folder = own_folder() / name
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.json", json.dumps(dict(config.fields)).encode(), argument=argument)
@@ -103,16 +101,19 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
         return replace(same, name=known_name, max_position_embeddings=positions or same.max_position_embeddings)
     path = config_path(name, argument)
     if name not in builtin_models():
-        name = (path.resolve().parent.name if path.name == "config.json" else path.stem) or name
+        name = _name_of(path) or name
     config = _read(path, argument)
     frozen = path.with_name(_FROZEN)
     if frozen.is_file() and path.parent.parent == own_folder():
         content = parse_json(frozen.read_bytes())
         if content["fields"] == config.fields:
-            kinds = [thaw(kind, {}) for kind in content["kinds"]]
-            model: ModelSpec = thaw({"ModelSpec": content["model"]}, {})
-            return replace(model, name=name, layers=tuple(kinds[one] for one in content["index"]))
+            model: ModelSpec = thaw(content["model"], {})
+            return replace(model, name=name, layers=tuple(model.layers[kind] for kind in content["index"]))
     return read_config(config, name)
+
+
+def _name_of(path: Path) -> str:
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def known_shape(name: str) -> tuple[str, str, int | None] | None:
@@ -224,18 +225,22 @@ def read_type(config: JsonObject, name: str) -> ModelSpec:
 
 def known_text_type(model_type: str) -> bool:
     """Whether the catalogue or transformers has a type."""
-    if model_type_data(model_type) is not None or find_spec("transformers") is None or find_spec("torch") is None:
+    if model_type_data(model_type) is not None or not _has_classes():
         return model_type_data(model_type) is not None
     from kvrsim.model.reader import known_type
 
     return known_type(model_type)
 
 
+def _has_classes() -> bool:
+    return all(find_spec(name) is not None for name in ("torch", "transformers"))
+
+
 def _from_class(config: JsonObject, name: str) -> ModelSpec:
     """The model that transformers' class has, for a structure that the data of its type do not cover."""
     model_type = config.text("model_type")
     place = f"{config.where}: {config.key_path}model_type"
-    if find_spec("torch") is None or find_spec("transformers") is None:
+    if not _has_classes():
         accepted = "a structure of the catalogue; others need torch and transformers: pip install '.[hardware]'"
         raise InputError(place, model_type, f"{accepted} in a checkout of kvrsim")
     from kvrsim.model.reader import RefusedError, known_type, read_class

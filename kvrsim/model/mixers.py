@@ -7,13 +7,14 @@ grow with them (a state). Token counts may be numbers or arrays; results have th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 
 from kvrsim.model.gemm import Gemm
 
+T = TypeVar("T")
 Tokens = Any  # a number or an array of tokens
 RecurrenceKind = Literal["gated_delta", "kda", "mamba2", "linear", "scan"]
 RECURRENCE_TITLES: dict[RecurrenceKind, str] = {
@@ -37,16 +38,6 @@ class Indexer:
     projections: tuple[Gemm, ...] = ()  # from the layer's input or its latent to index queries, keys and weights
     key_bytes: int = 0  # of one stored index key, scales included, whatever the request's dtype
     shared: bool = False  # takes the choice of an earlier layer: scores nothing and stores nothing
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of one token's index key; 0 where the choice is an earlier layer's."""
-        return 0 if self.shared else self.key_bytes
-
-    @property
-    def matrices(self) -> tuple[Gemm, ...]:
-        """All weight matrices."""
-        return self.projections
 
 
 class _Mixer:
@@ -75,8 +66,8 @@ class _Mixer:
 
     @property
     def index_key_bytes(self) -> int:
-        """Bytes of one token's index key; 0 without an indexer."""
-        return 0 if self.indexer is None else self.indexer.cached_bytes
+        """Bytes of one token's index key; 0 without an indexer or with the choice of an earlier layer."""
+        return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_bytes
 
     def token_bytes(self, element_bytes: float) -> float:
         """Bytes that one more token adds to a long cache; `element_bytes` is the size of a cached element."""
@@ -96,12 +87,8 @@ class _Mixer:
 
     def share(self, size: int) -> Self:
         """The mixer on one of `size` GPUs: a share of the heads; latents and shared keys are on every GPU."""
-        return replace(  # type: ignore[type-var]  # every subclass is a dataclass
-            self,
-            projections=tuple(gemm.share(size) for gemm in self.projections),
-            output=tuple(gemm.share(size) for gemm in self.output),
-            num_attention_heads=self.num_attention_heads // size,
-        )
+        split = with_matrices(self, lambda gemm: gemm.share(size))
+        return replace(split, num_attention_heads=self.num_attention_heads // size)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,18 +137,10 @@ class Attention(_Mixer):
         Index heads that choose for one KV head each lie where their KV head lies; others are on every GPU.
         """
         kv_heads = max(1, self.num_key_value_heads // size)
-        indexer = self.indexer
-        if indexer is not None and indexer.num_heads == self.num_key_value_heads:
-            projections = tuple(self._share_of(gemm, size, kv_heads) for gemm in indexer.projections)
-            indexer = replace(indexer, num_heads=kv_heads, projections=projections)
-        return replace(
-            self,
-            projections=tuple(self._share_of(gemm, size, kv_heads) for gemm in self.projections),
-            output=tuple(gemm.share(size) for gemm in self.output),
-            num_attention_heads=self.num_attention_heads // size,
-            num_key_value_heads=kv_heads,
-            indexer=indexer,
-        )
+        split = with_matrices(self, lambda gemm: self._share_of(gemm, size, kv_heads))
+        if split.indexer is not None and split.indexer.num_heads == self.num_key_value_heads:
+            split = replace(split, indexer=replace(split.indexer, num_heads=kv_heads))
+        return replace(split, num_attention_heads=self.num_attention_heads // size, num_key_value_heads=kv_heads)
 
     def _share_of(self, gemm: Gemm, size: int, kv_heads: int) -> Gemm:
         if gemm.split == "kv_heads":
@@ -213,9 +192,6 @@ class LatentAttention(_Mixer):
     def token_bytes(self, element_bytes: float) -> float:
         """Bytes per token of the latent, the rotated key and the index key."""
         return (self.kv_lora_rank + self.qk_rope_head_dim) * element_bytes + self.index_key_bytes
-
-    def share(self, size: int) -> LatentAttention:
-        return replace(_Mixer.share(self, size), expand=self.expand.share(size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,9 +302,7 @@ class Recurrence(_Mixer):
         queries_keys = self.conv_channels - values  # channels of queries and keys
         channels = values // size + queries_keys // self.num_key_heads * keys if self.conv_channels else 0
         return replace(
-            self,
-            projections=tuple(gemm.share(size) for gemm in self.projections),
-            output=tuple(gemm.share(size) for gemm in self.output),
+            with_matrices(self, lambda gemm: gemm.share(size)),
             num_key_heads=keys,
             num_value_heads=self.num_value_heads // size,
             conv_channels=channels,
@@ -338,12 +312,14 @@ class Recurrence(_Mixer):
 Mixer = Attention | LatentAttention | CompressedAttention | Recurrence
 
 
-def with_matrices(mixer: Mixer, of: Callable[[Gemm], Gemm]) -> Mixer:
-    """The mixer with `of` applied to each weight matrix."""
-    changed = replace(mixer, projections=tuple(map(of, mixer.projections)), output=tuple(map(of, mixer.output)))
-    if isinstance(changed, LatentAttention):
-        changed = replace(changed, expand=of(changed.expand))
-    if not isinstance(changed, Recurrence) and changed.indexer is not None:
-        indexer = replace(changed.indexer, projections=tuple(map(of, changed.indexer.projections)))
-        changed = replace(changed, indexer=indexer)
-    return changed
+def with_matrices(value: T, of: Callable[[Gemm], Gemm]) -> T:
+    """A mixer or a layer with `of` applied to each weight matrix in it."""
+    changed: Any = value
+    if isinstance(value, Gemm):
+        changed = of(value)
+    elif isinstance(value, tuple):
+        changed = tuple(with_matrices(one, of) for one in value)
+    elif is_dataclass(value):
+        content = {one.name: with_matrices(getattr(value, one.name), of) for one in fields(value)}
+        changed = replace(changed, **content)
+    return cast(T, changed)

@@ -12,7 +12,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def quantized(
     names: dict[str, str] = _table()["names"].get(model.model_type, {})
     places: dict[str, str] = {}  # by transformers' names
 
-    def stored(gemm: Gemm, number: int) -> Gemm:
+    def stored(number: int, gemm: Gemm) -> Gemm:
         if gemm.out_features == 1 or _KEPT.hold(gemm.name):
             return gemm
         place = places.get(gemm.name)
@@ -110,20 +110,13 @@ def quantized(
             places[gemm.name] = place
         return replace(gemm, weights=format_of(f"{prefix}.{number}.{place}"))
 
-    layers = []
-    for number, layer in enumerate(model.layers):
-        mixer = layer.mixer
-        layers.append(
-            replace(
-                layer,
-                mixer=None if mixer is None else with_matrices(mixer, lambda gemm: stored(gemm, number)),  # noqa: B023
-                mlp=tuple(stored(gemm, number) for gemm in layer.mlp),
-                shared_mlp=tuple(stored(gemm, number) for gemm in layer.shared_mlp),
-            )
-        )
+    layers = tuple(
+        replace(with_matrices(layer, partial(stored, number)), router=layer.router)
+        for number, layer in enumerate(model.layers)
+    )
     head = None if model.tie_word_embeddings else format_of(_HEAD)
     lm_head = replace(model.lm_head, weights=head)
-    return replace(model, layers=tuple(layers), lm_head=lm_head, quantization=quantization)
+    return replace(model, layers=layers, lm_head=lm_head, quantization=quantization)
 
 
 def in_fp8(model: ModelSpec) -> ModelSpec:
@@ -188,7 +181,7 @@ def _method(outer: JsonObject, data: JsonObject) -> str:
 
 
 def _modules(data: JsonObject, key: str, names: Sequence[Any] | None = None) -> Modules:
-    """Modules by a list of names in the file, or by these."""
+    """The modules that a list of names means: the file's list at this key, or these names."""
     names = data.sequence(key) if names is None else names
     try:
         if len(names) <= _MOST_NAMES and all(isinstance(one, str) and len(one) <= _LONGEST_NAME for one in names):

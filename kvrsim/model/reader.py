@@ -97,7 +97,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Values(TorchDispatchMode):  # type: ignore[misc]
-    """Tensors without values hold zeros where a class asks for a value."""
+    """Gives zeros where a class asks for a value of a tensor, since meta tensors have none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -253,7 +253,7 @@ def known_type(model_type: str) -> bool:
 def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
     """The model that transformers builds from a configuration's keys; RefusedError for one that cannot be described."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # kernels that are missing here matter to nobody who only counts
+    logging.set_verbosity_error()  # warnings about missing kernels do not matter here
     try:
         config, model, sizes = build(fields)
         trace = _Trace(model)
@@ -548,7 +548,7 @@ class _Reader:
         )
         flops = 2 * TOKENS * sum(gemm.num_weights for gemm in spec.mlp)
         for weight in experts.parameters():
-            self._describe(weight)  # for a class that runs all experts for all tokens
+            self._describe(weight)  # used where a class runs all experts for all tokens
         ours, theirs = spec.num_experts_per_tok * flops, self.trace.within(place)
         if theirs not in (0 if _within(layer.gemms, cube) else ours, count * flops):
             _equal(f"FLOPs of {cube}", ours, theirs)

@@ -18,6 +18,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH
 
 _TABLE = Path(__file__).parents[1] / "data" / "remote_types.json"
+_ARRAYS = ("flags", "listed", "leading", "letters")  # rules that make an array with an entry per layer from other values
 _NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
 
 
@@ -53,23 +54,13 @@ def translated(config: JsonObject) -> JsonObject:
     for key, value in remote.get("only", {}).items():
         if _value(fields, key) not in (None, value):
             raise config.error(key, json.dumps(value), _value(fields, key))
-    for old, (new, off, on) in remote.get("flags", {}).items():  # an array of zeros and ones, an entry per layer
-        flags = _value(fields, old)
-        if flags is not None:
-            if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
-                raise config.error(old, "an array of zeros and ones, an entry per layer", flags)
-            fields.setdefault(new, [on if flag else off for flag in flags])
-    for old, (new, off, on) in remote.get("listed", {}).items():  # an array of layer numbers, from 1
-        layers, count = _value(fields, old), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
-        if isinstance(layers, list):
-            fields.setdefault(new, [on if number + 1 in layers else off for number in range(count)])
-    for old, (new, off, on) in remote.get("leading", {}).items():  # the number of differing layers at the start
-        if config.has(old):
-            leading, count = config.integer(old, minimum=0), config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
-            fields.setdefault(new, [on if number < leading else off for number in range(count)])
+    for rule in _ARRAYS:
+        for old, (new, *words) in remote.get(rule, {}).items():
+            if (value := _value(config.fields, old)) is not None:
+                fields.setdefault(new, _per_layer(config, rule, old, value, words))
     names = remote.get("names", {})
     values = {new: _value(config.fields, old) for old, new in names.items() if new is not None}
-    gone = {key.partition(".")[0] for part in ("names", "flags", "listed", "leading") for key in remote.get(part, {})}
+    gone = {key.partition(".")[0] for part in ("names", *_ARRAYS) for key in remote.get(part, {})}
     fields = {
         key: value for key, value in fields.items() if key not in {*gone, *remote.get("without", ()), *_NOT_SHAPES}
     }
@@ -82,8 +73,26 @@ def translated(config: JsonObject) -> JsonObject:
     return replace(config, fields=fields)
 
 
+def _per_layer(config: JsonObject, rule: str, key: str, value: Any, words: list[Any]) -> list[Any]:
+    """An array with a word per layer from what a file has instead (see _about in remote_types.json)."""
+    if rule == "letters":
+        if not isinstance(value, str) or {*value} - {*words[0]}:
+            raise config.error(key, f"a text of the letters {' '.join(words[0])}, one per layer", value)
+        return [words[0][letter] for letter in value]
+    count = config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
+    if rule == "flags":
+        if not isinstance(value, list) or any(flag not in (0, 1) for flag in value):
+            raise config.error(key, "an array of zeros and ones, an entry per layer", value)
+        count, chosen = len(value), {number for number, flag in enumerate(value) if flag}
+    elif rule == "listed":
+        chosen = {number - 1 for number in value if isinstance(number, int)} if isinstance(value, list) else set()
+    else:
+        chosen = set(range(config.integer(key, minimum=0, maximum=MAX_LAYERS)))
+    return [words[number in chosen] for number in range(count)]
+
+
 def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:
-    """The model with what its own type has and the type with the same layers has not."""
+    """The model with the parts that its own type adds to the type with the same layers."""
     remote = remote_type(config)
     if "fused" in remote:
         kinds = {layer: _fused(layer, remote["fused"]) for layer in model.layer_kinds}

@@ -190,7 +190,7 @@ class ModelSpec:
 
 
 def mixers_of(model: ModelSpec) -> dict[str, int]:
-    """The kinds of mixers in words, in order of their first layers, and how many layers have each."""
+    """Number of layers per kind of mixer, kinds in order of their first layers."""
     return dict(Counter(map(mixer_title, model.layers)))
 
 

@@ -1,4 +1,4 @@
-"""Template: the layers of a model type as data, with expressions in the keys of a configuration for numbers.
+"""Template: a model type as data. The numbers of its layers are expressions in the keys of a configuration.
 
 The catalogue (calibrate/catalogue.py) writes them: numbers come out of transformers' class as expressions, such as
 num_attention_heads * head_dim. `fill` puts the numbers of a config.json in their place, without torch.
@@ -70,16 +70,19 @@ def _code(expression: str) -> Any:
 
 # Keys that change no shape: numbers of tokens, rates of dropout, scales, names.
 _HARMLESS = re.compile(
-    r"^_|_token_ids?$|_token_index$|^n_special|drop|_eps$|epsilon|initializer|init_std|^rope_|rotary|theta|dtype"
+    r"^_|_token_ids?$|_token_ind(ex|ices)$|^n_special|drop|_eps$|epsilon|initializer|init_std|^rope_|rotary|theta|dtype"
     r"|^transformers_version$|^architectures$|^auto_map$|^use_cache$|^output_|pretraining|quantization|compression"
-    r"|(^|_)act(ivation)?(_|$)|_name|^name|aux|scal|(embedding|residual|attention|logits?|head|key|_in|_out|ssm|lm_head)_multiplier|^mlp_multipliers"
-    r"|topk_method|scoring|norm_topk|nextn|mtp|^ep_size$|temperature|softcap|^id2label$|^label2id$|^task|^summary"
-    r"|^problem|^return_dict|^chunk_size_feed|^n_group$|topk_group|^is_decoder$|^model_type$|^is_encoder_decoder$"
-    r"|version$|logits?_|^cross_attention_hidden|^prefix$|bias_update|slow_but|^finetuning|^prune|^tf_|beam|penalty"
-    r"|vision|audio|jitter|image|video|mrope|swiglu_limit|_clip"
+    r"|(^|_)act(ivation)?(_|$)|_name|^name|aux|scal|topk_method|scoring|norm_topk|nextn|mtp|^ep_size$|temperature"
+    r"|(embedding|residual|attention|logits?|head|key|_in|_out|ssm)_multiplier|^mlp_multipliers$|seq_len(gth)?$"
+    r"|softcap|^id2label$|^label2id$|^task|^summary|^problem|return_|^n_ctx$|^chunk_size_feed|^n_group$|topk_group"
+    r"|^is_decoder$|^model_type$|^is_encoder_decoder$|version$|logits?_|^cross_attention_hidden|^prefix$|bias_update"
+    r"|slow_but|^finetuning|^prune|^tf_|beam|penalty|vision|audio|jitter|image|video|mrope|swiglu_limit|_clip"
+    r"|^time_step_(limit|min|max|floor)|overlap|^mup_enabled$"
 )
 # Keys that say how many of something a model has: of a type that is read as another, all must be known.
-_COUNTS = re.compile(r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window")
+_COUNTS = re.compile(
+    r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window|^(num|n)_|loop|recur|_(dim|size)$"
+)
 
 
 def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = True) -> ModelSpec | None:
@@ -87,26 +90,31 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
 
     own: the file's type is that of the data. Other files have keys of their own; InputError for one that counts parts.
     """
-    given = {kind["aliases"].get(key, key): value for key, value in config.fields.items() if value is not None}
-    numbers = {key for variant in kind["variants"] for key in variant["numbers"]}
+    aliases, variants = kind["aliases"], kind["variants"]
+    given = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
+    numbers = {key for variant in variants for key in variant["numbers"]}
     given = {key: value for key, value in given.items() if value not in ([], {}) or key in numbers}
     if "head_dim" not in kind["known"] and _is_usual(given):
         del given["head_dim"]
-    nulls = {kind["aliases"].get(key, key) for key, value in config.fields.items() if value is None} - set(given)
-    for variant in kind["variants"]:
+    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - set(given)
+    shapes = {key for key, value in given.items() if value and not _HARMLESS.search(key)}
+    legacy, config = kind.get("legacy", ()), replace(config, fields=given)
+    for variant in variants:
         known = {*kind["known"], *variant["fixed"], *variant["numbers"]}
-        others = [key for key, value in given.items() if value and key not in known]
-        others = [key for key in others if not _HARMLESS.search(key)]
-        if any(key in kind.get("legacy", ()) or _COUNTS.search(key) for key in others):
+        # A list or an object must be one that the variant expects, or give the kinds of layers.
+        whole = {key for key in shapes & known if isinstance(given[key], list | dict)}
+        if whole - {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}:
             continue
-        model = _fill(kind, variant, given, nulls, replace(config, fields=given), name)
+        if any(key in legacy or _COUNTS.search(key) for key in shapes - known):
+            continue
+        model = _fill(kind["defaults"], variant, nulls, config, name)
         if model is not None:
             return model
-    known = {*kind["known"], *kind.get("legacy", ()), *(key for one in kind["variants"] for key in one["fixed"])}
-    others = [key for key in given if key not in known and _COUNTS.search(key) and not _HARMLESS.search(key)]
-    if not own and any(given[key] for key in others):
-        key = next(key for key in others if given[key])
-        raise config.error(key, f"nothing: the layers are read as those of {kind['model_type']}, which lacks it")
+    known = {*kind["known"], *legacy, *(key for variant in variants for key in variant["fixed"])}
+    unknown = sorted(key for key in shapes - known if _COUNTS.search(key))
+    if unknown and not own:
+        accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
+        raise config.error(unknown[0], accepted)
     return None
 
 
@@ -117,17 +125,11 @@ def _is_usual(given: Mapping[str, Any]) -> bool:
 
 
 def _fill(
-    kind: Mapping[str, Any],
-    variant: Mapping[str, Any],
-    given: Mapping[str, Any],
-    nulls: set[str],
-    config: Any,
-    name: str,
+    defaults: Mapping[str, Any], variant: Mapping[str, Any], nulls: set[str], config: JsonObject, name: str
 ) -> ModelSpec | None:
-    defaults = kind["defaults"]
-    fixed = variant["fixed"]
-    values = dict(defaults) | dict.fromkeys((key for key in nulls if not str(defaults.get(key)).startswith("=")), None)
-    values |= given
+    given, fixed = config.fields, variant["fixed"]
+    absent = {key for key in nulls if not _is_derived(defaults.get(key))}
+    values = {**defaults, **dict.fromkeys(absent, None), **given}
     for key in (*fixed, "tie_word_embeddings"):
         if isinstance(defaults.get(key, False), bool) and given.get(key) is not None:
             config.flag(key, False)
@@ -135,34 +137,54 @@ def _fill(
         return None
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
-        default = defaults.get(key)
-        derived = isinstance(default, str) and default.startswith("=")
-        if not derived and not isinstance(default, int):
+        default: Any = defaults.get(key)
+        if key in absent or not (isinstance(default, int) or _is_derived(default)):
             default = None
-        if (key not in given or key in nulls) and (default is None or (key in nulls and not derived)):
+        if key not in given and default is None:
             return None
-        if derived and key not in given:
-            whole = re.fullmatch(r"=\(\((\w+)\) // \((\w+)\)\)", default)
-            if whole and numbers[whole[1]] % numbers[whole[2]]:
-                raise config.error(whole[2], f"a divisor of {whole[1]}, {numbers[whole[1]]}")
-            default = evaluate(default[1:], numbers)
+        if key not in given and _is_derived(default):
+            default = _derived(default, numbers, config)
         minimum = 0 if _MAY_BE_0.search(key) else 1
+        default = default if isinstance(default, int) else None
         numbers[key] = config.integer(key, default, minimum=minimum, maximum=MAX_WIDTH)
-    num_layers = thaw(variant["model"]["num_hidden_layers"], numbers)
-    for key in variant["order"]["seen"]:
-        if len(config.sequence(key)) not in (0, num_layers):
-            raise config.error(key, f"an array of {num_layers}, an entry per layer")
-    order = _order(variant["order"], given, numbers, num_layers)
-    if order is None:
+    layers = _layers(variant, config, numbers)
+    if layers is None:
+        return None
+    own = {"name": name, "num_hidden_layers": len(layers), "layers": []}
+    model: ModelSpec = thaw({"ModelSpec": variant["model"] | own}, numbers)
+    tied = bool(given.get("tie_word_embeddings", model.tie_word_embeddings))
+    return replace(model, layers=tuple(layers), tie_word_embeddings=tied)
+
+
+def _is_derived(default: Any) -> bool:
+    return isinstance(default, str) and default.startswith("=")
+
+
+def _derived(expression: str, numbers: Mapping[str, int], config: JsonObject) -> int:
+    """A number that a file leaves out; InputError for a quotient that is not whole."""
+    whole = re.fullmatch(r"=\(\((\w+)\) // \((\w+)\)\)", expression)
+    if whole and numbers[whole[1]] % numbers[whole[2]]:
+        raise config.error(whole[2], f"a divisor of {whole[1]}, {numbers[whole[1]]}")
+    return evaluate(expression[1:], numbers)
+
+
+def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str, int]) -> list[LayerSpec] | None:
+    """The layers, first layer first; None where their kinds are not known. InputError where lists do not fit."""
+    order, count = variant["order"], thaw(variant["model"]["num_hidden_layers"], numbers)
+    if count is None:  # as many as a list has
+        count = len(config.sequence(order["by"][0]) or order["first"])
+    for key in order["seen"]:
+        if len(config.sequence(key)) not in (0, count):
+            raise config.error(key, f"an array of {count}, an entry per layer")
+    kinds = None if count > MAX_LAYERS else _order(order, config.fields, numbers, count)
+    if kinds is None:
         return None
     layers = [thaw(one, numbers) for one in variant["kinds"]]
     for layer in layers:
         _check(layer, config)
-    if any(gemm.out_features * gemm.in_features == 0 for layer in layers for gemm in (*layer.matrices, *layer.mlp)):
-        return None
-    model: ModelSpec = thaw({"ModelSpec": variant["model"] | {"name": name, "layers": []}}, numbers)
-    tied = bool(given.get("tie_word_embeddings", model.tie_word_embeddings))
-    return replace(model, layers=tuple(layers[one] for one in order), tie_word_embeddings=tied)
+        if any(gemm.out_features * gemm.in_features == 0 for gemm in (*layer.matrices, *layer.mlp)):
+            return None
+    return [layers[kind] for kind in kinds]
 
 
 def _check(kind: LayerSpec, config: JsonObject) -> None:
@@ -180,23 +202,20 @@ def _check(kind: LayerSpec, config: JsonObject) -> None:
 
 
 def _order(
-    order: Mapping[str, Any], given: Mapping[str, Any], numbers: Mapping[str, int], num_layers: int
+    order: Mapping[str, Any], given: Mapping[str, Any], numbers: Mapping[str, int], count: int
 ) -> list[int] | None:
     """The kind of each layer, by lists in the configuration or by a repeating sequence; None if unknown."""
-    if num_layers > MAX_LAYERS:
+    lists = {key: list(map(str, given[key])) for key in order["seen"] if isinstance(given.get(key), list)}
+    if any({*one} - {*order["seen"][key]} for key, one in lists.items()):
         return None
-    lists = {key: given[key] for key in order["seen"] if isinstance(given.get(key), list)}
-    for key, one in lists.items():
-        if any(str(value) not in order["seen"][key] for value in one):
-            return None
-    if order["by"] and all(key in lists for key in order["by"]):
-        keys = ["|".join(str(lists[key][number]) for key in order["by"]) for number in range(num_layers)]
-        return [order["kinds"][key] for key in keys] if all(key in order["kinds"] for key in keys) else None
-    if any(key in lists for key in order["by"]):
+    if order["by"] and {*order["by"]} <= {*lists}:
+        rows = ["|".join(row) for row in zip(*(lists[key] for key in order["by"]), strict=True)]
+        return [order["kinds"][row] for row in rows] if {*rows} <= {*order["kinds"]} else None
+    if {*order["by"]} & {*lists}:
         return None
     first, cycle = order["first"], order["cycle"]
     if first and isinstance(first[-1], str):  # a number of layers of one kind
         first = [first[0]] * numbers[first[-1]]
     if not cycle:
-        return first if len(first) == num_layers else None
-    return [first[one] if one < len(first) else cycle[(one - len(first)) % len(cycle)] for one in range(num_layers)]
+        return first if len(first) == count else None
+    return [first[one] if one < len(first) else cycle[(one - len(first)) % len(cycle)] for one in range(count)]

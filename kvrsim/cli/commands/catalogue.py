@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvrsim.engine import Engine
     from kvrsim.kernels.profile import CalibrationProfile
     from kvrsim.model.gemm import Gemm
-    from kvrsim.model.mixers import Mixer
     from kvrsim.model.spec import LayerSpec, ModelSpec
     from kvrsim.strategies import Strategy
 
@@ -295,7 +294,8 @@ def _context(model: ModelSpec) -> str:
 def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
     """Label and text of what a kind of layer consists of."""
     if kind.mixer is not None:
-        yield "heads", _heads(kind.mixer)
+        numbers = {one.name: getattr(kind.mixer, one.name) for one in fields(kind.mixer)}
+        yield "shape", ", ".join(f"{name} {value}" for name, value in numbers.items() if type(value) is int)
         yield "matrices", _matrices(kind.mixer.matrices)
     if kind.num_experts:
         yield "experts", f"{kind.num_experts}, of which a token passes through {kind.num_experts_per_tok}"
@@ -304,21 +304,6 @@ def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
     if kind.shared_mlp:
         yield "all tokens", _matrices(kind.shared_mlp)
     yield "parameters", f"{kind.num_parameters:,}"
-
-
-def _heads(mixer: Mixer) -> str:
-    from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
-
-    if isinstance(mixer, Recurrence):
-        keys = f"{mixer.num_key_heads} of keys, {mixer.key_head_dim} wide"
-        return f"{keys}; {mixer.num_value_heads} of values, {mixer.value_head_dim} wide"
-    heads = f"{mixer.num_attention_heads} of queries, {mixer.head_dim} wide"
-    if isinstance(mixer, Attention):
-        wide = "" if mixer.v_head_dim == mixer.head_dim else f", values {mixer.v_head_dim} wide"
-        return f"{heads}; {mixer.num_key_value_heads} of keys and values{wide}"
-    if isinstance(mixer, LatentAttention):
-        return f"{heads}, values {mixer.v_head_dim} wide; a latent of {mixer.kv_lora_rank} a token"
-    return f"{heads}; one of keys that are values"
 
 
 def _matrices(gemms: Sequence[Gemm]) -> str:
@@ -332,50 +317,27 @@ def _matrices(gemms: Sequence[Gemm]) -> str:
     )
 
 
-_OF_MODELS = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_parameters", "active_parameters"),
-    "layer_kind_index",
-)
-
-
 def summary(model: ModelSpec) -> dict[str, Any]:
     """A model's numbers, its layers by kind."""
-    from kvrsim.model.mixers import Attention
+    from kvrsim.io.schema import fields_to_json, to_json
     from kvrsim.model.spec import mixers_of
 
-    skipped = ("layers", "layer_kinds", "layer_kind_index")
-    own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
-    mixer, first = model.main_mixer, model.layers[0]
+    own = [one.name for one in fields(model) if not one.name.startswith("layer")]
+    derived = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_parameters", "active_parameters")
+    kinds = []
+    for kind in model.layer_kinds:
+        content = to_json(kind)
+        if kind.mixer is not None:
+            content["mixer"] |= {"kind": type(kind.mixer).__name__, "title": kind.mixer.title}
+        kinds.append({"num_layers": model.layers.count(kind)} | content)
     return {
-        **own,
-        **{name: getattr(model, name) for name in _OF_MODELS},
-        "lm_head": asdict(model.lm_head),
-        "quantization": None if model.quantization is None else asdict(model.quantization),
-        "gated_mlp": any(layer.gated_mlp for layer in model.layers),
-        "qk_norm": isinstance(mixer, Attention) and mixer.qk_norm,
-        "norms_before_attention": first.norms_before_mixer,
-        "norms_after_attention": first.norms_after_mixer,
+        **fields_to_json(model, *own, *derived),
         "weight_bytes": model.weight_bytes(2),
         "kv_bytes_per_token": model.kv_bytes_per_token(2),
         "state_bytes": model.cache_bytes(0, 2),
         "mixers": [{"mixer": title, "num_layers": count} for title, count in mixers_of(model).items()],
-        "layer_kinds": [{"num_layers": model.layers.count(kind)} | layer_kind(kind) for kind in model.layer_kinds],
-    }
-
-
-def layer_kind(kind: LayerSpec) -> dict[str, Any]:
-    """Describe a kind of layer; softmax attention with its matrices and its window."""
-    from kvrsim.model.mixers import Attention
-
-    content, mixer = asdict(kind), kind.mixer
-    if mixer is not None:
-        content["mixer"] = {"kind": type(mixer).__name__, "title": mixer.title, **content["mixer"]}
-    attention = mixer if isinstance(mixer, Attention) else None
-    return content | {
-        "qkv": [] if attention is None else [asdict(gemm) for gemm in attention.projections],
-        "output": None if attention is None else asdict(attention.output[0]),
-        "sliding_window": None if attention is None else attention.sliding_window,
-        "norm_parameters": kind.other_parameters,
+        "layer_kinds": kinds,
+        "layer_kind_index": list(model.layer_kind_index),
     }
 
 
@@ -508,7 +470,7 @@ engines = _commands(
     "Print one engine: its terms, errors and sources.\n\nExample: kvrsim engines show vllm-2023",
 )
 
-TERM_MEANINGS = {  # of an engine's record
+TERM_MEANINGS = {  # terms of an engine's record
     "request_s": "before the first layer, once a request",
     "token_s": "more for each token of the request",
     "step_s": "before each pass through the layers",

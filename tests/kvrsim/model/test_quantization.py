@@ -344,7 +344,7 @@ def test_the_answer_and_the_model_name_the_quantisation(tmp_path: Path, capsys: 
     shown = json.loads(capsys.readouterr().out)
     assert shown["quantization"]["method"] == "awq"
     assert shown["weight_bytes"] == kvrsim.load_model(path).weight_bytes(2)
-    assert shown["layer_kinds"][0]["output"]["weights"]["compute"] == "int4_wo"
+    assert shown["layer_kinds"][0]["mixer"]["output"][0]["weights"]["compute"] == "int4_wo"
 
 
 # Names and precisions of NVIDIA's checkpoints

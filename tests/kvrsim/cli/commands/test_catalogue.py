@@ -59,30 +59,17 @@ def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 # `kvrsim models` shows what a model has, as text and as JSON.
 
-# What `models show --json` had before layers had mixers.
-LEGACY = (
-    *("name", "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "gated_mlp"),
-    *("alibi", "learned_positions", "parallel_attn", "qk_norm", "norms_before_attention", "norms_after_attention"),
-    *("final_norm_parameters", "embedding_norm_parameters", "lm_head", "quantization", "layer_kinds"),
-    *("layer_kind_index", "num_parameters", "active_parameters", "weight_bytes", "kv_bytes_per_token"),
-)
-LEGACY_OF_A_LAYER = (
-    *("num_layers", "qkv", "output", "mlp", "num_experts", "num_experts_per_tok", "router", "shared_mlp"),
-    *("sliding_window", "norm_parameters"),
-)
-
-
-def test_fields_of_softmax_attention_stay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_has_the_fields_of_its_configuration_and_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
     model = answer(capsys, "models", "show", "qwen3-8b")
-    assert set(LEGACY) <= set(model)
+    assert (model["hidden_size"], model["num_attention_heads"], model["head_dim"]) == (4096, 32, 128)
+    assert model["lm_head"]["weights"] is None
+    assert model["layer_kind_index"] == [0] * 36
     (kind,) = model["layer_kinds"]
-    assert set(LEGACY_OF_A_LAYER) <= set(kind)
-    assert (model["qk_norm"], model["gated_mlp"], model["head_dim"], kind["num_layers"]) == (True, True, 128, 36)
-    assert [gemm["name"] for gemm in kind["qkv"]] == ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-    assert kind["output"]["name"] == "self_attn.o_proj"
-    assert kind["mixer"]["kind"] == "Attention"
-    assert kind["norm_parameters"] == kind["other_parameters"] == 2 * 4096 + 2 * 128
+    assert (kind["num_layers"], kind["gated_mlp"], kind["other_parameters"]) == (36, True, 2 * 4096 + 2 * 128)
+    mixer = kind["mixer"]
+    assert (mixer["kind"], mixer["title"], mixer["qk_norm"]) == ("Attention", "full attention", True)
+    assert [gemm["name"] for gemm in mixer["projections"]] == [f"self_attn.{one}_proj" for one in "qkv"]
+    assert [gemm["name"] for gemm in mixer["output"]] == ["self_attn.o_proj"]
 
 
 def test_kinds_of_layers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +78,7 @@ def test_kinds_of_layers_are_counted(capsys: pytest.CaptureFixture[str]) -> None
         {"mixer": "window of 128", "num_layers": 12},
         {"mixer": "full attention", "num_layers": 12},
     ]
-    assert [kind["sliding_window"] for kind in model["layer_kinds"]] == [128, None]
+    assert [kind["mixer"]["sliding_window"] for kind in model["layer_kinds"]] == [128, None]
 
 
 def test_what_is_approximated_is_told(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
