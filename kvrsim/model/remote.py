@@ -18,7 +18,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH
 
 _TABLE = Path(__file__).parents[1] / "data" / "remote_types.json"
-_ARRAYS = ("flags", "listed", "leading", "letters")  # rules that make an array with an entry per layer from other values
+_ARRAYS = ("flags", "listed", "leading", "letters")  # rules that make an array with an entry per layer
 _NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
 
 

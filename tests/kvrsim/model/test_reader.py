@@ -44,6 +44,7 @@ CASES: list[dict[str, Any]] = [
     NEXT,
     {**NEXT, "mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True},
     {**SMALL, **EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [0]},
+    {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "num_hidden_layers": 30},  # every sixth sees all
     {"model_type": "qwen3_5_text", **DELTA},
     {"model_type": "qwen3_5_moe_text", **{key: DELTA[key] for key in DELTA if key != "intermediate_size"}, **EXPERTS},
     HYBRID,

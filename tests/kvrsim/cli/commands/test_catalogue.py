@@ -59,6 +59,7 @@ def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 # `kvrsim models` shows what a model has, as text and as JSON.
 
+
 def test_a_model_has_the_fields_of_its_configuration_and_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
     model = answer(capsys, "models", "show", "qwen3-8b")
     assert (model["hidden_size"], model["num_attention_heads"], model["head_dim"]) == (4096, 32, 128)
