@@ -409,7 +409,7 @@ def _rows(lists: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The shortest start with a cycle after it, together, that reproduce the kinds of all layers in two cycles or more."""
+    """The shortest start and cycle that reproduce the kinds of all layers, with at least two cycles."""
     sizes = [(start, size) for size in range(1, len(kinds) // 2 + 1) for start in range(len(kinds) - 2 * size + 1)]
     for start, size in sorted(sizes, key=sum):
         if all(kinds[one] == kinds[one - size] for one in range(start + size, len(kinds))):
