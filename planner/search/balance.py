@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 
@@ -17,24 +16,6 @@ _INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, an
 _NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, on either side of the linear crossing of the limit
 _WIDER = 2.0  # widths of a bracket beyond one that holds no crossing
 _DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swing
-
-
-@dataclass(frozen=True, slots=True)
-class _Same(Sequence[Array]):
-    """One array for every rank, so that one rank's program can be built alone."""
-
-    array: Array
-    num_ranks: int
-
-    @overload
-    def __getitem__(self, index: int) -> Array: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Array]: ...
-    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
-        return self.array if isinstance(index, int) else [self.array]
-
-    def __len__(self) -> int:
-        return self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +66,7 @@ class ChainWork:
         slowness, blocks = _along(self._slowness[ranks.start : ranks.stop], chunk), self.strategy.query_blocks
         inner = max(0, min(1, self.num_ranks - 2))  # a rank with one before it and one after it, where there is one
         for kind, costs in enumerate(self.costs):
-            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks), query_blocks=blocks)
+            step = Step(costs, [chunk] * self.num_ranks, [start] * self.num_ranks, query_blocks=blocks)
             total, before, after, inside, nbytes = _split(layer_ops(self.strategy, step, inner), none)
             total, before, after = slowness * total + inside, slowness * before, slowness * after + inside
             compute = compute + self.counts[kind] * total

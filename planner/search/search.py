@@ -239,19 +239,9 @@ class _Search:
 
     def fine(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
         """Refine by steps below the stride, if that gains enough: one more token may need another row of tiles."""
-        evaluator, self.evaluator = (
-            self.evaluator,
-            Evaluator(self.scenario, self.strategy, allowance=self.evaluator.allowance),
-        )  # its progress is not reported
         halve_from = max(1, self.stride // 2)
         fine, fine_s = minimise(boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, halve_from=halve_from)
-        evaluator.evaluations += self.evaluator.evaluations
-        self.evaluator = evaluator
-        if fine_s >= ttft_s * (1 - _FINE_GAIN):
-            return boundaries, ttft_s
-        evaluator.best_s = fine_s
-        evaluator.report()
-        return fine, fine_s
+        return (fine, fine_s) if fine_s < ttft_s * (1 - _FINE_GAIN) else (boundaries, ttft_s)
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
         """These boundaries, and others with one rank, or the first few ranks, at a single token."""
