@@ -5,8 +5,8 @@ layers, so that a program over the nodes finds the best pieces of any number: at
 nodes before by one piece. A label holds when each stage and each link is free and how many pieces there are. The labels
 kept are those with the least TTFT if the rest of the context went as in a reference partition.
 
-Times are those of the executor of pipelines, except that a stage's layers of one kind are taken together, and that the
-request and the head are left out. Flows do not share bandwidth here.
+Times are those of the executor of pipelines, but for two things: layers of one kind on a stage count as neighbours, and
+the request is left out, which all pieces share. Flows do not share bandwidth here.
 """
 
 from __future__ import annotations

@@ -66,14 +66,14 @@ _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates per round; cell
 _MOST_GAIN = 0.04  # of TTFT, that a search is taken to gain over its first coarse search
 _WORTH = 1e-4  # of TTFT, that a round must gain
 
-Found = tuple[Row, float]  # a row of _Search, and its TTFT
+RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
 
 
 class _Effort(NamedTuple):
     """How much a search tries."""
 
     spacings: int  # of nodes in coarse searches
-    refined: int  # partitions of coarse searches
+    refinements: int  # partitions of coarse searches
     again: int  # rounds with the same spacing
 
 
@@ -192,12 +192,12 @@ class _Search:
         self.evaluator, self.method = Evaluator(scenario, strategy), "pipeline"
         self.effort = _THOROUGH
 
-    def run(self, given: Row | None) -> Found:
+    def run(self, given: Row | None) -> RowTime:
         """Return the best row and its TTFT; where `given` fixes the pieces' ends, only their layers are searched."""
         if given is not None:
-            return min((self._descended(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
+            return min((self._descend(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
         if self.scenario.cluster.shares_bandwidth:
-            return self._descended(self._on_own_links(), moves_pieces=True)
+            return self._descend(self._on_own_links(), moves_pieces=True)
         found = list[tuple[Row, float, int]]()
         for spacing in self._spacings():
             nodes = np.append(np.arange(0, self.end, spacing), self.end)
@@ -206,8 +206,8 @@ class _Search:
             found.sort(key=itemgetter(1))
             if self._is_hopeless(found[0][1]):
                 return found[0][:2]
-        refined = [self._refined(*one) for one in found[: self.effort.refined] if one[1] <= _CLOSE * found[0][1]]
-        return self._descended(min(refined, key=itemgetter(1))[0], moves_pieces=True)
+        refined = [self._refine(*one) for one in found[: self.effort.refinements] if one[1] <= _CLOSE * found[0][1]]
+        return self._descend(min(refined, key=itemgetter(1))[0], moves_pieces=True)
 
     def _spacings(self) -> list[int]:
         """Distances between nodes, in strides: parts of the lengths whose even pieces take the least TTFT.
@@ -238,7 +238,7 @@ class _Search:
         ]
         return min(parts, default=-(-self.end // most[0]))
 
-    def _refined(self, row: Row, ttft_s: float, spacing: int) -> Found:
+    def _refine(self, row: Row, ttft_s: float, spacing: int) -> RowTime:
         """Move the ends of pieces and of stages by less and less, with pieces more or less, as long as TTFT falls."""
         again = 0
         while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
@@ -277,7 +277,7 @@ class _Search:
         tokens = np.minimum(self.stride * nodes, self.tokens).astype(float)
         return Beam(self.scenario, self.strategy, tokens, self.least, longest)
 
-    def _fastest(self, nodes: Row, found: Sequence[Pieces]) -> Found:
+    def _fastest(self, nodes: Row, found: Sequence[Pieces]) -> RowTime:
         """The row with the least TTFT of some pieces."""
         rows: dict[int, list[Row]] = {}
         for pieces in found[:_SIMULATED]:
@@ -302,6 +302,7 @@ class _Search:
         for flows in sorted({1, self.num_stages - 1}):
             own = self.scenario.with_own_links(self.scenario.cluster.link.bandwidth_bytes_per_s / flows)
             run = _Search(own, self.strategy, self.stride, self.least)
+            run.effort = self.effort
             rows.append(run.run(None)[0])
             self.evaluator.evaluations += run.evaluator.evaluations
         return min(rows, key=lambda row: float(self.evaluate(row[None])[0]))
@@ -332,7 +333,7 @@ class _Search:
         )
         return list(dict.fromkeys(layouts))
 
-    def _descended(self, row: Row, *, moves_pieces: bool = False) -> Found:
+    def _descend(self, row: Row, *, moves_pieces: bool = False) -> RowTime:
         """Ends of stages moved, alone and in groups, as long as TTFT falls; and of pieces."""
         number = len(self._ends(row))
         pieces = np.pad(groups(number if moves_pieces else 0), ((0, 0), (0, len(row) - number * moves_pieces)))
