@@ -149,13 +149,21 @@ class RankArgs(Arguments):
     ranks: Any = entry(count(64))
     timeout: Any = entry(quantity(parse_seconds), "60s")
 
-    def setup(self, device: str, threads: int, max_bytes: int) -> LinkSetup:
-        """Ranks between which links are measured; by default as many as the machine has room for."""
-        from calibrate.measure.ranks import LinkSetup
+    def number(self, device: str, threads: int) -> int:
+        """The given number of ranks; by default as many as the machine has room for."""
         from kvrsim.runtime.host import devices
 
+        return self.ranks or devices(device, threads)
+
+    def setup(self, device: str, threads: int, max_bytes: int) -> LinkSetup:
+        """What links are measured between; raises InputError for a single rank."""
+        from calibrate.measure.ranks import LinkSetup
+
+        num_ranks = self.number(device, threads)
+        if num_ranks < 2:
+            raise InputError("ranks", num_ranks, "at least 2: links join ranks")
         return LinkSetup(
-            num_ranks=self.ranks or devices(device, threads),
+            num_ranks=num_ranks,
             device=device,
             backend="nccl" if device == "cuda" else "gloo",
             num_threads=threads,
@@ -209,8 +217,6 @@ def links(
     from kvrsim.runtime.host import chosen_device
 
     setup = effort.setup(chosen_device(device), threads, max_bytes)
-    if setup.num_ranks < 2:
-        raise InputError("ranks", setup.num_ranks, "at least 2: links join ranks")
     _measure_one(link_campaign(setup, Path(output), command()), minutes, json=json)
 
 
@@ -287,13 +293,13 @@ def calibrate_all(
     if links is not None:
         read_source(links, "links")  # a mistake is reported before the work starts
     setup = layers.setup()
-    longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
-    ranks = effort.setup(setup.device, setup.threads, longest)
     stem = Path(output).with_suffix("")
     files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"))}
     campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
-    if links is None and link is None and ranks.num_ranks > 1:
+    if links is None and link is None and effort.number(setup.device, setup.threads) > 1:
         links = f"{stem}.links.csv"
+        longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
+        ranks = effort.setup(setup.device, setup.threads, longest)
         campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
     outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
     sources = [files["compute"], *([links] if links else [])]
