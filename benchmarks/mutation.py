@@ -48,6 +48,7 @@ def _noise(*names: str) -> list[str]:
 _LAYOUTS = "tests/kvrsim/executors/test_pipeline.py"
 TESTS = {  # tests that cover a module; those that find the most first
     "kvrsim/executors/batch.py": [
+        "tests/kvrsim/executors/test_executors.py",
         *_agree(_SHOWN, "own links"),
         *_layers("pp2+cp2-switch", "tsp-switch"),
         *_noise("ring", "kvr-direct"),
@@ -190,8 +191,8 @@ def _replace(path: str, tree: ast.Module) -> None:
                 setattr(other, name, mutated[name])
 
 
-def report(results: dict[str, bool]) -> None:
-    """Write the page: killed mutants per module, and all survivors."""
+def report(results: dict[str, bool], sample: str) -> None:
+    """Write the page: killed mutants per module, and all survivors. sample: how the mutants were drawn."""
     from validate.report import write_benchmark  # only here: a mutant needs no reports
 
     reasons = json.loads(EQUIVALENT.read_text())
@@ -203,7 +204,10 @@ def report(results: dict[str, bool]) -> None:
     survivors = [name for name, killed in results.items() if not killed]
     equal = sum(name in reasons for name in survivors)
     share = (len(results) - len(survivors)) / max(1, len(results) - equal)
-    lines += ["", f"{len(results)} mutants drawn at random; {share:.1%} of those that are not equivalent are killed."]
+    lines += [
+        "",
+        f"{len(results)} mutants tried, of {sample}. {share:.1%} of those that are not equivalent are killed.",
+    ]
     lines += ["", "Survivors:", "", *(f"- `{name}`. {reasons.get(name, '')}".rstrip() for name in survivors)]
     write_benchmark("mutation", lines)
 
@@ -225,7 +229,8 @@ def main() -> None:
     drawn = sorted(every, key=lambda one: sha256(f"{args.seed} {one[1]}".encode()).digest())[: args.sample]
     if args.report:
         known = {name for _, name, _ in drawn}
-        return report({name: killed for name, killed in results.items() if name in known})
+        sample = f"a sample of {len(drawn)} (seed {args.seed}) from the {len(every)} mutants of these modules"
+        return report({name: killed for name, killed in results.items() if name in known}, sample)
     passes = set()
     for path, name, number in drawn:
         if name not in results and path.startswith(args.only):

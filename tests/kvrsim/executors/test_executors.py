@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
-from kvrsim.executors.batch import run_batch
+from kvrsim.executors.batch import run_batch, segment_of
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware import load_cluster
 from kvrsim.program import Compute, Program, Recv, Send
@@ -49,3 +50,19 @@ def test_a_layer_may_end_with_an_operation_that_the_host_issues_late(rendezvous:
     event = EventSimulation(program, cluster, record=False).finish_s
     assert run_batch(program, cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
     assert event[0] > 11.0
+
+
+@given(
+    seconds=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=20),
+    clock_s=st.floats(0, 50),
+    host_s=st.floats(0, 50),
+)
+@examples(200)
+def test_operations_in_a_row_are_one_segment(seconds: list[tuple[float, float]], clock_s: float, host_s: float) -> None:
+    """`end = max(max(device, host_begin) + device_s, host_begin + host_s)`, operation by operation."""
+    segment = segment_of([Compute(name="work", device_s=np.array([one]), host_s=host) for one, host in seconds])
+    at_once_s = np.maximum(clock_s + segment.device_s, host_s + segment.floor_s)
+    for device_s, own_host_s in seconds:
+        clock_s, host_s = max(max(clock_s, host_s) + device_s, host_s + own_host_s), host_s + own_host_s
+    assert at_once_s == pytest.approx(clock_s, rel=1e-12)
+    assert segment.host_s + 1.0 == pytest.approx(sum(host for _, host in seconds) + 1.0, rel=1e-12)
