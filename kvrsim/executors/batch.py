@@ -166,8 +166,8 @@ def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None)
 class BatchEvaluator:
     """One evaluation of a program; its state is that of the ranks and of the messages in flight.
 
-    `finish_s` is when each rank has finished, shape (num_ranks, B), or (num_ranks, B, samples). `links_s` is when each
-    link is free that messages have used; one from a rank to itself is the one way out of messages that leave in turn.
+    `finish_s` is when each rank has finished, shape (num_ranks, B), or (num_ranks, B, samples). `links_s` is when
+    each link is free again; the link from a rank to itself stands for its one way out of messages that leave in turn.
 
     draw: samples of noise, the same for every partition.
     """

@@ -60,7 +60,7 @@ class Layer:
         return self._output_s(6.0)
 
     def merge(self, tokens: float | None = None, *, part: bool = False) -> float:
-        """An fp32 output and log-sum-exp read and written, a block's read: by one kernel, as fast as memory is."""
+        """One kernel at the rate of memory reads and writes the fp32 output and log-sum-exp, and reads a block's."""
         spec = self.scenario.model
         queries = self.tokens if tokens is None else np.array([tokens])
         expected = self._output_s(10.0, queries) + self._output_s(12.0 / spec.head_dim, queries)
