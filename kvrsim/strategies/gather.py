@@ -92,8 +92,8 @@ ZIGZAG = Strategy(
 def interleave_layer(step: Step, rank: int) -> Iterator[Op]:
     """Project every N-th token, gather all K and V, attend to all tokens before each, MLP.
 
-    On average, the tokens of each rank see as many keys as the whole context does. So each rank has an equal share of the
-    work, also where the work of a token grows with its place, as scoring in sparse attention.
+    On average, the tokens of each rank see as many keys as all tokens of the context. So each rank has an equal share
+    of the work, also where a token's work grows with its place, as scoring in sparse attention.
     """
     yield from _gather_in_order(step, rank)
     yield step.attention_share(rank)

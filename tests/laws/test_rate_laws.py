@@ -46,7 +46,7 @@ def rises(seconds: Array) -> bool:
 
 
 def sizes(rng: Draws) -> Array:
-    """Rising numbers of tokens from 1: whole ones in a row, and any up to a random largest."""
+    """Increasing numbers of tokens: 1 to 199, and others up to a random largest number."""
     largest = 10 ** rng.uniform(1, 4.7)
     some = [*np.geomspace(1, largest, 190), *(rng.uniform(1, largest) for _ in range(10))]
     return np.unique([*range(1, 200), *map(round, some), *some]).astype(float)
@@ -79,7 +79,7 @@ def test_products_never_take_less_with_rows(rng: Draws, element_bytes: int) -> N
 @given(rng=draws())
 @examples(50)
 def test_products_come_one_after_another(rng: Draws) -> None:
-    """They take the sum, or less where one's time would fall with rows and another's rises."""
+    """They take the sum of their times, or less where the time of one would fall with rows while that of another rises."""
     shapes, rows = products(rng), sizes(rng)
     rates = any_gemm(rng, any_gpu(rng))
     apart = sum((rates.seconds(rows, (product,), 2) for product in shapes), np.zeros(1))
