@@ -1,7 +1,7 @@
 """The event executor: the same program as SimPy processes, with every span recorded.
 
-A rank is a process; a link owns its queue, its delay and what has passed over it. Needed where durations interact
-(a shared bus) and for timelines; elsewhere it agrees with the batch executor.
+A rank is a process; a link has a queue and a latency. This executor records timelines, runs single samples of noise,
+and is the reference for all others.
 """
 
 from __future__ import annotations

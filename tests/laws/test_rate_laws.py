@@ -79,7 +79,7 @@ def test_products_never_take_less_with_rows(rng: Draws, element_bytes: int) -> N
 @given(rng=draws())
 @examples(50)
 def test_products_come_one_after_another(rng: Draws) -> None:
-    """They take the sum of their times, or less where the time of one would fall with rows while that of another rises."""
+    """They take the sum of their times, or less where one's time would fall with rows while another's rises."""
     shapes, rows = products(rng), sizes(rng)
     rates = any_gemm(rng, any_gpu(rng))
     apart = sum((rates.seconds(rows, (product,), 2) for product in shapes), np.zeros(1))
