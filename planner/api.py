@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import kvrsim
 from kvrsim.arguments import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from planner.processes import Pool
     from planner.uncertainty.noise import Disturbance
 
+_Result = TypeVar("_Result", "kvrsim.Plan", "kvrsim.SimResult")
 _jobs = count(4096)
 _WITHOUT_PREFIX = {"cached_prefix": 0, "prefix_placement": "all"}
 
@@ -107,7 +108,6 @@ def plan_of(
     search: its observers, and the engine of the plan's launch; its options are `compared`.
     """
     from planner.candidates import Search
-    from planner.decode import with_users
     from planner.plan import make_plan
 
     disturbance, options = disturbance_of(noise), replace(compared, table=table_of(compared.table))
@@ -122,7 +122,7 @@ def plan_of(
         seed=noise.seed,
         target=compared,
     )
-    return scenario, with_users(result, scenario, users)
+    return scenario, _with_users(result, scenario, users)
 
 
 @takes(ScenarioArgs, SimulateArgs, NoiseArgs, UsersArgs, timeline=flag)
@@ -168,7 +168,6 @@ def simulation_of(
 ) -> kvrsim.SimResult:
     """The result of `simulate`."""
     from planner.candidates import Search
-    from planner.decode import with_users
     from planner.simulate import run_simulation
 
     disturbance, options = disturbance_of(noise), SearchArgs(table=table_of(run.table))
@@ -183,6 +182,14 @@ def simulation_of(
         warnings=warnings,
         seed=noise.seed,
     )
+    return _with_users(result, scenario, users)
+
+
+def _with_users(result: _Result, scenario: kvrsim.Scenario, users: UsersArgs) -> _Result:
+    if users.users is None:  # the default plan does not import planner.decode
+        return result
+    from planner.decode import with_users
+
     return with_users(result, scenario, users)
 
 

@@ -23,12 +23,11 @@ _Result = TypeVar("_Result", Plan, SimResult)
 
 
 def with_users(result: _Result, scenario: Scenario, asked: UsersArgs) -> _Result:
-    """The result with the mean TTFT of closed-loop users; unchanged without users.
+    """The result with the mean TTFT of closed-loop users.
 
     Raises InputError where a prefill has several sequences: users send one prompt each.
     """
-    if asked.users is None:
-        return result
+    assert asked.users is not None
     if scenario.request.batch > 1:
         raise InputError("users", asked.users, "with --batch 1: each user sends one prompt")
     loop = closed_loop(scenario, asked.users, asked.output_tokens or OUTPUT_TOKENS)
