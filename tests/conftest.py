@@ -15,18 +15,18 @@ from kvrsim.model.spec import ModelSpec
 from tests.building.effort import register_profiles
 
 register_profiles()
-os.environ.pop("COLUMNS", None)  # from pytest-xdist; a test that needs a width sets one
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; a test that needs a width sets its own
 
 
 @pytest.fixture(autouse=True)
 def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loaded machine takes longer than the time after which long work reports progress on standard error."""
+    """Switch progress lines off: on a slow machine they would appear on standard error."""
     monkeypatch.setattr("kvrsim.cli.progress.FIRST_LINE_S", float("inf"))
 
 
 @pytest.fixture(scope="session")
 def config() -> Callable[..., ModelSpec]:
-    """A small Llama with these keys of config.json instead of its own."""
+    """A function that makes a small Llama; keyword arguments replace keys of its config.json."""
 
     def build(**keys: Any) -> ModelSpec:
         fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -38,7 +38,7 @@ def config() -> Callable[..., ModelSpec]:
 
 @dataclass
 class FakeEvent:
-    """A CUDA event: it happens when the device comes to it."""
+    """A CUDA event with the time at which the device reaches it."""
 
     cuda: FakeCuda
     at_s: float | None = None
@@ -55,10 +55,10 @@ class FakeEvent:
 
 @dataclass
 class FakeCuda:
-    """torch.cuda with a device whose work is done by the clock of the test."""
+    """A replacement of torch.cuda whose device has a simulated clock."""
 
     device_s: float = 0.0
-    event_s: float = 0.0  # seconds of work that the device has been given between any two events
+    event_s: float = 0.0  # seconds of device work between two events
     synchronized: bool = False
     slept_cycles: list[int] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class FakeCuda:
         return FakeEvent(self)
 
     def current_stream(self) -> FakeCuda:
-        return self  # it has one stream, which can wait for its own work
+        return self  # the device has one stream
 
     def synchronize(self) -> None:
         self.synchronized = True
@@ -77,12 +77,12 @@ class FakeCuda:
         self.slept_cycles.append(cycles)
 
     def compute(self, seconds: float) -> None:
-        """A kernel."""
+        """Add a kernel of this many seconds."""
         self.device_s += seconds
         self.synchronized = False
 
 
 @pytest.fixture
 def fake_cuda() -> FakeCuda:
-    """A device for clocks that would measure one."""
+    """A device for the clocks of CUDA."""
     return FakeCuda()

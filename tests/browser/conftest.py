@@ -1,4 +1,4 @@
-"""A browser a session, and pages that are watched while a test drives them."""
+"""One browser per session, and fixtures that check every page after its test."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from kvrsim.views.page import Page, write_page
 from tests.building.browser import DESKTOP, PHONE, NoBrowserError, Opened, start
 
-REQUIRED = "KVRSIM_BROWSER"  # 1: a browser that is missing is a failure
+REQUIRED = "KVRSIM_BROWSER"  # 1: a missing browser makes tests fail; otherwise they are skipped
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Chromium, started once."""
+    """Chromium, started once per session."""
     try:
         driver = start()
     except NoBrowserError as missing:
@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
-    """Opens a Page, or a file; afterwards it must have been quiet, and nothing may overflow, wide or narrow."""
+    """Open a Page or a file; after the test, no text may overflow, and there must be no errors and no requests."""
     pages: list[Opened] = []
 
     def open_page(page: Page | Path, size: tuple[int, int] = DESKTOP) -> Opened:

@@ -46,16 +46,16 @@ CONFIRM = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """One picture."""
+    """One picture: the command, the actions and the window."""
 
-    command: Sequence[str]  # whose last word is the page
-    act: Callable[[Opened], object] = lambda _: None  # what a reader does first
+    command: Sequence[str]  # the last word is the file of the page
+    act: Callable[[Opened], object] = lambda _: None  # actions before the picture is taken
     size: tuple[int, int] = (1200, 860)  # CSS pixels
     dark: bool = False
 
 
 def zoomed(page: Opened) -> None:
-    """The middle of both timelines, with the pointer at an operation."""
+    """Zoom into the middle of both timelines and move the pointer to an operation."""
     canvas = "#gantt canvas"
     for _ in range(4):
         page.wheel(canvas, 640, 100, -240)
@@ -71,14 +71,14 @@ def zoomed(page: Opened) -> None:
 
 
 def at(selector: str) -> Callable[[Opened], object]:
-    """Scrolled to an element."""
+    """Return an action that scrolls to an element."""
     return lambda page: page.script(
         f"window.scrollTo(0, document.querySelector('{selector}').closest('section').offsetTop - 12)"
     )
 
 
 def pointed(page: Opened) -> None:
-    """The pointer at a place of a map."""
+    """Move the pointer to a cell of a map."""
     section = "document.querySelector('#map').closest('section')"
     page.script(f"window.scrollTo(0, {section}.offsetTop - 12)")
     x, y = page.script("""
@@ -91,14 +91,14 @@ def pointed(page: Opened) -> None:
 
 
 def led(page: Opened) -> None:
-    """Colours of the lead, without zigzag."""
+    """Switch zigzag off and colour the map by the lead of the winner."""
     page.click("[data-key=lead]")
     page.click(".switches [data-key='4']")
     at("#map")(page)
 
 
 def dearer(page: Opened) -> None:
-    """A shorter target, and a higher price."""
+    """Drag the target down and the price up."""
     y = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.target, 'y')")
     page.drag("#fleets .u-over", 800, y, 0, 45)
     x = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.budget, 'x')")
@@ -107,7 +107,7 @@ def dearer(page: Opened) -> None:
 
 
 def busiest(page: Opened) -> None:
-    """The longest queue."""
+    """Show the longest queue."""
     page.click("#queue .tools > button")
     page.click("#queue .group button:nth-child(2)")
     at("#queue")(page)
@@ -125,7 +125,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Make the pictures that are named, or all."""
+    """Make the named pictures, or all pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of pictures")
     parser.add_argument("--here", type=Path, help="profile of this machine")
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def picture(driver: Any, one: Picture, folder: Path) -> bytes:
-    """As PNG."""
+    """The picture as PNG."""
     opened = Opened.at(driver, page_of(one.command, folder), one.size)
     opened.prefers("dark" if one.dark else "light")
     one.act(opened)
@@ -157,7 +157,7 @@ def picture(driver: Any, one: Picture, folder: Path) -> bytes:
 
 
 def page_of(command: Sequence[str], folder: Path) -> Path:
-    """The page that a command writes, its last word; made once."""
+    """The page that a command writes to the path in its last word; the command runs once."""
     page = folder / command[-1]
     if not page.exists():
         words = [sys.executable, "-m", "kvrsim", *command]
@@ -167,7 +167,7 @@ def page_of(command: Sequence[str], folder: Path) -> Path:
 
 
 def smaller(content: bytes) -> bytes:
-    """The picture with 128 levels a channel, which the eye does not see and the format rewards."""
+    """The picture with 128 levels per colour channel: the difference is not visible and the file is smaller."""
     from PIL import Image
 
     image = (

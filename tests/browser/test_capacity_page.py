@@ -1,4 +1,4 @@
-"""The page of a capacity plan: target and price are dragged, the queue zoomed; dark and narrow."""
+"""Browser tests of the page of a capacity plan: target and price are dragged, the queue is zoomed; dark and narrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a confirmation: predicted above measured, any two candidates, and how far they differ."""
+"""Browser tests of the page of a confirmation: both timelines, the choice of two candidates, and their differences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from planner.simulate import run_simulation
 from tests.building.browser import Opened
 
 pytestmark = pytest.mark.browser
-SLOWER = 1.25  # what is measured, over what is predicted
+SLOWER = 1.25  # measured time / predicted time
 
 
 def stretched(timeline: Timeline) -> Timeline:
-    """The same, as a slower machine would run it."""
+    """The timeline with all times multiplied by SLOWER."""
     spans = (replace(span, start_s=SLOWER * span.start_s, end_s=SLOWER * span.end_s) for span in timeline.spans)
     return replace(timeline, spans=tuple(spans), bases=())
 
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    """Two strategies on two GPUs, "measured" by a slower simulation."""
+    """Two strategies on two GPUs; the "measurements" are slowed simulations."""
     scenario, _ = make_scenario(gpus=2, ctx="2k")
     candidates = []
     for name in ("kvr-s", "tsp"):

@@ -1,4 +1,4 @@
-"""The page of a map: winners among the strategies that are on, colours, the pointer, sliders, keys, dark and narrow."""
+"""Browser tests of the page of a map: winners, colours, pointer, sliders, keys, dark and narrow windows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def found() -> StrategyMap:
 
 
 def winners(page: Opened) -> list[tuple[str, list[str]]]:
-    """Name and ties of each place where a strategy fits, as the page has them."""
+    """Name of the winner and of its ties for each cell where a strategy fits, as the page computes them."""
     code = """
         const name = (index) => arguments[0][index];
         return kvMap.winners().map((one) => one && [name(one.best), one.ties.map(name)]).filter(Boolean);
@@ -64,10 +64,10 @@ def test_the_pointer_and_a_click_show_a_place_in_full(opened: Callable[..., Open
 
 def test_sliders_and_arrow_keys_move_through_the_places(opened: Callable[..., Opened], found: StrategyMap) -> None:
     page = opened(map_page(found))
-    page.press(".slider input[aria-label='Links']", "\ue012")  # left
+    page.press(".slider input[aria-label='Links']", "\ue012")  # left arrow
     assert "links of 50.0 GB/s" in page.text("#said")
     assert "50.0 GB/s" in page.text("#by-context h3")
-    page.press(GRID, "\ue015", "\ue012")  # down, left
+    page.press(GRID, "\ue015", "\ue012")  # down arrow, left arrow
     kept = page.script("return kvMap.kept")
     assert (kept["g"], kept["b"]) == (0, 0)
     context = page.script("return document.querySelector('.slider input').getAttribute('aria-valuetext')")

@@ -1,4 +1,4 @@
-"""`kvrsim serve` as a reader uses it."""
+"""Browser tests of the pages of `kvrsim serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERED = """return document.querySelectorAll('#top tbody tr').length > 0
 @pytest.fixture
 def served(browser: Any) -> Iterator[Opened]:
     with running_server("secret") as address:
-        browser.get_log("browser")  # of pages before
+        browser.get_log("browser")  # discards messages of earlier pages
         browser.get(f"{address}#model=llama-3-8b&cluster=h100-nvlink&gpus=2&ctx=4k&strategies=tsp%2Ctp")
         page = Opened(browser, address)
         page.until(ANSWERED)
@@ -28,7 +28,7 @@ def served(browser: Any) -> Iterator[Opened]:
 
 @contextmanager
 def inside(page: Opened, selector: str) -> Iterator[None]:
-    """In a page inside the page, once it is drawn."""
+    """Select the frame of an inner page after the page has been drawn; select the outer page at the end."""
     page.until("return document.querySelector(arguments[0])", selector)
     page.driver.switch_to.frame(page.find(selector))
     page.until("return document.documentElement.dataset.drawn === 'true'")

@@ -1,4 +1,4 @@
-"""What every page has: safe text, a policy that refuses all else, tables that sort, charts."""
+"""Browser tests of the parts that all pages share: escaped text, content policy, sorted tables, charts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_policy_refuses_scripts_styles_and_requests_of_others(opened: Callab
     """)
     page.until("return window.refused")
     assert page.script("return [window.taken ?? false, getComputedStyle(document.body).display]") == [False, "block"]
-    refused = page.errors()  # empties the log
+    refused = page.errors()  # reading the log empties it
     assert len(refused) >= 4
     assert all("Content Security Policy" in line for line in refused)
     assert page.requests() == []

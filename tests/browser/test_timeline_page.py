@@ -1,4 +1,4 @@
-"""The page of timelines, driven as a reader would: zoom, hover, drag, keys, dark and narrow."""
+"""Browser tests of the page of timelines: zoom, hover, drag, keys, dark and narrow windows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(plan: Plan) -> Page:
 
 
 def shown_s(page: Opened) -> tuple[float, float]:
-    """The seconds that the canvas shows."""
+    """Start and end of the time range that the canvas shows, in seconds."""
     data = page.script("return {...document.querySelector(arguments[0]).dataset}", CANVAS)
     return float(data["from"]), float(data["to"])
 
@@ -108,7 +108,7 @@ def test_the_address_holds_what_is_searched_shown_and_selected(opened: Callable[
 def test_the_critical_path_is_what_the_plan_says_limits_it(
     opened: Callable[..., Opened], page: Page, plan: Plan
 ) -> None:
-    """Shares of the path in the page are those of slowing each kind of operation."""
+    """The page gives attention the plan's share of the critical path, and the path's seconds add up to TTFT."""
     seen = opened(page)
     share = {one.operation: one.share for one in plan.limits}["attention"]
     text = seen.text("#limits p")
@@ -140,9 +140,9 @@ def test_hover_and_keys_say_what_an_operation_is(opened: Callable[..., Opened], 
     seen.hover(CANVAS, x, y)
     told = seen.text("#kv-tip")
     assert all(word in told for word in ("operation", "rank", "layer", "start", "duration", "basis")), told
-    seen.press(CANVAS, *("\ue014" * 4), "\ue015")  # right, down
+    seen.press(CANVAS, *("\ue014" * 4), "\ue015")  # right arrow four times, down arrow
     assert "duration" in seen.script("return document.getElementById('kv-said').textContent")
-    seen.press(CANVAS, "\ue00c")  # Escape
+    seen.press(CANVAS, "\ue00c")  # Escape key
     assert seen.script("return document.getElementById('kv-tip').hidden")
 
 
@@ -161,7 +161,7 @@ def test_the_table_of_strategies_sorts_and_memory_follows_the_timelines(
     seen = opened(page)
     names = "return [...document.querySelectorAll('#strategies tbody tr')].map((row) => row.dataset.name)"
     by_ttft = seen.script(names)
-    seen.click("#strategies th:nth-child(6) button")  # peak memory
+    seen.click("#strategies th:nth-child(6) button")  # column of peak memory
     assert sorted(seen.script(names)) == sorted(by_ttft)
     peaks = seen.script(
         "return [...document.querySelectorAll('#strategies tbody tr')].map((row) => Number(row.cells[5].dataset.value))"

@@ -1,7 +1,7 @@
-"""Random models, machines, profiles, scenarios and partitions, for the tests that state laws over all of them.
+"""Random models, machines, profiles, scenarios and partitions for tests of laws that hold for all of them.
 
-`any_scenario(rng)` builds one from draws, `scenarios()` is the Hypothesis strategy of it; and so on. Limits are wide:
-no machine that is sold lies outside.
+`any_scenario(rng)` builds a scenario from random draws; `scenarios()` is the Hypothesis strategy that does the same.
+Other builders follow this pattern. Their ranges are wider than those of machines on sale.
 """
 
 from tests.building.drawing import Drawn, Draws, draws, log, maybe, strategy_of

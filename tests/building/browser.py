@@ -1,7 +1,7 @@
-"""Chromium without a window, and a page that is open in it, which a test drives as a reader would.
+"""Chromium without a window, and a class whose methods do what the reader of a page does.
 
-`browser` of tests/browser/conftest.py starts Chromium once a session; `opened` there opens a page and, when the test is
-over, fails where the page reported an error, asked for another file, or shows text that overflows.
+The fixture `browser` of tests/browser/conftest.py starts Chromium once per session. The fixture `opened` opens a page;
+after the test it fails if the page reported an error, requested another file, or has text that overflows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DRIVERS = ("chromedriver", "chromium-driver", "chromium.chromedriver")
 PHONE, DESKTOP = (390, 844), (1280, 900)
 _WAIT_S = 60.0
 
-# Elements with text of their own that reach beyond the window, or beyond a box that cuts them off.
+# Elements that contain text and that extend beyond the window or are cut off by a box.
 _OVERFLOWS = """
 const wide = document.documentElement.clientWidth;
 const unseen = ".hidden, .skip, script, style, #kv-tip, option, svg, [hidden]";
@@ -38,11 +38,11 @@ return found;
 
 
 class NoBrowserError(Exception):
-    """Chromium, its driver or selenium is missing."""
+    """Raised if Chromium, its driver or selenium is missing."""
 
 
 def start() -> Any:
-    """A driver of Chromium; raises NoBrowserError where one is missing."""
+    """Start Chromium and return its driver; raises NoBrowserError if one of the programs is missing."""
     try:
         from selenium import webdriver
         from selenium.webdriver.chrome.options import Options
@@ -72,14 +72,14 @@ def start() -> Any:
 
 @dataclass
 class Opened:
-    """A page that is open; selectors are those of CSS."""
+    """An open page; all selectors are CSS selectors."""
 
     driver: Any
     address: str
 
     @classmethod
     def at(cls, driver: Any, path: Path, size: tuple[int, int] = DESKTOP) -> Opened:
-        """Open a file in a window of this size, with empty logs, and wait until its scripts have drawn."""
+        """Open a file in a window of this size, with empty logs, and wait until the page has been drawn."""
         for kind in ("browser", "performance"):
             driver.get_log(kind)
         page = cls(driver, path.resolve().as_uri())
@@ -89,29 +89,29 @@ class Opened:
         page.settle()
         return page
 
-    # -- what a reader does
+    # -- actions of a reader
 
     def script(self, code: str, *arguments: Any) -> Any:
-        """Run JavaScript; what it returns."""
+        """Run JavaScript and return its result."""
         return self.driver.execute_script(code, *arguments)
 
     def until(self, code: str, *arguments: Any) -> None:
-        """Wait until JavaScript returns something true."""
+        """Wait until the JavaScript expression returns a true value."""
         from selenium.webdriver.support.wait import WebDriverWait
 
         WebDriverWait(self.driver, _WAIT_S, 0.02).until(lambda _: self.script(code, *arguments), code)
 
     def settle(self) -> None:
-        """Wait until what was asked for is drawn."""
+        """Wait until the browser has drawn two more frames."""
         code = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done(true)))"
         self.driver.execute_async_script(code)
 
     def find(self, selector: str) -> Any:
-        """An element."""
+        """The element of a selector."""
         return self.driver.find_element("css selector", selector)
 
     def text(self, selector: str) -> str:
-        """What an element shows."""
+        """The visible text of an element."""
         return str(self.find(selector).text)
 
     def click(self, selector: str) -> None:
@@ -128,11 +128,11 @@ class Opened:
             self._act(lambda actions, key=key: actions.send_keys(key))
 
     def hover(self, selector: str, x: float, y: float) -> None:
-        """Move the pointer to a point of an element, in CSS pixels from its top left corner."""
+        """Move the pointer to a point of an element; x, y: CSS pixels from the top left corner of the element."""
         self._at(selector, x, y, lambda actions: actions)
 
     def drag(self, selector: str, x: float, y: float, by: float, down: float = 0, *, shift: bool = False) -> None:
-        """Press the button at a point of an element, move the pointer `by` to the right, and let go."""
+        """Press the mouse button at a point of an element, move by (`by`, `down`) CSS pixels and release the button."""
         self._at(
             selector,
             x,
@@ -144,7 +144,7 @@ class Opened:
         )
 
     def wheel(self, selector: str, x: float, y: float, delta: int, *, ctrl: bool = True) -> None:
-        """Turn the wheel at a point of an element; delta: below 0 is away from the reader. ctrl: the key is held."""
+        """Turn the mouse wheel at a point of an element; delta < 0: up. ctrl: with the Ctrl key held."""
         from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
         left, top = self._offset(selector, x, y)
@@ -152,24 +152,24 @@ class Opened:
         self._act(lambda actions: actions.scroll_from_origin(origin, 0, delta), "\ue009" if ctrl else None)
 
     def resize(self, width: int, height: int) -> None:
-        """Give the window's content this size, as a phone or a screen has it."""
+        """Set the size of the window's content, in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def prefers(self, scheme: str) -> None:
-        """Make the reader's system "light" or "dark"."""
+        """Set the colour scheme that the system prefers: "light" or "dark"."""
         feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
         self.settle()
 
-    # -- what a page must not do
+    # -- checks of a page
 
     def errors(self) -> list[str]:
-        """What it reported: errors of scripts, and what its policy refused."""
+        """Errors of scripts and violations of the content policy since the last call."""
         return [f"{entry['level']}: {entry['message']}" for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Addresses that it asked for, but for its own and those that its policy refused."""
+        """Addresses that the page requested, without its own address and those that its content policy blocked."""
         asked: dict[str, str] = {}
         for entry in self.driver.get_log("performance"):
             event = json.loads(entry["message"])["message"]
@@ -181,12 +181,12 @@ class Opened:
         return [url for url in asked.values() if url != self.address and not url.startswith("data:")]
 
     def overflows(self) -> list[str]:
-        """Texts that reach beyond the window or are cut off."""
+        """Texts that extend beyond the window or are cut off."""
         found: list[str] = self.script(_OVERFLOWS)
         return found
 
     def _act(self, what: Callable[[Any], Any], key: str | None = None) -> None:
-        """Do it, with a key held."""
+        """Perform an action, with a key held if one is given."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         actions = ActionChains(self.driver, duration=0)
@@ -204,7 +204,7 @@ class Opened:
         self._act(lambda actions: then(actions.move_to_element_with_offset(element, left, top)), key)
 
     def _offset(self, selector: str, x: float, y: float) -> tuple[int, int]:
-        """From the element's middle, from which Selenium counts."""
+        """Offset of a point from the middle of the element, as Selenium expects it."""
         code = """
             arguments[0].scrollIntoView({block: 'center'});
             const {width, height} = arguments[0].getBoundingClientRect();

@@ -1,4 +1,4 @@
-"""Commands run in this process: their JSON, what they show, and the line of a mistake."""
+"""Run commands in this process and return their JSON, their output or their error message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(capsys: Capture, *words: object, code: int = 0) -> tuple[str, str]:
-    """Standard output and standard error of a command that ends with an exit code."""
+    """Run a command that must end with this exit code; return its standard output and standard error."""
     found = cli.main([str(word) for word in words])
     out, err = capsys.readouterr()
     assert found == code, err
@@ -21,20 +21,20 @@ def run(capsys: Capture, *words: object, code: int = 0) -> tuple[str, str]:
 
 
 def answer(capsys: Capture, *words: object, code: int = 0) -> Any:
-    """What a command prints with --json."""
+    """The JSON that a command prints with --json."""
     out, _ = run(capsys, *words, "--json", code=code)
     return json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} in JSON"))
 
 
 def screen(capsys: Capture, *words: object, code: int = 0) -> str:
-    """What a command shows; it says nothing on standard error."""
+    """The standard output of a command; its standard error must be empty."""
     out, err = run(capsys, *words, code=code)
     assert err == ""
     return out
 
 
 def refusal(capsys: Capture, *words: object) -> str:
-    """The one line on standard error of a command that a user got wrong."""
+    """The error message of a command with exit code 2: a single line on standard error."""
     out, err = run(capsys, *words, code=2)
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("kvrsim: error: ")

@@ -1,7 +1,7 @@
-"""Draws: what the builders of this package take their choices from.
+"""Sources of random choices for the builders of this package.
 
-Hypothesis, in tests of laws (`Drawn`), so that a counterexample shrinks; `random.Random(seed)` has the same methods and
-serves tests that need one scenario, always the same.
+`Drawn` draws from Hypothesis, for tests of laws: Hypothesis shrinks a counterexample. `random.Random(seed)` has the
+same methods, for tests that need one fixed scenario.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _floats, _integers = cache(st.floats), cache(st.integers)
 
 
 class Drawn:
-    """Draws from Hypothesis: each shrinks to the first choice, the least number."""
+    """Random choices from Hypothesis; Hypothesis shrinks each to the first choice or the smallest number."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self._draw = draw
@@ -53,12 +53,12 @@ Draws = Drawn | random.Random
 
 @st.composite
 def draws(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Drawn:
-    """For tests that draw as they go."""
+    """The Hypothesis strategy for tests that draw while they run."""
     return Drawn(draw)
 
 
 def strategy_of(build: Callable[..., T]) -> Callable[..., st.SearchStrategy[T]]:
-    """The Hypothesis strategy of a builder: the same arguments, without the draws."""
+    """The Hypothesis strategy of a builder: it takes the builder's arguments without `rng`."""
 
     @st.composite
     def built(draw: Callable[[st.SearchStrategy[Any]], Any], *arguments: Any, **options: Any) -> T:
@@ -68,17 +68,17 @@ def strategy_of(build: Callable[..., T]) -> Callable[..., st.SearchStrategy[T]]:
 
 
 def noted(value: T) -> T:
-    """The same; a counterexample prints it."""
+    """Return the value; Hypothesis prints it with a counterexample."""
     if currently_in_test_context():
         note(value)  # type: ignore[arg-type]
     return value
 
 
 def maybe(rng: Draws, usual: T, draw: Callable[[], T]) -> T:
-    """What is usual, or as drawn, each half of the time."""
+    """The usual value or a drawn value, each with probability 1/2."""
     return usual if rng.randrange(2) == 0 else draw()
 
 
 def log(rng: Draws, low: float, high: float) -> float:
-    """Between 10^low and 10^high, each decade as likely."""
+    """A number between 10^low and 10^high whose logarithm is uniform."""
     return float(10 ** rng.uniform(low, high))

@@ -15,7 +15,7 @@ _LEAST = 5
 
 
 def register_profiles() -> None:
-    """Make the profiles known to `pytest --hypothesis-profile`, and `quick` the default."""
+    """Register the profiles for `pytest --hypothesis-profile`, with `quick` as the default."""
     for name in _EFFORT:
         settings.register_profile(
             name,
@@ -31,7 +31,7 @@ def register_profiles() -> None:
 
 
 def examples(count: int) -> settings:
-    """So many examples of a law, times the effort of the profile in use."""
+    """Settings with `count` examples, multiplied by the effort of the current profile."""
     return settings(max_examples=_examples(count, settings.get_current_profile_name()))
 
 

@@ -1,4 +1,4 @@
-"""Flags as an engine would read them, each checked against its documented option."""
+"""Read the flags of a launch as an engine would, and check each against the documented option."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ READERS = {"int": int, "float": float, "str": str}
 
 
 def options(launch: Launch) -> dict[str, str | None]:
-    """Values of a launch's flags; None: it takes none."""
+    """Values of a launch's flags; None for a flag without a value."""
     return read_flags(launch.engine, launch.args)
 
 
 def read_flags(engine: str, given: Sequence[str]) -> dict[str, str | None]:
-    """The same of arguments after the launcher."""
+    """Values of the flags in the arguments that follow the launcher; None for a flag without a value."""
     known, args = deploy_engine(engine).options, list(given)
     if engine != "sglang":
-        assert not args.pop(0).startswith("-")  # the model
+        assert not args.pop(0).startswith("-")  # the argument that names the model
     found: dict[str, str | None] = {}
     while args:
         flag = args.pop(0)

@@ -1,4 +1,4 @@
-"""Random GPUs, links and clusters, from slow to better than any of today."""
+"""Random GPUs, links and clusters, from slow ones to faster ones than any on sale today."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.building.drawing import Draws, log, maybe, strategy_of
 
 
 def any_gpu(rng: Draws) -> GpuSpec:
-    """From a small card to several of today's."""
+    """A random GPU: 10^12 to 10^15 FLOP/s and 10^11 to 10^13 bytes/s of memory."""
     flops = log(rng, 12, 15)
     return GpuSpec(
         name="random",
@@ -23,7 +23,7 @@ def any_gpu(rng: Draws) -> GpuSpec:
 
 
 def any_link(rng: Draws, *, decades: tuple[float, float] = (7, 12)) -> LinkSpec:
-    """From a slow network to better than NVLink; short messages and all-gathers as others, or as measured."""
+    """A random link; half of the links have a rate of short messages, and half have rates of all-gathers."""
     bandwidth, latency = log(rng, *decades), maybe(rng, 0.0, lambda: log(rng, -7, -3))
     return LinkSpec(
         name="random",
@@ -36,7 +36,7 @@ def any_link(rng: Draws, *, decades: tuple[float, float] = (7, 12)) -> LinkSpec:
 
 
 def any_gather_rates(rng: Draws, bandwidth: float) -> GatherRates:
-    """Either protocol the faster, or the first for short messages alone."""
+    """Random all-gather rates of both protocols; either protocol may be the faster one."""
     return GatherRates(
         launch_s=maybe(rng, 0.0, lambda: log(rng, -6, -4)),
         hop_s=maybe(rng, 0.0, lambda: log(rng, -7, -5)),
@@ -54,7 +54,7 @@ def any_cluster(
     topologies: tuple[str, ...] = ("switch", "chain", "nodes"),
     decades: tuple[float, float] = (7, 12),
 ) -> Cluster:
-    """Any layout; nodes of one to three GPUs."""
+    """A cluster with a random topology; nodes have one to three GPUs."""
     topology = rng.choice(topologies)
     nodes = topology == "nodes"
     return Cluster(
@@ -69,7 +69,7 @@ def any_cluster(
 
 
 def plain(cluster: Cluster) -> Cluster:
-    """The same cluster with nothing known of short messages and all-gathers."""
+    """The same cluster without rates of short messages and of all-gathers."""
     network = cluster.network
     return replace(
         cluster,

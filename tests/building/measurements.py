@@ -51,18 +51,18 @@ START_S, COPY, HEAD, REQUEST_S, MASK_S = 1e-5, 12e9, 9e9, 6e-4, 8e-10
 
 
 def row(operation: str, seconds: float, **fields: Any) -> Measurement:
-    """A measurement, of a CPU where the fields do not say otherwise."""
+    """A measurement on a CPU; `fields` replace the defaults."""
     defaults = {"kernel": "torch", "device": "A CPU, 1 thread", "dtype": "fp32", "source": "made up"}
     return Measurement(operation=operation, median_s=float(seconds), **(defaults | fields))
 
 
 def timed(rows: Sequence[Measurement], seconds: Iterable[float]) -> list[Measurement]:
-    """The rows with these times."""
+    """The rows with these median times."""
     return [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
 
 
 def attention_rows(rates: AttentionRates, shapes: Iterable[dict[str, int]], **fields: Any) -> list[Measurement]:
-    """Calls of these shapes, with the times of the rates."""
+    """Attention rows of these shapes; their times follow from the rates."""
     rows = [row("attention", 1.0, **shape, **fields) for shape in shapes]
     return timed(rows, AttentionRows.of(rows).predicted_s(rates))
 
@@ -74,7 +74,7 @@ def cpu() -> GpuSpec:
 
 
 def gemm_s(tokens: float, fan_in: int, fan_out: int) -> float:
-    """Near proportional to rows, a little dearer for few."""
+    """Seconds of a matrix product: nearly proportional to the tokens, slower per token for few tokens."""
     return 2 * tokens * fan_in * fan_out / 80e9 * (1 + 0.3 * math.exp(-tokens / 200)) + 2e-5
 
 
@@ -90,7 +90,7 @@ def gemm_rows(chunks: tuple[int, ...] = CHUNKS) -> list[Measurement]:
 
 
 def calls(rates: AttentionRates, kernel: str) -> list[Measurement]:
-    """Attention of the small model."""
+    """Attention rows of the small model."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     shapes = [heads | {"chunk": chunk, "prefix": prefix} for chunk in CHUNKS for prefix in PREFIXES]
     return attention_rows(rates, shapes, kernel=kernel)

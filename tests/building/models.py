@@ -1,4 +1,4 @@
-"""Random models: heads, windows and experts within wide limits."""
+"""Random models with many kinds of heads, windows and experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUANTISED: tuple[dict[str, Any], ...] = (
 
 
 def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None = None) -> ModelSpec:
-    """Heads shared or not, windows on all or on alternate layers, experts on all or on some layers; some quantised."""
+    """A random model with shared or separate KV heads, windows or experts on all or some layers; 30 % are quantised."""
     kv_heads = rng.choice([1, 2, 4])
     heads = kv_heads * rng.choice([1, 2, 4])
     head_dim = rng.choice([8, 32, 64, 128])
@@ -44,7 +44,7 @@ def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None 
         config["sliding_window"] = rng.choice([1, 7, 64, 500, 4096])
     if model_type == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": rng.randint(1, 4), "sliding_window": None}
-        del config["head_dim"]  # the data of the type derive it; with it, transformers' class would be read
+        del config["head_dim"]  # derived by kvrsim; with this key the class of transformers would be needed
     if model_type == "qwen3_moe":
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": rng.choice([8, 700])}
         config |= {"decoder_sparse_step": rng.choice([1, 2])}
@@ -61,18 +61,18 @@ def gemm(name: str, in_features: int, out_features: int, *, split: Split = "whol
 
 
 def with_layers(model: ModelSpec, **changes: Any) -> ModelSpec:
-    """The same with fields of every layer changed."""
+    """The same model with these fields of every layer changed."""
     return replace(model, layers=tuple(replace(layer, **changes) for layer in model.layers))
 
 
 def with_mixers(model: ModelSpec, **changes: Any) -> ModelSpec:
-    """The same with fields of every layer's mixer changed."""
+    """The same model with these fields of every layer's mixer changed."""
     layers = (replace(layer, mixer=layer.mixer and replace(layer.mixer, **changes)) for layer in model.layers)
     return replace(model, layers=tuple(layers))
 
 
 def weights_of(model: ModelSpec) -> int:
-    """Of the layers' matrices, those that a token passes through."""
+    """Number of weights in the layers' matrices that are used for one token, without the router."""
     return sum(
         sum(part.num_weights for part in layer.matrices if part is not layer.router)
         + max(1, layer.num_experts_per_tok) * sum(part.num_weights for part in layer.mlp)
@@ -81,7 +81,7 @@ def weights_of(model: ModelSpec) -> int:
 
 
 def products_of(model: ModelSpec) -> list[Product]:
-    """Of the model's products, alone and as a serving engine merges them."""
+    """The distinct matrix products of the model, both single and merged as a serving engine merges them."""
     found: dict[Product, None] = {}
     for layer in model.layer_kinds:
         mixer = () if layer.mixer is None else (layer.mixer.projections, layer.mixer.output)
@@ -92,7 +92,7 @@ def products_of(model: ModelSpec) -> list[Product]:
 
 
 def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpec:
-    """Layers of any kinds in any order: attention to all, to a window or to chunks, latents, states, an MLP alone."""
+    """A random model whose layers differ: full, windowed or chunked attention, latents, states, or only an MLP."""
     model = any_model(rng, layers=layers)
     own = [rng.choice([layer, *_others(rng, model, layer)]) for layer in model.layers]
     if all(layer.mixer is None for layer in own):
@@ -101,7 +101,7 @@ def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpe
 
 
 def _others(rng: Draws, model: ModelSpec, layer: LayerSpec) -> list[LayerSpec]:
-    """The layer with other mixers, without its mixer, without its MLP."""
+    """The layer with other mixers, without a mixer, and without an MLP."""
     hidden, heads = model.hidden_size, 2 * rng.choice([1, 2, 4])
     nope, rope, width, rank = rng.choice([16, 128]), rng.choice([8, 64]), rng.choice([16, 128]), rng.choice([32, 512])
     latent = LatentAttention(

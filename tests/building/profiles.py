@@ -22,7 +22,7 @@ def any_profile(
     host: bool | None = None,
     shapes: Sequence[Product] = (),
 ) -> CalibrationProfile:
-    """Any rates, some of them known to be off by so much; `shapes`: of products that may have been measured."""
+    """A profile with random rates; 20 % of operations have known errors. shapes: products that may be measured."""
     host = rng.random() < 0.5 if host is None else host
     style: SendStyle = sends or rng.choice(["overlap", "rendezvous"])
     link = any_link(rng)
@@ -57,7 +57,7 @@ def any_profile(
 
 
 def any_operation(rng: Draws) -> OperationFit:
-    """Off by up to a fifth."""
+    """A fit with errors of up to 20 %."""
     return OperationFit(
         source="drawn at random",
         num_rows=rng.randint(0, 100),

@@ -1,4 +1,4 @@
-"""Random rates of every kind of kernel; none is faster than its GPU's datasheet."""
+"""Random rates of every kind of kernel; no kernel is faster than the datasheet of its GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.building.drawing import Draws, log, maybe
 
 
 def any_gemm(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> GemmRates:
-    """No tiles or up to four; then some of the shapes as measured. None beats the datasheet."""
+    """Rates of matrix products with zero to four tiles; with tiles, some of the shapes have measured times."""
     peak = gpu.peak_flops["fp16"]
     share = log(rng, -3, 0)
     tiles = [
@@ -42,7 +42,7 @@ def any_gemm(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> Gem
 
 
 def _measured(rng: Draws, rates: GemmRates, product: Product, share: float) -> MeasuredShape:
-    """Up to four times slower than the form or faster, as the datasheet allows; more rows never take less time."""
+    """Measured times of a shape: 1/4 to 4 times the formula's, within the datasheet, and rising with the rows."""
     rows = sorted(rng.sample(range(1, 9000), rng.randint(1, 6)))
     form_s = rates.form_s(np.array(rows, dtype=float), product, 2)
     seconds = [float(one) * max(share, log(rng, -0.6, 0.6)) for one in form_s]
@@ -51,7 +51,7 @@ def _measured(rng: Draws, rates: GemmRates, product: Product, share: float) -> M
 
 
 def any_eager(rng: Draws, gpu: GpuSpec) -> EagerRates:
-    """Rates between a thousandth and all of the datasheet's."""
+    """Rates of eager attention, between 0.1 % and 100 % of the datasheet's."""
     return EagerRates(
         flops_per_s=gpu.peak_flops["fp16"] * log(rng, -3, 0),
         bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -3, 0),
@@ -60,7 +60,7 @@ def any_eager(rng: Draws, gpu: GpuSpec) -> EagerRates:
 
 
 def any_flash(rng: Draws, gpu: GpuSpec) -> FlashRates:
-    """Any way to write the kernel; steps as fast as the datasheet allows, or up to a thousand times slower."""
+    """Rates of any flash kernel; a step takes 1 to 1000 times as long as the datasheet's peak allows."""
     peak = gpu.peak_flops["fp16"]
     tile_rows, key_block = rng.choice([1, 16, 64, 128, 192]), rng.choice([1, 16, 64, 128, 256])
     num_sms = rng.choice([1, 108, 132, rng.randint(2, 300)])
@@ -89,7 +89,7 @@ def any_flash(rng: Draws, gpu: GpuSpec) -> FlashRates:
 
 
 def any_sizes(rng: Draws, least: float) -> MeasuredSizes:
-    """Up to thirty times slower, or faster down to a factor; longer calls never take less."""
+    """Measured factors of up to 30, and at least `least`; longer calls never take less time."""
     sizes = np.unique(10 ** np.array([rng.uniform(0, 9) for _ in range(rng.randint(1, 12))]))
     seconds = sizes * np.array([max(least, log(rng, -1, 1.5)) for _ in sizes])
     factors = np.maximum.accumulate(seconds) / sizes
@@ -97,7 +97,7 @@ def any_sizes(rng: Draws, least: float) -> MeasuredSizes:
 
 
 def any_blocked(rng: Draws, gpu: GpuSpec) -> BlockedRates:
-    """Rates between a thousandth and all of the datasheet's, of halves and rectangles alike or not."""
+    """Rates between 0.1 % and 100 % of the datasheet's; half of the time one rate for causal halves and rectangles."""
     peak = gpu.peak_flops["fp16"]
     shares = [log(rng, -3, 0) for _ in range(2)]
     return BlockedRates(
@@ -113,7 +113,7 @@ def any_blocked(rng: Draws, gpu: GpuSpec) -> BlockedRates:
 
 
 def any_elementwise(rng: Draws, gpu: GpuSpec) -> ElementwiseRates:
-    """One rate for all kernels or one for each, with a start or without."""
+    """One rate for all kernels or one rate per kernel, with or without a start."""
     rates = ElementwiseRates.uniform(
         gpu.hbm_bytes_per_s * log(rng, -3, 0),
         fused=rng.random() < 0.5,
@@ -127,7 +127,7 @@ def any_elementwise(rng: Draws, gpu: GpuSpec) -> ElementwiseRates:
 
 
 def any_experts(rng: Draws, gpu: GpuSpec) -> ExpertRates:
-    """Of half precision and of some quantised types; none beats the datasheet."""
+    """Rates of experts in half precision and in some quantised types; none is above the datasheet."""
     return ExpertRates(
         half=_any_grouped(rng, gpu), types={name: _any_grouped(rng, gpu) for name in GEMM_TYPES if rng.random() < 0.3}
     )
@@ -145,7 +145,7 @@ def _any_grouped(rng: Draws, gpu: GpuSpec) -> GroupedRates:
 
 
 def any_kernels(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> KernelRates:
-    """Rates between a thousandth and all of the datasheet's."""
+    """Rates of all kinds of kernels, between 0.1 % and 100 % of the datasheet's."""
     return KernelRates(
         gemm=any_gemm(rng, gpu, shapes=shapes),
         attention={"eager": any_eager(rng, gpu), "flash": any_flash(rng, gpu)},

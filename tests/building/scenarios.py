@@ -1,4 +1,4 @@
-"""Random scenarios and partitions, and the same scenario changed."""
+"""Random scenarios and partitions, and functions that change a scenario."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def any_scenario(
     layers: tuple[int, int] = (1, 4),
     topologies: tuple[str, ...] = ("switch", "chain", "nodes"),
     decades: tuple[float, float] = (7, 12),
-    kind: str | None = None,  # a model_type; "mixed": layers of any kinds
+    kind: str | None = None,  # a model_type, or "mixed" for layers of different kinds
 ) -> Scenario:
-    """A scenario with at least one new token a GPU and at most tokens[1] more; half with a cached prefix."""
+    """A scenario with at least one new token per GPU and up to tokens[1] more; half have a cached prefix."""
     gpus = rng.randint(*num_gpus)
     cluster = any_cluster(rng, gpus, topologies=topologies, decades=decades)
     roofline = rng.random() < 0.15 if roofline is None else roofline
@@ -67,7 +67,7 @@ def any_scenario(
 
 
 def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
-    """The same by what only own measurements tell: kernels by what they cover, copies in place, the prologue."""
+    """The scenario with what only own measurements tell: rates of sdpa, the mask, copies in place, time of a step."""
     profile, gpu = scenario.profile, scenario.cluster.gpu
     if profile is None:
         return replace(scenario, kernel="sdpa")
@@ -93,7 +93,7 @@ def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
 
 
 def any_engine(rng: Draws) -> Engine:
-    """Every term, each absent at times."""
+    """An engine in which each term is absent with probability 1/2."""
     names = ("request_s", "token_s", "step_s", "layer_s", "gather_piece_s", "collective_s")
     ranges = {"token_s": (-8, -5)}
     host = {name: maybe(rng, 0.0, partial(log, rng, *ranges.get(name, (-5, -2)))) for name in names}
@@ -109,7 +109,7 @@ def any_engine(rng: Draws) -> Engine:
 
 
 def any_divisible(rng: Draws, **options: Any) -> Scenario:
-    """A scenario whose GPUs, heads and layers divide into groups of two and four, and into as many ranks."""
+    """A scenario whose GPUs and heads can be divided into groups of two and of four."""
     options = {"num_gpus": (4, 4), "layers": (4, 6), "topologies": ("switch", "chain")} | options
     while True:
         scenario = any_scenario(rng, **options)
@@ -119,9 +119,9 @@ def any_divisible(rng: Draws, **options: Any) -> Scenario:
 
 
 def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario, tuple[int, ...]]:
-    """A scenario as the strategy sees it, and chunks of any length for it; `machine`: options of any_scenario."""
+    """A scenario prepared for the strategy, and random chunks; machine: options of any_scenario."""
     for attempt in range(4):
-        divides = attempt == 3 or rng.random() < 0.35  # what divides fits every strategy
+        divides = attempt == 3 or rng.random() < 0.35  # every strategy accepts these numbers of GPUs and heads
         kind = rng.choice([None, None, "mixed"])
         options = {} if divides else {"num_gpus": (1, 8), "layers": (1, 8)}
         kind = None if attempt == 3 else kind
@@ -139,8 +139,9 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario
 
 
 def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
-    """Any scenario as the strategy sees it: also with slow GPUs and links, hosts that issue messages, experts apart.
+    """A random scenario prepared for the strategy.
 
+    It may have slow GPUs and links, hosts that issue messages, expert parallelism and a prefix that must be loaded.
     machine: options of any_scenario.
     """
     for attempt in range(20):
@@ -150,7 +151,7 @@ def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
         num_gpus, profile = scenario.cluster.num_gpus, scenario.profile
         if rng.random() < 0.3:
             slow = [SlowGpu(rank=rank, factor=1 + rng.random()) for rank in range(num_gpus) if rng.random() < 0.5]
-            own = not scenario.cluster.shares_bandwidth  # where bandwidth is shared, slow links are refused
+            own = not scenario.cluster.shares_bandwidth  # slow links are refused on a shared bus
             pairs = [(rank, rank + 1) for rank in range(num_gpus - 1) if own and rng.random() < 0.3]
             links = [SlowLink(first=first, second=second, factor=1 + 9 * rng.random()) for first, second in pairs]
             scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, links))
@@ -175,7 +176,7 @@ def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
 
 
 def any_rows(rng: Draws, scenario: Scenario, strategy: Strategy, number: int) -> list[tuple[int, ...]]:
-    """Partitions of a scenario as the strategy sees it; even chunks first, where chunks are not pieces."""
+    """Random partitions of a scenario that is prepared for the strategy; even chunks first, except for pipelines."""
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     if not strategy.pipeline:
         even = Partition.even(tokens, ranks).chunk_lens
@@ -188,14 +189,14 @@ def any_rows(rng: Draws, scenario: Scenario, strategy: Strategy, number: int) ->
 
 
 def any_pieces(rng: Draws, num_tokens: int, context: int) -> tuple[int, ...]:
-    """Pieces of a pipeline, each with a token for every context rank."""
+    """Random pieces of a pipeline; each has at least one token per context rank."""
     number = min(num_tokens // context, rng.randint(1, 6))
     more = any_partition(rng, num_tokens - number * (context - 1), number)
     return tuple(piece + context - 1 for piece in more)
 
 
 def any_partition(rng: Draws, num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    """Uneven chunks of at least one token, often of just one."""
+    """Uneven random chunks, many of one token."""
     weights = [rng.random() ** rng.choice([0.2, 1, 20]) for _ in range(num_ranks)]
     left, chunks = num_tokens - num_ranks, []
     for rank in range(num_ranks - 1):
@@ -211,13 +212,13 @@ partitions = strategy_of(any_partition)
 
 @strategy_of
 def measured_scenarios(rng: Draws, **options: Any) -> Scenario:
-    """Half of them with what only own measurements tell."""
+    """A random scenario; half have rates that only own measurements give."""
     scenario = any_scenario(rng, **options)
     return as_measured(rng, scenario) if rng.random() < 0.5 else scenario
 
 
 def faster(scenario: Scenario, factor: float) -> Scenario:
-    """The same with every rate of device and links `factor` times as high, and latencies as short."""
+    """The scenario with all rates of the device and links multiplied by `factor`, and latencies divided by it."""
     cluster, profile = scenario.cluster, scenario.profile
     gpu = replace(
         cluster.gpu,
@@ -233,7 +234,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
 
 
 def scenario_in(folder: Path) -> Scenario:
-    """A scenario that is kept in files: one that a test once failed with."""
+    """The scenario in the files of a folder, with which a test once failed."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     profile = folder / "profile.json"
     about = {"model": folder / "model.json", "cluster": folder / "cluster.json"}

@@ -1,4 +1,4 @@
-"""`kvrsim serve` in a thread."""
+"""Run `kvrsim serve` in a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrsim.cli.commands.serve import application
 
 @contextmanager
 def running_server(token: str) -> Iterator[str]:
-    """The server on a free port; the address of its first page."""
+    """Run the server on a free port; yield the address of the first page."""
     server = uvicorn.Server(uvicorn.Config(application(token), host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

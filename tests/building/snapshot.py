@@ -1,4 +1,4 @@
-"""Public names that do not change by accident: recorded in a file, which `KVRSIM_RECORD=1 make test` writes anew."""
+"""Check public names against a recorded file; `KVRSIM_RECORD=1 make test` records them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECORD = "KVRSIM_RECORD"
 
 
 def assert_recorded(path: Path, names: dict[str, list[str]]) -> None:
-    """The names of each group are those of the file; with RECORD set the file becomes what they are."""
+    """The names of each group must be those of the file; with KVRSIM_RECORD set, write the file first."""
     if os.environ.get(RECORD):
         lines = [f"  {json.dumps(group)}: {json.dumps(kept)}" for group, kept in names.items()]
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Made-up tables of aiconfigurator-core, as its package unpacks them."""
+"""Made-up tables in the folder layout of the package aiconfigurator-core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def perf_table(folder: Path, place: str, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write the table at a place such as t1/gemm/vllm/1.0/gemm; the folder of the unpacked package."""
+    """Write a table to a place such as t1/gemm/vllm/1.0/gemm; return the folder of the unpacked package."""
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
     root = folder / "aiconfigurator_core"
@@ -21,6 +21,6 @@ def perf_table(folder: Path, place: str, rows: Iterable[dict[str, Any]]) -> Path
 
 
 def at(source: str, root: Path) -> str:
-    """A source such as aiconfigurator:t1/vllm, read from the folder of an unpacked package."""
+    """A source such as aiconfigurator:t1/vllm that reads from the folder of an unpacked package."""
     word, _, rest = source.partition(":")
     return f"{word}:{root}:{rest}"

@@ -1,4 +1,4 @@
-"""Measurements: what is written reads back the same, and a mistake is named by file, line and column."""
+"""Measurements: a written file reads back unchanged, and an error names file, line and column."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ texts = (
 
 @st.composite
 def measurements(draw: st.DrawFn) -> Measurement:
-    """Any measurement: what its operation needs, and sometimes what it does not."""
+    """A random measurement: the fields that its operation needs, and some others."""
     fields: dict[str, Any] = {name: draw(st.none() | positive) for name in ("tokens", "bytes", "ranks", "prefix")}
     operation = draw(st.sampled_from(OPERATIONS))
     dtypes = MEASURED_DTYPES if operation == "gemm" else DTYPES
@@ -124,7 +124,7 @@ def test_a_broken_origin_is_named_by_file_and_line(tmp_path: Path, text: str, ac
 
 
 def write(path: Path, *rows: dict[str, Any], before: str = "") -> Path:
-    """A CSV with the columns of the first row."""
+    """Write a CSV file with the columns of the first row."""
     with path.open("w", newline="") as file:
         file.write(before)
         writer = csv.DictWriter(file, list(rows[0]))

@@ -1,4 +1,4 @@
-"""The modules beside this one, by their names."""
+"""Make the modules of this folder importable by their names."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random calls of the Python API, with objects of wrong types among the right ones."""
+"""Random calls of the Python API; some arguments have a wrong type."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _ALWAYS |= {
 
 
 def random_call(rng: random.Random) -> bool:
-    """Make one call; whether it was answered."""
+    """Make one random call; return whether it succeeded."""
     name = rng.choice(list(_FUNCTIONS))
     values = _FUNCTIONS[name]
     chosen = {*_ALWAYS[name], *rng.sample(list(values), rng.randint(0, 4)), *(("gpus",) if "gpus" in values else ())}

@@ -1,4 +1,4 @@
-"""Random command lines: options with right and wrong values, of commands that measure nothing."""
+"""Random command lines with right and wrong values; the commands measure nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STRATEGY = (
 _MANY = {"--ctx": ("512,1k", "256:1k:256", "1k:4k:x2"), "--gpus": ("2", "1,2", "2,4")}
 _FLAG = ("--json",)
 
-# Words of the command, options always given, options sometimes given, flags.
+# Words of a command, options that are always given, options that are sometimes given, and flags.
 Options = dict[str, tuple[str, ...]]
 COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] = (
     (
@@ -92,17 +92,17 @@ _OTHERS = ("--version", "--help", "--no-such", "--json=1", "plan", "x", "--outpu
 
 
 def random_command(rng: random.Random) -> int:
-    """Run one command in the current folder; its exit code."""
+    """Run one random command in the current folder; return its exit code."""
     words, always, sometimes, flags = rng.choice(COMMANDS)
     values = always | {
         key: sometimes[key] for key in rng.sample(sorted(sometimes), min(len(sometimes), rng.randint(0, 3)))
     }
     chosen = {key: rng.choice(pool) for key, pool in values.items()}
-    if chosen.get("--ctx") == "1m":  # long enough to say so, not to be searched
+    if chosen.get("--ctx") == "1m":  # a search would take too long
         chosen["--gpus"] = "1"
     if rng.random() < 0.6 and chosen:
         chosen[rng.choice(sorted(chosen))] = rng.choice(WRONG)
-    if chosen.get("--jobs", "1") != "1":  # more processes are for other tests
+    if chosen.get("--jobs", "1") != "1":  # other tests cover several processes
         chosen["--jobs"] = rng.choice(("0", "-1", "x", ""))
     line = [*words]
     for key in rng.sample(sorted(chosen), len(chosen)):

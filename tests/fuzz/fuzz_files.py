@@ -1,4 +1,4 @@
-"""Mutated files: models, clusters, profiles, tables, partials, traces, noises and measurements, read by commands."""
+"""Mutated files, read by commands: models, clusters, profiles, tables, partials, traces, noises, measurements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def _quantised() -> dict[str, Any]:
-    """A model whose file has every kind of key that tells how weights are stored."""
+    """A model file with every kind of key that describes the storage of weights."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
     group = {"targets": ["Linear", "re:.*mlp.*"], "weights": weights, "input_activations": {"num_bits": 8}}
     config = {
@@ -60,7 +60,7 @@ def _quantised() -> dict[str, Any]:
 
 @cache
 def originals() -> dict[str, bytes]:
-    """A valid file of each kind, made in the current folder the first time."""
+    """The content of a valid file of each kind; the first call writes links.csv into the current folder."""
     table = kvrsim.build_table(ctx=[512, 1024], gpus=[2], profile="roofline").to_dict()
     noise = {"side_traffic": {"duty": 0.5, "share": 0.5, "slowdown": 0.1, "dwell_s": 0.01}, "slow_gpus": []}
     about: dict[str, Any] = {"operation": "send_recv", "kernel": "gloo", "device": "h100", "source": "made"}
@@ -85,7 +85,7 @@ def originals() -> dict[str, bytes]:
 
 
 def random_file(rng: random.Random) -> int:
-    """Write one mutated file into the current folder and have a command read it; the exit code."""
+    """Write one mutated file into the current folder and run a command that reads it; return the exit code."""
     name = rng.choice(sorted(_COMMANDS))
     content = originals()[name]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -118,7 +118,7 @@ def _mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def _json_mutated(content: bytes, rng: random.Random) -> bytes:
-    """One value of the JSON, or of one of its lines, replaced, removed or doubled."""
+    """Replace, remove or duplicate one value of the JSON text, or of one line if each line is a JSON text."""
     lines = content.decode().splitlines()
     which = rng.randrange(len(lines)) if lines and lines[0].startswith('{"') and len(lines) > 1 else None
     value = json.loads(content if which is None else lines[which])

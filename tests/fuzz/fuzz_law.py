@@ -1,4 +1,4 @@
-"""The law of every command and call: an answer or one line about a parameter, in bounded time and memory."""
+"""The law of every command and call: a result or a one-line error about a parameter, in limited time and memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import kvrsim
 from kvrsim.cli.main import main
 
 CODES = (0, 1, 2, 74)
-MOST_S = 300.0  # on a loaded machine
-MOST_BYTES = 3 * 2**30  # more than the process had before
+MOST_S = 300.0  # enough on a busy machine
+MOST_BYTES = 3 * 2**30  # in addition to the memory at the start
 _ERROR = re.compile(r"kvrsim: error: (\S.*?): (got |no such option)")
 
-_NO_NUMBER = re.compile(r"(?<!got ')\b(?:nan|inf) ?(?:s|ms|us|%|GiB|GB/s)(?![\w'])")  # where a figure belongs
+_NO_NUMBER = re.compile(r"(?<!got ')\b(?:nan|inf) ?(?:s|ms|us|%|GiB|GB/s)(?![\w'])")  # where a number is expected
 
 
 class TooLong(BaseException):
-    """Beyond MOST_S; no Exception, so that nothing takes it for a bug of the command's own."""
+    """Raised after MOST_S; not a subclass of Exception, so that no command catches it."""
 
 
 @contextlib.contextmanager
@@ -52,9 +52,9 @@ def bounded() -> Iterator[None]:
 
 
 class Silence(io.StringIO):
-    """A stream that notes the longest time without output, in seconds of CPU time."""
+    """A stream that records the longest CPU time between two outputs, in seconds."""
 
-    last_s, longest_s = 0.0, 0.0  # of all streams
+    last_s, longest_s = 0.0, 0.0  # shared by all streams
 
     def write(self, text: str) -> int:
         self.note()
@@ -62,13 +62,13 @@ class Silence(io.StringIO):
 
     @classmethod
     def note(cls) -> None:
-        """Note that something was printed, or that the command has ended."""
+        """Record an output or the end of the command."""
         now_s = time.process_time()
         cls.longest_s, cls.last_s = max(cls.longest_s, now_s - cls.last_s), now_s
 
 
 def check_command(words: Sequence[str]) -> int:
-    """Run a command line in this process; its exit code, or AssertionError where it breaks the law."""
+    """Run a command line in this process and return its exit code; raises AssertionError if it breaks the law."""
     out, err = Silence(), Silence()
     Silence.last_s = time.process_time()
     said = "kvrsim " + " ".join(map(repr, words))
@@ -102,7 +102,7 @@ def _refuse(name: str) -> Any:
 
 
 def check_call(function: Callable[..., Any], arguments: dict[str, Any], said: str) -> bool:
-    """Call a function of the facade; whether it answered. Only a KvrsimError may refuse."""
+    """Call a function of the facade; return whether it succeeded. Any error but KvrsimError breaks the law."""
     try:
         with bounded():
             found = function(**arguments)

@@ -33,21 +33,21 @@ from kvrsim.text import in_markdown, markdown_table
 from validate.report import write_page
 
 FUZZERS = {"commands": random_command, "files": random_file, "calls": random_call}
-MOST_SILENT_S = 11.0  # the first line of progress comes within a second after 10 s
+MOST_SILENT_S = 11.0  # progress begins after 10 s; its first line may come a second later
 MOST_BYTES = 2**30
-CASES_OF_A_PROCESS = 300  # a new process then starts without the caches of the old one
+CASES_OF_A_PROCESS = 300  # a new process starts with empty caches
 Case = tuple[int, str, int]  # seed, fuzzer, number
 
 
 def run_case(kind: str, seed: int, number: int) -> int:
-    """Run one case of a fuzzer, the same for the same numbers; AssertionError where it breaks the law."""
+    """Run one case of a fuzzer, reproducible by its numbers; raises AssertionError if it breaks the law."""
     return FUZZERS[kind](random.Random(f"{seed}:{kind}:{number}"))
 
 
 def measured(case: Case) -> dict[str, Any]:
     """Run a case and return its record for the journal."""
     seed, kind, number = case
-    Path("/proc/self/clear_refs").write_text("5")  # the peak memory from now on
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of memory
     Silence.longest_s, begin_s, error = 0.0, time.process_time(), None
     try:
         code = int(run_case(kind, seed, number))
@@ -69,7 +69,7 @@ def _start() -> None:
 
 
 def read(journal: Path) -> dict[Case, dict[str, Any]]:
-    """The last record of each case in the journal; a case that was broken before has `repaired`."""
+    """Last record of each case in the journal; `repaired` holds the error that a case had before."""
     records: dict[Case, dict[str, Any]] = {}
     for line in journal.read_text("utf-8").splitlines() if journal.exists() else ():
         one = json.loads(line)
@@ -82,7 +82,7 @@ def read(journal: Path) -> dict[Case, dict[str, Any]]:
 
 
 def pending(seed: int, targets: dict[str, int], records: dict[Case, dict[str, Any]]) -> Iterator[Case]:
-    """Broken cases first, then those of the seed that have not run, all fuzzers at the same pace."""
+    """Broken cases first, then cases of the seed that have not run, at the same pace for all fuzzers."""
     yield from (case for case, one in records.items() if "error" in one)
     places = sorted((number / target, kind, number) for kind, target in targets.items() for number in range(target))
     yield from (case for _, kind, number in places if (case := (seed, kind, number)) not in records)
@@ -160,7 +160,7 @@ def main() -> int:
 
 
 def _until(end_s: float, cases: Iterator[Case], room: threading.Semaphore) -> Iterator[Case]:
-    """The cases that begin before a time, each when there is room for another one."""
+    """The cases that start before `end_s`, each as soon as there is room for it."""
     for case in cases:
         room.acquire()
         if time.monotonic() > end_s:

@@ -1,4 +1,4 @@
-"""Rates of attention come back from their own times: FlashAttention with narrow heads, latents, kernels of a CPU."""
+"""Fits of attention recover the rates that made the rows: FlashAttention with narrow heads, latents, CPU kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].st
 
 
 def timed(head_dim: int, rates: FlashRates = TRUE) -> list[Measurement]:
-    """Calls with these rates' times."""
+    """Attention rows whose times follow from these rates."""
     shapes = [
         {"chunk": 2**power, "prefix": 0, "num_attention_heads": heads, "num_key_value_heads": heads // 4}
         for power in range(7, 14)
@@ -37,7 +37,7 @@ def test_the_constant_comes_back() -> None:
     assert found.seen["head_dim"] == (NARROW_HEAD_DIM, 128)
 
 
-# -- The fit of latent attention finds the rates that made the rows, in both forms.
+# -- The fit of latent attention recovers the rates that made the rows, in both forms.
 
 GPU = load_gpu("h200")
 SHARED: dict[LatentForm, int] = {"expanded": 0, "absorbed": 1}
@@ -49,7 +49,7 @@ def truth(form: LatentForm) -> Any:
 
 
 def write(folder: Path, form: LatentForm, framework: str) -> None:
-    """A table whose times are those of the truth; with single queries that take ten times as long."""
+    """Write a table with the times of `truth`; calls with a single query take ten times as long."""
     rows = []
     for heads in (1, 4, 16, 64, 128):
         for chunk in (1, 64, 256, 1024, 2048, 4096, 8192, 16384):
@@ -91,7 +91,7 @@ def test_rates_are_found_again(tmp_path: Path) -> None:
     assert fitted.source.count("t1/mla") == 2
 
 
-# -- a machine of one's own
+# -- the user's own machine
 
 SDPA = BlockedRates(
     causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False

@@ -1,4 +1,4 @@
-"""Merges of a ring, attention to its blocks, and the work before the first layer come back from their rows."""
+"""Fits recover the rates of merging ring blocks, of attention to a block, and of the work before the first layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_blocks_and_merges_of_a_ring_come_back(rate: float) -> None:
     assert with_merges(rates, []) == rates
 
 
-# -- a machine of one's own
+# -- the user's own machine
 
 
 def test_what_comes_before_the_first_layer() -> None:

@@ -1,4 +1,4 @@
-"""Tables of routed experts: types, shares, routings and slow rows; and fits that find the constants behind a table."""
+"""Tables of routed experts: types, shares, routings and slow rows; fits recover the rates that made the rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rows_are_read_by_type(tmp_path: Path) -> None:
 
 
 def test_rows_slower_than_longer_ones_are_dropped(tmp_path: Path) -> None:
-    """The rarer of two kernels is not read either."""
+    """Rows of the less frequent of two kernels are not read."""
     times = {256: 2.0, 512: 0.9, 1024: 1.0, 2048: 1.9}
     rows = [{"num_tokens": tokens, "latency": one} for tokens, one in times.items()]
     (half,) = read_experts(at(SOURCE, table(tmp_path, *rows, {"kernel_source": "other", "latency": 9.0})))
@@ -74,7 +74,7 @@ TRUE = GroupedRates(
 
 
 def made_rows(kind: str, rates: GroupedRates) -> ExpertRows:
-    """Five models at powers of two, as these rates have them."""
+    """Rows of five models at powers of two of tokens, with the times of these rates."""
     models = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 256, 8), (4096, 1536, 128, 8), (2880, 2880, 32, 4)]
     sizes = [(*model, 2**power, tp) for model in models for power in range(6, 15) for tp in (1, 2, 4)]
     hidden, inner, experts, per_tok, tokens, tp_size = np.array(sizes, dtype=float).T
@@ -88,7 +88,7 @@ def made_rows(kind: str, rates: GroupedRates) -> ExpertRows:
 
 
 def test_a_fit_finds_the_constants() -> None:
-    """Of each type; other engines that take a quarter longer are told apart."""
+    """Rates of each type are recovered; rows of another engine, 25 % slower, give the systematic error."""
     profile = load_profile("h100-flash")
     profile = replace(profile, kernels=replace(profile.kernels, clock=None))
     fast = replace(TRUE, flops_per_s=1.2e15)

@@ -1,4 +1,4 @@
-"""What all fits share: solving inside bounds, and held-out rows."""
+"""Parts that all fits share: solving within bounds, and held-out rows."""
 
 from __future__ import annotations
 

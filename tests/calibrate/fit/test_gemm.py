@@ -1,4 +1,4 @@
-"""Matrix products: a clock comes back from rows made in loops, rows come back to the burst clock; rates of a CPU."""
+"""Fits of matrix products: the clock is recovered from rows measured in loops; products of a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = [
 def rows(
     clock: Clock | None, *, warmups: int = 18, repeats: int = 36, source: str = "a", noise: float = 0.0
 ) -> list[Measurement]:
-    """Products at RATE, as a loop of so many times them."""
+    """Products at RATE, measured in loops of `repeats` products after `warmups`."""
     dice, found = np.random.default_rng(0), []
     for tokens, fan_in, fan_out in SHAPES:
         burst_s = 2.0 * tokens * fan_in * fan_out / RATE * dice.uniform(1 - noise, 1 + noise)
@@ -84,7 +84,7 @@ def test_the_systematic_error_is_how_far_other_tables_are() -> None:
 
 @pytest.mark.slow
 def test_products_that_no_random_data_reach_are_refused() -> None:
-    """At 280 of 312 TFLOP/s and with starts it is 88 %; a tenth faster is too fast."""
+    """Rows at 88 % of the datasheet's peak are accepted; rows 10 % faster are refused."""
     faster = [replace(one, median_s=one.median_s / 1.1) for one in gemm_rows()]
     fit([*gemm_rows(), *timed(FLASH)])
     with pytest.raises(InputError, match=r"9\d% of the datasheet of a100-80gb', accepted: products of random data"):
@@ -93,7 +93,7 @@ def test_products_that_no_random_data_reach_are_refused() -> None:
 
 @pytest.mark.slow
 def test_quantised_products_have_rates_of_their_own() -> None:
-    """FP8 at twice the rate, with the pass that quantises; types with few rows, or that the GPU lacks, have none."""
+    """FP8 with twice the rate gets its own rates; a type with few rows or without support of the GPU gets none."""
     width, double = GEMM_TYPES["fp8"], replace(GEMM, flops_per_s=560e12, concurrent_tiles=132)
 
     def eighth(one: Measurement) -> Measurement:
@@ -128,7 +128,7 @@ def test_a_type_of_another_source_replaces_that_of_the_profile(tmp_path: Path) -
     assert rates == {kind: one for kind, one in profile.kernels.gemm_types.items() if kind != "fp8"}
 
 
-# -- a machine of one's own
+# -- the user's own machine
 
 
 def test_products_of_a_cpu_hardly_step() -> None:

@@ -1,4 +1,4 @@
-"""Links fitted to what ranks have measured, where no datasheet speaks of them."""
+"""Links that no datasheet describes, fitted to messages between ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvrsim.hardware import GatherRates
 MAX_BYTES = 2**26
 NOISE = 0.05
 
-# About what gloo reaches over the loopback of a small machine, and a network of 250 Mbit/s; seconds, bytes/s.
+# Rates similar to gloo's on the loopback of a small machine, and on a network of 250 Mbit/s.
 LOOPBACK = SendRates(bandwidth_bytes_per_s=3.2e9, latency_s=9e-5, short_bytes_per_s=3e9)
 SLOW = SendRates(bandwidth_bytes_per_s=3e7, latency_s=6e-3, short_bytes_per_s=3e7)
 
 
 def timed(seconds_of: Callable[[LinkPoint], float], seed: int, num_ranks: int = 4) -> list[Measurement]:
-    """Rows of gloo, each up to NOISE off."""
+    """Rows of gloo; each time has a random error of up to NOISE."""
     dice = np.random.default_rng(seed)
     rows = []
     for point in link_points(num_ranks, "gloo", MAX_BYTES):
@@ -36,7 +36,7 @@ def timed(seconds_of: Callable[[LinkPoint], float], seed: int, num_ranks: int = 
 
 
 def made(sends: SendRates, ring: float = 0.7) -> Callable[[LinkPoint], float]:
-    """A bus of such links, over which a ring takes `ring` times as long as the collective."""
+    """Seconds of each point on a bus with these rates; a ring takes `ring` times the collective's time."""
     gathers = GatherRates(
         launch_s=1.5 * sends.latency_s,
         hop_s=0.5 * sends.latency_s,

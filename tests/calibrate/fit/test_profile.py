@@ -1,4 +1,4 @@
-"""Fits: known rates come back from their own times, nothing beats the datasheet, and rubbish is refused."""
+"""Fits of whole profiles: known rates are recovered, no rate exceeds the datasheet, bad rows are refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FEW = gemm_rows()[::5]
 
 
 def timed(rates: AttentionRates, kernel: str = "flash") -> list[Measurement]:
-    """Calls with these rates' times."""
+    """Attention rows whose times follow from these rates."""
     shapes = [
         {"chunk": chunk, "prefix": prefix, "num_attention_heads": heads, "num_key_value_heads": heads // 4}
         for chunk in (64, 128, 256, 512, 1024, 2048, 4096)
@@ -121,7 +121,7 @@ def fitted() -> Any:
     return fit(all_rows(), attention_kernel="fa2")
 
 
-# -- known rates come back
+# -- fits recover known rates
 
 
 def test_gemm_form_comes_back() -> None:
@@ -166,7 +166,7 @@ def test_eager_comes_back() -> None:
     found = fit_eager(timed(EAGER), A100)
     assert found.own.errors().mape < 0.002
     assert found.rates.start_s == pytest.approx(EAGER.start_s, rel=0.05)
-    # FLOPs and the score matrix's bytes are in proportion at one head_dim: only their sum is known.
+    # At one head_dim, FLOPs are proportional to the bytes of the score matrix: only the sum of both times is known.
     once = 4 * 128 / EAGER.flops_per_s + 28 / EAGER.bytes_per_s
     assert 4 * 128 / found.rates.flops_per_s + 28 / found.rates.bytes_per_s == pytest.approx(once, rel=0.01)
 
@@ -179,7 +179,7 @@ def test_elementwise_comes_back() -> None:
     assert rates.fused
 
 
-# -- laws of what was fitted
+# -- laws of fitted rates
 
 
 def test_fitted_rates_obey_the_datasheet() -> None:
@@ -224,7 +224,7 @@ def test_same_rows_same_profile_and_what_was_not_measured_is_the_datasheets() ->
     assert any("not measured" in note for note in report.notes)
 
 
-# -- what is refused
+# -- rows that are refused
 
 
 def noisy(rows: list[Measurement]) -> list[Measurement]:
@@ -280,7 +280,7 @@ def test_all_gathers_that_follow_no_ring_are_left_to_the_datasheet() -> None:
     assert any("far from the form" in note for note in report.notes)
 
 
-# -- a machine of one's own
+# -- the user's own machine
 
 SDPA = BlockedRates(
     causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
@@ -308,7 +308,7 @@ def own_machine() -> Any:
 
 
 def test_noise_of_the_own_machine_widens_the_interval_and_is_noted(own_machine: Any) -> None:
-    """A busy machine still gets a profile."""
+    """A machine with noisy measurements still gets a profile."""
     profile, _ = fit_own([*small.other_rows(), *noisy(small.calls(SDPA, "sdpa")), *small.link_rows()])
     assert "Attention: the fit is off by" in profile.not_covered
     assert profile.operations["attention"].log_sd > 1 > own_machine[0].operations["attention"].log_sd
@@ -387,7 +387,7 @@ def test_a_campaign_may_spread() -> None:
         source="x",
     )  # fmt: skip
     noisy, _ = fit_own([*rows, layer])
-    assert noisy.run_to_run_log_sd == pytest.approx(0.3 / 1.349, rel=0.01)  # intervals are as wide
+    assert noisy.run_to_run_log_sd == pytest.approx(0.3 / 1.349, rel=0.01)  # intervals are as wide as the spread
 
 
 def test_a_bad_origin_is_named() -> None:

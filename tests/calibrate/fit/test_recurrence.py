@@ -1,4 +1,4 @@
-"""Scans and convolutions made by known rates are fitted by these rates."""
+"""Fits of scans and convolutions recover the rates that made the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU = load_gpu("h100")
 
 
 def made(kind: str, rates: KindRates, *, slower: float = 1.0) -> RecurrenceRows:
-    """Scans and convolutions of 6 head counts and 10 lengths; `slower`: so many times as long."""
+    """Scans and convolutions with 6 head counts and 10 lengths; slower: factor of the times."""
     shapes = list(product((2, 8, 16, 24, 32, 64), (64 * 2**power for power in range(10)), (True, False)))
     heads, tokens, scan = (np.array(column, dtype=float) for column in zip(*shapes, strict=True))
     full = np.full(len(shapes), 128.0)
@@ -58,4 +58,4 @@ def test_what_other_tables_say_is_an_error_that_all_sizes_share() -> None:
     rows = {kind: made(kind, RATES) for kind in ("gated_delta", "kda")}
     fitted = fit_recurrence(rows, GPU, [made("kda", RATES, slower=2.0)])
     assert fitted.operation.systematic_log_sd == pytest.approx(np.log(2.0), rel=1e-3)
-    assert fitted.rates.alike_log_sd < 0.02  # both kinds were made by the same rates
+    assert fitted.rates.alike_log_sd < 0.02  # the rows of both kinds were made by the same rates

@@ -1,4 +1,4 @@
-"""Fits of sparse attention find the rates that made the rows of whole modules."""
+"""Fits of sparse attention recover the rates that made the rows of whole modules."""
 
 from __future__ import annotations
 

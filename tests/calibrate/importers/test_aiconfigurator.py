@@ -1,4 +1,4 @@
-"""Tables of aiconfigurator-core read as what they measured, the newest first, and a mistake is named."""
+"""Tables of aiconfigurator-core: their values, the choice of the newest version, and errors that name the mistake."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ SOURCE = "aiconfigurator:t1_sxm"
 
 
 class Package:
-    """An unpacked aiconfigurator-core, made by a test."""
+    """An unpacked aiconfigurator-core that a test has made."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "aiconfigurator_core"
         (folder / "aiconfigurator_core-9.8.7.dist-info").mkdir()
 
     def write(self, place: str, *rows: dict[str, Any]) -> Path:
-        """A parquet table under the test's system, such as gemm/vllm/1.0."""
+        """Write a parquet table of the test's system; place: such as gemm/vllm/1.0."""
         name = {"gemm": "gemm", "attention": "context_attention", "comm": "nccl"}[place.split("/")[0]]
         root = perf_table(self.root.parent, f"t1_sxm/{place}/{name}", rows)
         return root / f"systems/data/t1_sxm/{place}/{name}_perf.parquet"
 
     def at(self, source: str) -> str:
-        """The source in this package."""
+        """The source as a path into this package."""
         return at(source, self.root)
 
     def read(self, source: str = SOURCE) -> list[Measurement]:
@@ -67,7 +67,7 @@ class Package:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Package:
-    """One table of each kind for vllm."""
+    """A package with one table of each kind for vllm."""
     made = Package(tmp_path)
     made.write("gemm/vllm/1.0", GEMM, GEMM | {"gemm_dtype": "fp8"}, GEMM | {"gemm_dtype": "fp8_block"})
     made.write("attention/vllm/1.0", CONTEXT)
@@ -102,7 +102,7 @@ def test_the_newest_version_that_has_a_table(package: Package) -> None:
     assert version(SOURCE, "gemm") == "gemm/vllm/1.2.0rc10"
     assert version(f"{SOURCE}/vllm", "attention") == "attention/vllm/1.0"
     assert version(f"{SOURCE}/vllm/1.0", "gemm") == "gemm/vllm/1.0"
-    assert version(f"{SOURCE}/vllm/1.2.0rc9", "attention") == "attention/vllm/1.0"  # has no table of its own
+    assert version(f"{SOURCE}/vllm/1.2.0rc9", "attention") == "attention/vllm/1.0"  # 1.2.0rc9 has no table of it
     assert {row.operation for row in package.read(f"{SOURCE}/sglang")} == {"gemm", "all_gather", "all_reduce"}
 
 
@@ -194,7 +194,7 @@ def test_decoding_is_read_where_the_kernels_of_a_prefill_do_it(package: Package)
 
 
 def test_how_often_tensorrt_llm_repeats_a_product_depends_on_the_cache() -> None:
-    """50 MiB of L2: 8 MiB of weights five times, 32 MiB twice, 128 MiB once; of FP8 half as many bytes."""
+    """With 50 MiB of L2 cache: 8 MiB of weights five times, 32 MiB twice, 128 MiB once; FP8 has half the bytes."""
 
     def repeats(features: int, dtype: str = "bf16", system: str = "h100_sxm") -> int | None:
         about = dict(operation="gemm", kernel="k", device="d", tokens=64, source="s", median_s=1.0, out_features=4096)
@@ -206,7 +206,7 @@ def test_how_often_tensorrt_llm_repeats_a_product_depends_on_the_cache() -> None
     assert repeats(1024, system="unknown") is None
 
 
-# -- Tables of latent attention are read as calls of heads of the mean width.
+# -- Tables of latent attention become calls whose head_dim is the mean of the widths of keys and values.
 
 ROW: dict[str, Any] = {
     **{"device": "NVIDIA T1", "kernel_source": "default", "mla_dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
@@ -235,7 +235,7 @@ def test_absorbed_heads_share_the_latents(root: Path) -> None:
     assert {(row.num_attention_heads, row.num_key_value_heads, row.head_dim) for row in rows} == {(16, 1, 544)}
 
 
-# -- Tables of linear attention read as scans and convolutions of a prefill.
+# -- Tables of linear attention become scans and convolutions of a prefill.
 
 ROW_RECURRENCE: dict[str, Any] = {
     **{"device": "NVIDIA T1", "phase": "context", "kernel_source": "chunk_gated_delta_rule", "batch_size": 2},

@@ -1,4 +1,4 @@
-"""Campaigns: every point in turn, until its median is precise or the time is up."""
+"""Campaigns measure every point in turn until each median is precise or the time is over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from calibrate.measure.campaign import Campaign, Outcome, Seconds, Skipped, meas
 
 @dataclass
 class FakeBench:
-    """Points that take what their name says, in milliseconds."""
+    """A bench on which each point takes the milliseconds that are its name."""
 
     names: Sequence[str] = ("1", "2", "5")
     spread: float = 0.0

@@ -1,4 +1,4 @@
-"""Timing of layers: the parts add up to the layer, the rows say what was timed, CUDA's path runs on a fake."""
+"""Timing of layers: parts add up to the layer, rows describe what was timed, the CUDA path runs on a fake device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def on_cuda(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> ComputeBench:
-    """A bench whose device is a fake one, on which marks take 1 ms each and a layer's last product 10 ms."""
+    """A bench on a fake device: a mark takes 1 ms, the last product of a layer 10 ms."""
     for module in (compute_bench, forward_timer):
         monkeypatch.setattr(module, "HEAT_S", 0.05)
     built = ComputeBench.build(setup_of("llama"))
@@ -174,7 +174,7 @@ def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> N
 
 
 def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # however loaded the machine is
+    monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # on a slow machine, too
     setup = setup_of("llama")
     bench = ComputeBench.build(setup)
     once = dict(bench.sample(at(64)))

@@ -26,7 +26,7 @@ def test_readings_are_summarised_and_broken_lines_do_not_count() -> None:
 
 
 def test_the_log_is_of_the_gpu_that_cuda_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES=1: CUDA's number 0 is another one's for nvidia-smi, which is called by UUID."""
+    """With CUDA_VISIBLE_DEVICES=1, CUDA's device 0 is device 1 of nvidia-smi, so nvidia-smi gets the UUID."""
     script = tmp_path / "nvidia-smi"
     script.write_text(f'#!/bin/sh\necho "1410, 695.0, 700.00, 0x4"\necho $* > {tmp_path}/words\nexec sleep 60\n')
     script.chmod(0o755)
@@ -42,7 +42,7 @@ def test_the_log_is_of_the_gpu_that_cuda_shows(tmp_path: Path, monkeypatch: pyte
         assert log.summary() == {}
 
 
-# -- Which datasheet a device takes: that of its name, if its multiprocessors and memory agree.
+# -- A device gets the datasheet with its name if the multiprocessors and the memory agree, too.
 
 GIB = 2**30
 

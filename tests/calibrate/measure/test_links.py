@@ -1,4 +1,4 @@
-"""What there is to time about links, and timing it between real processes over gloo."""
+"""Points of the link campaign, and their timing between real processes over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrsim.errors import InputError
 SMALL = 2**16
 
 
-# What there is to time.
+# Points of the campaign.
 
 
 @given(num_ranks=st.integers(2, 9), max_bytes=st.integers(1024, 2**30), backend=st.sampled_from(["gloo", "nccl"]))
@@ -70,7 +70,7 @@ def test_what_cannot_be_timed_is_refused(settings: dict[str, Any], message: str)
         LinkSetup(**({"num_ranks": 2} | settings))
 
 
-# Real processes.
+# Timing between real processes.
 
 
 def gloo(timeout_s: float = 300.0) -> LinkBench:
@@ -100,7 +100,7 @@ def test_gloo_is_timed() -> None:
     assert all(bench.expected_s(point) > 0 for point in samples)
 
 
-# -- The links that join the ranks are recognised by the times of messages.
+# -- Links between the ranks are recognised by the times of messages.
 
 MAX_BYTES = 2**24
 SEEDS = st.integers(0, 2**32 - 1)
@@ -108,19 +108,19 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Machines whose messages are timed without a machine."""
+    """Simulated machines: the times of messages follow a formula."""
 
     num_ranks: int
     latency_s: float = 1e-5
     rate: float = 1e10  # bytes/s of a link
-    bus: bool = False  # one rate for all
+    bus: bool = False  # all messages share the rate
 
     def seconds(self, flows: tuple[Flow, ...], nbytes: int) -> float:
-        """Of one of several messages that begin together."""
+        """Seconds of each of several messages that begin together."""
         return self.latency_s + nbytes * (len(flows) if self.bus else 1) / self.rate
 
     def rows(self, seed: int = 0, noise: float = 0.0) -> list[Measurement]:
-        """As the bench makes them, each up to `noise` off."""
+        """Rows as the bench makes them; each time has a random error of up to `noise`."""
         dice = random.Random(seed)
         rows = []
         for point in link_points(self.num_ranks, "nccl", MAX_BYTES):

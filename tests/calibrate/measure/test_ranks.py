@@ -1,4 +1,4 @@
-"""A layer beside a pending receive: measured on two ranks, fitted, and used in plans."""
+"""A layer that runs during a pending receive: measured on two ranks, fitted, and used in plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvrsim.strategies import STRATEGIES
 from tests.building import examples
 from tests.building.measurements import row as measured
 
-# -- A layer beside a receive that waits: measured on two ranks, fitted, and used where a rank receives.
+# -- A layer during a pending receive: measured on two ranks, fitted, and used where a rank receives.
 
 
 def test_the_share_is_what_the_layer_loses_of_its_rate() -> None:
@@ -88,7 +88,7 @@ def test_a_chain_is_slower_by_at_most_what_its_ranks_lose(share: float, message_
 
 
 def test_two_ranks_time_a_layer_alone_and_beside_a_receive_that_waits() -> None:
-    """On a CPU, over gloo; the receive is answered only after the layer."""
+    """Measured on a CPU over gloo; the sender answers the receive only after the layer."""
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"num_hidden_layers": 3, "vocab_size": 128, "intermediate_size": 96}
     model = read_config(JsonObject(fields=config, where="test"), "tiny")

@@ -1,4 +1,4 @@
-"""An engine fitted to prefills that a known engine made: its terms, errors, and the profile that holds it."""
+"""An engine fitted to prefills that another, known engine made: its terms, errors, and profile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cases_of(rows: list[PrefillRow], engine: Engine = PRIOR) -> tuple[PrefillCas
 
 
 def measured(engine: Engine, lengths: tuple[int, ...] = LENGTHS, noise: float = 0.0) -> tuple[PrefillCase, ...]:
-    """Cases with the prior's engine whose seconds are another engine's."""
+    """Cases with the prior engine and the times of another engine."""
     rng = np.random.default_rng(5)
     seconds = [case.ttft_s() * np.exp(noise * rng.standard_normal()) for case in cases_of([*map(row, lengths)], engine)]
     return cases_of([replace(row(length), ttft_s=one) for length, one in zip(lengths, seconds, strict=True)])
@@ -77,7 +77,7 @@ def test_errors_fall_and_hold_on_rows_left_out(fit: PrefillFit) -> None:
 
 
 def test_slower_kernels_are_not_taken_for_seconds_of_tokens() -> None:
-    """Else a model with other kernels per token would be off."""
+    """Otherwise the fit would mispredict a model with other kernels per token."""
     prior = load_engine("serving")
     slow = replace(prior, kernel_scale={"other": 1.3 * prior.scale_on(PROFILE.gpu)})
     lengths = (1024, 2048, 4096, 8192, 16384)
@@ -96,7 +96,7 @@ def test_the_profile_predicts_as_the_fit_does(fit: PrefillFit) -> None:
 
 
 def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
-    """A case is placed once; an engine that is set later counts as one that was named."""
+    """A case gives the same time whether its engine is set when it is made or later."""
     rows = [row(4096, num_gpus=8, strategy="tp"), row(4096, num_gpus=8, strategy="tp2+kvr-e")]
     terms = EngineTerms.of(PROFILE, PRIOR)
     values = {"layer_s": 8e-4, "request_s": 1.2e-2, "token_s": 1e-6, "kernel_scale": 1.08}
@@ -106,7 +106,7 @@ def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
 
 
 def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
-    """As of a transfer of K and V, where the lengths of the rows tell; rows of one length cannot."""
+    """The prior has no seconds per token; rows of several lengths show them, rows of one length cannot."""
     unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))
     client = replace(TRUTH, host=replace(TRUTH.host, token_s=1.5e-5))
     cases = [replace(case, scenario=replace(case.scenario, engine=unknowing)) for case in measured(client)]
@@ -147,7 +147,7 @@ def test_a_row_that_cannot_be_simulated_names_its_line() -> None:
 
 
 def test_the_profile_names_the_cluster_of_the_rows(fit: PrefillFit) -> None:
-    """So that a plan with it is for that cluster."""
+    """A plan with the profile then uses this cluster by default."""
     assert fit.profile.cluster is None
     found = make_cases([row(1024)], PROFILE, partition_of, {"engine": PRIOR})
     assert found.cluster is not None

@@ -1,4 +1,4 @@
-"""Rows of measured prefills: CSV files, what files leave to the options, and mistakes in them."""
+"""Rows of measured prefills: CSV files, values from options where files have none, and mistakes in files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_table_of_measurements_runs_no_code(tmp_path: Path) -> None:
         read_prefills([path], PrefillDefaults())
 
 
-# -- Small outputs of engines' benchmarks: the keys identify the tool, and the times to first token are read.
+# -- Small outputs of engine benchmarks: the keys identify the tool, and times to first token are read.
 
 DEFAULTS = PrefillDefaults(model="llama-2-7b", num_gpus=1, context_len=4096)
 LATENCY = {
@@ -154,7 +154,7 @@ FAILED = {
 
 
 def read(folder: Path, *contents: Any, name: str = "out.json") -> tuple[list[PrefillRow], str]:
-    """Rows and notes of one file with these objects, one a line."""
+    """Rows and notes of a file with these JSON objects, one per line."""
     path = folder / name
     path.write_text("\n".join(map(json.dumps, contents)) + "\n", encoding="utf-8")
     found = read_prefills([path], DEFAULTS)

@@ -1,4 +1,4 @@
-"""Terms of an engine from seconds: recovered where rows identify them, kept at the prior where they do not."""
+"""Terms of an engine from measured times: recovered where rows identify them, else equal to the prior."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRUTH = np.array([0.012, 6e-4, 1.06])
 
 
 def slower(terms: Array, lengths: Array = LENGTHS) -> Array:
-    """A request's constant and the slower of host (32 layers) and device (20 us a token)."""
+    """Seconds of a prefill: a constant plus the slower of the host (32 layers) and the device (20 us per token)."""
     return terms[0] + np.maximum(32 * terms[1], terms[2] * 2e-5 * lengths)
 
 
@@ -30,14 +30,14 @@ def test_a_known_engine_is_recovered() -> None:
 
 
 def test_left_out_means_a_fit_without_the_row() -> None:
-    """As by fitting the other rows alone."""
+    """The value for a left-out row equals that of a fit to the other rows alone."""
     rng = np.random.default_rng(2)
     noisy = slower(TRUTH) * np.exp(0.03 * rng.standard_normal(7))
     found = solve(slower, noisy, PRIORS, range(7))
     for row in (0, 3, 6):
         kept = np.arange(7) != row
         other = solve(lambda terms, kept=kept: slower(terms, LENGTHS[kept]), noisy[kept], PRIORS, range(6))
-        assert found.left_out_s[row] == pytest.approx(slower(other.values)[row], rel=0.05)  # other noise is estimated
+        assert found.left_out_s[row] == pytest.approx(slower(other.values)[row], rel=0.05)  # noise is estimated anew
 
 
 def test_rows_of_one_case_are_left_out_together() -> None:
@@ -50,7 +50,7 @@ def test_rows_of_one_case_are_left_out_together() -> None:
 
 
 def test_a_term_that_no_row_shows_stays_at_the_prior() -> None:
-    """Long prompts hide the host behind the device."""
+    """With long prompts the device hides the time of the host."""
     lengths = np.array([8192.0, 16384.0])
     found = solve(lambda terms: slower(terms, lengths), slower(TRUTH, lengths), PRIORS, range(2))
     assert found.values[1] == pytest.approx(PRIORS[1].median, rel=1e-3)
@@ -59,7 +59,7 @@ def test_a_term_that_no_row_shows_stays_at_the_prior() -> None:
 
 
 def test_a_host_that_the_prior_hides_is_found() -> None:
-    """At the prior's medians no row moves with layer_s: the derivative there is zero."""
+    """At the medians of the prior, layer_s has no effect on any row, so the derivative is zero."""
     lengths = np.array([1024.0, 2048.0, 4096.0])
     truth = np.array([0.005, 3e-3, 1.0])
     found = solve(lambda terms: slower(terms, lengths), slower(truth, lengths), PRIORS, range(3))

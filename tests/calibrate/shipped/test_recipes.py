@@ -1,4 +1,4 @@
-"""Sections are fitted by themselves: everything else in a profile and on its page stays."""
+"""Sections of a profile are fitted separately; the rest of the profile and of its page does not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHIPPED = FitReport(profile=PROFILE, lines={}, notes=())
 
 
 def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:
-    """Any section does: half the rates of element-wise kernels, from two rows."""
+    """A fit of the start of element-wise kernels, with the errors of two rows."""
     rates = replace(profile.kernels.elementwise, start_s=part.number("start_s"))
     own = Comparison(label="two rows", measured_s=np.array([1.0, 2.0]), predicted_s=np.array([1.1, 2.2]))
     return Fitted(rates=rates, source="a test", own=own, cross_validated=own, seen={})
