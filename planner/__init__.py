@@ -1,1 +1,1 @@
-"""The planner: searches partitions against the simulator and proves how far they can be from the best."""
+"""The planner: it searches the best partitions by simulation and bounds how far they can be from the optimum."""

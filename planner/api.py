@@ -1,7 +1,7 @@
-"""The functions of the Python API: they turn arguments into a Scenario and call the planner.
+"""The functions of the Python API: they turn their arguments into a Scenario and call the planner.
 
-`kvrsim` offers them under its own name. Arguments are declared in kvrsim/arguments.py; all are keywords. Each function
-loads its part of the planner when it is called.
+The package `kvrsim` exports them. Arguments are declared in kvrsim/arguments.py; all are keyword arguments. Each
+function imports its part of the planner when it is called.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ def plan(
     timeline: bool = False,
     on_progress: OnProgress | None = None,
 ) -> kvrsim.Plan:
-    """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
+    """Compare strategies for one prefill, each with its best partition, and prove a lower bound of TTFT.
 
-    Strategies may be names in a list or a text, or Strategy objects. Under noise they are ranked by their mean TTFT.
+    Strategies may be names in a list or a text, or Strategy objects. Noise: strategies are ranked by their mean TTFT.
 
     Parameters
     ----------
     timeline : bool
-        Record the timelines of all strategies; without, `plot` compares their TTFTs.
+        Record the timelines of all strategies; without timelines, `plot` compares TTFTs.
     on_progress : callable
-        Called with what is done, the total (None: unknown), and of what.
+        Called with the amount done, the total (None: unknown), and the name of the work.
 
     Returns
     -------
     Plan
-        Where nothing fits in memory, its `feasible` is False.
+        Its `feasible` is False if no strategy fits in memory.
 
     Raises
     ------
     InputError
-        It names the parameter.
+        An argument is invalid; the error names the parameter.
 
     Examples
     --------
@@ -103,9 +103,9 @@ def plan_of(
     search: Search | None = None,
     pool: Pool | None = None,
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
-    """The scenario and the plan of `plan`; `timelines` names strategies with spans, `pool` simulates noise.
+    """Return the scenario and the result of `plan`; timelines are recorded for `timelines`; `pool` simulates noise.
 
-    search: its observers, and the engine of the plan's launch; its options are `compared`.
+    search: callbacks for progress, and the engine of the plan's launch; its options are replaced by `compared`.
     """
     from planner.candidates import Search
     from planner.plan import make_plan
@@ -131,12 +131,12 @@ def simulate(
 ) -> kvrsim.SimResult:
     """Simulate one strategy's prefill.
 
-    The strategy may be a Strategy object. Under noise, `noisy` of the result is the distribution of TTFT.
+    The strategy may be a Strategy object. Under noise, the field `noisy` of the result is the distribution of TTFT.
 
     Parameters
     ----------
     timeline : bool
-        Record the timeline. It and `breakdown` need the event executor.
+        Record the timeline. The timeline and `breakdown` need the event executor.
 
     Returns
     -------
@@ -145,7 +145,7 @@ def simulate(
     Raises
     ------
     InputError
-        It names the parameter.
+        An argument is invalid; the error names the parameter.
 
     Examples
     --------
@@ -201,14 +201,14 @@ def build_table(
     jobs: int = 1,
     on_progress: OnProgress | None = None,
 ) -> kvrsim.PartitionTable:
-    """Search the best partition for many contexts and numbers of GPUs: a lookup table for "kvr-p".
+    """Build the lookup table of "kvr-p": the best partition for each of many contexts and numbers of GPUs.
 
     Parameters
     ----------
     strategy : str or Strategy
-        A strategy over single GPUs whose chunks are searched.
+        A strategy whose ranks are single GPUs and whose chunks are searched.
     jobs : int
-        Processes; more than one needs a script with `if __name__ == "__main__"` on some systems.
+        Number of processes; more than one needs a script with `if __name__ == "__main__"` on some systems.
     on_progress : callable
         As in `plan`.
 
@@ -219,7 +219,7 @@ def build_table(
     Raises
     ------
     InputError
-        It names the parameter.
+        An argument is invalid; the error names the parameter.
 
     Examples
     --------
@@ -244,12 +244,12 @@ def build_predictor(
     jobs: int = 1,
     on_progress: OnProgress | None = None,
 ) -> kvrsim.TtftPredictor:
-    """Simulate a grid of new tokens, cached prefixes and batches: what a router needs to predict TTFT without kvrsim.
+    """Simulate a grid of new tokens, cached prefixes and batches: a router can then predict TTFT without kvrsim.
 
     Parameters
     ----------
     strategy : str or Strategy
-        As in `simulate`; "best": the fastest that fits and that some engine has.
+        As in `simulate`; "best": the fastest one that fits in memory and that some engine has.
     jobs : int
         As in `build_table`.
     on_progress : callable
@@ -262,7 +262,7 @@ def build_predictor(
     Raises
     ------
     InputError
-        It names the parameter, also where no strategy fits in memory.
+        An argument is invalid, or no strategy fits in memory; the error names the parameter.
 
     Examples
     --------
@@ -283,7 +283,7 @@ def build_predictor(
 def map_strategies(
     args: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None
 ) -> kvrsim.StrategyMap:
-    """Find the fastest strategy per number of GPUs, and the context from which each is faster than one GPU.
+    """Find the fastest strategy for each number of GPUs, and the context from which each beats one GPU.
 
     One GPU is always compared.
 
@@ -299,7 +299,7 @@ def map_strategies(
     Raises
     ------
     InputError
-        It names the parameter.
+        An argument is invalid; the error names the parameter.
 
     Examples
     --------
@@ -314,7 +314,7 @@ def map_strategies(
 def map_of(
     args: ScenariosArgs, compared: MapArgs, *, pool: Pool | None = None, on_progress: OnProgress | None = None
 ) -> kvrsim.StrategyMap:
-    """The result of `map_strategies`; pool: who simulates."""
+    """The result of `map_strategies`; pool: processes that simulate."""
     from planner.map.map import make_map
 
     base, warnings, lengths, counts = build_scenarios(args)
@@ -343,19 +343,19 @@ def capacity(
     Parameters
     ----------
     strategies : sequence of str or Strategy
-        What groups may run, as in `plan`; None: all that take no long search.
+        Strategies that groups may run, as in `plan`; None: all those without a long search.
     on_progress : callable
         As in `plan`.
 
     Returns
     -------
     CapacityPlan
-        Where nothing meets the target, its `feasible` is False.
+        Its `feasible` is False if no fleet meets the target.
 
     Raises
     ------
     InputError
-        It names the parameter.
+        An argument is invalid; the error names the parameter.
 
     Examples
     --------
@@ -378,7 +378,7 @@ def capacity_of(
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
 ) -> kvrsim.CapacityPlan:
-    """The result of `capacity`; engines: names of those that must have the strategies. pool: who simulates groups."""
+    """The result of `capacity`; engines: engines that must have the strategies. pool: processes that simulate."""
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
@@ -402,18 +402,18 @@ def confirm(
 ) -> kvrsim.Confirmation:
     """Run a plan's candidates on this machine, interleaved, and report the errors of the predictions.
 
-    `model` must be given by name or path, `profile` is of this machine, as `kvrsim calibrate all` makes one, and `gpus`
-    is the number of ranks. Links given here are emulated. It starts processes: a script needs `if __name__ ==
-    "__main__"`.
+    `model` must be given by name or path, `profile` describes this machine (`kvrsim calibrate all` makes one), and
+    `gpus` is the number of ranks. Links given here are emulated. This function starts processes: a script needs `if
+    __name__ == "__main__"`.
 
     Parameters
     ----------
     strategies : sequence of str
-        Names, or ["all"]; None: the paper's.
+        Names, or ["all"]; None: the strategies of the paper.
     top : int
-        Number of KVR partitions: the plan's, and the top - 1 next best.
+        Number of KVR partitions: the plan's partition, and the top - 1 next best ones.
     virtual : bool
-        Replay all ranks on one device, with modelled messages; None: only where there are too few devices.
+        Replay all ranks on one device, with modelled messages; None: only if there are too few devices.
     hardware : dict
         Device, backend, threads, repeats and the other fields of planner.confirm.hardware.Hardware.
 
@@ -424,7 +424,7 @@ def confirm(
     Raises
     ------
     InputError
-        It names the parameter.
+        An argument is invalid; the error names the parameter.
     RankError
         A rank failed.
 
@@ -445,7 +445,7 @@ def confirm(
 
 
 def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
-    """A table, read where its file is named."""
+    """A partition table; if a file is named, the table is read from it."""
     table = None if given is None else checked(given, "table", TABLE)
     if not isinstance(table, str):
         return table
@@ -455,7 +455,7 @@ def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsi
 
 
 def disturbance_of(given: NoiseArgs) -> Disturbance | None:
-    """The noise of the arguments and the number of samples; None without noise."""
+    """The noise that the arguments describe, and its number of samples; None without noise."""
     if given.noise is None:
         return None
     from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance  # only where a noise is named

@@ -1,6 +1,6 @@
 """Candidate: a strategy with a partition for a scenario, and everything predicted for it.
 
-A plan compares candidates; a simulation is about one. What a candidate predicts is computed on first use, once.
+A plan compares candidates; a simulation has a single candidate. Each prediction is computed once, on first use.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
-ROUGH = "rough"  # method of pieces that were not searched
-_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # of TTFT, assumed gain of a search over a rough partition
-_MOST_GAIN_OF_CHAIN = 0.001  # over the analytical plan of KVR's chain, where its bound is proven
+ROUGH = "rough"  # name of the method if the pieces were not searched
+_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # share of TTFT that a search is assumed to gain
+_MOST_GAIN_OF_CHAIN = 0.001  # the same share for KVR's chain with a proven bound
 CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
-_SHORT_PIECES = 64  # pieces per stage with which a pipeline's activations are least
-RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
+_SHORT_PIECES = 64  # pieces per stage for which a pipeline's activations are assumed to be smallest
+RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # rings: cost grows with GPUs²
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A strategy with a partition for a scenario."""
 
-    scenario: Scenario  # on all GPUs that take part
-    strategy: Strategy  # for a searched pipeline, with the layers of its stages
+    scenario: Scenario  # scenario with all GPUs that take part
+    strategy: Strategy  # strategy; a searched pipeline includes the layers of its stages
     partition: Partition
     search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
 
@@ -77,7 +77,7 @@ class Candidate:
 
     @cached_property
     def finish_s(self) -> tuple[float, ...]:
-        """When each rank has finished."""
+        """Finish time of each rank, seconds."""
         chunks = np.array([self.partition.chunk_lens], dtype=float).T
         finish_s = Runner(self.per_rank, self.strategy).finish_s(chunks, program=lambda: self.program)
         return tuple(map(float, finish_s[:, 0]))
@@ -99,7 +99,7 @@ class Candidate:
 
     @property
     def waits(self) -> tuple[float, ...]:
-        """Seconds that each GPU does not compute before it ends."""
+        """Idle seconds of each GPU before its finish time."""
         pairs = zip(self.compute_s, self.finish_s, strict=True)
         return tuple(waited_s(*pair) for pair in pairs for _ in range(self.per_rank.gpus_per_rank))
 
@@ -125,7 +125,7 @@ class Candidate:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """All spans, by the event executor, with the basis of each span's seconds."""
+        """All spans, recorded by the event executor, with the basis of each span's seconds."""
         from planner.uncertainty.basis import bases_of
 
         run = run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
@@ -135,19 +135,19 @@ class Candidate:
 
     @property
     def prefix_access(self) -> PrefixAccess | None:
-        """How ranks attend to a cached prefix that lies elsewhere; None: it lies where it is used."""
+        """How ranks attend to a cached prefix on other GPUs; None: the prefix is on the GPUs that use it."""
         plan = self.per_rank.prefix_access_plan
         each_stage_has_its_layers = self.strategy.pipeline is not None and plan.source is None
         return None if plan.is_local or each_stage_has_its_layers else plan.access
 
 
 def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
-    """TTFT of one partition, for a scenario as the strategy sees it per rank."""
+    """TTFT of one partition; `per_rank` is the scenario per rank of the strategy."""
     return run_partition(per_rank, strategy, partition).ttft_s
 
 
 def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
-    """The scenario with one rank per GPU or group of GPUs, and the fastest access to a cached prefix by even chunks.
+    """The scenario with one rank per GPU or group of GPUs, and the fastest access to a cached prefix for even chunks.
 
     Raises InputError where the strategy cannot run.
     """
@@ -176,7 +176,7 @@ def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...
 
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
-    """How each strategy's ranks attend to a cached prefix that only some of them have, or none."""
+    """Notes on how each strategy's ranks attend to a cached prefix that is not on all GPUs; empty if none do."""
     meanings = {
         "whole": "each rank loads all that it needs",
         "pass-kv": "its shares go to all ranks",
@@ -197,14 +197,14 @@ class PartitionLookup(Protocol):
         """The partition of a scenario."""
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy, /) -> tuple[str, ...]:
-        """How the table suits the scenario and the strategy that looks it up."""
+        """Differences between the table and the scenario with the strategy that looks it up."""
 
 
 class ForEngine(NamedTuple):
     """The serving engine that a comparison is for."""
 
     name: str
-    only: bool = False  # whether nothing else is compared
+    only: bool = False  # whether only strategies of this engine are compared
 
     def has(self, strategy: Strategy, scenario: Scenario) -> bool:
         """Whether the engine has a strategy on the scenario's GPUs."""
@@ -216,14 +216,14 @@ class Search:
     """How the partition of a strategy is chosen."""
 
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
-    options: SearchArgs = field(default_factory=SearchArgs)  # its table is a PartitionLookup, read from its file
+    options: SearchArgs = field(default_factory=SearchArgs)  # search options; their table is already read from its file
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
-    allowance: Allowance | None = None  # of one search; None: it ends by itself
-    engine: ForEngine | None = None  # engine whose best strategy is searched as well; None: any engine
+    allowance: Allowance | None = None  # limit of the work of one search; None: no limit
+    engine: ForEngine | None = None  # only this engine's strategies count as deployable; None: those of any engine
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
-        """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""
+        """The strategy with its best partition. warm_start: the best partition of KVR's chain."""
         per_rank = per_rank_scenario(scenario, strategy)
         found = self.choose_partition(per_rank, strategy, warm_start)
         if isinstance(found, Partition):
@@ -283,7 +283,7 @@ class Search:
 def choose_partition(
     per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None
 ) -> tuple[Strategy, Partition]:
-    """The strategy, a searched pipeline with the layers of its stages, and its partition: the one given, or its own."""
+    """The strategy (a searched pipeline with the layers of its stages), and the given partition or the chosen one."""
     found = Search(partition=partition).choose_partition(per_rank, strategy)
     return (strategy, found) if isinstance(found, Partition) else (found.strategy, found.partition)
 
@@ -312,9 +312,9 @@ class ComparedStrategies:
     """The strategies that a plan compares."""
 
     strategies: tuple[Strategy, ...]
-    limited: bool = False  # by the budget of a search
-    notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # that cannot fit in memory, the nearest first; or whose rings are too long
+    limited: bool = False  # whether the search budget limits the comparison
+    notes: tuple[str, ...] = ()  # notes on strategies that the machine or the model does not allow
+    not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then long rings
 
 
 def strategies_to_compare(
@@ -326,8 +326,8 @@ def strategies_to_compare(
 ) -> ComparedStrategies:
     """Strategies by name; None and "all" mean every strategy that runs here and could fit in memory.
 
-    noisy: only those that noise is defined for, whose ranks are single GPUs with all layers.
-    Raises InputError for an empty list, where two have one name, or where an engine that alone counts has none of them.
+    noisy: keep only strategies whose ranks are single GPUs with all layers; noise is defined for these.
+    Raises InputError for an empty list, for two strategies of one name, or if the only engine has none of them.
     """
     if names is not None and not names:
         raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
@@ -354,7 +354,7 @@ def strategies_to_compare(
         needs = format_bytes(least[misfits[0]])
         limit = format_bytes(scenario.memory_limit.nbytes)
         notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
-    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # where nothing fits, one estimate remains
+    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if nothing fits, keep the smallest
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
     named = [one for one in names or () if one != "all"]
     return ComparedStrategies(
@@ -366,18 +366,18 @@ def strategies_to_compare(
 
 
 class Comparison(NamedTuple):
-    """The best candidate of each strategy, and what the budget of a search left."""
+    """The best candidate of each strategy, and strategies for which the search budget was too small."""
 
     by_name: dict[str, Candidate]
-    unsearched: tuple[str, ...] = ()  # strategies that could be the best, likeliest first
+    unsearched: tuple[str, ...] = ()  # strategies that could be the best but were not searched, likeliest first
 
 
 def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> Comparison:
     """Search each strategy's best partition; strategies near KVR's chain start at the chain's partition.
 
-    limited: every partition is rough at first: even pieces, or the chain's analytical plan. Those that could be the
-    best, or the best that engines have, are then searched, the likeliest first, as long as the budget lasts. The budget
-    is the model's work, not time, so that a busy machine finds the same.
+    If `compared.limited`, every partition is rough at first: even pieces, or the chain's analytical plan. Then the
+    strategies that could be the best, or the best that engines have, are searched, the likeliest first, until the
+    budget is spent. The budget counts modelled work, not measured time, so that a busy machine finds the same result.
     """
     by_name: dict[str, Candidate] = {}
     limited = compared.limited and search.options.method == "auto"
@@ -422,13 +422,13 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
 
 
 def _least_s(one: Candidate) -> float:
-    """What a search is taken to find at best: less than the rough partition takes by the most that one has gained.
+    """The least TTFT that a search is assumed to find: the rough partition's TTFT less the largest expected gain.
 
-    Chunks over a slow bus may gain all of the communication.
+    On a shared bus, searched chunks may also save all communication time.
     """
     if one.strategy.partition_rule == "search" and one.per_rank.cluster.shares_bandwidth:
         return one.ttft_without_communication_s * (1 - _MOST_GAIN["search"])
-    proven = one.strategy.chains and one.per_rank.chain_is_proven  # whose analytical plan is nearly the best
+    proven = one.strategy.chains and one.per_rank.chain_is_proven  # the analytical plan is then nearly the best
     return one.ttft_s * (1 - (_MOST_GAIN_OF_CHAIN if proven else _MOST_GAIN[one.strategy.partition_rule]))
 
 
@@ -439,9 +439,9 @@ def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | Non
 
 
 def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> Candidate:
-    """The analytical plan, or the even pieces of a pipeline of the same sizes."""
+    """The candidate before a search: the analytical plan, or the even pieces of a pipeline of the same sizes."""
     chain = by_name.get(chain_like(strategy).name)
-    if strategy.chains and chain is not None:  # it issues attention in several calls, where that is faster
+    if strategy.chains and chain is not None:  # the other strategy issues attention in several calls if that is faster
         alike = replace(chain, strategy=strategy)
         if alike.ttft_s >= chain.ttft_s:
             return alike
@@ -456,16 +456,16 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
 
 
 def is_rough(one: Candidate) -> bool:
-    """Whether its partition could be searched, and was not."""
+    """Whether the candidate's partition could be searched, but was not."""
     return one.search is not None and one.search.report.method in ("analytical", ROUGH)
 
 
 def _each_s(one: Candidate) -> float:
-    """About what a partition takes on one core of 2026, seconds."""
+    """Estimated seconds that evaluating one partition takes on one CPU core of 2026."""
     ranks, layers = one.per_rank.cluster.num_gpus, one.per_rank.share.num_hidden_layers
     if one.per_rank.cluster.shares_bandwidth:
         return 3e-7 * layers * ranks * (1 if one.strategy.chains else ranks)
-    if one.strategy.pipeline is not None:  # a step of all stages takes 0.1 ms, for as many partitions as a round has
+    if one.strategy.pipeline is not None:  # 0.1 ms per step of all stages, for all partitions of a round
         pieces = len(one.partition.chunk_lens)
         return 1e-4 * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
     return 1e-6 * ranks * (8 if not one.per_rank.chain_is_proven else 1 if one.strategy.chains else 2)
@@ -474,8 +474,8 @@ def _each_s(one: Candidate) -> float:
 def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     """Least bytes on the GPU that needs the most, for any partition.
 
-    Exact for even chunks. Of searched chunks it is the weights and the cache, of pipelines those with short pieces; a
-    searched pipeline may move layers, so that the mean of its stages counts.
+    Exact for even chunks. For searched chunks: weights and cache. For pipelines: the memory with short pieces; for
+    searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.
     """
     per_rank = per_rank_scenario(scenario, strategy)
     tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
@@ -489,7 +489,7 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
 
 
 def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
-    """Each strategy once, in the order given; raises InputError where two have one name."""
+    """The strategies without duplicates, in the order given; raises InputError if two different ones have one name."""
     by_name: dict[str, Strategy] = {}
     for one in names:
         strategy = get_strategy(one, "strategies")
@@ -504,9 +504,9 @@ def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
 
 
 def hybrids(scenario: Scenario) -> tuple[str, ...]:
-    """The hybrids that `all` stands for; no group but that of chunked prefill, and no stage, spans nodes.
+    """The hybrids that `all` includes. Only the group of chunked prefill may span nodes; no stage does.
 
-    Of mixtures also the layouts with experts spread over all GPUs, or those of a stage, that an engine has.
+    For mixtures of experts, also layouts of engines that spread experts over all GPUs or those of a stage.
     """
     num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
     node = min(num_gpus, per_node or num_gpus)
@@ -523,7 +523,7 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
 
 
 def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
-    """Strategies without a table that machine and model allow, and a note on the others."""
+    """Those of the named strategies, without a table, that machine and model allow; and notes on the others."""
     allowed, reasons = [], dict[str, list[str]]()
     for name in names:
         strategy = get_strategy(name, "strategies")
@@ -540,7 +540,7 @@ def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, 
 
 
 def group_sizes(num_gpus: int, per_node: int | None) -> tuple[int, ...]:
-    """Powers of two that divide the GPUs into groups, none of which spans nodes."""
+    """Powers of two that divide the number of GPUs, such that no group spans nodes."""
     most = min(num_gpus // 2, per_node or num_gpus)
     powers = (2**exponent for exponent in range(1, 17))
     return tuple(size for size in powers if size <= most and num_gpus % size == 0)

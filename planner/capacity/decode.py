@@ -1,4 +1,4 @@
-"""Decoding: the fleet that decodes, and the time for which the transfer of a cache to it keeps a group busy.
+"""The fleet that decodes, and the time for which the transfer of a KV cache to this fleet keeps a group busy.
 
 The fleet that decodes has tensor-parallel groups, which run one batch each. A step computes one token of each sequence
 of the batch. It reads the weights once, and the cache of each sequence. The batch of a group is the largest whose step
@@ -37,19 +37,19 @@ MEANING = (
 class KvTransfer:
     """Transfer of caches from the fleet that prefills to the fleet that decodes."""
 
-    bytes_per_s_a_gpu: float  # as given
-    mean_bytes: float  # of a request's cache
+    bytes_per_s_a_gpu: float  # bandwidth per GPU, as given
+    mean_bytes: float  # mean size of a request's cache
     max_bytes: float
-    mean_bytes_per_s: float | None  # of all requests together; None: they all arrive at once
+    mean_bytes_per_s: float | None  # mean rate of all transfers together; None: all requests arrive at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """The cache leaves layer by layer while later layers are computed, over all GPUs that hold a part."""
+    """Transfer of a cache from all GPUs that hold a part of it, layer by layer while later layers are computed."""
 
     model: ModelSpec
-    bytes_per_s: float  # of one GPU
-    element_bytes: int  # of activations; a model may cache fewer
+    bytes_per_s: float  # bandwidth of one GPU
+    element_bytes: int  # bytes of one activation value; a model may cache smaller values
 
     def nbytes(self, context_len: Lengths) -> Array:
         """Bytes of the cache of each context."""
@@ -61,7 +61,7 @@ class Transfer:
     def after_s(self, context_len: Lengths, ttft_s: Array, gpus: Lengths) -> Array:
         """Seconds from the first token until the whole cache has left a group; `gpus` hold its parts.
 
-        The first layer's leaves at the earliest when it is computed, the last one's after the first token.
+        The first layer's cache leaves after that layer is computed, the last layer's cache after the first token.
         """
         whole_s = self.nbytes(context_len) / (self.bytes_per_s * gpus)
         prefill_s = np.where(np.isfinite(ttft_s), ttft_s, 0.0)
@@ -69,7 +69,7 @@ class Transfer:
         return np.asarray(np.maximum(whole_s, prefill_s) + one_layer_s - prefill_s)
 
     def summary(self, workloads: Sequence[Workload]) -> KvTransfer:
-        """Sizes and rates over all requests."""
+        """Mean and largest size, and mean rate, of the transfers of all requests."""
         nbytes = np.concatenate([self.nbytes(workload.context_len) for workload in workloads])
         duration_s = sum(workload.duration_s for workload in workloads)
         return KvTransfer(
@@ -84,7 +84,7 @@ class Transfer:
 class Sequences:
     """The sequences that are decoded; arrays of shape (N,)."""
 
-    first_token_s: Array  # inf: never
+    first_token_s: Array  # time of the first token; inf: never served
     context_len: Lengths
     output_tokens: Lengths
 
@@ -95,12 +95,12 @@ class Sequences:
 
     @property
     def mean_context(self) -> int:
-        """Tokens that an average step attends to."""
+        """Mean context of a decode step, tokens."""
         tokens = self.context_len + self.output_tokens / 2
         return math.ceil(float((self.steps * tokens).sum() / self.steps.sum()))
 
     def most_at_once(self, tpot_s: float) -> int:
-        """The most sequences that are ever decoded at once."""
+        """The largest number of sequences that are decoded at the same time."""
         some = self.steps > 0
         begin_s = np.sort(self.first_token_s[some])
         end_s = np.sort((self.first_token_s + self.steps * tpot_s)[some])
@@ -115,13 +115,13 @@ class DecodeFleet:
     gpus_per_group: int
     replicas: int
     strategy: str
-    batch: int  # sequences of a group
-    limited_by: Literal["memory", "tpot", "requests"]  # limit of the batch
-    step_s: float  # of a full batch
+    batch: int  # sequences per group
+    limited_by: Literal["memory", "tpot", "requests"]  # what limits the batch
+    step_s: float  # time of a step with a full batch
     tpot_s: float  # the target
-    context_tokens: int  # mean context that the batch and its step are computed for
-    sequences_at_once: int  # at most
-    tokens_per_s: float  # of the whole fleet with full batches
+    context_tokens: int  # mean context for which the batch and its step are computed
+    sequences_at_once: int  # largest number of sequences at the same time
+    tokens_per_s: float  # rate of the whole fleet with full batches
     cost_per_hour: float | None  # None: no price was given
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, 
     for size in limits.sizes:
         try:
             per_rank = decoding_rank(scenario, size)
-        except InputError:  # heads that do not divide, or a group over several nodes
+        except InputError:  # the heads cannot be divided, or the group would span nodes
             continue
         width = per_rank.request.dtype_bytes
         free = per_rank.memory_limit.nbytes - RUNTIME_BYTES - per_rank.share.weight_bytes(width)

@@ -1,10 +1,10 @@
 """A fleet: pools of equal groups, the routing of prompts to pools, and the simulation of their queues.
 
 A prompt starts on rank 0 of a group at time S. Alone, rank i is free at S + f_i, and the first token comes at S + T,
-where T is the last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it waits for
-the KV-cache or the activations of earlier ranks anyway. The next prompt starts as soon as rank 0 is free. A rank i that
-still works on the prompt before, later than S + w_i by d_i, delays itself and the ranks after it by at most d_i,
-because finish times are maxima of sums of earlier times. That holds for prompts of any lengths. Where a message holds
+where T is the last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it has to
+wait for the KV cache or the activations of earlier ranks. The next prompt starts as soon as rank 0 is free. If rank i
+is still busy with the previous prompt until S + w_i + d_i, it delays itself and the ranks after it by at most d_i,
+because finish times are maxima of sums of earlier times. This is true for prompts of any length. Where a message holds
 its sender, a delay also reaches ranks before i, so the prompt starts on rank 0 that much later instead.
 """
 
@@ -34,7 +34,7 @@ class GroupType(NamedTuple):
     """The number of GPUs of a group, and the placement of the weights on them."""
 
     gpus: int
-    weights: str = WHOLE  # WHOLE, or an engine's name: tp4, tp2+pp4; the other GPUs split the context
+    weights: str = WHOLE  # WHOLE, or an engine's name such as tp4 or tp2+pp4; the other GPUs split the context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ class Group:
         return self.type.gpus * self.replicas
 
     def of(self, replicas: int) -> Group:
-        """The groups with another count."""
+        """The same groups with another number of replicas."""
         return replace(self, replicas=replicas)
 
 
-Fleet = tuple[Group, ...]  # in the order of their lengths; together they serve all lengths
+Fleet = tuple[Group, ...]  # groups in ascending order of their lengths; together they serve all lengths
 
 
 def gpus_of(fleet: Fleet) -> int:
@@ -70,11 +70,11 @@ class FleetLimits:
 
     sizes: tuple[int, ...] = (1, 2, 4, 8)  # numbers of GPUs per group
     max_gpus: int = 512
-    prices: Mapping[int, float] = field(default_factory=dict)  # of a GPU per hour, by group size; empty: unknown
+    prices: Mapping[int, float] = field(default_factory=dict)  # price of a GPU per hour, by group size; empty: unknown
     by_cost: bool = False  # minimise cost rather than the number of GPUs
 
     def cost(self, gpus_per_group: int) -> float:
-        """What one group adds to the objective."""
+        """Cost of one group in the objective: its GPUs or its price per hour."""
         return gpus_per_group * (self.prices[gpus_per_group] if self.by_cost else 1.0)
 
     def cost_per_hour(self, fleet: Fleet) -> float | None:
@@ -86,11 +86,11 @@ class FleetLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """When the ranks of a group are free for the next prompt, by the class of a prompt."""
+    """Times at which the ranks of a group are free for the next prompt, by class of prompt (a range of lengths)."""
 
-    finish: tuple[tuple[float, ...], ...]  # [class][rank]: time at which the rank is free (f_i), over T; rounded up
-    slack: tuple[tuple[float, ...], ...]  # [class][rank]: how much later it could start (w_i), over T; rounded down
-    holds: bool = False  # whether a message holds its sender
+    finish: tuple[tuple[float, ...], ...]  # [class][rank]: time f_i at which the rank is free, over T; rounded up
+    slack: tuple[tuple[float, ...], ...]  # [class][rank]: slack w_i of the rank's start, over T; rounded down
+    holds: bool = False  # whether a sender is busy until its message has arrived
 
     @classmethod
     def whole(cls) -> Overlap:
@@ -99,7 +99,7 @@ class Overlap:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks with times of their own."""
+        """Number of ranks that are timed separately."""
         return len(self.finish[0])
 
     @property
@@ -131,13 +131,13 @@ class Overlap:
 class Service:
     """Service times of requests on groups of one type; arrays of shape (N,)."""
 
-    ttft_s: Array  # from start to first token on an idle group; inf if it does not fit in memory
-    busy_s: Array  # time for which each prompt keeps a group busy before its first token (mean of the GPUs)
-    hold_s: Array  # time after the first token for which the transfer of the cache keeps the group busy
-    length_class: Indices  # row of `overlap`
-    strategies: tuple[str, ...]  # one per class
+    ttft_s: Array  # seconds from the start to the first token on an idle group; inf if it does not fit in memory
+    busy_s: Array  # seconds for which each prompt keeps a group busy before its first token (mean over the GPUs)
+    hold_s: Array  # seconds after the first token for which the transfer of the cache keeps the group busy
+    length_class: Indices  # class of each request: its row in the tables of `overlap`
+    strategies: tuple[str, ...]  # strategy of each class
     overlap: Overlap
-    new_tokens: Lengths  # for order and packing
+    new_tokens: Lengths  # lengths that determine the order of the queue and the packing
     cached_prefix: Lengths
     packing: Packing | None = None  # None: prompts run one by one
 
@@ -157,7 +157,7 @@ class Service:
         )
 
     def select(self, index: Indices) -> Service:
-        """The requests of these indices."""
+        """The service times of the requests with these indices."""
         names = ("ttft_s", "busy_s", "hold_s", "length_class", "new_tokens", "cached_prefix")
         return replace(self, **{name: getattr(self, name)[index] for name in names})
 
@@ -166,8 +166,8 @@ class Service:
 class Pool:
     """Requests and the groups that serve them. All requests fit on a group.
 
-    A free group takes the first prompt of the queue; of several, the one that has been free longest, then the
-    lowest number. A prompt may be taken while later ranks of the group still work on the one before.
+    The group that has been free longest takes the first prompt of the queue; of equals, the group with the lowest
+    number. A group may take a prompt while its later ranks still work on the previous one.
     """
 
     arrival_s: Array  # shape (N,), ascending
@@ -190,21 +190,21 @@ class Pool:
 class PoolRun:
     """Results by request; arrays of shape (N,)."""
 
-    begin_s: Array  # start on a group
-    end_s: Array  # first token
-    group: Indices  # the group that served the request
-    busy_s: float  # sum over groups of their GPUs' mean busy time
+    begin_s: Array  # start of the prefill on a group
+    end_s: Array  # time of the first token
+    group: Indices  # number of the group that served the request
+    busy_s: float  # mean busy time of a group's GPUs, summed over the groups
 
 
 def run_pool(pool: Pool) -> PoolRun:
-    """Serve all requests: about a microsecond per request in the order of arrival, a few in other orders."""
+    """Serve all requests. This takes about 1 µs per request in the order of arrival, a few µs in other orders."""
     if pool.order == "first-come" and pool.service.packing is None:
         return _run_in_order(pool)
     return _Dispatcher(pool).run()
 
 
 def _run_in_order(pool: Pool) -> PoolRun:
-    """First come, first served: one pass over the requests."""
+    """Serve the requests in the order of arrival, in one pass."""
     service, overlap = pool.service, pool.service.overlap
     run, num_ranks = overlap.run, overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
@@ -234,10 +234,10 @@ def _run_in_order(pool: Pool) -> PoolRun:
 
 
 class _Dispatcher:
-    """The general case: any order of the queue, whole prompts or packed steps, one event after the other.
+    """Simulation of the general case, event by event: any order of the queue, whole prompts or packed steps.
 
-    A step is filled when the first stage of a group is free: with the prompt that the group has begun, then from the
-    queue. Groups that have begun a prompt go on by themselves; idle ones wait for the queue.
+    When the first stage of a group is free, its next step takes the rest of the prompt that the group has begun, then
+    prompts of the queue. A group with a begun prompt continues without the queue; idle groups wait for the queue.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -260,11 +260,11 @@ class _Dispatcher:
         self.begun: list[Begun | None] = [None] * pool.replicas
 
     def run(self) -> PoolRun:
-        """Dispatch until no request waits or is still to arrive."""
+        """Simulate until all requests have arrived and none waits."""
         arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
         serve = self._prompt if self.packing is None else self._step
         idle = [(-_NEVER, group) for group in range(self.pool.replicas)]
-        busy: list[tuple[float, int]] = []  # time at which the first rank of each other group is free
+        busy: list[tuple[float, int]] = []  # (time when the first rank is free, group) of each busy group
         queue, arrived, now = self.queue, 0, -_NEVER
         while True:
             next_s = arrivals[arrived]
@@ -312,7 +312,7 @@ class _Dispatcher:
         return self.at_position[self.queue[0]] if self.queue else None
 
     def _end(self, group: int, requests: Sequence[int], free_s: list[float], busy_s: float, hold_s: float) -> float:
-        """Record the first tokens of requests, and keep the group busy afterwards."""
+        """Record the first tokens of requests, and keep the group busy while caches leave it."""
         end_s = free_s[-1]
         for request in requests:
             self.end_s[request], self.group[request] = end_s, group
@@ -326,10 +326,10 @@ class FleetRun:
     """Results of a workload by request; arrays of shape (N,)."""
 
     workload: Workload
-    ttft_s: Array  # queueing included; inf: never served
+    ttft_s: Array  # TTFT with queueing; inf: never served
     begin_s: Array
-    pool: Indices  # index of the group that served it; -1: it fits in no group's memory
-    busy_gpu_s: float  # without waits inside a group
+    pool: Indices  # index of the group that served the request; -1: the request fits in no group's memory
+    busy_gpu_s: float  # busy time of all GPUs, without waits inside a group
 
     @property
     def horizon_s(self) -> float:
@@ -340,9 +340,9 @@ class FleetRun:
 
 
 def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fleet) -> Indices:
-    """Index of the group that serves each prompt: that of its length or, if it does not fit there, the next one.
-
-    -1: it fits nowhere.
+    """Index of the group that serves each prompt: the group for its length, or the next one in whose memory it fits.
+    
+    -1: the prompt fits in no group's memory.
     """
     target = np.searchsorted(np.array([group.most_new for group in fleet[:-1]]), new_tokens)
     chosen = np.full(len(new_tokens), -1, dtype=np.int64)

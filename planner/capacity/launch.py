@@ -1,4 +1,4 @@
-"""The launch of a capacity plan's fleet: a server for each kind of group, and for the fleet that decodes."""
+"""The launch of a capacity plan's fleet: one server for each kind of group, and one for groups that decode."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from planner.deploy_engines import DeployEngine, deploy_engine
 class _Servers:
     """Equal servers of a fleet and their description."""
 
-    name: str  # of their script
+    name: str  # name of the servers' script
     server: Server
-    what: str  # description: how many, of what, for which prompts
+    what: str  # description: number of servers, their GPUs, and their prompts
     notes: tuple[str, ...] = ()
 
 
 def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Launch:
-    """The launch of the answer's fleet: the arguments of its first servers, and one script per kind of server.
+    """The launch of the answer's fleet: arguments of its first servers, and a script per kind of server.
 
-    model: what the engine loads. Raises InputError if there is no answer, or if the engine lacks a strategy.
+    model: the model's name for the engine. Raises InputError if there is no answer, or if the engine lacks a strategy.
     """
     if plan.answer is None:
         raise InputError("emit", engine_name, "a fleet that meets the target; none does")

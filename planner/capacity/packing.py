@@ -1,13 +1,13 @@
-"""Packed steps: prompts that share a step of a group, and what such steps take.
+"""Packed steps: prompts that share a step of a group, and the duration of such steps.
 
 A step holds the rest of the prompt that the group has begun, then the next prompts of the queue, up to a token budget.
-A prompt that is longer than what is left of the budget is cut; its next piece comes first in the next step. That is
-the scheduling of prefills in vLLM (max_num_batched_tokens), SGLang (chunked_prefill_size) and TensorRT-LLM
-(max_num_tokens) with chunked prefill.
+A prompt that is longer than the remaining budget is cut; its next piece comes first in the next step. Prefills are
+scheduled so in vLLM (max_num_batched_tokens), SGLang (chunked_prefill_size) and TensorRT-LLM (max_num_tokens) with
+chunked prefill.
 
-A stage's device takes the time of the matrices for all tokens of the step, and of attention for each piece. It ends no
-earlier than the host has issued the step, which the host may do while the stage waits for the stage before. Attention
-is tabulated for every number of tokens behind some prefixes, and interpolated between these prefixes.
+A stage's device takes the time of the matrices for all tokens of the step, and of attention for each piece. The stage
+ends no earlier than the host has issued the step; the host may issue while the stage waits for the previous stage. The
+time of attention is tabulated for every number of tokens after some prefixes, and interpolated between these prefixes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from planner.grid import largest
 
 ACCEPTED = "single, tp, pipelines (pp, pp-s), or these in groups (tp4+pp): each rank takes whole steps"
 _PER_PIECE = ("append", "attention")  # kinds of operations that a step runs once per piece
-_MOST_HEADS = 256  # most prompts that end in a step for which logits are tabulated
+_MOST_HEADS = 256  # largest number of prompts ending in one step for which the time of logits is tabulated
 
 
 class Piece(NamedTuple):
@@ -40,28 +40,27 @@ class Piece(NamedTuple):
 
     prompt: int
     tokens: int  # tokens computed in the step
-    prefix: int  # tokens before them with K and V: the cached prefix and earlier pieces
-    context: int  # tokens of the whole prompt
+    prefix: int  # tokens of the prompt before this piece: the cached prefix and earlier pieces
+    context: int  # length of the whole prompt
     is_first: bool
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt's first token comes with it."""
+        """Whether the piece is the last one of its prompt, so that the first token follows."""
         return self.prefix + self.tokens == self.context
 
 
 class Begun(NamedTuple):
-    """A prompt with some finished pieces."""
+    """A prompt of which some pieces are computed."""
 
     prompt: int
-    done: int  # new tokens so far
+    done: int  # new tokens computed so far
 
 
 class PackingRule:
     """Fills steps with the tokens of prompts.
 
-    most_tokens: that all prompts of a step, with their cached prefixes, may have together in memory; a longer prompt
-        runs alone.
+    most_tokens: largest total context of the prompts of a step, cached prefixes included; a longer prompt runs alone.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class PackingRule:
     ) -> tuple[list[Piece], Begun | None]:
         """The pieces of the next step, and the prompt that the step leaves unfinished.
 
-        peek: the prompt that the queue gives next; None: it is empty. pop: takes it out.
+        peek: returns the first prompt of the queue, None if the queue is empty. pop: removes this prompt.
         """
         pieces: list[Piece] = []
         room, in_memory = self.budget, 0
@@ -107,11 +106,11 @@ def takes_steps(strategy: Strategy) -> bool:
 
 
 class Packing:
-    """Seconds of steps of up to `budget` tokens on the ranks of a scenario: the stages of a pipeline, or one rank.
+    """Durations of steps of up to `budget` tokens on the ranks of a scenario (the stages of a pipeline, or one rank).
 
-    per_rank: the scenario of one rank of the strategy; its request sets the clock of all steps. strategy: one that
-    `takes_steps`. longest: tokens of the longest context. Raises InputError where prompts cannot share a step because
-    of the placement of prefixes, or because the engine's TTFT includes a decode step.
+    per_rank: the scenario per rank of the strategy; its request determines the clock frequency of all steps. strategy:
+    one for which `takes_steps` is true. longest: tokens of the longest context. Raises InputError where prompts cannot
+    share a step because of the placement of prefixes, or because the engine's TTFT includes a decode step.
     """
 
     def __init__(self, per_rank: Scenario, strategy: Strategy, budget: int, longest: int) -> None:
@@ -125,12 +124,12 @@ class Packing:
         self.strategy, self.budget, self.num_stages = strategy.name, budget, len(layers)
         self.most_tokens = _most_tokens_in_memory(per_rank, strategy, budget, max(longest, budget))
         self.request_s, self.token_s = per_rank.host.request_s, per_rank.host.token_s
-        self.holds = not per_rank.sends_overlap  # a message holds the stage that sends it
+        self.holds = not per_rank.sends_overlap  # whether a stage is busy until its message has arrived
         tokens, cost = np.arange(1, budget + 1, dtype=float), per_rank.cost
         costs = per_rank.layer_costs(cost)
 
         def layer(prefix: float) -> list[list[Op]]:
-            """Operations of each kind of layer behind a prefix."""
+            """Operations of each kind of layer after a prefix."""
             steps = (Step(one, (tokens,), (np.full_like(tokens, prefix),)) for one in costs)
             return [list(layer_ops(strategy, step, 0)) for step in steps]
 
@@ -140,41 +139,41 @@ class Packing:
         before, first = before_step(per_rank, tokens, tokens, cost), embedding(per_rank, tokens, cost)
         plain = layer(0.0)
         per_kind = [device_s(op for op in ops if not _is_per_piece(op)) for ops in plain]
-        # [stage][kind of layer]: number of layers
+        # self.layers[stage][kind of layer]: number of layers
         self.layers = [np.bincount([kinds[one] for one in rows], minlength=len(costs)).tolist() for rows in layers]
         without_attention = [
             device_s((*before, *(first if stage == 0 else ())))
             + sum(count * seconds for count, seconds in zip(counts, per_kind, strict=True))
             for stage, counts in enumerate(self.layers)
         ]
-        self.device_s = [_with_zero(row) for row in without_attention]  # [stage][tokens]
-        # Least time of a token without attention, on the mean of the stages.
+        self.device_s = [_with_zero(row) for row in without_attention]  # seconds without attention: [stage][tokens]
+        # Least device time of a token without attention, mean over the stages.
         self.least_token_s = float((np.mean(without_attention, axis=0) / tokens).min())
         self.prefixes = _tabulated_prefixes(longest)
         behind = [
             [_with_zero(device_s(filter(_is_per_piece, ops))) for ops in layer(float(prefix))]
             for prefix in self.prefixes
         ]
-        self.attention_s = list(zip(*behind, strict=True))  # [kind of layer][prefix][tokens]
+        self.attention_s = list(zip(*behind, strict=True))  # seconds of attention: [kind of layer][prefix][tokens]
         issue_s = sum(map(_host_s, before)) + 2 * (self.num_stages > 1) * per_rank.host.message_s
         layer_s = [sum(map(_host_s, ops)) for ops in plain]
-        self.host_s = [issue_s + _total(counts, layer_s) for counts in self.layers]  # to issue a step, by stage
+        self.host_s = [issue_s + _total(counts, layer_s) for counts in self.layers]  # seconds to issue a step, by stage
         paths = [cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
         nbytes = costs[0].activation_bytes(tokens)
         self.hop_s = [*(_with_zero(path.busy_s(nbytes)) for path in paths), [0.0] * (budget + 1)]
         self.latency_s = [*(path.latency_s for path in paths), 0.0]
         one = np.ones(1)
         heads = (last(per_rank, one, one, cost, prompts=number) for number in range(1, _MOST_HEADS + 1))
-        self.head_s = [0.0, *(sum(_device_s(op).item() for op in ops) for ops in heads)]  # [prompts that end]
+        self.head_s = [0.0, *(sum(_device_s(op).item() for op in ops) for ops in heads)]  # by ended prompts
 
     def run(self, free_s: list[float], begin_s: float, pieces: Sequence[Piece]) -> float:
-        """Take a step through all stages: `free_s`, when each of them is free, becomes that after the step.
+        """Run a step through all stages. `free_s`, the time at which each stage is free, is updated.
 
-        Returns how long the stages are busy on average.
+        Returns the mean busy time of the stages, seconds.
         """
         tokens = sum(piece.tokens for piece in pieces)
         begun = [piece.context for piece in pieces if piece.is_first]
-        waits_s = len(begun) * self.request_s + sum(begun) * self.token_s  # on every stage, before its first layer
+        waits_s = len(begun) * self.request_s + sum(begun) * self.token_s  # delay of every stage before its first layer
         spots = [self._spot(piece.tokens, piece.prefix) for piece in pieces]
         attention_s = [sum(_at(table, spot) for spot in spots) for table in self.attention_s]
         there_s, busy_s = begin_s, 0.0
@@ -192,7 +191,7 @@ class Packing:
         return busy_s / self.num_stages
 
     def alone_s(self, new_tokens: int, cached_prefix: int) -> float:
-        """TTFT of a prompt that has the group for itself, in pieces of the budget."""
+        """TTFT of a prompt alone on the group, in pieces of the budget."""
         free_s = [0.0] * self.num_stages
         for done in range(0, new_tokens, self.budget):
             tokens = min(self.budget, new_tokens - done)
@@ -201,15 +200,15 @@ class Packing:
         return free_s[-1]
 
     def least_s(self, new_tokens: int, cached_prefix: int) -> float:
-        """About the least time for which a prompt keeps a group busy (mean of the stages)."""
+        """Approximate least time for which a prompt keeps a group busy (mean over the stages)."""
         tokens = min(new_tokens, self.budget)
-        spot = self._spot(tokens, cached_prefix + (new_tokens - tokens) // 2)  # the middle one of its pieces
+        spot = self._spot(tokens, cached_prefix + (new_tokens - tokens) // 2)  # the middle piece of the prompt
         each_s = [_at(table, spot) for table in self.attention_s]
         attention_s = sum(_total(layers, each_s) for layers in self.layers) / self.num_stages
         return new_tokens * (self.least_token_s + attention_s / tokens)
 
     def _spot(self, tokens: int, prefix: int) -> tuple[int, int, float]:
-        """Return the tokens, the index of the last tabulated prefix not above, and the next one's weight."""
+        """Return the tokens, the index of the tabulated prefix at or below `prefix`, and the weight of the next one."""
         low = min(bisect_right(self.prefixes, prefix) - 1, len(self.prefixes) - 2)
         return tokens, low, (prefix - self.prefixes[low]) / (self.prefixes[low + 1] - self.prefixes[low])
 
@@ -217,7 +216,7 @@ class Packing:
 def _most_tokens_in_memory(per_rank: Scenario, strategy: Strategy, budget: int, most: int) -> int:
     """Most tokens, up to `most`, whose K and V fit with the weights and activations of a step; 0 if none.
 
-    They are counted as one prompt of that many tokens in pieces of a step.
+    The memory is that of a single prompt with all these tokens, in pieces of a step.
     """
     in_pieces = strategy if strategy.pipeline is not None else STRATEGIES["pp"]
 
@@ -238,17 +237,17 @@ def _at(table: Sequence[Sequence[float]], spot: tuple[int, int, float]) -> float
 
 
 def _total(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds of all layers of a stage, from those of one layer of each kind."""
+    """Seconds of all layers of a stage, from the seconds of one layer of each kind."""
     return sum(count * each for count, each in zip(counts, seconds, strict=True))
 
 
 def _with_zero(row: Array) -> list[float]:
-    """A row indexed by tokens, starting at 0 tokens."""
+    """The values of a row (for 1, 2, ... tokens) with a zero before them, so that tokens are the index."""
     return [0.0, *row.tolist()]
 
 
 def _tabulated_prefixes(longest: int) -> tuple[int, ...]:
-    """0, 1 and 256 tokens, and doublings up to the longest."""
+    """Prefixes for which attention is tabulated: 0, 1 and 256 tokens, then doubled until the longest is covered."""
     prefixes = [0, 1, 256]
     while prefixes[-1] < longest:
         prefixes.append(2 * prefixes[-1])
@@ -260,7 +259,7 @@ def _is_per_piece(op: Op) -> bool:
 
 
 def _device_s(op: Op) -> Array:
-    """Seconds that an operation holds the stream of its rank."""
+    """Seconds for which an operation keeps its rank's stream busy."""
     assert isinstance(op, Compute | Collective)
     return op.device_s if isinstance(op, Compute) else op.seconds
 

@@ -1,7 +1,7 @@
-"""A capacity plan for people: its lines and tables, which every format prints, its chart, and its interactive page.
+"""The readable forms of a capacity plan: lines and tables for all formats, the chart, and the interactive page.
 
-The data of the page hold every fleet that was simulated around the answer and the requests of the answer. The page
-interpolates nothing: at another target, percentile or price it shows one of these fleets.
+The page's data contain the requests of the answer and all fleets that were simulated with fewer or more groups. The
+page interpolates nothing: at another target, percentile or price it shows one of these fleets.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _ORANGE = "#4c78a8", "#ee8434"
-_WIDTH, _HEIGHT = 8.0, 4.2  # inches of the chart, without its head
-_MOST_DOTS = 12_000  # requests of the charts; of more, every second, third, ...
-_MOST_STEPS = 20_000  # changes of the queue that are drawn as they are; of more, the longest queue in each of _BINS
+_WIDTH, _HEIGHT = 8.0, 4.2  # size of the chart in inches, without its title
+_MOST_DOTS = 12_000  # requests drawn in a chart; with more requests, every second, third, ... is drawn
+_MOST_STEPS = 20_000  # changes of the queue drawn one by one; with more, the longest queue in each of _BINS
 _BINS = 4000
-_LEAST_IN_BIN = 20  # requests per bin of a percentile by length
+_LEAST_IN_BIN = 20  # fewest requests per bin for a percentile by length
 _DIGITS = 4
 _HOURS_A_MONTH = 730
 _LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
 
 
 def headline(plan: CapacityPlan) -> str:
-    """The target in one line."""
+    """One line about the target."""
     name, target = plan.workload["name"], format_seconds(plan.slo_ttft_s)
     return f"{plan.percentile:g} % of {name} with a TTFT of at most {target}"
 
 
 def verdict(plan: CapacityPlan) -> str:
-    """The answer in one line."""
+    """One line about the answer."""
     fleet = plan.first
     reached = format_time(fleet.target_ttft_s)
     if plan.answer is not None:
@@ -115,7 +115,7 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
 
 
 def group_table(plan: CapacityPlan) -> Table:
-    """Table of where prompts go: one row per range of lengths."""
+    """Table of the groups that serve each range of lengths: one row per range."""
     titles = ("new tokens", "groups", "strategy, share of time", "requests")
     rows = Table(columns=[Column(title=title, number=title == "requests") for title in titles])
     for group in plan.first.groups:
@@ -160,12 +160,12 @@ def fleet_table(plan: CapacityPlan) -> Table:
 
 
 def format_time(seconds: float) -> str:
-    """Formatted seconds; "unserved" for a percentile that falls among unserved requests."""
+    """Formatted seconds; "unserved" if the percentile is that of an unserved request."""
     return format_seconds(seconds) if math.isfinite(seconds) else "unserved"
 
 
 def figure(plan: CapacityPlan) -> Figure:
-    """The Pareto front of fleets: the requested percentile over the cost or the GPUs, with target and answer."""
+    """The Pareto front of fleets: the requested percentile of TTFT over cost or GPUs, with target and answer."""
     points = plan.pareto()
     priced = any(point.cost_per_hour is not None for point in points)
     cost = [point.cost_per_hour or point.num_gpus for point in points]
@@ -216,11 +216,11 @@ def _question(plan: CapacityPlan) -> str:
 
 
 def page(plan: CapacityPlan) -> Page:
-    """The page: the target and the price are moved, and the fleet is read off."""
+    """The interactive page, where the user moves the target and the price to see the fleet that meets them."""
     served = plan.first.unserved < plan.first.requests
     miss = "" if plan.answer else ", the nearest miss"
     point = "Every point is a fleet that was simulated, groups × GPUs."
-    leads = {  # by the title of the section and the id of its chart
+    leads = {  # key: title of the section and id of its chart
         ("Fleets by cost and TTFT", "fleets"): f"Drag the target and the price, or move the sliders. {point}",
         ("Queue over time", "queue"): f"{plan.first.describe()}{miss}. Drag to zoom in, double-click to see all.",
         ("TTFT by length", "lengths"): "The same requests, by their new tokens.",
@@ -244,7 +244,7 @@ def page(plan: CapacityPlan) -> Page:
 
 
 def page_data(plan: CapacityPlan) -> dict[str, Any]:
-    """Plain JSON values; null: never served."""
+    """Plain JSON values; null: the request is never served."""
     tried = plan.tried
     prices = {round(one.cost_per_hour / one.num_gpus, 9) for one in tried if one.cost_per_hour is not None}
     return {
@@ -252,7 +252,7 @@ def page_data(plan: CapacityPlan) -> dict[str, Any]:
         "percentile": plan.percentile,
         "percentiles": list(plan.first.ttft_s),
         "priced": plan.first.cost_per_hour is not None,
-        "price_per_gpu_hour": prices.pop() if len(prices) == 1 else None,  # the one price of all GPUs
+        "price_per_gpu_hour": prices.pop() if len(prices) == 1 else None,  # the price, if all GPUs have the same one
         "tried": [
             {
                 "gpus": one.num_gpus,
@@ -269,7 +269,7 @@ def page_data(plan: CapacityPlan) -> dict[str, Any]:
 
 
 def _requests(plan: CapacityPlan) -> dict[str, Any]:
-    """TTFTs over time and length, percentiles by length, and the queue."""
+    """Chart data: TTFTs over time and length, percentiles by length, and the queue."""
     run = plan.first.runs[0]
     served = np.flatnonzero(np.isfinite(run.ttft_s))
     step = -(-len(served) // _MOST_DOTS)
@@ -293,14 +293,14 @@ def _requests(plan: CapacityPlan) -> dict[str, Any]:
 def waiting(run: FleetRun, most_changes: int, bins: int) -> tuple[Array, Array]:
     """Times in seconds, and the number of waiting prompts from each time on.
 
-    If the number changes more often than `most_changes`: its maximum in each of `bins` equal parts of the time.
+    If there are more than `most_changes` changes: the maximum in each of `bins` equal intervals of time.
     """
     changes = np.concatenate([run.workload.arrival_s, run.begin_s])
     signs = np.repeat([1.0, -1.0], len(run.workload))
-    order = np.lexsort((signs, changes))  # at one instant, requests leave before others arrive
+    order = np.lexsort((signs, changes))  # at equal times, departures come before arrivals
     order = order[np.isfinite(changes[order])]
     times_s, number = changes[order], np.cumsum(signs[order])
-    last = np.append(np.diff(times_s) > 0, True)  # the last value of each instant
+    last = np.append(np.diff(times_s) > 0, True)  # whether this is the last change at its time
     if last.sum() <= most_changes:
         return times_s[last], number[last]
     edges = np.linspace(times_s[0], max(times_s[-1], times_s[0] + 1e-9), bins + 1)
@@ -310,7 +310,7 @@ def waiting(run: FleetRun, most_changes: int, bins: int) -> tuple[Array, Array]:
 
 
 def _percentile_by_length(run: FleetRun, served: Indices, percentile: float) -> tuple[Array, Array]:
-    """Percentile of TTFT in half-octave bins with enough requests: lengths and values."""
+    """Percentile of TTFT by length, in half-octave bins with enough requests: middle of each bin, and value."""
     half_octave = np.floor(2 * np.log2(run.workload.new_tokens[served]))
     bins, counts = np.unique(half_octave, return_counts=True)
     bins = bins[counts >= _LEAST_IN_BIN]
@@ -323,7 +323,7 @@ def _short(values: Iterable[float]) -> list[float | None]:
 
 
 def _facts(plan: CapacityPlan) -> dict[str, str]:
-    """The question; the context is that of the longest request, and the GPUs those of the largest group."""
+    """Facts of the question, with the longest request's context and the largest group's GPUs."""
     facts = facts_of(plan.question)
     facts |= {"longest context": facts.pop("context"), "largest group": facts.pop("GPUs")}
     del facts["percentile"]

@@ -1,4 +1,4 @@
-"""plan_capacity: from requests and a target to a fleet, its alternatives, and what does not meet the target."""
+"""plan_capacity: find a fleet for requests and a target, alternatives, and reasons why other fleets miss the target."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from planner.capacity.workload import Workload
 from planner.deploy_engines import engines_with
 from planner.processes import Pool
 
-LONG = 60_000  # requests, above which designs are searched on a stretch of the workload
-_STRETCH = 40_000  # requests of that stretch
+LONG = 60_000  # number of requests above which designs are searched on a part of the workload
+_STRETCH = 40_000  # number of requests in that part
 _ALTERNATIVES = 8
 
 
@@ -46,8 +46,8 @@ def plan_capacity(
     If the policy names no strategies, the answer has strategies of engines. A note says where other strategies need
     fewer GPUs, or where only they meet the target.
 
-    policy: what groups may run. pool: who simulates groups; None: this process. Raises InputError where no group size
-    has a strategy.
+    policy: the strategies that groups may run. pool: processes that simulate groups; None: this process. Raises
+    InputError where no group size has a strategy.
     """
     policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
     report = on_progress or (lambda done, total, text: None)
@@ -83,7 +83,7 @@ def _plan(
     warnings: Sequence[str],
     report: OnProgress,
 ) -> CapacityPlan:
-    """Search the cheapest fleet that meets the target, with groups whose times are known."""
+    """Search the cheapest fleet that meets the target, given the service times of groups."""
     begin_s = time.perf_counter()
     scenario, policy, sizes = times.scenario, times.policy, request.limits.sizes
     simulator = FleetSimulator(request, workloads, times)
@@ -133,7 +133,7 @@ def _plan(
 
 
 def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
-    """Engines that have all groups of a fleet; None where none has. A server runs one strategy."""
+    """Engines that have the strategies of all groups of a fleet; None if no engine has. A server runs one strategy."""
     names: set[str] | None = None
     for group in fleet.groups:
         here = largest.on_gpus(group.gpus_per_group)
@@ -150,7 +150,7 @@ def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
 def _would_meet(
     nearest: FleetAnswer, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes
 ) -> Iterator[str]:
-    """Targets that the fleet could meet: a longer TTFT, a lower percentile, or a cap on the context."""
+    """Changed targets that the fleet meets: a longer TTFT, a lower percentile, or shorter contexts."""
     target = request.target
     if math.isfinite(nearest.target_ttft_s):
         yield f"--slo-ttft {format_seconds(nearest.target_ttft_s * 1.01).replace(' ', '')}, with {nearest.describe()}"
@@ -167,7 +167,7 @@ def _would_meet(
 
 
 def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> FleetLimits:
-    """Keep the group sizes that some strategy supports. Raises InputError if there are none."""
+    """The limits with only those group sizes that some strategy supports. Raises InputError if there are none."""
     sizes = tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))
     if not sizes:
         named = ",".join(label_of(one) for one in policy.names or ())
@@ -177,7 +177,7 @@ def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> 
 
 
 def _stretch(workloads: Sequence[Workload]) -> Workload | None:
-    """Requests on which mixed designs are searched first: a busy stretch, or the first draw; None: all requests."""
+    """Requests on which mixed designs are searched first: a busy part, or the first replication; None: all requests."""
     first = workloads[0]
     if len(workloads) == 1 and len(first) <= LONG:
         return None
@@ -198,7 +198,7 @@ def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolic
 
 
 def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:
-    """Contexts that do not fit in the memory of some groups, one note for all sizes with the same contexts."""
+    """Notes on contexts that exceed the memory of groups; one note for all sizes with the same contexts."""
     notes: dict[str, list[int]] = {}
     for size in sizes:
         lengths = np.concatenate(

@@ -1,4 +1,4 @@
-"""CapacityRequest: what a capacity plan needs besides the scenario, checked and in SI units."""
+"""CapacityRequest: the checked inputs of a capacity plan besides the scenario, in SI units."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from planner.capacity.workload import Source
 
 _DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_PER_GROUP = 64
-_MOST_PACKED = 2**17  # new tokens of a step
+_MOST_PACKED = 2**17  # largest number of new tokens per packed step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """`percentile` percent of all requests have a TTFT of at most `slo_s`."""
+    """The target that `percentile` percent of all requests have a TTFT of at most `slo_s`."""
 
     slo_s: float
     percentile: float  # at most 100, which means all requests
@@ -35,23 +35,23 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityRequest:
-    """The traffic, the target, the fleets that are allowed and how they work."""
+    """Requests, target, allowed fleets, and options of a capacity plan."""
 
     source: Source
     target: Target
     limits: FleetLimits = field(default_factory=FleetLimits)
-    order: Order = "first-come"  # of the queues
-    tpot_s: float | None = None  # target of the fleet that decodes; None: it is not sized
+    order: Order = "first-come"  # order in which queued prompts are taken
+    tpot_s: float | None = None  # target of the fleet that decodes; None: that fleet is not planned
     transfer: Transfer | None = None  # transfer of caches to that fleet; None: not counted
-    pack_tokens: int | None = None  # most new tokens of a step that prompts share; None: prompts run one by one
-    replications: int = 5  # of synthetic requests
+    pack_tokens: int | None = None  # most new tokens in a step that several prompts share; None: prompts run one by one
+    replications: int = 5  # number of independent draws of synthetic requests
     seed: int = 0
-    sure: bool = False  # the upper end of the prediction interval has to meet the target, too
+    sure: bool = False  # whether the upper end of the prediction interval must meet the target, too
     mixed: bool = True  # consider fleets of groups of different sizes
 
     @property
     def objective(self) -> str:
-        """What is minimised: "gpus" or "cost"."""
+        """The quantity to minimise: "gpus" or "cost"."""
         return "cost" if self.limits.by_cost else "gpus"
 
     @property
@@ -80,7 +80,7 @@ class CapacityRequest:
 def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
     """Check the arguments and read the requests; raises InputError naming the parameter.
 
-    scenario: the model, and the cluster, whose nodes set the sizes of groups that are considered by default.
+    scenario: the model, and the cluster, whose nodes determine the default group sizes.
     """
     transfer = None
     if fleet.kv_transfer_bandwidth is not None:
@@ -117,7 +117,7 @@ def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:
 
 
 def _sizes(sizes: tuple[int, ...] | None, gpus_per_node: int | None) -> tuple[int, ...]:
-    """GPUs per group; by default powers of two up to 8, or up to two nodes where there are nodes."""
+    """GPUs per group; by default powers of two up to 8; on a cluster with nodes, up to two nodes."""
     if sizes is None:
         most = 8 if gpus_per_node is None else min(2 * gpus_per_node, _MOST_GPUS_PER_GROUP)
         return tuple(1 << power for power in range(most.bit_length()))

@@ -25,22 +25,22 @@ from planner.uncertainty.intervals import provenance
 if TYPE_CHECKING:
     import pandas
 
-Cause = Literal["memory", "alone", "queue", "interval", "mixed", "decode"]  # why groups do not meet the target
+Cause = Literal["memory", "alone", "queue", "interval", "mixed", "decode"]  # reason why groups miss the target
 LEVEL = 0.8  # coverage of intervals
 _MEANING = "80 % interval: the error of the prefill times, by simulation at both ends of theirs, and of sampling, by "
 MEANING_OF_TRACE = _MEANING + "block bootstrap over segments of this trace; it covers no other days"
 MEANING_OF_DRAWN = _MEANING + "Student's t over the percentiles of independent replications"
-_GAIN = 0.01  # relative; a more expensive fleet of the Pareto front is at least this much faster
+_GAIN = 0.01  # least relative gain in TTFT of each more expensive fleet on the Pareto front
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
 
-Ends = tuple[float, float] | None  # of an interval; None: unknown, or requests are never served
+Ends = tuple[float, float] | None  # ends of an interval; None: unknown, or requests are never served
 
 
 def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
     """The sampling interval of a percentile of requests in order of arrival, by block bootstrap.
 
-    A trace was recorded once: the interval says how much the percentile depends on the segments of this trace. It does
-    not cover other days, and queues at the ends of a segment stay as they were simulated.
+    The interval is the variation of the percentile between segments of this trace. It does not cover the variation
+    between days. Queues at the ends of a segment remain as simulated.
     """
     value_s = percentile_of(ttft_s, percentile)
     blocks = min(_BLOCKS, len(ttft_s) // _LEAST_IN_BLOCK)
@@ -60,7 +60,7 @@ def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
 
 
 def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
-    """Student's t over independent replications, one array each, extended to hold the percentile of all."""
+    """Student's t interval over independent replications, one array each, widened to include the percentile of all."""
     values = np.array([percentile_of(one, percentile) for one in ttft_s])
     value_s = percentile_of(np.concatenate(ttft_s), percentile)
     if len(values) < 2 or not np.isfinite(values).all():
@@ -79,10 +79,10 @@ class GroupAnswer:
     gpus_per_group: int
     replicas: int
     weights: str  # placement of the weights on a group: whole, or an engine's name such as tp4 or tp2+pp4
-    strategy: str  # the strategy with the largest share of their time
-    strategies: Mapping[str, float]  # share of their time, by strategy
-    context_range: tuple[int, int]  # new tokens (context less cached prefix), both ends included
-    requests: int  # served by them
+    strategy: str  # the strategy that runs for most of the groups' time
+    strategies: Mapping[str, float]  # share of the groups' time, by strategy
+    context_range: tuple[int, int]  # range of new tokens (context less cached prefix), both ends included
+    requests: int  # number of requests that the groups serve
 
     def groups(self) -> str:
         """Describe the groups: "3 × 8 GPUs (tp4+kvr-s)"."""
@@ -92,21 +92,21 @@ class GroupAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetInterval:
-    """The 80 % prediction interval of the requested percentile: error of the prefill times and sampling together."""
+    """The 80 % prediction interval of the requested percentile: errors of the prefill times and of sampling."""
 
     low_s: float
-    high_s: float | None  # None: with prefills at their upper end, it is never served
-    safe: bool  # whether it ends below the target
+    high_s: float | None  # None: never served if prefills are as long as their upper end
+    safe: bool  # whether the upper end meets the target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """How much more traffic a fleet serves within the target, and what the next step needs."""
+    """Traffic that a fleet can serve within the target, and the GPUs for the next larger traffic."""
 
-    serves: float  # largest simulated multiple of the traffic that it serves
-    next: float | None  # least simulated multiple that it does not serve; None: it serves all of them
-    num_gpus: int | None = None  # GPUs that prefill in the next larger fleet; None: more than allowed
-    decode_gpus: int = 0  # GPUs that decode in the next larger fleet
+    serves: float  # largest simulated traffic that the fleet serves, as a multiple of the given one
+    next: float | None  # smallest simulated multiple that the fleet does not serve; None: the fleet serves all of them
+    num_gpus: int | None = None  # GPUs for prefill in the next larger fleet; None: more than allowed
+    decode_gpus: int = 0  # GPUs for decoding in the next larger fleet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,30 +116,30 @@ class FleetAnswer:
     num_gpus: int
     groups: tuple[GroupAnswer, ...]
     meets: bool  # whether it meets the target
-    p50_ttft_s: float  # inf: never served
+    p50_ttft_s: float  # TTFT percentiles; inf: never served
     p95_ttft_s: float
     p99_ttft_s: float
     max_ttft_s: float
-    target_ttft_s: float  # the requested percentile
+    target_ttft_s: float  # requested percentile of TTFT
     in_time: float  # share of all requests that meet the target
-    utilisation: float  # of all GPUs, from the first arrival to the last first token
+    utilisation: float  # busy share of all GPUs, from the first arrival to the last first token
     goodput_per_s: float  # requests per second that meet the target
     cost_per_hour: float | None  # None: no price was given
-    requests: int  # of all replications
-    unserved: int  # requests that fit in no group's memory; they count as late
-    p50_kv_transfer_s: float | None  # from the first token until the cache has left; None: not counted
+    requests: int  # requests in all replications
+    unserved: int  # requests that fit in no group's memory; these count as late
+    p50_kv_transfer_s: float | None  # time from the first token until the cache has left the group; None: not requested
     p99_kv_transfer_s: float | None
-    engine: str | None = None  # engines that have the strategies of all groups, with commas between; None: none
-    decode: DecodeFleet | None = None  # None if not requested
-    interval: FleetInterval | None = None  # None: not simulated; it is that of the answer
+    engine: str | None = None  # engines that have the strategies of all groups, separated by commas; None: none
+    decode: DecodeFleet | None = None  # fleet that decodes; None if not requested
+    interval: FleetInterval | None = None  # None: not simulated; only the answer has an interval
     growth: Growth | None = None  # None: not simulated
-    ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # by percentile
+    ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # TTFT by percentile
     fleet: Fleet = field(default=(), repr=False, compare=False)
-    runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # one per workload
+    runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # simulation results, one per workload
 
     @property
     def total_gpus(self) -> int:
-        """Number of GPUs that prefill and GPUs that decode."""
+        """Number of GPUs for prefill and for decoding together."""
         return self.num_gpus + (self.decode.num_gpus if self.decode else 0)
 
     @property
@@ -158,7 +158,7 @@ class FleetAnswer:
         return {name: None if value == math.inf else value for name, value in content.items()}
 
     def point(self) -> dict[str, Any]:
-        """Plain JSON values of a point of the Pareto front."""
+        """Plain JSON values of the fleet as a point on the Pareto front."""
         cost = fields_to_json(self, "num_gpus", "cost_per_hour")
         return cost | {"fleet": self.describe(), "ttft_s": self.target_ttft_s}
 
@@ -171,11 +171,11 @@ class FleetAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Infeasible:
-    """Groups that do not meet the target, and why."""
+    """Groups that miss the target, and the reason."""
 
     gpus_per_group: int | None  # None: mixed fleets, or the fleet that decodes
     code: Cause
-    reason: str  # without naming the groups
+    reason: str  # reason, without the name of the groups
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -196,7 +196,7 @@ class CapacityPlan(Displayed):
 
     view: ClassVar[str] = "planner.capacity.page"
     question: Question
-    scenario: Scenario  # of the longest context on the largest group
+    scenario: Scenario  # scenario with the longest context on the largest group
     request: CapacityRequest
     answer: FleetAnswer | None  # None: no fleet meets the target
     nearest_miss: FleetAnswer | None  # None if some fleet meets the target
@@ -204,20 +204,20 @@ class CapacityPlan(Displayed):
     infeasible: tuple[Infeasible, ...]
     workload: Mapping[str, Any]  # summary of the requests
     kv_transfer: KvTransfer | None  # None: not counted
-    simulated_requests: int  # over the whole search
-    seconds: float  # duration of the search
+    simulated_requests: int  # requests in all simulations of the search
+    seconds: float  # duration of the search, seconds
     warnings: tuple[str, ...]
-    would_meet: tuple[str, ...]  # changes of the target after which the nearest miss meets it, in words
-    tried: tuple[FleetAnswer, ...] = field(repr=False, compare=False)  # the best designs with fewer and more groups
+    would_meet: tuple[str, ...]  # changed targets that the nearest miss meets, in words
+    tried: tuple[FleetAnswer, ...] = field(repr=False, compare=False)  # the best designs, with fewer and more groups
 
     @property
     def cluster(self) -> Cluster:
-        """The GPUs of the largest group."""
+        """The cluster with the GPUs of the largest group."""
         return self.scenario.cluster
 
     @property
     def slo_ttft_s(self) -> float:
-        """The target."""
+        """The targeted TTFT, seconds."""
         return self.request.target.slo_s
 
     @property
@@ -227,19 +227,19 @@ class CapacityPlan(Displayed):
 
     @property
     def decode_fleet(self) -> DecodeFleet | None:
-        """The fleet that decodes; None if not requested, or if none meets its target."""
+        """The fleet that decodes; None if not requested, or if no fleet decodes within the TPOT."""
         return None if self.answer is None else self.answer.decode
 
     @property
     def first(self) -> FleetAnswer:
-        """The answer or, where nothing meets the target, the nearest miss."""
+        """The answer or, if no fleet meets the target, the nearest miss."""
         fleet = self.answer or self.nearest_miss
         assert fleet is not None
         return fleet
 
     @property
     def feasible(self) -> bool:
-        """Whether some fleet meets the target and, where its TPOT was given, some fleet decodes."""
+        """Whether some fleet meets the target and, if a TPOT is given, some fleet decodes within the TPOT."""
         return self.answer is not None and all(one.code != "decode" for one in self.infeasible)
 
     def assumptions(self) -> dict[str, str]:
@@ -252,7 +252,7 @@ class CapacityPlan(Displayed):
         }
 
     def pareto(self) -> list[FleetAnswer]:
-        """Fleets of `tried` that are faster than each cheaper one by _GAIN or more, cheapest first."""
+        """Fleets of `tried` that are at least _GAIN faster than all cheaper ones, cheapest first."""
         by_cost = self.request.limits.by_cost
         front: list[FleetAnswer] = []
         for one in sorted(
@@ -263,7 +263,7 @@ class CapacityPlan(Displayed):
         return front
 
     def reasons(self) -> Iterator[str]:
-        """Why groups do not meet the target, one line per reason."""
+        """Reasons why groups miss the target, one line per reason."""
         for (_, reason), alike in groupby(self.infeasible, key=lambda one: (one.code, one.reason)):
             sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
             yield f"{groups_of(sizes)}: {reason}" if sizes else reason

@@ -1,9 +1,9 @@
-"""FleetSearch: the cheapest fleet. It tries uniform fleets of each type of group, then two ranges of prompt length.
+"""FleetSearch finds the cheapest fleet: first uniform fleets of each type of group, then fleets with two length ranges.
 
-A percentile target is met if at most a certain number of requests is late. Each range of lengths (bucket) has its own
-queue, so that the late requests of all buckets add up, and a bucket is simulated once per number of groups. The least
-number of groups of a bucket is the one that would do if no request of the other bucket were late. From there on, each
-number of groups that lowers the late requests is an option, and the cheapest combination within the limit wins.
+A target percentile allows a certain number of late requests. Each range of lengths (bucket) has its own
+queue, so a fleet's number of late requests is the sum over its buckets, and each bucket is simulated once per number of
+groups. The least number of groups of a bucket suffices if no request of the other bucket is late. Larger numbers of
+groups are options if they reduce the late requests. The search takes the cheapest combination within the limit.
 
 A design has one or two buckets, cut at quantiles of the requests and of the work. The best designs with two buckets are
 refined with finer cuts.
@@ -53,20 +53,20 @@ from planner.capacity.result import (
 from planner.capacity.times import ServiceTimes
 from planner.capacity.workload import Workload
 
-MANY = 250_000  # requests of all workloads, above which fewer designs are tried
+MANY = 250_000  # requests of all workloads together, above which fewer designs are tried
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups that are tried above the least one of a bucket
-_SAFE_LOAD = 0.9  # the average number of busy groups, times this, is a lower bound: a trace may end with a backlog
+_SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
-_FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2, from a cut to its neighbours
+_FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that are simulated with fewer and more groups
-_SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
-_BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas if no fleet meets the target
-_GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # times the traffic that was asked for
+_SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
+_BELOW = tuple(2.0**-step for step in range(10))  # factors on the largest replicas, if no fleet meets the target
+_GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # multiples of the given traffic
 _Item = TypeVar("_Item")
-_LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas of the answer
+_LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas of the answer
 
 
 class Bucket:
@@ -77,15 +77,15 @@ class Bucket:
         slo_s, services = simulator.target.slo_s, simulator.services(group.type)
         pairs = list(zip(services, members, strict=True))
         self.requests = sum(map(len, members))
-        # Requests that are late even without a queue.
+        # Number of requests that would be late even without a queue.
         self.late_alone = sum(int((service.ttft_s[mine] > slo_s).sum()) for service, mine in pairs)
-        # Average number of busy groups, if all work ends when the last request is due.
+        # Average number of busy groups, if all work ends by the deadline of the last request.
         busy_s = sum(float((service.busy_s[mine] + service.hold_s[mine]).sum()) for service, mine in pairs)
         self.load = busy_s / sum(workload.duration_s + slo_s for workload in simulator.workloads)
         self._late: dict[int, int] = {}
 
     def late(self, replicas: int) -> int:
-        """Late requests with that many groups."""
+        """Number of late requests with that many groups."""
         if replicas not in self._late:
             simulator, self._late[replicas] = self.simulator, 0
             services = simulator.services(self.group.type)
@@ -99,7 +99,7 @@ class Bucket:
 
 
 class FleetSimulator:
-    """Simulations of pools and fleets on given workloads (one, or replications); results are cached."""
+    """Simulations of pools and fleets on one or more given workloads; results are cached."""
 
     def __init__(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> None:
         self.request, self.workloads, self.times = request, workloads, times
@@ -111,17 +111,17 @@ class FleetSimulator:
         self._buckets: dict[Fleet, Bucket] = {}
 
     def on(self, workloads: Sequence[Workload]) -> FleetSimulator:
-        """A simulator on other workloads, without results yet."""
+        """A simulator of other workloads, with an empty cache."""
         return FleetSimulator(self.request, workloads, self.times)
 
     def faster(self, factor: float) -> FleetSimulator:
-        """A simulator of the same requests in 1/`factor` of the time; each takes as long to serve."""
+        """A simulator where the same requests arrive `factor` times as fast; service times are unchanged."""
         other = self.on([workload.faster(factor) for workload in self.workloads])
         other._services = self._services
         return other
 
     def services(self, group: GroupType) -> list[Service]:
-        """Service times of each workload on such groups."""
+        """Service times of each workload on groups of this type."""
         if group not in self._services:
             transfer = self.request.transfer
             self._services[group] = [self.times.service(group, workload, transfer) for workload in self.workloads]
@@ -131,9 +131,9 @@ class FleetSimulator:
         return {group.type: self.services(group.type)[number] for group in fleet}
 
     def buckets(self, design: Fleet) -> list[Bucket]:
-        """The requests of each group of a design.
+        """The buckets of a design: the requests of each of its groups.
 
-        Where all requests fit in memory everywhere, equal groups of all designs share a bucket.
+        If all requests fit in the memory of all groups, equal groups of different designs share a bucket.
         """
         services = [service for group in design for service in self.services(group.type)]
         anywhere = all(np.isfinite(one.ttft_s).all() for one in services)
@@ -149,7 +149,7 @@ class FleetSimulator:
         return [self._buckets[key] for key in keys]
 
     def ttft_alone_s(self, group: GroupType) -> Array:
-        """TTFTs without queueing, of all workloads."""
+        """TTFTs of the requests of all workloads, without queueing."""
         return np.concatenate([service.ttft_s for service in self.services(group)])
 
     def runs(self, fleet: Fleet) -> list[FleetRun]:
@@ -161,11 +161,11 @@ class FleetSimulator:
         ]
 
     def ttft_s(self, fleet: Fleet) -> Array:
-        """TTFTs of all workloads; inf: never served."""
+        """TTFTs of the requests of all workloads; inf: never served."""
         return np.concatenate([run.ttft_s for run in self.runs(fleet)])
 
     def answer(self, fleet: Fleet, *, has_interval: bool = True) -> FleetAnswer:
-        """Simulate a fleet on every workload, with its interval if the target applies to the interval."""
+        """Simulate a fleet on every workload, with its interval if the interval must meet the target."""
         runs, target = self.runs(fleet), self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         interval = self.interval(fleet, runs) if self.request.sure and has_interval else None
@@ -201,10 +201,11 @@ class FleetSimulator:
         )
 
     def interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> FleetInterval | None:
-        """The interval of the requested percentile; None: it is never served.
+        """The interval of the requested percentile; None: the percentile is that of an unserved request.
 
-        A fleet whose prefills all take `factor` times as long is the same fleet under requests that arrive that much
-        faster. The sampling error is independent of the model's; their logarithms are added in quadrature.
+        If all prefills take `factor` times as long, the queues are those of requests that arrive `factor` times as
+        fast, on a longer time scale. The sampling error is independent of the model's; their logarithms are added in
+        quadrature.
         """
         ttft_s, percentile = [run.ttft_s for run in runs], self.target.percentile
         value_s = percentile_of(np.concatenate(ttft_s), percentile)
@@ -238,9 +239,9 @@ class FleetSimulator:
         return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
     def growth(self, fleet: Fleet) -> Growth:
-        """The multiple of the traffic that a fleet serves within the target, and the GPUs that the next multiple needs.
+        """Largest multiple of the traffic that a fleet serves within the target, and the GPUs for the next multiple.
 
-        The GPUs are of a fleet with the same groups and more of each, and of the one that decodes then.
+        These GPUs are those of a fleet with more groups of each kind, and of the fleet that decodes for it.
         """
         most = 1.0
         for rate in _GROWTH:
@@ -257,7 +258,7 @@ class FleetSimulator:
         return Growth(serves=most, next=None)
 
     def decoders(self, run: FleetRun) -> DecodeFleet | str | None:
-        """The fleet that decodes what another one prefilled, or why there is none; None if not requested."""
+        """The fleet that decodes requests after their prefill, or why there is none; None if not requested."""
         if self.request.tpot_s is None:
             return None
         sequences = Sequences(
@@ -272,7 +273,7 @@ class FleetSimulator:
         return int((self.ttft_s(fleet) > self.target.slo_s).sum()) <= self.allowed
 
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
-        """That percentile of the time from the first token until the cache has left, of requests that are served."""
+        """Percentile of the time from the first token until the cache has left the group, over the served requests."""
         if self.request.transfer is None:
             return None
         each = [
@@ -306,9 +307,9 @@ class FleetSimulator:
 class Fit:
     """A design with the fewest replicas that meet the target."""
 
-    design: Fleet  # one group per bucket, with its replicas; 0 in an empty bucket
+    design: Fleet  # one group per bucket, with its number of replicas; 0 for an empty bucket
     cost: float  # the objective: GPUs, or cost per hour
-    late: int  # requests
+    late: int  # number of late requests
 
     @property
     def fleet(self) -> Fleet:
@@ -330,9 +331,9 @@ class FleetSearch:
         self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
 
     def all_fits(self, stretch: Workload | None = None) -> list[Fit]:
-        """All uniform fleets that meet the target, and the best cut of each combination of group sizes, best first.
+        """All uniform fleets that meet the target, and the best mixed fleet of each pair of group sizes, best first.
 
-        stretch: part of the requests, on which mixed designs are searched first; None: search on all requests.
+        stretch: part of the requests on which mixed designs are searched first; None: search on all requests.
         """
         fits = self.fits(self.uniform())
         if not self.simulator.request.mixed:
@@ -358,14 +359,14 @@ class FleetSearch:
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
     def _reported(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
-        """The items, with a report before each."""
+        """Yield the items, and report the progress before each."""
         for number, item in enumerate(items):
             if self.report is not None:
                 self.report(number, len(items), text)
             yield item
 
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
-        """Earlier fits and those of the designs that meet the target at no higher cost, best first."""
+        """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
         for design in self._reported(designs, "designs of fleets"):
             best = min((fit.cost for fit in fits), default=math.inf)
@@ -374,7 +375,7 @@ class FleetSearch:
         return sorted(fits, key=lambda fit: (fit.cost, fit.late, len(fit.design), fit.sizes))
 
     def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
-        """Earlier fits and those of designs with two buckets: at each cut, then at cuts near the best ones."""
+        """The earlier fits and the fits of designs with two buckets: at all cuts, then at cuts near the best ones."""
         types = self._best_types()
         pairs = [(short, long) for short, long in itertools.product(types, types) if short.gpus <= long.gpus]
         fits = self.fits([self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs], earlier)
@@ -382,7 +383,7 @@ class FleetSearch:
         return self.fits([design for fit in best for design in self._finer(fit.design)], fits)
 
     def fit(self, design: Fleet, at_most: float = math.inf) -> Fit | None:
-        """The cheapest replicas with which a design meets the target; None if it cannot."""
+        """The cheapest numbers of replicas with which a design meets the target; None if there are none."""
         buckets = self.simulator.buckets(design)
         never_served = self.simulator.requests - sum(bucket.requests for bucket in buckets)
         allowed = self.simulator.allowed - never_served
@@ -435,7 +436,7 @@ class FleetSearch:
         return sorted((answer for answer in answers if answer.meets), key=key)
 
     def more_groups(self, answer: FleetAnswer) -> FleetAnswer | None:
-        """Add groups where they help most, until the interval meets the target; None: it never does."""
+        """Add the groups that help most until the interval meets the target; None if it never meets the target."""
         while not answer.meets:
             fleet, before = answer.fleet, answer
             larger = (
@@ -450,7 +451,7 @@ class FleetSearch:
         return answer
 
     def around(self, fits: Sequence[Fit]) -> tuple[FleetAnswer, ...]:
-        """Fleets of the best designs, with fewer and more groups; the largest fleets if none meets the target."""
+        """Fleets of the best designs, with fewer and more groups; else parts of the largest fleets."""
         designs = [fit.fleet for fit in fits[: _FINALISTS if self.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
         scaled = [
             tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
@@ -462,11 +463,11 @@ class FleetSearch:
         return tuple(replace(answer, runs=()) for answer in answers)
 
     def nearest_miss(self) -> FleetAnswer:
-        """The fastest uniform fleet within the limits."""
+        """The uniform fleet within the limits with the least requested percentile."""
         return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target_ttft_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
-        """Group sizes whose uniform fleets miss the target, and why; for each, the type that serves most."""
+        """Group sizes whose uniform fleets miss the target, and the reason for the type with the fewest late ones."""
         nearest: dict[int, tuple[int, Group]] = {}
         for (group,) in self.largest():
             late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
@@ -485,7 +486,7 @@ class FleetSearch:
         return reasons
 
     def _reason(self, group: Group) -> tuple[Cause, str]:
-        """Why the largest uniform fleet of that type does not meet the target."""
+        """The reason why the largest uniform fleet of this type misses the target: its code and its text."""
         simulator, target = self.simulator, self.simulator.target
         percent, above = f"{target.percentile:g} % of the TTFTs", f"above {target.slo_s:g} s"
         alone_s = simulator.ttft_alone_s(group.type)
@@ -522,7 +523,7 @@ class FleetSearch:
         return [one for one in self.types if one in best]
 
     def _options(self, bucket: Bucket, room: int, most: int, *, single: bool) -> list[tuple[int, int]]:
-        """Candidate numbers of groups, each with its late requests, which decrease."""
+        """Candidate numbers of groups, ascending, each with its number of late requests, descending."""
         first = self.least_replicas(bucket, bucket.late_alone + room, most)
         if not first:
             return [] if first is None else [(0, 0)]
@@ -546,13 +547,13 @@ class FleetSearch:
             if late <= allowed and gpus <= self.limits.max_gpus:
                 candidate = sum(map(_product, cost, replicas)), late, replicas
                 best = candidate if best is None else min(best, candidate)
-        if best is None or (len(design) > 1 and 0 in best[2]):  # with an empty bucket it is a design of one bucket
+        if best is None or (len(design) > 1 and 0 in best[2]):  # an empty bucket: equal to a design of one
             return None
         groups = tuple(bucket.of(count) for bucket, count in zip(design, best[2], strict=True))
         return Fit(design=groups, cost=best[0], late=best[1])
 
     def _design(self, types: Sequence[GroupType], cuts: Sequence[int]) -> Fleet:
-        """Buckets of these types of groups, cut at these lengths."""
+        """A design with one bucket per type of group, divided at these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
             Group(type=one, least_new=ends[bucket] + 1, most_new=ends[bucket + 1]) for bucket, one in enumerate(types)
@@ -567,13 +568,13 @@ class FleetSearch:
         return self._usable(int(cut) for cut in (*by_work, *by_count))
 
     def _finer(self, design: Fleet) -> Iterator[Fleet]:
-        """The same types of groups at nearby cuts of the lengths."""
+        """Designs with the same types of groups and nearby cuts."""
         cut = design[0].most_new
         for near in self._usable(int(cut * 2.0**step) for step in _FINER):
             yield self._design([group.type for group in design], (near,))
 
     def _usable(self, cuts: Iterable[int]) -> list[int]:
-        """Lengths rounded to a sixteenth of the power of two below, so that they are easy to read."""
+        """Cuts rounded to a sixteenth of the power of two below them, so that they are easy to read."""
         rounded = set()
         for cut in cuts:
             step = max(1, 1 << max(0, cut.bit_length() - 5))

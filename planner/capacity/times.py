@@ -1,8 +1,8 @@
 """Service times of every request of a workload on groups of every type.
 
-StrategyPolicy says what groups may run, Prefills simulates one strategy at some lengths, TimeGrid holds the fastest of
-the strategies at each, and ServiceTimes interpolates: log time linearly in log new tokens, time linearly in the cached
-prefix.
+StrategyPolicy selects the strategies that groups may run. Prefills simulates one strategy at some lengths. TimeGrid
+holds the fastest strategy at each length. ServiceTimes interpolates: log time is linear in log new tokens, and time is
+linear in the cached prefix.
 
 A group loads its weights once. Strategies that need the same weights on every GPU share a layout, and a group uses the
 fastest of them for each prompt; strategies of different layouts need different groups.
@@ -41,30 +41,30 @@ from planner.search.pipeline import with_step_time
 from planner.search.search import search
 
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
-_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # more strategies take four times as long on a bus
+_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # strategies on a bus; simulating more takes four times as long
 _LENGTHS_PER_DOUBLING = 8  # simulated lengths; times between them are interpolated
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
-_TILE = 128  # tokens, rows of an attention kernel's tile
-_BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares of the shorter and the longer length
-_FAR = 8.0  # one rank is delayed by this many times the longest prefill to find its slack
-_TIE = 1e-9  # relative; if TTFTs differ by less, the first strategy is chosen
-_GAIN = 0.002  # relative gain in TTFT that twice the pieces of a pipeline must exceed
-_PIECES_PER_STAGE = 16  # at most; filling the stages then takes less than 7 % of the time
-_SHORT = 256  # new tokens, up to which the clock of a GPU does not fall
+_TILE = 128  # rows of an attention kernel's tile, tokens
+_BLENDS = (0.0, 0.5, 1.0)  # interpolation weights between the searched shares of the shorter and the longer length
+_FAR = 8.0  # delay of one rank, in longest prefills, with which its slack is measured
+_TIE = 1e-9  # relative; the first strategy is chosen if TTFTs differ by less
+_GAIN = 0.002  # least relative gain in TTFT from doubling the pieces of a pipeline
+_PIECES_PER_STAGE = 16  # most pieces per stage; with 16, filling the stages takes less than 7 % of the time
+_SHORT = 256  # new tokens up to which the clock of a GPU does not decrease
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyPolicy:
     """The strategies that groups may run.
 
-    engines: each of them must have the strategies. A server of an engine runs one strategy, so that each strategy has
-    groups of its own.
+    engines: all of them must have the strategies. A server of an engine runs one strategy, so each strategy needs
+    separate groups.
     """
 
-    names: tuple[str | Strategy, ...] | None = None  # None: the usual ones
+    names: tuple[str | Strategy, ...] | None = None  # None: the default strategies
     engines: tuple[DeployEngine, ...] = ()
-    deployable: bool = False  # whether some engine must have the strategies
-    packs: bool = False  # whether groups pack prompts into steps, so that only strategies of whole steps can run
+    deployable: bool = False  # whether each strategy must be in some engine
+    packs: bool = False  # whether groups pack prompts into steps, which only some strategies support
 
     def __post_init__(self) -> None:
         if self.names is not None and not self.names:
@@ -73,7 +73,7 @@ class StrategyPolicy:
             if name == "all":
                 continue
             strategy = get_strategy(name, "strategies")
-            if strategy.approximate is not None:  # it would compete with exact ones
+            if strategy.approximate is not None:  # approximate strategies cannot compete with exact ones
                 accepted = f"exact strategies; this one is approximate: {strategy.approximate}"
                 raise InputError("strategies", strategy.name, accepted)
             if self.packs and not takes_steps(strategy):
@@ -82,7 +82,7 @@ class StrategyPolicy:
                 raise InputError("strategies", strategy.name, "strategies that need no table")
 
     def layouts(self, scenario: Scenario) -> dict[str, tuple[Strategy, ...]]:
-        """Strategies that the scenario's GPUs and model allow, by layout of the weights."""
+        """Strategies that the scenario's GPUs and model allow, by placement of the weights."""
         layouts: dict[str, list[Strategy]] = {}
         for strategy in self._candidates(scenario):
             try:
@@ -96,22 +96,22 @@ class StrategyPolicy:
         return {weights: tuple(strategies) for weights, strategies in layouts.items()}
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
-        """Exact strategies for these GPUs that only `all` or their own names select.
+        """Exact strategies for these GPUs that run only if the user names them or `all`.
 
-        Without searched pieces: all pipelines take even ones here.
+        Strategies with searched pieces are omitted, because all pipelines have even pieces here.
         """
         if self.names is not None or scenario.num_gpus == 1:
             return ()
-        usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S tries even chunks, too
+        usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S also tries even chunks
         exact = [one for one in all_for(scenario)[0] if one.approximate is None and self._allows(one, scenario)]
         return tuple(one.name for one in exact if one.name not in usual and one.degrees.pieces != "searched")
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether a strategy uses all GPUs, runs on all engines and, with packing, takes whole steps."""
+        """Whether a strategy uses all GPUs, runs on all engines and, if prompts are packed, supports shared steps."""
         if self.packs and not takes_steps(strategy):
             return False
         if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
-            return False  # GPUs would be idle
+            return False  # other GPUs of the group would be idle
         if self.deployable and not engines_with(strategy, scenario):
             return False
         return all(engine.has(strategy, scenario) for engine in self.engines)
@@ -149,20 +149,20 @@ def _usual(scenario: Scenario) -> Sequence[str]:
 class TimeGrid:
     """Prefill times of one type of group after one cached prefix; arrays of shape (lengths,) or (lengths, ranks).
 
-    There is one rank where prompts do not overlap.
+    `ranks` is 1 if prompts do not overlap.
     """
 
-    strategy: tuple[str, ...]  # the fastest at each length
+    strategy: tuple[str, ...]  # the fastest strategy at each length
     ttft_s: Array
-    finish: Array  # finish time of each rank over ttft_s
+    finish: Array  # finish time of each rank over TTFT
     slack_s: Array  # seconds by which each rank could begin later without delaying any rank
-    most_new_tokens: int  # the most that fit in memory; 0: none
+    most_new_tokens: int  # the most new tokens that fit in memory; 0: none
 
     @classmethod
     def fastest(cls, grids: Sequence[TimeGrid], lengths: Lengths) -> TimeGrid:
-        """The fastest of the grids at each length; all have the same weights.
+        """The fastest of the grids at each length; all have the same placement of weights.
 
-        Where no strategy fits, the time is that of the one that fits the longest prompts.
+        If no strategy fits, the time is that of the strategy with the longest prompts that fit.
         """
         shape = (len(lengths), max((grid.finish.shape[1] for grid in grids), default=1))
         ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
@@ -183,11 +183,11 @@ class TimeGrid:
 
 
 class Prefills:
-    """Simulates one strategy on the GPUs of a scenario; raises InputError where they or the model do not allow it.
+    """Simulates one strategy on the GPUs of a scenario; raises InputError if GPUs or model do not allow it.
 
     Searched partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search).
-    In between, the shares of both neighbours, shares between theirs, and even ones are tried, as they are and with
-    chunks of whole tiles, all in one batch, and the best is taken. A pipeline takes 1, 2, 4, ... even pieces.
+    Between these lengths, the best of some candidates is taken: the shares of both neighbours, interpolated shares and
+    even shares, each also with chunks of whole tiles. A pipeline takes 1, 2, 4, ... even pieces.
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
@@ -197,7 +197,7 @@ class Prefills:
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def about_s(self, cached_prefix: int) -> float:
-        """About the seconds of `times` on one core, for estimates of the rest."""
+        """Estimated seconds that `times` takes on one core, for the remaining time of a search."""
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return 0.001
         if self.strategy.pipeline is not None:
@@ -205,10 +205,10 @@ class Prefills:
         return 0.08 + 0.02 * self.num_ranks if self.searches else 0.01 * self.num_ranks
 
     def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
-        """Times at all lengths after one cached prefix; None if no token fits in memory."""
+        """Prefill times at all lengths after one cached prefix; None if no token fits in memory."""
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return None
-        padded = np.maximum(lengths, self.num_ranks)  # a rank has at least one token
+        padded = np.maximum(lengths, self.num_ranks)  # each rank needs at least one token
         slack_s = np.zeros((len(lengths), 1))
         partition_at: Callable[[int], Partition]
         if self.strategy.pipeline is not None:
@@ -243,7 +243,7 @@ class Prefills:
         return replace(self.scenario, request=request)
 
     def chains(self, lengths: Lengths, cached_prefix: int) -> tuple[Array, Array]:
-        """The best candidate chunks of each length, and when each rank finishes; both (lengths, ranks)."""
+        """The best candidate chunks of each length, and each rank's finish time; both (lengths, ranks)."""
         candidates = self._candidates(lengths, cached_prefix)
         finish_s = self._prefill(np.concatenate(candidates), cached_prefix)
         best = []
@@ -254,7 +254,7 @@ class Prefills:
         return np.concatenate(candidates)[best], finish_s[best]
 
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
-        """Seconds by which each rank alone could begin later; 0 on a shared bus, where this is unknown."""
+        """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown."""
         slack_s = np.zeros_like(finish_s)
         if self.shared:
             return slack_s
@@ -269,7 +269,7 @@ class Prefills:
         return np.maximum(0.0, slack_s)
 
     def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
-        """Number of pieces of a pipeline at each length, doubled while TTFT falls by _GAIN or more, as in a plan."""
+        """Number of pieces of a pipeline at each length: doubled while TTFT falls by at least _GAIN, as in a plan."""
         pieces, best_s = np.zeros(len(lengths), dtype=np.int64), np.full(len(lengths), np.inf)
         growing, number, context = np.ones(len(lengths), dtype=bool), 1, context_ranks(self.strategy)
         while growing.any() and number <= _PIECES_PER_STAGE * self.num_ranks:
@@ -286,8 +286,8 @@ class Prefills:
     def _prefill(self, chunks: Array, cached_prefix: int, *, long_steps: bool = False) -> Array:
         """Finish time of each rank for chunks of shape (B, ranks or pieces); shape (B, ranks).
 
-        Prompts of about the same length run at one clock, that of the longest. long_steps: whether the engine's steps
-        take their 90th percentile.
+        Prompts of similar length have one clock frequency, that of the longest. long_steps: whether the engine's step
+        time is its 90th percentile.
         """
         finish_s = np.empty((len(chunks), self.num_ranks))
         for rows in _alike(chunks.sum(axis=1)):
@@ -302,18 +302,18 @@ class Prefills:
 
     def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:
         """Candidate chunks for each length, each of shape (B, ranks)."""
-        step = 2 if cached_prefix else 1  # with a long prefix, shares change less with length
+        step = 2 if cached_prefix else 1  # with a long prefix, shares depend less on the length
         planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
         return [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
 
     def _shares(self, cached_prefix: int, new_tokens: int) -> Array:
-        """Share of the new tokens of each rank."""
+        """Best share of the new tokens for each rank."""
         return np.array(
             search(self.at(cached_prefix, new_tokens), self.strategy, method="analytical").partition.fractions
         )
 
     def _of_pieces(self, lengths: Lengths, pieces: Lengths, cached_prefix: int) -> tuple[Array, Array]:
-        """When each stage finishes, and its slack; both (lengths, ranks)."""
+        """Finish time and slack of each stage; both of shape (lengths, ranks)."""
         finish_s, slack_s = np.empty((2, len(lengths), self.num_ranks))
         for number in np.unique(pieces):
             rows = np.flatnonzero(pieces == number)
@@ -323,7 +323,7 @@ class Prefills:
         return finish_s, slack_s
 
     def _searched(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
-        """Chunks with the shares that were searched at the next lower power of two. `shares` caches them."""
+        """Chunks with the searched shares of the next lower power of two. `shares` caches them."""
         near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
         if near not in shares:
             shares[near] = self._shares(cached_prefix, near) if self.num_ranks > 1 else np.ones(1)
@@ -343,7 +343,7 @@ def _alike(tokens: Array) -> Iterable[Lengths]:
 
 
 def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partition:
-    """Equal pieces, as many as at the next longer simulated length."""
+    """Equal pieces, whose number is that of the next longer simulated length."""
     near = min(int(np.searchsorted(lengths, new_tokens)), len(lengths) - 1)
     return Partition.even(new_tokens, min(new_tokens, int(pieces[near])))
 
@@ -373,12 +373,12 @@ def _candidates(tokens: int, planned: dict[int, Array], num_ranks: int, *, few: 
 
 
 def _whole(shares: Array, tokens: int, step: int) -> Array:
-    """Chunks with boundaries at multiples of a step; all but the last have at least one step."""
+    """Chunks with boundaries at multiples of a step; all but the last are at least one step long."""
     return chunks_between(to_grid(np.cumsum(shares)[:-1] * tokens, step, tokens), tokens).astype(float)
 
 
 def _delayed(program: Program, rank: int, delay_s: float) -> Program:
-    """The program with one rank that begins later, on host and device."""
+    """The program with a delay on the host and device of one rank before it begins."""
     wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
     prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
     return replace(program, prologue=tuple(prologue))
@@ -393,28 +393,28 @@ class ServiceTimes:
         self.lengths = simulated_lengths(1, max(2, longest_new))
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
-        self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # by GPUs, name and cached prefix
+        self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # key: GPUs, name and cached prefix
 
     def types(self, num_gpus: int) -> tuple[GroupType, ...]:
-        """Groups of that size in whose memory some prompt fits or, where none does in any, the last type.
-
-        () without a strategy that runs on that number of GPUs.
+        """Types of groups of this size that fit some prompt; if no type fits any prompt, the last type.
+        
+        Empty if no strategy runs on this number of GPUs.
         """
         types = [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
         return tuple(one for one in types if self.most_tokens(one)) or tuple(types[-1:])
 
     def most_tokens(self, group: GroupType) -> float:
-        """The most new tokens that fit in the memory of such a group without a cached prefix; 0: none."""
+        """The most new tokens that fit in the memory of this type of group without a cached prefix; 0: none."""
         return self.grids(group)[0].most_new_tokens
 
     def under(self, policy: StrategyPolicy) -> Self:
-        """Return the times under another policy. Both share the simulations of strategies."""
+        """The service times under another policy; both objects share the simulation results."""
         other = copy(self)
         other.policy, other._grids = policy, {}
         return other
 
     def fill(self, sizes: Sequence[int], pool: Pool, report: OnProgress) -> None:
-        """Simulate all strategies on groups of these sizes, by the pool's workers."""
+        """Simulate all strategies on groups of these sizes with the pool's processes."""
         work = {
             (size, strategy.name, prefix): (Prefills(self.scenario.on_gpus(size), strategy), prefix, self.lengths)
             for size in sizes
@@ -433,7 +433,7 @@ class ServiceTimes:
             report(100 * done_s / about_s[-1], 100, "prefill times of groups, %")
 
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
-        """Grids of a type of group, one per cached prefix."""
+        """Time grids of a type of group, one per cached prefix."""
         if group not in self._grids:
             each = [
                 [self._of_strategy(group.gpus, strategy, prefix) for strategy in self._strategies(group)]
@@ -453,7 +453,7 @@ class ServiceTimes:
         return self.policy.layouts(self.scenario.on_gpus(group.gpus))[group.weights]
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-        """TTFT alone on a group; inf where the context does not fit in its memory."""
+        """TTFT of each prompt alone on a group, seconds; inf where the context does not fit in its memory."""
         low, weight = cell(cached_prefix, self.prefixes)
         seconds, most = np.zeros((2, len(new_tokens)))
         for index, grid in enumerate(self.grids(group)):
@@ -465,15 +465,15 @@ class ServiceTimes:
         return np.where(new_tokens <= most, seconds, np.inf)
 
     def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-        """The least TTFT alone over all layouts of the weights."""
+        """The least TTFT of each prompt alone on a group, over all placements of the weights."""
         each = [self.seconds(group, new_tokens, cached_prefix) for group in self.types(num_gpus)]
         return np.asarray(np.min(each, axis=0))
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
-        """Service times of a workload on such groups, whose caches leave by a transfer.
+        """Service times of a workload on groups of this type; `transfer` moves the KV caches away.
 
-        A class is a range between two simulated lengths and two simulated prefixes. It has the latest finish and the
-        least slack around it.
+        A class is a range between two simulated lengths and two simulated prefixes. Its finish is the latest, and its
+        slack the least, of the grid points around it.
         """
         new, prefix, grids = workload.new_tokens, workload.cached_prefix, self.grids(group)
         ttft_s = self.seconds(group, new, prefix)
@@ -502,7 +502,7 @@ class ServiceTimes:
 
 
 def _around(values: Array, extreme: np.ufunc) -> tuple[tuple[float, ...], ...]:
-    """The extreme value per class and rank; values has shape (prefixes, lengths, ranks)."""
+    """The extreme value per class and rank; `values` has shape (prefixes, lengths, ranks)."""
     values = extreme(values, np.concatenate([values[:, 1:], values[:, -1:]], axis=1))
     if len(values) > 1:
         values = extreme(values[:-1], values[1:])
@@ -527,7 +527,7 @@ class PackedTimes(ServiceTimes):
         """Do nothing: costs of steps are tabulated on first use, in this process."""
 
     def packing(self, group: GroupType) -> Packing:
-        """What steps of such groups take."""
+        """The durations of steps on groups of this type."""
         if group not in self._packings:
             request = Request(context_len=self.longest_new, dtype=self.scenario.request.dtype)
             strategy = self._strategies(group)[0]
@@ -536,13 +536,13 @@ class PackedTimes(ServiceTimes):
         return self._packings[group]
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-        """TTFT alone on a group; inf where the context does not fit in its memory."""
+        """TTFT of each prompt alone on a group, seconds; inf where the context does not fit in its memory."""
         packing = self.packing(group)
         seconds = _per_prompt(packing.alone_s, new_tokens, cached_prefix)
         return np.where(new_tokens + cached_prefix <= packing.most_tokens, seconds, np.inf)
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
-        """Service times of a workload on such groups, whose caches leave by a transfer."""
+        """Service times of a workload on groups of this type; `transfer` moves the KV caches away."""
         packing, new, prefix = self.packing(group), workload.new_tokens, workload.cached_prefix
         ttft_s = self.seconds(group, new, prefix)
         return replace(
@@ -558,7 +558,7 @@ class PackedTimes(ServiceTimes):
 def service_times(
     scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy, pack: int | None = None
 ) -> ServiceTimes:
-    """Times for all workloads; `pack` limits new tokens of a packed step, None runs prompts one by one."""
+    """Service times for all workloads; `pack`: most new tokens of a packed step; None: prompts run one by one."""
     longest_new = max(int(workload.new_tokens.max()) for workload in workloads)
     longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
     if pack is None:
@@ -567,7 +567,7 @@ def service_times(
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:
-    """Both ends, the powers of two between them, and seven lengths between each pair."""
+    """Lengths to simulate: `least`, `most`, the powers of two between them, and seven lengths between each pair."""
     ends = np.floor(np.log2(least)) * _LENGTHS_PER_DOUBLING, np.ceil(np.log2(most)) * _LENGTHS_PER_DOUBLING
     inner = np.rint(2.0 ** (np.arange(ends[0], ends[1] + 1) / _LENGTHS_PER_DOUBLING)).astype(np.int64)
     return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
@@ -587,7 +587,7 @@ def _hold_s(transfer: Transfer | None, workload: Workload, ttft_s: Array, gpus: 
 
 
 def _per_prompt(seconds: Callable[[int, int], float], new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-    """Seconds of each prompt; those alike are computed once."""
+    """Seconds of each prompt; equal prompts are computed once."""
     pairs, places = np.unique(np.stack([new_tokens, cached_prefix]), axis=1, return_inverse=True)
     each = [seconds(new, prefix) for new, prefix in zip(*pairs.tolist(), strict=True)]
     return np.array(each)[places.reshape(-1)]
