@@ -131,7 +131,7 @@ class Overlap:
 class Service:
     """Service times of requests on groups of one type; arrays of shape (N,)."""
 
-    ttft_s: Array  # seconds from the start to the first token on an idle group; inf if it does not fit in memory
+    ttft_s: Array  # seconds from the start to the first token on an idle group; inf: the prompt exceeds the memory
     busy_s: Array  # seconds for which each prompt keeps a group busy before its first token (mean over the GPUs)
     hold_s: Array  # seconds after the first token for which the transfer of the cache keeps the group busy
     length_class: Indices  # class of each request: its row in the tables of `overlap`
@@ -341,7 +341,7 @@ class FleetRun:
 
 def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fleet) -> Indices:
     """Index of the group that serves each prompt: the group for its length, or the next one in whose memory it fits.
-    
+
     -1: the prompt fits in no group's memory.
     """
     target = np.searchsorted(np.array([group.most_new for group in fleet[:-1]]), new_tokens)

@@ -397,7 +397,7 @@ class ServiceTimes:
 
     def types(self, num_gpus: int) -> tuple[GroupType, ...]:
         """Types of groups of this size that fit some prompt; if no type fits any prompt, the last type.
-        
+
         Empty if no strategy runs on this number of GPUs.
         """
         types = [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
