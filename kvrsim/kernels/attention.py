@@ -1,13 +1,14 @@
 """Attention: calls, rates of eager and of fused kernels, and the costs of softmax and of latent attention.
 
-Eager kernels move their score matrix through memory, fused kernels do not. FlashRates describe the fused kernels of a
-GPU by their tiles. BlockedRates describe other fused kernels: those with blocks much smaller than the chunk, such as on
-a CPU, and those that compute masked scores.
+Eager kernels write their score matrix to memory and read it back; fused kernels do not. FlashRates describe the fused
+kernels of a GPU by their tiles. BlockedRates describe other fused kernels: those with blocks much smaller than the
+chunk, such as on a CPU, and those that compute masked scores.
 
-Latent attention (DeepSeek-V2, arXiv:2405.04434) is computed in one of two forms. Expanded, every head has keys and
-values of its own, of different widths (192 and 128 in DeepSeek-V3). Absorbed, all heads attend to the latents
-(576 and 512), and are multiplied by the expansion before and after. Both are flash kernels whose work grows with the
-mean of the two widths. Engines expand the chunk and all tokens before it in a prefill, and absorb in decoding.
+Latent attention (DeepSeek-V2, arXiv:2405.04434) has two forms. In the expanded form, every head has its own keys and
+values, of different widths (192 and 128 in DeepSeek-V3). In the absorbed form, all heads attend to the latents (576 and
+512); queries and outputs are multiplied by the expansion matrices. Both forms use flash kernels whose work grows with
+the mean of the two widths. Engines use the expanded form in a prefill, for the chunk and all tokens before it, and the
+absorbed form in decoding.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from kvrsim.program import Array
 ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 ATTENTION = Part("attention")
 _LATENT = Part("latent")
-_ROUNDING = 1e-9  # relative
-_WIDEST_EXPANDED = 256  # width of a head's key; wider ones are latents
+_ROUNDING = 1e-9  # relative tolerance for rounding errors
+_WIDEST_EXPANDED = 256  # largest width of an expanded head's key; wider keys are latents
 _FP32_BYTES = 4
 _NOT_COUNTED = np.full(1, np.nan)
-_TOGETHER = 2**13  # elements up to which the blocks of all counts are priced together; larger arrays cost page faults
+_TOGETHER = 2**13  # elements up to which the blocks of all counts are one array; larger arrays cause page faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,20 +54,20 @@ class AttentionCall:
 
     chunk: Array  # queries
     prefix: Array  # keys before the first query; with a window only those that a query sees
-    causal: Array  # elements of one head's score matrix that are not masked
+    causal: Array  # score elements of one head that are not masked
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int  # of queries and keys
-    v_head_dim: int | None = None  # of values; None: the same as of keys
+    head_dim: int  # width of queries and keys
+    v_head_dim: int | None = None  # width of values; None: the width of keys
     score_bytes: float  # bytes that an eager kernel moves per element of the score matrix
-    reach: int | None = None  # most keys that a query sees, its own included; None: all up to its own
-    own: bool = True  # whether the chunk's own keys follow the prefix, are masked, and are appended to the cache
-    latent: bool = False  # keys and values are made of one latent per token, or are the latents
-    part_of_chunk: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
+    reach: int | None = None  # largest number of keys that a query sees, its own included; None: all keys up to its own
+    own: bool = True  # whether the keys include the chunk's own, which are causally masked and appended to the cache
+    latent: bool = False  # whether keys and values are expanded from one latent per token, or are the latents
+    part_of_chunk: bool = False  # whether the queries are one of several equal blocks of a chunk, one call each
 
     @property
     def keys(self) -> Array:
-        """Keys that the kernel is given."""
+        """Number of keys in the call."""
         return self.prefix + self.chunk if self.own else self.prefix
 
     @property
@@ -79,7 +80,7 @@ class AttentionCall:
         return _LATENT if self.latent else ATTENTION
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """Seconds by the profile's rates of this kernel, or by those of latent attention."""
+        """Seconds at the profile's rates of this kernel, or at its rates of latent attention."""
         traits = cost.traits
         rates: AttentionRates = cost.rates.of(self, traits.kernel)
         seconds_of = rates.least_seconds if traits.lower_bound else rates.seconds
@@ -87,7 +88,7 @@ class AttentionCall:
         return seconds if cost.compute_scale == 1.0 else cost.compute_scale * seconds
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """Seconds by FLOPs of the unmasked part; if eager, the larger of all FLOPs and the score matrix's traffic."""
+        """Seconds of the unmasked FLOPs; if eager, the longer of all FLOPs and the score matrix's traffic."""
         heads = cost.traits.batch * self.num_attention_heads
         flops_s = 4.0 * heads * self.mean_head_dim / cost.flops_per_s
         if cost.traits.kernel != "eager":
@@ -100,13 +101,13 @@ class AttentionCall:
 class MeasuredSizes:
     """Ratio of measured to formula time by the size of a call, for example of score matrices that do not fit a cache.
 
-    Between the sizes the ratio is interpolated on log scales; beyond them it is that of the outermost size.
-    size * factor does not fall with size. So where formula times rise at least in proportion to size, the product of
-    time and factor does not fall.
+    Between the sizes the ratio is interpolated on log scales; beyond them it is the ratio of the nearest size. `size *
+    factor` does not fall with size. So where formula times rise at least in proportion to size, the product of time and
+    factor does not fall.
     """
 
-    sizes: tuple[float, ...]  # rising
-    factors: tuple[float, ...]  # measured over formula time
+    sizes: tuple[float, ...]  # in rising order
+    factors: tuple[float, ...]  # measured time over formula time
 
     def __post_init__(self) -> None:
         check_rising("sizes", self.sizes, "factors", self.factors)
@@ -115,11 +116,11 @@ class MeasuredSizes:
             raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
 
     def factor(self, size: Array) -> Array:
-        """Factor for calls of that size."""
+        """Factor for calls of `size`."""
         return log_interp(np.maximum(size, 1e-300), self.sizes, self.factors)
 
     def least_factor(self, size: Array) -> Array:
-        """The least factor of all sizes from there on."""
+        """Least factor of this size and of all larger sizes."""
         larger = np.append(np.minimum.accumulate(self.factors[::-1])[::-1], np.inf)
         return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
 
@@ -128,11 +129,11 @@ class MeasuredSizes:
 class EagerRates:
     """Rates of separate kernels for QK^T, scaling, mask, softmax and PV, over all scores, masked ones included."""
 
-    flops_per_s: float  # of QK^T and PV
+    flops_per_s: float  # FLOP/s of QK^T and PV
     bytes_per_s: float  # rate of the score matrix's repeated passes over device memory
-    start_s: NonNegative  # of all its kernels together, on the device
-    measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
-    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, per score element, by model type
+    start_s: NonNegative  # seconds to start all kernels of a call, on the device
+    measured: MeasuredSizes | None = None  # correction by the score elements of all heads; None: no correction
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes per element, fitted to TTFTs, by model type
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of all elements of all heads' score matrices, masked ones included."""
@@ -146,10 +147,10 @@ class EagerRates:
         return call.chunk * call.keys * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds, which do not grow with the prefix where the chunk's end is fixed.
+        """Seconds that do not grow with the prefix where the chunk's end is fixed.
 
-        A block of a chunk has the least factor: where the chunk starts earlier, the early blocks may be smaller, and
-        all blocks together have more elements.
+        A block of a chunk has the least factor of all sizes: if the chunk starts earlier, its early blocks may be
+        smaller, while all blocks together have more elements.
         """
         if call.part_of_chunk and self.measured is not None:
             least = replace(self, measured=None).seconds(call, batch, element_bytes) - self.start_s
@@ -163,33 +164,33 @@ class BlockedRates:
 
     Without a prefix it computes the causal half of chunk x chunk. With a prefix, a kernel that takes a mask
     (scaled_dot_product_attention) computes the whole rectangle of chunk x (prefix + chunk). A kernel that skips masked
-    scores computes the rectangle of chunk x prefix and the causal half, and joins them by their log-sum-exp.
+    scores computes the rectangle of chunk x prefix and the causal half, and joins both results by their log-sum-exp.
     """
 
-    causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
-    rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; a mask does not raise it
-    start_s: NonNegative  # of a call
-    query_s: NonNegative  # per query and head, independent of the keys
+    causal_flops_per_s: float  # FLOP/s of QK^T and PV in the chunk's own causal half
+    rectangle_flops_per_s: float  # FLOP/s of QK^T and PV in the rectangle; a mask does not raise it
+    start_s: NonNegative  # seconds to start a call
+    query_s: NonNegative  # seconds per query and head, independent of the keys
     key_block: int  # keys per block; blocks on the diagonal are computed whole, so huge blocks compute all masked keys
     skips_masked: bool = False  # whether masked scores are skipped behind a prefix
-    join_s: NonNegative = 0.0  # per query and head, where two parts are joined
-    block_flops_per_s: float | None = None  # rate on another rank's block, all visible; None: that of the rectangle
-    measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
+    join_s: NonNegative = 0.0  # seconds per query and head to join two parts
+    block_flops_per_s: float | None = None  # FLOP/s on another rank's block, not masked; None: rectangle_flops_per_s
+    measured: MeasuredSizes | None = None  # correction by queries, on which the block size depends; None: none
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds of a start, of queries and of scores; more queries or keys never take less."""
+        """Seconds of a call: start, queries and scores. More queries or keys never take less time."""
         if self.block_flops_per_s is not None and not call.own:
             return self._called_s(call, batch, self._covered(call))
         joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
         return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds that no call beats and that, at a fixed end of the chunk, do not grow with the prefix.
+        """Seconds that no call beats and that do not grow with the prefix where the chunk's end is fixed.
 
-        With a mask the number of scores falls with the start, except that the chunk from 0 has its causal half alone.
-        Where masked scores are skipped, the number is concave in the start. So a chunk that starts earlier has at least
-        the smaller of two numbers of scores: of this chunk, and of the chunk from 0. Its factor is at least the least
-        factor of all larger numbers of queries.
+        With a mask, a chunk that starts later has fewer scores; only the chunk from 0 has just its causal half. Where
+        masked scores are skipped, the number of scores is a concave function of the start. So a chunk that starts
+        earlier has at least the smaller of two numbers of scores: that of this chunk, and that of the chunk from 0. Its
+        factor is at least the least factor of all larger numbers of queries.
         """
         if call.part_of_chunk:
             return self._least_of_part(call, batch)
@@ -207,10 +208,10 @@ class BlockedRates:
         return self._called_s(call, batch, np.minimum(here, from_0))
 
     def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
-        """Seconds that no block of a chunk beats; all blocks together take no more where the chunk starts later.
+        """Seconds that no block of a chunk beats; their sum over the blocks does not grow where the chunk starts later.
 
-        Rectangles, or unmasked scores, at the least factor of this or a larger number of queries. It does not hold for
-        a chunk that starts at 0, which has only its causal half.
+        They are those of the rectangle (of the unmasked scores if masked scores are skipped) at the least factor of
+        this or a larger number of queries. The bound does not hold for a chunk from 0, which has only its causal half.
         """
         covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
         factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
@@ -226,13 +227,13 @@ class BlockedRates:
         )
 
     def _covered(self, call: AttentionCall) -> Array:
-        """Scores that are computed per head, counted as elements of the rectangle."""
+        """Scores computed per head, each weighted by its time over that of a score in the rectangle."""
         if not call.own:
             whole = call.chunk * call.prefix
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
         cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
         if self.skips_masked:
-            # With a window, each part has at most the unmasked elements.
+            # With a window, neither part has more than the unmasked elements.
             behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
             dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
             return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
@@ -241,16 +242,16 @@ class BlockedRates:
         return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
 
     def _half(self, queries: Array) -> Array:
-        """Elements of one head in a causal half, with the masked ones of the blocks that the diagonal cuts."""
+        """Elements of one head in a causal half, including masked ones in the blocks that the diagonal cuts."""
         return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
 
     def _cut(self, call: AttentionCall) -> Array:
-        """Masked elements in the blocks that the diagonal cuts, in elements of the rectangle."""
+        """Masked elements in the blocks that the diagonal cuts, weighted as in _covered."""
         return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
 
     @property
     def _rectangle_s(self) -> float:
-        """Seconds of one FLOP in the rectangle."""
+        """Seconds per FLOP in the rectangle."""
         own_s = 1.0 / self.rectangle_flops_per_s
         return own_s if self.skips_masked else max(own_s, 1.0 / self.causal_flops_per_s)
 
@@ -268,37 +269,38 @@ class FlashRates:
     FlashAttention-2 (Dao, 2023); keys are split over idle slots as in FlashDecoding.
     """
 
-    tile_rows: int  # queries of a tile
-    key_block: int  # keys of a step
-    concurrent_tiles: int  # slots: multiprocessors times tiles that each holds at once
-    num_sms: int  # multiprocessors; a tile that has one for itself steps faster
-    causal: bool = False  # blocks above the diagonal are skipped
-    packs_heads: bool = False  # query heads of one KV head share a tile
-    splits_keys: bool = False  # few tiles are split along the keys
+    tile_rows: int  # queries per tile
+    key_block: int  # keys per step
+    concurrent_tiles: int  # slots: number of multiprocessors times concurrent tiles on each
+    num_sms: int  # number of multiprocessors; a tile that is alone on one steps faster
+    causal: bool = False  # whether blocks above the diagonal are skipped
+    packs_heads: bool = False  # whether query heads of one KV head share a tile
+    splits_keys: bool = False  # whether a call with few tiles splits them along the keys
 
-    flops_per_s: float  # datasheet: no call is faster than its unmasked FLOPs at this rate
-    launch_s: NonNegative  # of a call
-    tile_s: NonNegative  # before and after a tile's steps
-    block_s: float  # of a step with heads of 128
-    alone_share: PositiveShare  # of block_s where a tile has a multiprocessor for itself
+    flops_per_s: float  # peak of the datasheet: no call is faster than its unmasked FLOPs at this rate
+    launch_s: NonNegative  # seconds to launch a call
+    tile_s: NonNegative  # seconds before and after a tile's steps
+    block_s: float  # seconds of a step with a head width of 128
+    alone_share: PositiveShare  # time of a tile alone on a multiprocessor over that of a tile that shares it
     barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
     append_bytes_per_s: float  # rate of reading the chunk's own K, V and writing them into the cache
-    query_s: NonNegative = 0.0  # per query and head, independent of the keys
-    split_s: NonNegative = 0.0  # for joining the parts of split keys
-    split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
-    # Time of a step in the chunk's own square, over that of other steps.
+    query_s: NonNegative = 0.0  # seconds per query and head, independent of the keys
+    split_s: NonNegative = 0.0  # seconds to join the parts of split keys
+    split_share: PositiveShare = 1.0  # share of the slots that a split call keeps busy
+    # Time of a step in the chunk's own square over the time of other steps.
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = 1.0
-    softmax_s: NonNegative = 0.0  # of a step's softmax, which overlaps with its products: narrow heads wait for it
+    softmax_s: NonNegative = 0.0  # seconds of a step's softmax, which overlaps with its products: narrow heads wait
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds of the launch, of tiles in waves, and of the append; more queries or keys never take less."""
+        """Seconds of a call: launch, tiles in waves, and append. More queries or keys never take less time."""
         return self._called_s(call, batch, element_bytes, self._scheduled_s(call, batch))
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
+        """Seconds that no call beats and that do not grow with the prefix where the chunk's end is fixed.
 
-        Slots are always busy, and no tile or block is partly empty. The blocks of a chunk together take as long as one
-        call of the chunk, plus a launch per additional block; for that, the limit of the datasheet is left out.
+        The bound keeps all slots busy and has no partly empty tile or block. The blocks of a chunk together take as
+        long as one call of the whole chunk, plus one launch per additional block; therefore a block ignores the limit
+        of the datasheet.
         """
         keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
         if self.causal and call.reach is not None:
@@ -311,14 +313,14 @@ class FlashRates:
         return self._called_s(counted, batch, element_bytes, slots_s / slots)
 
     def _step_s(self, call: AttentionCall) -> Any:
-        """Seconds of a tile of queries and a block of keys: the larger of its products and its softmax.
+        """Seconds of one tile of queries on one block of keys: products or softmax, whichever is longer.
 
-        An array where a fit has heads for each of its rows.
+        The result is an array in a fit, whose rows have different head widths.
         """
         return np.maximum(self.block_s * call.mean_head_dim / 128, self.softmax_s)
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
-        """Seconds with launch and append, at least those of the unmasked FLOPs at the datasheet's rate."""
+        """Seconds including launch and append, at least the seconds of the unmasked FLOPs at the datasheet's rate."""
         append_bytes = 4.0 * batch * call.num_key_value_heads * call.mean_head_dim * element_bytes / 2
         chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
         flops = 4.0 * batch * call.num_attention_heads * call.mean_head_dim
@@ -333,14 +335,14 @@ class FlashRates:
         tiles_a_column = pieces(call.chunk, rows)
         tiles = columns * tiles_a_column
         step_s, slots = self._step_s(call), self.concurrent_tiles
-        most = first = pieces(call.keys, self.key_block)  # steps of the tile that sees most keys
+        most = first = pieces(call.keys, self.key_block)  # steps of the tile that sees the most keys
         if self.causal and call.own:
             first = pieces(call.prefix + np.minimum(rows, call.chunk), self.key_block)
         dear: Array | float = call.own * (self.diagonal_cost - 1.0) / self.key_block
         dear = dear * call.chunk if dear else 0.0
         mean = 0.5 * (first + most)
         if self.causal and call.reach is not None:  # blocks that no query of the tile sees are skipped
-            within = np.ceil((call.reach + 2 * rows) / self.key_block)  # its edges cut blocks
+            within = np.ceil((call.reach + 2 * rows) / self.key_block)  # the window's edges may cut blocks
             first, most = np.minimum(first, within), np.minimum(most, within)
             dear = np.minimum(dear, (self.diagonal_cost - 1.0) * within)
             seen = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
@@ -351,7 +353,8 @@ class FlashRates:
         full_s = busy_s = tiles * (mean * (step_s / slots) + self.tile_s / slots)
         if self.barrier_share:
             waves = np.ceil(tiles / slots)
-            # Longest tiles first: each further wave begins that much lower on the staircase under the diagonal.
+            # The longest tiles run first, so each later wave begins with shorter tiles, along the slope of the
+            # diagonal.
             half_fall = (most - first) / np.maximum(tiles_a_column - 1, 1) * (0.5 * step_s * slots / columns)
             full_s = np.maximum(waves * (longest_s - half_fall * (waves - 1)), busy_s)
             if self.barrier_share < 1:
@@ -402,52 +405,53 @@ class MergedCost(MixerCost):
 
     @abstractmethod
     def keys_s(self, chunk: Array, keys: Array) -> Array:
-        """Seconds of the chunk's queries on `keys` tokens before them, without a merge."""
+        """Seconds of attention of the chunk's queries to `keys` tokens before them, without a merge."""
 
     def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """Seconds of the chunk's queries, the first at `start`, on a block of `keys` tokens before them up to `end`.
+        """Seconds of attention of the chunk's queries to the `keys` tokens before `end`, and of merging the result.
 
-        The result is merged with that of other blocks. A block that no query sees takes no time.
+        The first query is at `start`. A block that no query sees takes no time.
         part: the queries are a part of the rank's chunk.
         """
         visible = self._visible_before(start, keys, end)
         return np.where(visible > 0, self.keys_s(chunk, visible) + self.merge_s(chunk, part=part), 0.0)
 
     def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """Seconds of the chunk's queries, the first at `start`, on an even share of the first `prefix` tokens.
+        """Seconds of attention of the chunk's queries to an even share of the first `prefix` tokens, without a merge.
 
-        The result is not merged. The share's tokens are spread evenly, so a window sees the same number of each share.
+        The first query is at `start`. The share's tokens are evenly spaced, so a window has the same number in each
+        share.
         """
         visible = share * self._visible_before(start, prefix, prefix)
         return np.where(visible * chunk > 0, self.keys_s(chunk, visible), 0.0)
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
-        """Seconds to merge a block's result for these queries with that of the blocks before; `part`: see block_s."""
+        """Seconds to merge a block's result for these queries with that of earlier blocks; `part`: see block_s."""
         if self.traits.measures_merge:
             return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
         return self._merging_s(chunk, merge(self.mixer, fused=self.traits.fused_merge, part=part))
 
     def upcast_s(self, chunk: Array) -> Array:
-        """Seconds to convert the chunk's output to fp32 or back; measured rates in fp32 include this."""
+        """Seconds to convert the chunk's output to fp32 or back; 0 in fp32 if the rate of merges is measured."""
         if self.traits.measures_merge and self.setting.element_bytes == _FP32_BYTES:
             return 0.0 * chunk
         return self._merging_s(chunk, upcast(self.mixer))
 
     @property
     def merge_kernels(self) -> int:
-        """Kernels of merge_s."""
+        """Number of kernels of merge_s."""
         return merge(self.mixer, fused=self.traits.fused_merge, part=False).kernels
 
     def score_elements(self, chunk: Array, keys: Array) -> Array:
-        """Elements of all heads, masked or not."""
+        """Elements of all heads' score matrices, masked or not."""
         return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """Prefix length of a gathered call: all keys if eager or masked, up to the chunk if causal."""
+        """Prefix length of a call on gathered keys: the tokens before the chunk if flash; else all except the chunk."""
         return start if self.traits.kernel == "flash" else total - chunk
 
     def _visible_before(self, start: Array, keys: Array, end: Array) -> Array:
-        """Number of `keys` tokens up to `end` that a query at `start` sees."""
+        """Number of tokens that a query at `start` sees, of the `keys` tokens before `end`."""
         reach = self.mixer.reach
         return keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
 
@@ -455,7 +459,7 @@ class MergedCost(MixerCost):
         return AttentionCall(chunk=chunk, prefix=prefix, causal=causal, own=own, **self._sizes)
 
     def _merging_s(self, chunk: Array, step: Traffic) -> Array:
-        """Seconds of a merge, no faster than PyTorch's kernels unless one engine kernel merges the results."""
+        """Seconds of a merge; separate kernels are never faster than PyTorch's kernels."""
         seconds = self.cost.traffic_s(chunk, (step,))
         if self.traits.fused_merge:
             return seconds
@@ -482,19 +486,19 @@ class SoftmaxCost(MergedCost):
         return cached + (eager_kernels(self.setting.model, self.mixer, repeats=self._repeats) if self._is_eager else 1)
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds of the chunk's queries on prefix and chunk; eager code repeats shared KV heads for all queries."""
+        """Seconds of attention of the chunk's queries to prefix and chunk; eager code also repeats shared KV heads."""
         return self._call_s(self._call(chunk, self.visible(prefix), self._causal(chunk, prefix)))
 
     def in_blocks_s(self, chunk: Array, prefix: Array, counts: Sequence[int]) -> Array:
-        """Seconds of attention in equal blocks of the chunk's queries, each a call, for several counts of calls.
+        """Seconds of attention with the chunk's queries in equal blocks, one call per block, for several block counts.
 
         Shape (counts, ...): seconds of the calls and of the copy that joins their outputs. The queries of a block see
-        keys up to the block's end. Eager code repeats shared KV heads once. Where the chunk begins the context, causal
-        kernels skip the masked half in one call.
+        keys up to the block's end. Eager code repeats shared KV heads once. If the chunk begins the context, causal
+        kernels use one call, which skips the masked half.
         """
         mixer = self.mixer
         numbers = [np.arange(float(count)) for count in counts]
-        if self.traits.lower_bound and mixer.reach is None:  # then in proportion to the keys before the block
+        if self.traits.lower_bound and mixer.reach is None:  # then seconds are linear in the keys before the block
             numbers = [number.mean(keepdims=True) for number in numbers]
         lengths = [len(number) for number in numbers]
         if len(counts) > 1 and sum(lengths) * np.size(chunk) > _TOGETHER:
@@ -525,7 +529,7 @@ class SoftmaxCost(MergedCost):
         return np.where(calls == 1, whole_s, seconds)
 
     def decode_s(self, keys: Array) -> Array:
-        """Seconds of a kernel that splits the keys over the device and reads K and V once."""
+        """Seconds of one token in a kernel that splits the keys over the device and reads K and V once."""
         keys = self.visible(keys)
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
         one = np.ones_like(keys)
@@ -542,12 +546,12 @@ class SoftmaxCost(MergedCost):
         """Seconds to repeat K and V of `keys` tokens for each query head that shares them."""
         mixer = self.mixer
         heads = mixer.num_key_value_heads + mixer.num_attention_heads
-        # Reads few heads, writes all; two bytes per element.
+        # The copy reads the KV heads and writes all heads; elements have two bytes.
         nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
         return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
 
     def _causal(self, chunk: Array, prefix: Array) -> Array:
-        """Unmasked score elements of one head; not a number for an eager kernel, which computes all."""
+        """Unmasked score elements of one head; NaN for an eager kernel, which computes all elements."""
         mixer = self.mixer
         if self._is_eager:
             return _NOT_COUNTED
@@ -559,20 +563,20 @@ class SoftmaxCost(MergedCost):
 
 
 def _in_window(tokens: Array, window: int) -> Array:
-    """Score elements of the first `tokens` queries when each sees at most `window` keys."""
+    """Unmasked score elements of the first `tokens` queries when each sees at most `window` keys."""
     inside = np.minimum(tokens, window)
     return 0.5 * inside * inside + (tokens - inside) * window
 
 
 def _in_chunks(tokens: Array, size: int) -> Array:
-    """Score elements of the first `tokens` queries when each sees only its own chunk of `size` tokens."""
+    """Unmasked score elements of the first `tokens` queries when each sees only its own chunk of `size` tokens."""
     whole = np.floor(tokens / size)
     rest = tokens - whole * size
     return np.asarray(0.5 * (whole * size * size + rest * rest))
 
 
 def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
-    """The two products of each head: query to the latent's width, and attended latent to the head's output."""
+    """The two products of each head: query to the latent's width, and attended latent to the output's width."""
     heads, compute = mixer.num_attention_heads, mixer.expand.compute
     return (
         Product(mixer.qk_nope_head_dim, mixer.kv_lora_rank, heads, 1.0, compute),
@@ -581,13 +585,13 @@ def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
 
 
 class LatentCost(MergedCost):
-    """Latent attention to all keys."""
+    """Cost of latent attention to all keys."""
 
     mixer: LatentAttention
 
     def __init__(self, setting: LayerSetting, mixer: LatentAttention) -> None:
         super().__init__(setting, mixer)
-        # One rotated key is written to every head's keys: the copy reads expanded keys and writes whole ones.
+        # The rotated key is copied to every head's keys: the copy reads expanded keys and writes whole ones.
         width = mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.head_dim)
         products = products_of((mixer.expand,), fused=self.traits.fused)
         self._expand = self.cost.row_cost(products, (Traffic("copy", 2.0 * width, 1),))
@@ -595,38 +599,38 @@ class LatentCost(MergedCost):
 
     @property
     def kernels(self) -> int:
-        """Expansion and joining with the rotated keys, twice (chunk and cache), attention, and the cache's copy."""
+        """Number of kernels: expansion and joining with rotated keys (of chunk and of cache), attention, and a copy."""
         return 4 + (self.traits.copies.own > 0)
 
     def local_op_s(self, chunk: Array) -> Array:
-        """Seconds of keys and values of the chunk."""
+        """Seconds to make the chunk's keys and values from its latents."""
         return self.expand_s(chunk)
 
     def expand_s(self, tokens: Array) -> Array:
-        """Seconds of the keys and values of `tokens` tokens, made from their latents."""
+        """Seconds to expand the latents of `tokens` tokens to keys and values."""
         return np.where(tokens > 0, self._expand(tokens), 0.0)
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds to expand the prefix, and of all heads' attention."""
+        """Seconds of the prefix's expansion and of all heads' attention; the lower bound omits the expansion."""
         attention_s = self.cost.call_s(self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk)))
         return attention_s if self.traits.lower_bound else self.expand_s(prefix) + attention_s
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds without expansion: all heads attend to the latents."""
+        """Seconds of the absorbed form: all heads attend to the latents."""
         return self._absorb(chunk) + self._to_latents_s(chunk, prefix)
 
     def decode_s(self, keys: Array) -> Array:
-        """Seconds without expansion; the latents are read once."""
+        """Seconds of one token in the absorbed form; the latents are read once."""
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
         one = np.ones_like(keys)
         return self._absorb(one) + np.minimum(bytes_s, self._to_latents_s(one, keys - one))
 
     def keys_s(self, chunk: Array, keys: Array) -> Array:
-        """Seconds to expand the latents of the keys, and of attention."""
+        """Seconds to expand the keys' latents, and of attention."""
         return self.expand_s(keys) + self.cost.call_s(self._call(chunk, keys, chunk * keys, own=False))
 
     def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds of attention of all heads to the latents."""
+        """Seconds of all heads' attention to the latents."""
         width, rotated = self.mixer.kv_lora_rank, self.mixer.qk_rope_head_dim
         call = self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk))
         return self.cost.call_s(replace(call, num_key_value_heads=1, head_dim=width + rotated, v_head_dim=width))

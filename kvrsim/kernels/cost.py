@@ -24,20 +24,20 @@ from kvrsim.program import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTraits:
-    """Traits of a run that all kernels share, rates excepted; by default those of a serving engine."""
+    """Properties of a run that all kernels share, except rates; the defaults are those of a serving engine."""
 
-    kernel: str  # of attention
-    batch: int  # sequences
-    element_bytes: int  # of the request's dtype
-    fused: bool = True  # norm, rotary embedding and activation are one kernel each, products of one input one product
-    fused_merge: bool = True  # one kernel merges partial results of attention
+    kernel: str  # attention kernel
+    batch: int  # number of sequences
+    element_bytes: int  # bytes per element of the request's dtype
+    fused: bool = True  # whether norm, rotary and activation are one kernel each, and products of one input are one
+    fused_merge: bool = True  # whether one kernel merges partial results of attention
     measures_merge: bool = False  # whether the merging kernel was measured
-    whole_attention: bool = False  # attention's times include repeated KV heads and the transposed output
+    whole_attention: bool = False  # whether attention's times include repeated KV heads and the transposed output
     copies: CacheCopies = NO_COPIES  # of K and V on their way into the cache
-    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted, per score element, by model type
-    head_on_all_tokens: bool = False  # logits are computed for every token of the last chunk
-    repeats_rotary: bool = False  # Falcon's eager code repeats cos and sin for every head
-    lower_bound: bool = False  # mixers use times that no call beats and that do not grow with the chunk's start
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes per score element, fitted, by model type
+    head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
+    repeats_rotary: bool = False  # whether Falcon's eager code repeats cos and sin for every head
+    lower_bound: bool = False  # whether mixers use times that no call beats and that do not grow with the chunk's start
 
 
 class Part(NamedTuple):
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     kind: str  # one of OPERATION_KINDS
     product: Product | None = None  # the matrix product, for kind gemm
-    variant: str | None = None  # the recurrence, for kind recurrence
+    variant: str | None = None  # kind of recurrence, for kind recurrence
 
 
 ELEMENTWISE = Part("elementwise")
@@ -58,14 +58,14 @@ class Call(Protocol):
     def part(self) -> Part: ...
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """Seconds by a profile's rates, or counted from other operations' rates where the profile lacks these."""
+        """Seconds by a profile's rates; without a rate for this call, by the rates of other operations."""
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """Seconds that no call beats, by the datasheet."""
+        """Seconds that no call beats by the datasheet."""
 
 
 class Rates(Protocol):
-    """Rates of a device, as KernelRates has them: of products, of element-wise kernels, and of each other operation."""
+    """Rates of a device, such as KernelRates: of products, of element-wise kernels, and of each other operation."""
 
     @property
     def gemm(self) -> GemmRates: ...
@@ -96,10 +96,10 @@ class CostModel(Protocol):
     def call_s(self, call: Call) -> Array: ...
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
-        """Element-wise kernels and copies of `tokens` tokens."""
+        """Seconds of element-wise kernels and copies of `tokens` tokens."""
 
     def mask_s(self, mask_elements: Array) -> Array:
-        """The attention mask, made before the first layer."""
+        """Seconds to make the attention mask, once before the first layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class CalibratedCost:
 
     rates: Rates
     traits: KernelTraits
-    scale: float = 1.0  # seconds of every kernel over seconds by the rates
+    scale: float = 1.0  # factor on the seconds of every kernel
     clock_factor: float = 1.0  # factor on products and attention, because the clock falls under load
 
     @property
@@ -135,7 +135,7 @@ class CalibratedCost:
     def head_s(self, tokens: Array, product: Product) -> Array:
         """Seconds of the head's product, at least the time to read the weights.
 
-        The product with one row takes that time, at a rate of its own if it was measured.
+        A product with one row takes exactly this time if the profile has head_bytes_per_s.
         """
         gemm, width = self.rates.gemm_of(product.compute, self.traits.element_bytes)
         nbytes = product.in_features * product.out_features * of_each(width).weight
@@ -167,15 +167,15 @@ class RooflineCost:
     """Cost from the datasheet: no kernel is faster than its FLOPs or its bytes allow."""
 
     traits: KernelTraits
-    bytes_per_s: float  # of device memory
-    flops_per_s: float  # of the request's dtype; with fp8 that of half precision, the type of attention
-    low_flops_per_s: float  # of products with quantised inputs, where the GPU has such arithmetic
+    bytes_per_s: float  # bandwidth of device memory
+    flops_per_s: float  # FLOP/s of the request's dtype; with fp8 those of half precision, the type of attention
+    low_flops_per_s: float  # FLOP/s of products with quantised inputs, where the GPU supports them
 
     @classmethod
     def of(cls, gpu: GpuSpec, traits: KernelTraits, dtype: str) -> RooflineCost:
-        """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic.
+        """Limits of one GPU in one dtype; raises InputError if the GPU does not compute in this dtype.
 
-        All products with quantised inputs, also INT8 and NVFP4, have the peak of FP8; other peaks are not in gpus.json.
+        All products with quantised inputs, also INT8 and NVFP4, have the peak of FP8; gpus.json has no other peaks.
         """
         peaks = gpu.peak_flops
         if dtype not in peaks:
@@ -202,7 +202,7 @@ class RooflineCost:
         return np.maximum(seconds, weights * width.weight / self.bytes_per_s, out=seconds)
 
     def limits_of(self, compute: str | None) -> tuple[ElementBytes, float]:
-        """Bytes of each operand of a type of product, and its FLOP/s."""
+        """Bytes per element of each operand of a type of product, and its FLOP/s."""
         width = of_each(self.traits.element_bytes if compute is None else GEMM_TYPES[compute])
         return width, self.low_flops_per_s if width.quantised else self.flops_per_s
 
@@ -210,7 +210,7 @@ class RooflineCost:
         return call.roofline_s(self)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
-        """Bytes at the datasheet's memory bandwidth."""
+        """Seconds of the bytes at the datasheet's memory bandwidth."""
         nbytes = self.traits.batch * self.traits.element_bytes / 2 * sum(step.nbytes for step in steps)
         return tokens * (nbytes / self.bytes_per_s)
 
@@ -227,8 +227,8 @@ def no_time(traits: KernelTraits) -> RooflineCost:
 class WeightedCost:
     """A cost model whose parts are multiplied by weights of shape (B,).
 
-    A column that has 1.05 for attention and 1 for the rest shows how TTFT changes when attention is 5 % slower; a
-    column of zeros but for attention has attention's seconds alone.
+    A column with 1.05 for attention and 1 for the rest shows how TTFT changes when attention is 5 % slower; a column
+    with 1 for attention and 0 for the rest gives the seconds of attention alone.
     """
 
     cost: CostModel
@@ -239,7 +239,7 @@ class WeightedCost:
         return self.cost.traits
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Products and element-wise kernels, each with its weight."""
+        """Seconds of products and element-wise kernels, each multiplied by its weight."""
         parts = [(self.weights[Part("gemm", product)], self.cost.row_cost((product,), ())) for product in products]
         if steps:
             parts.append((self.weights[ELEMENTWISE], self.cost.row_cost((), steps)))
@@ -263,7 +263,7 @@ class WeightedCost:
 
 
 class _Listing(dict[Part, Array]):
-    """Weights of 1, one for each part that is read."""
+    """Weights of 1; reading the weight of a part adds this part."""
 
     def __missing__(self, part: Part) -> Array:
         self[part] = np.ones(1)
@@ -271,6 +271,6 @@ class _Listing(dict[Part, Array]):
 
 
 def listing(cost: CostModel) -> tuple[WeightedCost, Mapping[Part, Array]]:
-    """A cost model that lists the parts that it prices, and that list, which grows as it is used."""
+    """A cost model that records the parts that it prices, and this record, which grows with use."""
     parts = _Listing()
     return WeightedCost(cost=cost, weights=parts), parts

@@ -19,7 +19,7 @@ _COUNTED = "counted from FLOPs and bytes at the rates of other operations"
 
 
 def head_dims(model: ModelSpec, rates: KernelRates) -> tuple[int, ...]:
-    """Widths of the heads whose attention has softmax rates; latents with rates of their own and states have none."""
+    """Widths of the heads that are priced by softmax rates; latents that have their own rates are left out."""
     widths = {
         layer.mixer.head_dim
         for layer in model.layer_kinds
@@ -60,7 +60,7 @@ def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
 def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement: ExpertPlacement) -> Iterator[str]:
     """Notes on a mixture of experts: the rates of its experts, and how unevenly tokens are spread over GPUs.
 
-    profile: None is the datasheet's roofline.
+    profile: None means the roofline of the datasheet.
     """
     sparse = [layer for layer in model.layer_kinds if layer.num_experts]
     if not sparse:
@@ -106,7 +106,7 @@ EXPLAINED = {
 def precision_notes(model: ModelSpec, dtype: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
     """Notes on a quantised model: the type of each computation, and the rates used for types without their own.
 
-    profile: None is the datasheet's roofline.
+    profile: None means the roofline of the datasheet.
     """
     if model.quantization is None:
         return
@@ -141,7 +141,7 @@ def _matrices(layer: LayerSpec) -> tuple[Gemm, ...]:
 
 
 def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gemm, ...]:
-    """Products, without routed experts that have rates of their own (see expert_notes)."""
+    """Matrices, except routed experts that have rates of their own (see expert_notes)."""
     rates = None if profile is None else profile.kernels.experts
     if layer.num_experts and rates is not None and rates.covers(layer.mlp[0].compute, 2):
         return tuple(gemm for gemm in _matrices(layer) if gemm not in layer.mlp)
@@ -149,7 +149,7 @@ def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gem
 
 
 def _priced_precision(compute: str, half: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
-    """The rates used for a type that the profile lacks."""
+    """Notes on the rates used for a type that the profile lacks."""
     if profile is None or (priced := profile.kernels.priced_as(compute)) == compute:
         return
     if priced is not None:

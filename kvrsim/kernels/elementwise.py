@@ -52,32 +52,32 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 
 ElementwiseOp = Literal["norm", "rotary", "activation", "residual", "copy", "embedding"]
 ELEMENTWISE_OPS: tuple[ElementwiseOp, ...] = get_args(ElementwiseOp)
-_RATE = {"unit": "bytes_per_s"}  # unit of fields whose name has none
+_RATE = {"unit": "bytes_per_s"}  # unit of fields whose names contain no unit
 
 
 class Traffic(NamedTuple):
-    """Bytes of one step of a layer through device memory."""
+    """Bytes that one step of a layer moves through device memory."""
 
     op: ElementwiseOp | Literal["merge"]
-    nbytes: float  # read and written, per token
+    nbytes: float  # bytes read and written, per token
     kernels: int  # number of kernels of the operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementwiseRates:
-    """Bytes per second by operation; a kernel that computes more per byte, or is written worse, has less."""
+    """Bytes per second by operation; a kernel with more arithmetic per byte or less optimised code has a lower rate."""
 
-    fused: bool = False  # norm, rotary embedding and activation are one kernel each, as in serving engines
-    fused_merge: bool = False  # one kernel merges partial results of a ring's attention; else several, see above
-    start_s: NonNegative  # of every kernel, on the device
+    fused: bool = False  # whether norm, rotary embedding and activation are one kernel each, as in serving engines
+    fused_merge: bool = False  # whether one kernel merges partial results of a ring's attention; else several
+    start_s: NonNegative  # seconds to start a kernel, on the device
     norm: float = field(metadata=_RATE)
     rotary: float = field(metadata=_RATE)
     activation: float = field(metadata=_RATE)
     residual: float = field(metadata=_RATE)
     copy: float = field(metadata=_RATE)
     embedding: float = field(metadata=_RATE)
-    merge_bytes_per_s: float | None = None  # of merging partial results as measured; None: counted, see above
-    mask_element_s: NonNegative = 0.0  # per element of the attention mask, once per prefill
+    merge_bytes_per_s: float | None = None  # measured rate of merging partial results; None: counted, see above
+    mask_element_s: NonNegative = 0.0  # seconds per element of the attention mask, once per prefill
 
     @classmethod
     def uniform(
@@ -98,17 +98,17 @@ class ElementwiseRates:
 class CacheCopies:
     """Number of copies of K and V on their way into the cache; each copy reads and writes them."""
 
-    keep: NonNegative  # under every strategy, such as where K and V are stacked into one tensor
-    append: NonNegative  # additional bytes where a chunk is appended to a prefix (torch.cat)
-    gather: NonNegative  # additional bytes where gathered pieces are joined (a list of outputs, then torch.cat)
-    own: NonNegative = 0.0  # of the chunk's part alone, where it is written into a buffer that holds the rest
+    keep: NonNegative  # copies under every strategy, such as where K and V are stacked into one tensor
+    append: NonNegative  # additional copies where a chunk is appended to a prefix (torch.cat)
+    gather: NonNegative  # additional copies where gathered pieces are joined (a list of outputs, then torch.cat)
+    own: NonNegative = 0.0  # copies of the chunk's part alone, where it is written into a buffer that holds the rest
 
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
 
 
 class _Step(NamedTuple):
-    nbytes: float  # per element, for elements of two bytes
+    nbytes: float  # bytes per element, for elements of two bytes
     kernels: int
 
 
@@ -124,17 +124,17 @@ _EAGER = {
 _FUSED = _EAGER | {"RMSNorm": _Step(4, 1), "rotary": _Step(4, 1), "reshape": _Step(0, 0), "gated MLP": _Step(6, 1)}
 _ROTARY_REPEATS = _Step(8, 12)
 _LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
-# Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its
-# softmax in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2,
-# times V r2. It stands for all models whose bytes no profile has fitted; ALiBi adds its biases, r2w2.
+# Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its softmax
+# in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2, times V r2.
+# This value holds for all models without a fitted value; ALiBi adds its biases, r2w2.
 _SCORE_BYTES = 28.0
 _ALIBI_BYTES = 4.0
-_SEPARATE_MERGE = (38.0, 52.0, 9)  # bytes per element and per log-sum-exp, kernels
+_SEPARATE_MERGE = (38.0, 52.0, 9)  # bytes per element, bytes per log-sum-exp, number of kernels
 _FUSED_MERGE = (10.0, 12.0, 1)
 _BACK, _BACK_KERNELS = 8.0, 2
 _CAST = 6.0
 _MEASURED_MERGE = 6.0  # bytes per element, and per log-sum-exp, where elements have two bytes
-PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, see above
+PYTORCH_SHARE = 0.777  # share of the datasheet's memory bandwidth, see above
 
 
 def eager_score_bytes(model: ModelSpec) -> float:
@@ -154,7 +154,7 @@ def before_mixer(
 ) -> tuple[Traffic, ...]:
     """Traffic of the layer's norms, norms inside the mixer, and rotary embedding, per token.
 
-    repeats_rotary: cos and sin are repeated for every head.
+    repeats_rotary: whether cos and sin are repeated for every head.
     """
     steps = [_norm(model, model.hidden_size, fused=fused)] * layer.norms_before_mixer
     if layer.mixer is not None:
@@ -172,10 +172,10 @@ def before_mixer(
 def after_mixer(
     model: ModelSpec, layer: LayerSpec, *, fused: bool, intermediate: float, reshapes: bool = True
 ) -> tuple[Traffic, ...]:
-    """Reshape, residuals, activation and the other norms of one token.
+    """Traffic of reshape, residuals, activation and the other norms, per token.
 
-    intermediate: the MLP's width; routed experts have activations of their own.
-    reshapes: False where the output's reshaping is part of attention.
+    intermediate: the MLP's width; routed experts count their own activations.
+    reshapes: False where the rates of attention include the reshaping of the output.
     """
     table, hidden, mixer, blocks = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer, layer.num_blocks
     steps = []
@@ -191,20 +191,20 @@ def after_mixer(
 
 
 def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
-    """The activation of one token between the matrices of an MLP of that width."""
+    """Traffic of one token's activation between the matrices of an MLP of width `intermediate`."""
     step = (_FUSED if fused else _EAGER)["gated MLP" if gated else "plain MLP"]
     return Traffic("activation", step.nbytes * intermediate, step.kernels)
 
 
 def _norm(model: ModelSpec, features: int, *, fused: bool) -> Traffic:
-    """One norm over `features` features; LayerNorm has weights and biases."""
+    """Traffic of one norm over `features` features; LayerNorm has weights and biases."""
     kind = "LayerNorm" if model.final_norm_parameters == 2 * model.hidden_size else "RMSNorm"
     step = (_FUSED if fused else _EAGER)[kind]
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 
 def _normed(mixer: Mixer) -> tuple[int, ...]:
-    """Features of the norms inside a mixer: of queries and keys, or of latents."""
+    """Number of features of each norm inside a mixer: of queries and keys, or of latents."""
     if isinstance(mixer, Attention):
         heads = (mixer.num_attention_heads, mixer.num_key_value_heads) if mixer.qk_norm else ()
         return tuple(count * mixer.head_dim for count in heads)
@@ -218,7 +218,7 @@ def _normed(mixer: Mixer) -> tuple[int, ...]:
 
 
 def _rotated(mixer: Mixer) -> tuple[int, ...]:
-    """Features of queries and of keys that are rotated."""
+    """Number of rotated features of queries and of keys."""
     if isinstance(mixer, Recurrence):
         return ()
     if isinstance(mixer, CompressedAttention):
@@ -231,9 +231,9 @@ def _rotated(mixer: Mixer) -> tuple[int, ...]:
 
 
 def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Traffic:
-    """Merge one token's result of a block into the result of earlier blocks.
+    """Traffic to merge one token's result of a block into the result of earlier blocks.
 
-    fused: one kernel does it. part: the block has results for a part of the rank's queries.
+    fused: one kernel merges. part: the block has results for a part of the rank's queries.
     """
     nbytes, lse, kernels = _FUSED_MERGE if fused else _SEPARATE_MERGE
     if part and not fused:
@@ -243,10 +243,10 @@ def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Tra
 
 
 def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
-    """Traffic of a measured merge; its rate includes the starts of its kernels."""
+    """Traffic of a merge whose rate is measured; this rate includes the starts of its kernels."""
     return Traffic("merge", _MEASURED_MERGE * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
 
 
 def upcast(mixer: Attention | LatentAttention) -> Traffic:
-    """Conversion of one token's output to fp32, or back."""
+    """Traffic to convert one token's output to fp32 or back."""
     return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, 1)

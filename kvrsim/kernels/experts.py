@@ -34,24 +34,25 @@ from kvrsim.program import Array
 
 EXPERTS = Part("experts")
 _HALF_BYTES = 2
-# Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times
-# the tokens, for prefills of 8192. aiconfigurator-core 0.12.0 takes this law for DeepSeek's models by default
-# (sdk/models/deepseek.py; of its collector, helper.py, sample_power_law).
+# Standard deviation of an expert's load over its mean, for NVIDIA's power law of exponent 1.01 and loads from 1 to 0.8
+# times the tokens, in prefills of 8192 tokens. aiconfigurator-core 0.12.0 uses this law for DeepSeek's models by
+# default (sdk/models/deepseek.py; sample_power_law in helper.py of its collector).
 POWER_LAW_LOAD_SD = 1.88
 
-# Scores, choice, counting, sorting, copying rows to their experts, weighted sum (fused_moe of vLLM and SGLang).
+# Kernels of routing: scores, choice, counting, sorting, copying rows to experts, weighted sum (fused_moe of vLLM and
+# SGLang).
 _ROUTING_KERNELS = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsCall:
-    """The routed experts of one layer that lie on one GPU."""
+    """Work of one layer's routed experts on one GPU."""
 
-    tokens: Array  # of each sequence, on this GPU before routing, any shape
+    tokens: Array  # tokens of each sequence, on this GPU before routing, any shape
     hidden_size: int
-    intermediate_size: int  # of this GPU's share of an expert
+    intermediate_size: int  # width of this GPU's share of an expert
     gated: bool  # whether an activated gate is multiplied with a second projection
-    num_experts: int  # on this GPU
+    num_experts: int  # number of experts on this GPU
     num_experts_per_tok: float  # average number of a token's experts that are on this GPU
     compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
     imbalance: float = 1.0  # rows of this GPU over the mean of all GPUs
@@ -71,7 +72,7 @@ class ExpertsCall:
         return EXPERTS
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """Seconds by the profile's rates of grouped products; counted if it has no rates for the type."""
+        """Seconds by the profile's rates of grouped products; without rates for the type, as separate products."""
         measured: tuple[GroupedRates, Width] | None = cost.rates.of(self, cost.traits.kernel)
         if measured is None or (self.compute is None and cost.traits.element_bytes != _HALF_BYTES):
             return cost.row_cost(*counted_experts(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
@@ -99,12 +100,12 @@ class ExpertsCall:
 class GroupedRates:
     """Rates of grouped products in one type."""
 
-    flops_per_s: float  # of full tiles, for sums over very many features
+    flops_per_s: float  # FLOP/s of full tiles, for sums over very many features
     weight_bytes_per_s: float  # rate of reading the experts' weights
     row_bytes_per_s: float  # rate of moving rows: permuted, quantised, activated, summed up
-    tile_rows: NonNegative  # of a tile; half of the last tile of each expert is empty on average
+    tile_rows: NonNegative  # rows of a tile; half of the last tile of each expert is empty on average
     tile_features: NonNegative  # features to sum over that take as long as a tile's start and end
-    start_s: NonNegative  # of all kernels together
+    start_s: NonNegative  # seconds to start all kernels together
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
         """Seconds of one call; `width` is the bytes per element of the operands."""
@@ -123,34 +124,34 @@ class GroupedRates:
 class ExpertRates:
     """Rates of grouped products by type."""
 
-    half: GroupedRates  # fp16, bf16
+    half: GroupedRates  # rates in fp16 and bf16
     types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
-        """Whether there are rates of a type or a substitute; `element_bytes` is the dtype's."""
+        """Whether there are rates of a type or a substitute; `element_bytes` is that of the request's dtype."""
         return element_bytes == _HALF_BYTES if compute is None else self.priced_as(compute) is not None
 
     def of(self, call: ExpertsCall) -> tuple[GroupedRates, Width] | None:
-        """Rates of a call's type and the bytes of its operands; None if no measured type is similar."""
+        """Rates for a call's type and bytes per element of its operands; None if no measured type is similar."""
         if call.compute is None:
             return self.half, _HALF_BYTES
         kind = self.priced_as(call.compute)
         return None if kind is None else (self.types[kind], GEMM_TYPES[kind])
 
     def priced_as(self, compute: str) -> str | None:
-        """The quantised type whose rates stand for one; None: no type does."""
+        """The measured type whose rates price a quantised type; None if no measured type is similar."""
         return next((one for one in alike(compute) if one in self.types), None)
 
 
 def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) -> float:
     """Rows of the busiest of `num_gpus` GPUs over the mean, where experts are spread over them in order.
 
-    Loads of experts are independent, with a standard deviation of POWER_LAW_LOAD_SD times their mean. The busiest GPU
-    is the expected largest of `num_gpus` normal deviates (Blom, 1958), limited to all tokens.
+    Loads of experts are independent, with a standard deviation of POWER_LAW_LOAD_SD times their mean. The load of the
+    busiest GPU is the expected largest of `num_gpus` normal deviates (Blom, 1958), at most all tokens.
     """
     if num_gpus == 1:
         return 1.0
-    from statistics import NormalDist  # its imports cost the start of every command
+    from statistics import NormalDist  # imported here because it slows the start of every command
 
     deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
     imbalance = 1.0 + deviate * POWER_LAW_LOAD_SD / np.sqrt(num_experts / num_gpus)
@@ -166,8 +167,8 @@ class ExpertPlacement:
     """Placement of routed experts on the GPUs of a run, and exchange of their tokens."""
 
     layout: Layout = ONE_LAYOUT
-    gather: Group | None = None  # one GPU per rank that shares the experts; None: their tokens are not gathered
-    tokens: int = 0  # of each sequence, that all ranks compute together
+    gather: Group | None = None  # GPUs that gather tokens, one per rank that shares the experts; None: no gather
+    tokens: int = 0  # tokens of each sequence that all ranks compute together
     load: float = 1.0  # sequences of all data groups over sequences of the busiest group
     imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
 
@@ -241,7 +242,7 @@ class RoutedExperts:
         return self.cost.call_s(self.call(chunk, together))
 
     def call(self, chunk: Array, together: Array | None = None) -> ExpertsCall:
-        """The call of one GPU; where ranks exchange tokens, for all ranks' chunks (None: the whole request)."""
+        """The call of one GPU; `together`: tokens of all ranks, if they exchange tokens (None: the request's)."""
         first, *_, back = self.layer.mlp
         placement, layer = self.placement, self.layer
         every = np.full(1, float(placement.tokens)) if together is None else together
@@ -265,7 +266,7 @@ class RoutedExperts:
 
     @property
     def dispatched_bytes(self) -> float:
-        """Bytes sent per token to a rank with its experts, in the type of their computation."""
+        """Bytes sent per token to a rank that has some of its experts, in the type of the experts' inputs."""
         first, *_ = self.layer.mlp
         quantised = first.compute is not None and GEMM_TYPES[first.compute].quantised > 0
         width = GEMM_TYPES[first.compute].input if quantised and first.compute else self.cost.traits.element_bytes
@@ -280,7 +281,7 @@ class RoutedExperts:
 def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
     """Routed experts as separate products, each for its share of the tokens, and their activation.
 
-    Nothing is counted for permuting the rows and summing them up.
+    The kernels that permute the rows and sum them up are not counted.
     """
     share = call.num_experts_per_tok / call.num_experts
     up = [call.up_features] if fused else [call.intermediate_size] * (2 if call.gated else 1)

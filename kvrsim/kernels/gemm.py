@@ -25,12 +25,12 @@ _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to
 
 
 class ElementBytes(NamedTuple):
-    """Bytes of one element of each operand of a product, scales of groups included."""
+    """Bytes of one element of each operand of a product, with the scales of quantisation groups."""
 
     weight: float
     input: float
     output: float
-    quantised: float = 0.0  # of an input, moved by the kernel that quantises the inputs before the product
+    quantised: float = 0.0  # bytes per input element that the quantising kernel moves before the product
 
 
 Width = int | ElementBytes  # bytes per element of all operands, or of each
@@ -41,10 +41,11 @@ def of_each(width: Width) -> ElementBytes:
     return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
 
 
-# Types of products besides half precision. "_wo": weight only, computed in half precision; the others quantise their
-# inputs first, which reads half precision and writes the type, and is part of the product's time as in public tables.
-# Scales: fp8_block fp32 for 128 x 128 weights and for 128 inputs; nvfp4 8 bits for 16; int4_wo 16 bits for 128; mxfp4
-# 8 bits for 32, with inputs in half precision or, mxfp4_fp8, in MXFP8.
+# Types of products other than half precision. "_wo": only weights are quantised; the product is computed in half
+# precision. The other types quantise their inputs first; this pass reads half precision, writes the type, and is part
+# of the product's time, as in public tables. Scales: fp8_block has one fp32 per 128 x 128 weights and per 128 inputs;
+# nvfp4 8 bits per 16 elements; int4_wo 16 bits per 128; mxfp4 8 bits per 32. Inputs of mxfp4_wo are in half precision,
+# those of mxfp4_fp8 in MXFP8.
 GEMM_TYPES: Mapping[str, ElementBytes] = {
     "fp8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
     "fp8_block": ElementBytes(weight=1.0, input=1.0 + 4 / 128, output=2.0, quantised=3.0 + 4 / 128),
@@ -56,8 +57,8 @@ GEMM_TYPES: Mapping[str, ElementBytes] = {
     "mxfp4_fp8": ElementBytes(weight=0.5 + 1 / 32, input=1.0 + 1 / 32, output=2.0, quantised=3.0 + 1 / 32),
 }
 
-# Substitutes for a type without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
-# the arithmetic computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
+# Substitutes for a type without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device that lacks
+# the arithmetic of a type computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
 _ALIKE = {
     "fp8": ("fp8_block", "int8_wo"),
     "fp8_block": ("fp8", "int8_wo"),
@@ -92,12 +93,12 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """One way to cut the output."""
+    """One size of the tiles that the output is cut into."""
 
     rows: int
     cols: int
-    flops_share: PositiveShare  # of GemmRates.flops_per_s that it reaches
-    start_s: NonNegative  # prologue and epilogue of a wave
+    flops_share: PositiveShare  # share of GemmRates.flops_per_s that the tile reaches
+    start_s: NonNegative  # seconds of the prologue and epilogue of a wave
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ class MeasuredShape:
 
     in_features: int
     out_features: int
-    rows: tuple[int, ...]  # rising
+    rows: tuple[int, ...]  # in rising order
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -114,8 +115,8 @@ class MeasuredShape:
 
 
 def pieces(amount: Array, size: float | Array) -> Array:
-    """Number of pieces of a size that cover an amount; a fit has a size for each of its rows."""
-    # Of a power of 2, which most are, the inverse is exact, and the product faster.
+    """Number of pieces of `size` that cover `amount`; in a fit, `size` is an array."""
+    # Most sizes are powers of 2: their inverse is exact, and a product is faster than a division.
     if isinstance(size, int | float) and math.frexp(size)[0] == 0.5:
         return np.asarray(np.ceil(amount * (1.0 / size)))
     return np.asarray(np.ceil(amount / size))
@@ -125,9 +126,9 @@ def pieces(amount: Array, size: float | Array) -> Array:
 class RowCost:
     """Seconds as a function of rows: steps of a table, and a slope."""
 
-    rows_per_step: float | None  # None: no steps
-    table: Array  # seconds of 0, 1, ... steps; beyond the last in proportion
-    row_s: float  # seconds a row, added
+    rows_per_step: float | None  # rows per step of the table; None: no steps
+    table: Array  # seconds of 0, 1, ... steps; beyond the last step in proportion to steps
+    row_s: float  # seconds per row, added to the table's seconds
 
     def __call__(self, rows: Array) -> Array:
         if self.rows_per_step is None:
@@ -143,7 +144,7 @@ class RowCost:
 
 
 def summed(costs: Sequence[RowCost]) -> RowCost:
-    """Cost of all of them in sequence; where their steps differ, it has the shortest steps."""
+    """Cost of all `costs` in sequence; if their steps differ, the result has the shortest steps."""
     steps = [cost.rows_per_step for cost in costs if cost.rows_per_step is not None]
     row_s = sum(cost.row_s for cost in costs)
     if not steps:
@@ -158,10 +159,10 @@ def summed(costs: Sequence[RowCost]) -> RowCost:
 class GemmRates:
     """Rates of matrix products on one device with one library."""
 
-    flops_per_s: float  # of the whole device in full waves, at the burst clock
+    flops_per_s: float  # FLOP/s of the whole device in full waves, at the burst clock
     bytes_per_s: float  # rate of weights and activations over device memory
-    launch_s: NonNegative  # of every kernel, on the device
-    concurrent_tiles: int  # tiles that run at a time: multiprocessors
+    launch_s: NonNegative  # seconds to launch a kernel, on the device
+    concurrent_tiles: int  # tiles that run at the same time: number of multiprocessors
     tiles: tuple[Tile, ...] = ()  # empty: flops_per_s alone gives the time
     measured: tuple[MeasuredShape, ...] = ()
     head_bytes_per_s: float | None = None  # rate of reading weights for one token's logits; None: bytes_per_s
@@ -171,11 +172,11 @@ class GemmRates:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
     def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
-        """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
+        """Seconds of all products in sequence; `rows`: tokens, any shape, not necessarily whole numbers."""
         return self.row_cost(products, element_bytes)(rows)
 
     def row_cost(self, products: tuple[Product, ...], element_bytes: Width) -> RowCost:
-        """Seconds of all the products as a function of rows, prepared once."""
+        """Precomputed seconds of all products as a function of rows."""
         if not self.tiles:
             flops = sum(product.flops_per_row for product in products)
             return RowCost(rows_per_step=None, table=np.zeros(1), row_s=flops / self.flops_per_s)
@@ -184,7 +185,7 @@ class GemmRates:
 
     @property
     def step(self) -> int:
-        """Rows of the smallest tile, within which the time is constant."""
+        """Rows of the smallest tile; within this step the time is constant."""
         return min(tile.rows for tile in self.tiles)
 
     def form_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
@@ -215,7 +216,7 @@ class GemmRates:
         return next(same, None) if product.num_matrices == 1 else None
 
     def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
-        """Seconds by the formula; for a measured shape, times measured over formula, interpolated between its rows."""
+        """Seconds by the formula; for a measured shape, times the interpolated ratio of measured to formula time."""
         seconds = self.form_s(rows, product, element_bytes)
         shape = self.measured_shape(product)
         if shape is None:
@@ -227,9 +228,10 @@ class GemmRates:
 
 @lru_cache(maxsize=256)
 def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Array:
-    """Seconds of a product for 0, 1, ... steps of rows; more rows never take less.
+    """Seconds of a product for 0, 1, ... steps of rows; more rows never take less time.
 
-    Where measured times fall with rows: the mean of the largest time up to there and the least time from there on.
+    Where measured times fall as rows grow, the table has the mean of two times: the largest time of at most these rows
+    and the least time of at least these rows.
     """
     rows = rates.step * np.arange(_LAST_STEP + 1, dtype=float)
     seconds = rates.product_s(rows, product, element_bytes)
@@ -247,7 +249,7 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
 
 
 def products_of(gemms: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
-    """Products of one input with several weight matrices; a single product if the engine fuses."""
+    """Products of one input with several weight matrices; joined if the engine fuses."""
     products = tuple(
         Product(gemm.in_features // gemm.groups, gemm.out_features // gemm.groups, gemm.groups, 1.0, gemm.compute)
         for gemm in gemms

@@ -24,19 +24,19 @@ from kvrsim.program import Array
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
-_MANY = 512  # from this number of chunks, equal chunks are computed once
+_MANY = 512  # number of chunks from which equal chunks are computed only once
 
 
 class LayerKernels(NamedTuple):
-    """Kernels that one layer launches."""
+    """Number of kernels that one layer launches."""
 
     before: int  # norms, projections, rotary embedding
-    mixer: int  # with the copies of K and V into the cache
+    mixer: int  # the mixer's operations, with the copies of K and V into the cache
     after: int  # output projection, norms, MLP, residuals
 
 
 def mixer_cost(mixer: Mixer, setting: LayerSetting) -> MixerCost:
-    """Cost class of a mixer, by its kind."""
+    """Cost of a mixer, by its kind."""
     if isinstance(mixer, Recurrence):
         return RecurrentCost(setting, mixer)
     if isinstance(mixer, CompressedAttention) or mixer.is_sparse:
@@ -51,7 +51,7 @@ def mlp_width(mlp: Sequence[Gemm]) -> int:
 
 
 class LayerCosts:
-    """Seconds and bytes of one kind of layer, for one request on one machine; what depends on the chunk is prepared."""
+    """Seconds and bytes of one kind of layer, for one request on one machine; costs by chunk length are precomputed."""
 
     def __init__(self, setting: LayerSetting, layer: LayerSpec) -> None:
         self.setting, self.layer, self.cost = setting, layer, setting.cost
@@ -79,13 +79,13 @@ class LayerCosts:
         )
         self._launch_before_s = setting.host.launch_s * (self.kernels.before + self.kernels.mixer)
         self._launch_after_s = setting.host.launch_s * self.kernels.after
-        self.has_mixer = self._mixer is not None  # whether tokens see each other in the layer
-        self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state of all earlier ones
-        # All-reduces of a group of GPUs: one per block, or one where the blocks are parallel.
+        self.has_mixer = self._mixer is not None  # whether the layer has a mixer, in which tokens see each other
+        self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state after all earlier tokens
+        # Number of all-reduces in a group of GPUs: one per block, or one if the blocks run in parallel.
         self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
-        # Whether packing for an exchange takes time: in profiles with measured copies of the runtime.
+        # Whether packing for an exchange takes time, as in profiles with measured copies of the runtime.
         self.packs = self.has_mixer and traits.copies.own > 0
-        # Host seconds of the launches up to the rotary embedding, of attention, and after it.
+        # Host seconds of launches up to the rotary embedding, of attention, and of operations after attention.
         self.host_qkv_s, self.host_attention_s, self.host_output_mlp_s = (
             setting.host.layer_s * share + setting.host.kernel_s * kernels
             for share, kernels in zip(_HOST_SHARES, self.kernels, strict=True)
@@ -93,7 +93,7 @@ class LayerCosts:
 
     @property
     def mixer(self) -> MixerCost:
-        """Costs of the layer's mixer, which it must have."""
+        """Costs of the layer's mixer; fails for a layer without a mixer."""
         assert self._mixer is not None, "a layer without a mixer"
         return self._mixer
 
@@ -103,11 +103,12 @@ class LayerCosts:
         assert isinstance(self._mixer, MergedCost), "a mixer whose blocks are not merged"
         return self._mixer
 
-    # -- before tokens see each other
+    # -- before token mixing
     def qkv_s(self, chunk: Array) -> Array:
         """Seconds of input norm, projections, rotary embedding, and launches up to the mixer.
 
-        Code that reads a value back leaves the device idle in addition."""
+        Code that reads a value back to the host also leaves the device idle for a time.
+        """
         seconds = self._before(chunk) + self._launch_before_s
         if self._repeats_rotary:
             seconds = seconds + self.setting.host.resume_s
@@ -118,14 +119,14 @@ class LayerCosts:
         """Seconds to read and write `features` features per token once, at the rate of copies."""
         return self.cost.traffic_s(tokens, (Traffic("copy", 4.0 * features, 1),))
 
-    # -- tokens see each other
+    # -- token mixing
     def attention_in_blocks(self, counts: Sequence[int], chunk: Array, prefix: Array) -> tuple[Array, Array]:
-        """Attention with the chunk's queries in equal blocks, a call per block: least seconds, and the number of calls.
+        """Least seconds of attention with the chunk's queries in equal blocks, one call each, and the number of calls.
 
-        counts: numbers of calls to choose from, rising. A larger number than the first is allowed only where the host
+        counts: numbers of calls to choose from, rising. A number above the first is allowed only where the host
         launches the layer faster than the device computes it; the lower bound of proofs allows all.
         """
-        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # others have columns
+        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # WeightedCost needs all columns
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)
         pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # searches move few boundaries at a time
@@ -145,11 +146,11 @@ class LayerCosts:
         return np.take_along_axis(times_s, best[None], axis=0)[0], np.array(counts, dtype=float)[best]
 
     def decode_attention_s(self, keys: Array) -> Array:
-        """Seconds in which one token sees `keys` tokens, itself included."""
+        """Seconds of one token's attention to `keys` tokens, itself included."""
         return np.zeros_like(keys) if self._mixer is None else self._mixer.decode_s(keys)
 
     def share_s(self, chunk: Array, start: Array) -> Array:
-        """Seconds of the chunk's queries (first query `start`) on a rank's share of the cached prefix, not merged."""
+        """Seconds of the chunk's attention to a rank's share of the cached prefix; the first query is at `start`."""
         prefix = np.full_like(chunk, self.setting.cached_prefix)
         return self.merging.share_s(chunk, start, prefix, self.setting.prefix.share)
 
@@ -177,7 +178,7 @@ class LayerCosts:
 
     @property
     def prefix_bytes(self) -> Array:
-        """Bytes of the cached prefix that attention needs, shape (1,): a window's tail, or a state."""
+        """Bytes of the cached prefix that attention needs, shape (1,): all, a window's last tokens, or a state."""
         return self.mixer.needed_bytes(np.array([float(self.setting.cached_prefix)]))
 
     @property
@@ -194,14 +195,14 @@ class LayerCosts:
         return tokens * float(self.setting.batch * features * self.setting.element_bytes)
 
     def on_heads(self, ranks: int) -> LayerCosts:
-        """Costs where each rank has its share of the heads and all tokens."""
+        """Costs of a rank that has its share of the heads and all tokens."""
         assert self.layer.mixer is not None
         return LayerCosts(self.setting, replace(self.layer, mixer=self.layer.mixer.share(ranks)))
 
-    # -- the host clock
+    # -- host time
     @property
     def host_merge_s(self) -> float:
-        """Host seconds of the launches that merge a block's result with that of the blocks before."""
+        """Host seconds of the launches that merge a block's result with that of earlier blocks."""
         return self.setting.host.kernel_s * self.merging.merge_kernels
 
     def host_all_gather_s(self, num_ranks: int) -> float:

@@ -26,9 +26,9 @@ from kvrsim.program import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSetting:
-    """All that a layer's costs depend on, the layer excepted; by default one sequence on one GPU."""
+    """All inputs of a layer's costs except the layer; by default one sequence on one GPU."""
 
-    model: ModelSpec  # one GPU's share
+    model: ModelSpec  # one GPU's share of the model
     cost: CostModel
     host: HostRates = NO_HOST
     cached_prefix: int = 0  # tokens of the cached prefix, whose K and V are not sent
@@ -36,8 +36,8 @@ class LayerSetting:
     resync_s: float = 0.0  # device time lost after a layer's communication
     group: Group | None = None  # GPUs of the rank, which split the model; None: one GPU
     message_share: float = 0.0  # share of the compute rate that is lost while a ring's message is in flight
-    hbm_bytes_per_s: float = inf  # of the GPU's datasheet
-    placement: ExpertPlacement = ONE_GPU  # of routed experts
+    hbm_bytes_per_s: float = inf  # memory bandwidth by the GPU's datasheet
+    placement: ExpertPlacement = ONE_GPU  # placement of routed experts
     prefix: PrefixAccessPlan = LOCAL_PREFIX  # how attention reaches the cached prefix
 
     @property
@@ -65,7 +65,7 @@ class MixerCost(ABC):
     # -- before token mixing
     @property
     def projections(self) -> tuple[Gemm, ...]:
-        """Matrices before tokens see each other."""
+        """Weight matrices before token mixing."""
         return self.mixer.projections
 
     def local_op_s(self, chunk: Array) -> Array | None:
@@ -91,7 +91,7 @@ class MixerCost(ABC):
         return self._join_s(chunk, others, self.traits.copies.gather)
 
     def _join_s(self, chunk: Array, others: Array, more: float) -> Array:
-        """Seconds of copies and of the wait after communication; `more`: copies in addition where there are others."""
+        """Seconds of copies and of the wait after communication; `more`: additional copies where `others` > 0."""
         copies = self.traits.copies
         seconds = np.full(np.broadcast(chunk, others).shape, self.setting.resync_s)
         if copies.keep or more:
@@ -100,7 +100,7 @@ class MixerCost(ABC):
         return seconds + self._copy_s(chunk * copies.own, kernels=1) if copies.own else seconds
 
     def visible(self, tokens: Array) -> Array:
-        """Number of the `tokens` tokens before a query that the query can see."""
+        """Number of tokens that a query sees, of the `tokens` tokens before it."""
         reach = self.mixer.reach
         return tokens if reach is None else np.minimum(tokens, reach)
 
@@ -116,16 +116,16 @@ class MixerCost(ABC):
 
     @abstractmethod
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds in which the chunk's tokens see the prefix and the chunk."""
+        """Seconds of token mixing of the chunk, with the prefix and with itself."""
 
     @abstractmethod
     def decode_s(self, keys: Array) -> Array:
-        """Seconds in which one token sees `keys` tokens, itself included, in a decoding kernel."""
+        """Seconds of one token's mixing with `keys` tokens, itself included, in a decoding kernel."""
 
     def score_elements(self, chunk: Array, keys: Array) -> Array:
         """Elements of the score matrix of all heads for `chunk` queries and `keys` keys; 0 for a mixer without one."""
         return 0.0 * chunk * keys
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """Keys in addition to the chunk's own in a call that is given the whole context."""
+        """Number of keys, without the chunk's own, in a call on the gathered keys of the whole context."""
         return start

@@ -25,8 +25,8 @@ _LOADED: tuple[PrefixPlace, ...] = ("host", "remote")
 class PrefixPlacement:
     """The place of the K and V of the cached prefix when the prefill begins."""
 
-    place: PrefixPlace = "all"  # on every rank, sharded over ranks by tokens, in host memory, in a store
-    bytes_per_s: float | None = None  # of host and remote, per GPU; None: of the GPU's host link, of the network
+    place: PrefixPlace = "all"  # all: every rank; sharded: tokens split over ranks; host: host memory; remote: a store
+    bytes_per_s: float | None = None  # bandwidth per GPU; None: that of the GPU's host link or of the network
 
     def __post_init__(self) -> None:
         if self.place not in get_args(PrefixPlace):
@@ -90,10 +90,10 @@ class PrefixAccessPlan:
         return 0.0 if self.access == "whole" else 1.0 / self.num_ranks
 
     def load(self, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
-        """Return what a rank loads for a layer whose prefix has `num_bytes` bytes, None if nothing.
+        """Load of a rank for a layer whose prefix has `prefix_bytes` bytes; None if the rank loads nothing.
 
-        Data from outside stays in memory, so all layers are loaded one after another from the beginning. Data from
-        other ranks is dropped after its layer: at most two layers are in memory, the current one and the next.
+        Data from host or store stays in memory, so all layers are loaded one after another from the beginning. Data
+        from other ranks is dropped after its layer: at most two layers are in memory, the current one and the next.
         reads_peers: the rank reads the other shares, because the strategy's messages do not carry them.
         """
         own = prefix_bytes if self.access == "whole" else prefix_bytes / self.num_ranks
@@ -103,7 +103,7 @@ class PrefixAccessPlan:
         seconds, latency_s = self.peers.busy_s(others), self.peers.latency_s
         if self.source is None:
             return Load(name="other ranks", nbytes=others, seconds=seconds, latency_s=latency_s, ahead=False)
-        # The own share arrives in pieces, which are forwarded immediately: the slower link limits the rate.
+        # A rank's own share arrives in pieces, which are forwarded immediately: the slower link limits the rate.
         return Load(
             name=self.source_name,
             nbytes=prefix_bytes,
@@ -112,7 +112,7 @@ class PrefixAccessPlan:
         )
 
     def load_own(self, nbytes: Array) -> Load | None:
-        """A rank's load from outside, of a state or of its part of the prefix; None if the rank has these bytes."""
+        """Load of a state or of a rank's part of the prefix from host or store; None if the rank has these bytes."""
         if self.source is None:
             return None
         seconds = self.source.busy_s(nbytes)
@@ -140,7 +140,7 @@ def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, 
 
 
 def _between(cluster: Cluster) -> Path:
-    """Slowest path to a neighbour; on a bus, one rank's share, because all ranks read at once."""
+    """Slowest path to a neighbour; on a bus with one rank's share of the bandwidth, because all ranks read at once."""
     ranks = cluster.num_gpus
     path = min(
         (cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)), key=lambda one: one.bandwidth_bytes_per_s

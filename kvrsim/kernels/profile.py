@@ -1,4 +1,4 @@
-"""CalibrationProfile: what a machine and its software were measured to do; versioned JSON in and out."""
+"""CalibrationProfile: measured rates of a machine and its software, as versioned JSON."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class KernelRates:
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim.kernels.elementwise
     whole_attention: bool = False  # whether the rates include repeated KV heads and a transposed output
-    clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
+    clock: Clock | None = None  # clock of products and attention, whose rates are at its burst; None: constant
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
-    experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as separate products
-    latent: LatentRates | None = None  # None: as attention of heads of the same width
-    sparse: SparseRates | None = None  # None: counted
-    recurrence: RecurrenceRates | None = None  # None: counted
+    experts: ExpertRates | None = None  # rates of grouped products of experts; None: priced as separate products
+    latent: LatentRates | None = None  # None: priced as attention with heads of the same width
+    sparse: SparseRates | None = None  # None: counted from the rates of other operations
+    recurrence: RecurrenceRates | None = None  # None: counted from the rates of other operations
 
     def traits(self, kernel: str, batch: int, element_bytes: int) -> KernelTraits:
         """Return the traits that all kernels share; `kernel` computes attention, `element_bytes` is the dtype's."""
@@ -107,7 +107,7 @@ class KernelRates:
         return None if measured is None else measured.of(call)
 
     def priced_as(self, compute: str | None) -> str | None:
-        """The type whose rates are used for a type of product: itself or the most similar; None: half precision."""
+        """The type whose rates price a type of product: the type itself or the most similar; None: half precision."""
         return next((one for one in alike(compute) if one in self.gemm_types), None)
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
@@ -126,14 +126,14 @@ class LinkRates:
     """Rates of a point-to-point message."""
 
     link: str  # name of the LinkSpec that was measured
-    bandwidth_bytes_per_s: float  # one way
+    bandwidth_bytes_per_s: float  # bandwidth in one direction
     latency_s: NonNegative
     short_bytes_per_s: float | None  # rate for short messages, see LinkSpec; None: as for long ones
-    gather: GatherRates | None  # of ring all-gathers; None: each step as a message
-    all_reduce: AllReduceRates | None = None  # inside one node; None: not measured, priced as two all-gathers
+    gather: GatherRates | None  # rates of ring all-gathers; None: each step is priced as a message
+    all_reduce: AllReduceRates | None = None  # rates inside one node; None: not measured, priced as two all-gathers
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
     sends_over_bus: SendStyle  # the same where transfers are staged through the host
-    pending_share: PendingShare = 0.0  # of a rank's compute rate, lost while a receive waits; 0 if not measured
+    pending_share: PendingShare = 0.0  # share of a rank's rate lost while a receive waits; 0 if not measured
     message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight
 
 
@@ -152,23 +152,23 @@ class ValidRange:
 class Residual:
     """Errors of the profile's predictions, as fractions of the measured TTFT.
 
-    Cross-validated: each model's rows predicted by a fit without that model.
+    Cross-validated: each model's rows are predicted by a fit without that model.
     """
 
-    mape: RelativeError  # mean absolute error on the rows it was fitted to
+    mape: RelativeError  # mean absolute error on the rows that the profile was fitted to
     median_ape: RelativeError
     cross_validated_mape: RelativeError
     cross_validated_median_ape: RelativeError
-    cross_validated_speedup_mape: RelativeError  # of KVR-S's speed-up over TSP
-    other_family_mape: RelativeError  # each family's rows (Llama, Falcon) predicted by a fit to the other families
-    p80_ape: RelativeError  # 80th percentile of the absolute error of models left out, equally weighted
-    coverage: RelativeError  # share of a model's rows inside an interval made of the other models' errors, mean
-    longer_mape: RelativeError  # contexts above 4k predicted by a fit to those of at most 4k
-    more_gpus_mape: RelativeError  # 8 GPUs predicted by a fit to at most 4
+    cross_validated_speedup_mape: RelativeError  # mean absolute error of KVR-S's speed-up over TSP
+    other_family_mape: RelativeError  # rows of each family (Llama, Falcon) predicted by a fit to the others
+    p80_ape: RelativeError  # 80th percentile of the absolute error on held-out models, equally weighted
+    coverage: RelativeError  # mean share of a model's rows inside an interval made from the other models' errors
+    longer_mape: RelativeError  # error on contexts above 4k, predicted by a fit to contexts up to 4k
+    more_gpus_mape: RelativeError  # error on 8 GPUs, predicted by a fit to at most 4 GPUs
     num_rows: int
 
 
-Gather = Literal["ring", "collective"]  # an all-gather: sends between neighbours, or the backend's own
+Gather = Literal["ring", "collective"]  # kind of all-gather: sends between neighbours, or the backend's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,11 +180,12 @@ class OperationFit:
     mape: RelativeError  # mean absolute error, as a fraction
     cross_validated_mape: RelativeError  # the same on rows left out of the fit
     log_sd: RelativeError  # spread of log(predicted / measured) on held-out rows; the prediction intervals come from it
-    # The same for shapes of which the profile has times; None: it has no times.
+    # The same spread for shapes with measured times in the profile; None: no times.
     interpolated_log_sd: RelativeError | None = None
-    # Spread of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other.
+    # Spread of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other
+    # table.
     systematic_log_sd: RelativeError | None = None
-    seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
+    seen: Mapping[str, SizeSpan]  # smallest and largest measured value of each size, such as "chunk"
     gather: Gather | None = None  # kind of the fitted all-gathers; None if unknown or not fitted
 
 
@@ -193,7 +194,7 @@ class CalibrationProfile:
     """Rates of a GPU and its software, with their valid range, errors and sources."""
 
     name: str
-    gpu: str  # name of the GpuSpec that it stands for
+    gpu: str  # name of the measured GpuSpec
     description: str  # one sentence: software, kernels, machine
     not_covered: str  # one sentence: cases that it does not cover
     kernels: KernelRates
@@ -201,10 +202,10 @@ class CalibrationProfile:
     links: LinkRates
     valid: ValidRange
     operations: Annotated[Mapping[str, OperationFit], Keys(OPERATION_KINDS)]
-    residual: Residual | None  # of whole TTFTs; None: none were compared
+    residual: Residual | None  # errors of whole TTFTs; None: no TTFTs were compared
     provenance: Mapping[str, str]  # source, command, date, versions
-    run_to_run_log_sd: RelativeError | None = None  # of log seconds of one layer in repeated runs; None: not measured
-    cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
+    run_to_run_log_sd: RelativeError | None = None  # spread of log seconds of a layer between runs; None: not measured
+    cluster: Cluster | None = None  # measured machine, with its links; None: the cluster of --cluster
     engine: Engine | str | None = None  # default engine of a prediction; None: `host` has been measured
 
     def __repr__(self) -> str:
@@ -233,7 +234,7 @@ class CalibrationProfile:
         return {"schema_version": SCHEMA_VERSION} | fields_to_json(self)
 
     def write(self, path: str | Path) -> None:
-        """Write the profile as JSON; the file appears whole or not at all."""
+        """Write the profile as JSON in one atomic step."""
         write_json(path, self)
 
 
@@ -249,17 +250,17 @@ def profiles_with(kernel: str, gpu: str) -> tuple[str, ...]:
 
 
 def load_profile(name_or_path: str | Path, argument: str = "profile") -> CalibrationProfile:
-    """A built-in name or a file; InputError names `argument`, the file and the key."""
+    """Load a built-in profile by name, or a file; InputError names `argument`, the file and the key."""
     return CalibrationProfile.read(named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), "roofline"))
 
 
-_NEWTON_STEPS = 60  # of Newton's method, which needs about five
+_NEWTON_STEPS = 60  # most steps of Newton's method, which needs about five
 _ENOUGH = 1e-12  # relative change below which the iteration ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clock:
-    """After t seconds under load the rate is s + (1 - s) exp(-t / tau) of the burst clock's.
+    """Clock under load: after t seconds the rate is s + (1 - s) exp(-t / tau) times the rate at the burst clock.
 
     A device starts at its highest clock; within tens of milliseconds the power limit lowers it. The rates of a profile
     that has a clock are those at the burst clock.
@@ -269,11 +270,11 @@ class Clock:
     time_constant_s: float  # tau
 
     def stretched_s(self, busy_s: Array) -> Array:
-        """Seconds that work of `busy_s` seconds at the burst clock takes from the beginning of the load.
+        """Seconds, from the beginning of the load, of work that takes `busy_s` seconds at the burst clock.
 
-        T with busy_s = s T + (1 - s) tau (1 - exp(-T / tau)). Any shape, values of at least 0; more work never takes
-        less, and none takes less than busy_s. Newton's method from below: the work done is concave in T, so that no
-        step goes too far.
+        The result T solves busy_s = s T + (1 - s) tau (1 - exp(-T / tau)). Any shape, values of at least 0. More work
+        never takes less time, and T is at least busy_s. Newton's method starts from below: the work done is concave in
+        T, so no step is too large.
         """
         share, tau = self.sustained_share, self.time_constant_s
         busy = np.asarray(busy_s, dtype=float)
@@ -288,7 +289,7 @@ class Clock:
         return np.asarray(elapsed)
 
 
-_STEPS = ("block_s", "softmax_s", "tile_s", "chunk_s")  # seconds of one multiprocessor's arithmetic
+_STEPS = ("block_s", "softmax_s", "tile_s", "chunk_s")  # fields in seconds of one multiprocessor's arithmetic
 _SLOTS = ("concurrent_tiles", "num_sms")
 
 
@@ -296,7 +297,7 @@ def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuS
     """Estimate the profile of an unmeasured GPU from a measured GPU of the same architecture.
 
     Rates of arithmetic scale with the peak of the tensor cores, and rates of bytes with the memory's bandwidth; tiles
-    run on all multiprocessors of `gpu`. Launches keep their seconds. Times of single products are dropped.
+    run on all multiprocessors of `gpu`. Times of launches do not change. Times of single products are dropped.
     """
     compute = gpu.peak_flops["fp16"] / measured.peak_flops["fp16"]
     memory = gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s

@@ -1,9 +1,9 @@
 """Linear attention and state-space layers between their projections: calls, rates and costs.
 
 Engines run two kernels or groups of kernels per layer: a short convolution along the tokens, and the scan, which goes
-through the tokens in chunks. Inside a chunk it works with matrix products; from chunk to chunk it passes on a state.
-The convolution of a piece of the tokens needs the last few inputs before the piece; its scan needs their state, which
-is known when their scan has ended.
+through the tokens in chunks. Inside a chunk the scan uses matrix products; from chunk to chunk it passes on a state.
+The convolution of a piece of the tokens needs the last few inputs before the piece. The scan of the piece needs the
+state after all tokens before the piece, which is known when their scan has ended.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvrsim.program import Array
 
 # Tokens per chunk, by kind of recurrence.
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}
-SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
-# Around a scan, as SGLang launches them (gdn_backend.py, fla/chunk.py): split of the projections, gates, whether there
-# is a state, norms of queries, of keys and of the output, a triangle of zeros, 4 copies of the convolution's input, of
-# queries, keys and values, 3 of the state.
+SCAN_KERNELS = 6  # kernels of one scan, as SGLang and mamba_ssm launch them
+# Kernels around a scan, as SGLang launches them (gdn_backend.py, fla/chunk.py): split of the projections, gates, test
+# for a state, norms of queries, of keys and of the output, a triangle of zeros, 4 copies (of the convolution's input,
+# queries, keys and values), 3 copies of the state.
 _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 RECURRENCES = tuple(SCAN_CHUNK)
 # Kinds without rates use those of a similar kind.
@@ -37,14 +37,14 @@ _SIZES = (
     *("kind", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
     *("conv_channels", "conv_kernel"),
 )
-_SCAN_FLOPS = 9  # of a token and an element of a diagonal state: decay, input, product, sum (Mamba's scan)
-_ELEMENTWISE = 16  # FLOPs of tensor cores in the time of one outside them: 312 and 19.5 TFLOP/s on an A100
-_FP32 = 2  # elements of half precision in one of fp32
+_SCAN_FLOPS = 9  # FLOPs per token and element of a diagonal state: decay, input, product, sum (Mamba's scan)
+_ELEMENTWISE = 16  # FLOPs on tensor cores in the time of one elsewhere: 312 and 19.5 TFLOP/s on an A100
+_FP32 = 2  # half-precision elements with the bytes of one fp32 element
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrenceCall:
-    """Size of one recurrence: tokens of each sequence."""
+    """Size of one recurrence; `tokens` is per sequence."""
 
     tokens: Array
     kind: str  # one of RECURRENCES, see kvrsim.model.mixers.Recurrence
@@ -53,7 +53,7 @@ class RecurrenceCall:
     key_head_dim: int
     value_head_dim: int
     conv_channels: int  # 0: no convolution
-    conv_kernel: int  # tokens of the convolution
+    conv_kernel: int  # number of tokens that the convolution spans
 
     @property
     def part(self) -> Part:
@@ -61,13 +61,13 @@ class RecurrenceCall:
 
     @property
     def scan_flops(self) -> float:
-        """FLOPs of a token in the chunked form, all heads.
+        """FLOPs per token in the chunked form, all heads.
 
-        Delta rules, a head (Yang et al., 2024, arXiv:2406.06484): products of keys with keys and of queries with keys
-        in a chunk, two products with the inverse of the first and one with the second; the state is read by the keys,
-        read by the queries, and written. Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): half of the chunk's scores a
-        group, their product with the inputs; the state is read and written. Linear attention as Mamba-2. A scan of a
-        diagonal state has no products of matrices.
+        Delta rules, per head (Yang et al., 2024, arXiv:2406.06484): products of keys with keys and of queries with keys
+        in a chunk, two products with the inverse of the first product and one with the second; the state is read by the
+        keys, read by the queries, and written. Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): half of the chunk's scores
+        per group, and their product with the inputs; the state is read and written. Linear attention is counted as
+        Mamba-2. A scan of a diagonal state has no matrix products.
         """
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
         if self.kind == "scan":
@@ -79,12 +79,12 @@ class RecurrenceCall:
 
     @property
     def scan_elements(self) -> float:
-        """Elements of half precision that a token's scan moves, all heads.
+        """Half-precision elements that a token's scan moves, all heads.
 
-        What goes from kernel to kernel is written once and read once. Delta rules: queries, keys and values, both
-        products with the inverse, corrected values, a state per chunk, the output; Kimi delta attention also decays of
-        each channel in fp32 (raw, and summed along the chunk), and keys and queries scaled by them. Mamba-2: inputs
-        and outputs, B and C, and states per chunk in fp32 before and after they are passed on.
+        Tensors between kernels are written once and read once. Delta rules: queries, keys and values, both products
+        with the inverse, corrected values, a state per chunk, the output; Kimi delta attention also has decays of each
+        channel in fp32 (raw, and summed along the chunk), and keys and queries scaled by the decays. Mamba-2: inputs
+        and outputs, B and C, and states per chunk in fp32, before and after they are passed on.
         """
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
         state = keys * values / chunk
@@ -100,7 +100,7 @@ class RecurrenceCall:
 
 
 class ScanCall(RecurrenceCall):
-    """The scan, which waits for the state after the tokens before it."""
+    """The scan, which waits for the state after all earlier tokens."""
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else FLOPs at the rate of products plus bytes at the rate of copies.
@@ -117,14 +117,14 @@ class ScanCall(RecurrenceCall):
         return cost.scale * (tokens * (flops_s + self.scan_elements * element_bytes / elementwise.copy) + serial_s)
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """Seconds of FLOPs, or of queries, keys, values and output that cross memory once, whichever is longer."""
+        """Seconds of FLOPs, or of one pass of queries, keys, values and output through memory, whichever is longer."""
         elements = 2.0 * (self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim)
         bytes_s = elements * cost.traits.element_bytes / cost.bytes_per_s
         return np.asarray(cost.traits.batch * self.tokens * max(self.scan_flops / cost.flops_per_s, bytes_s))
 
 
 class ConvolutionCall(RecurrenceCall):
-    """The convolution, which waits for the layer's projections alone."""
+    """The convolution, which waits only for the layer's projections."""
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else bytes at the rate of copies."""
@@ -144,16 +144,16 @@ class ConvolutionCall(RecurrenceCall):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanRates:
-    """Rates of a start, of a serial step per chunk, of work that grows with tokens and heads, and of memory.
+    """Rates of a scan: start, serial step per chunk, work that grows with tokens and heads, and memory.
 
     Tensors between kernels stay in the device's cache up to its capacity; the rest crosses device memory.
     """
 
-    start_s: NonNegative  # of all kernels of a scan together
-    chunk_s: NonNegative  # of a chunk's step, from the state before the chunk to the state after it
-    flops_per_s: float  # of RecurrenceCall.scan_flops, where the cache holds all
-    cached_bytes: NonNegative  # of RecurrenceCall.scan_elements that the cache holds
-    bytes_per_s: float  # for the elements that exceed the cache
+    start_s: NonNegative  # seconds to start all kernels of a scan together
+    chunk_s: NonNegative  # seconds of a chunk's step, from the state before the chunk to the state after it
+    flops_per_s: float  # rate of RecurrenceCall.scan_flops if the cache holds all elements
+    cached_bytes: NonNegative  # bytes of RecurrenceCall.scan_elements that the cache holds
+    bytes_per_s: float  # rate of elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """Seconds of a scan; more tokens never take less."""
@@ -166,12 +166,12 @@ class ScanRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionRates:
-    """Rates of a start and of bytes; bytes beyond the device's cache cross device memory."""
+    """Rates of a convolution: start and bytes; bytes beyond the device's cache cross device memory."""
 
     start_s: NonNegative
     cached_bytes_per_s: float  # rate of elements in the cache
     cached_bytes: NonNegative  # capacity of the cache
-    bytes_per_s: float  # for the elements that exceed the cache
+    bytes_per_s: float  # rate of elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """Seconds of a convolution; 0 where there is none."""
@@ -182,7 +182,7 @@ class ConvolutionRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindRates:
-    """One kind of recurrence."""
+    """Rates of one kind of recurrence."""
 
     scan: ScanRates
     convolution: ConvolutionRates
@@ -193,7 +193,7 @@ class RecurrenceRates:
     """Rates by kind; a kind that was not measured uses the rates of a similar one, with its own FLOPs and bytes."""
 
     kinds: Annotated[Mapping[str, KindRates], Keys(RECURRENCES)]
-    alike_log_sd: RelativeError  # of log(predicted / measured) where one kind is priced by another's rates
+    alike_log_sd: RelativeError  # spread of log(predicted / measured) where one kind is priced by another's rates
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -223,7 +223,7 @@ class RecurrentCost(MixerCost):
         return 0.0 * chunk
 
     def local_op_s(self, chunk: Array) -> Array:
-        """Cost of the convolution, which also reads the last few inputs before the chunk."""
+        """Seconds of the convolution, which also reads the last few inputs before the chunk."""
         return self.cost.call_s(ConvolutionCall(tokens=chunk, **self._sizes))
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
@@ -231,7 +231,7 @@ class RecurrentCost(MixerCost):
         return self.cost.call_s(ScanCall(tokens=chunk, **self._sizes))
 
     def decode_s(self, keys: Array) -> Array:
-        """Seconds of one reading and one writing of the state."""
+        """Seconds to read and write the state once."""
         width = self.setting.element_bytes
         nbytes = 2.0 * self.mixer.state_bytes(width) * 2 / width  # element-wise rates count elements of two bytes
         return self.cost.traffic_s(np.ones_like(keys), (Traffic("copy", nbytes, 1),))

@@ -1,9 +1,9 @@
 """Attention to chosen keys, between its products: calls, rates and costs.
 
-An indexer scores all keys before a query with a few small heads, the best are chosen, and all heads attend to these. A
+An indexer scores all keys before a query with a few small heads; all heads attend to the keys with the best scores. A
 key is a token's latent (DeepSeek V3.2, GLM-5), an entry that stands for several tokens next to a window of tokens
-(DeepSeek V4), or one of a block of tokens that are chosen together (MiniMax M3). Scores grow with queries times keys,
-attention with queries alone once there are more keys than are chosen.
+(DeepSeek V4), or one of a block of tokens that are chosen together (MiniMax M3). The work of the indexer grows with
+queries times keys. The work of attention grows only with queries once there are more keys than are chosen.
 
 Each step is a kernel. Its time is constant until its queries fill the device, and then grows with them.
 """
@@ -24,7 +24,7 @@ from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.program import Array
 
 SparseMixer = Attention | LatentAttention | CompressedAttention
-_SCORE_BYTES = 4.0  # of a score, fp32
+_SCORE_BYTES = 4.0  # bytes of a score in fp32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +34,13 @@ class SparseCall:
     chunk: Array  # queries
     prefix: Array  # tokens before the first query
     num_attention_heads: int
-    head_dim: int  # of queries and keys
-    v_head_dim: int  # of values
-    top_k: int | None = None  # keys that a query attends to, of those it sees; None: all
+    head_dim: int  # width of queries and keys
+    v_head_dim: int  # width of values
+    top_k: int | None = None  # number of keys that a query attends to, of those that it sees; None: all
     window: int = 0  # recent tokens that every query also attends to
     compress_ratio: int = 1  # tokens per key
     block: int = 1  # tokens that are chosen together
-    index_heads: int = 0  # of the indexer; 0 where the layer computes no scores, because it uses another layer's choice
+    index_heads: int = 0  # heads of the indexer; 0 if the layer computes no scores but uses another layer's choice
     index_head_dim: int = 0
 
     @property
@@ -87,10 +87,10 @@ class SparseCall:
         return self.chunk * keys * self._key_flops
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """Seconds by the profile's rates; counted where it has no rates for this kind of call.
+        """Seconds by the profile's rates; without rates for this kind of call, by those of other operations.
 
-        Counted are FLOPs at the rate of products (for scores of FP8 products, if there is one), and one write and one
-        read of the scores.
+        The latter are the FLOPs at the rate of products (scores of single keys: of FP8 products, if there is one), and
+        one write and one read of the scores.
         """
         rates, batch = cost.rates, cost.traits.batch
         kernels: SparseKernels | None = rates.of(self, cost.traits.kernel)
@@ -104,13 +104,13 @@ class SparseCall:
         return cost.compute_scale * (start_s + batch * (flops_s + scores_s))
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """FLOPs of scores, in FP8 where single keys are chosen, and of attention to the keys that queries attend to."""
+        """Seconds of the scores' FLOPs, in FP8 where single keys are chosen, and of attention to the attended keys."""
         score_flops_per_s = cost.low_flops_per_s if self.block == 1 else cost.flops_per_s
         score_s, attention_s = self.score_flops / score_flops_per_s, self.least_attention_flops / cost.flops_per_s
         return np.asarray(cost.traits.batch * (score_s + attention_s))
 
     def _seen_of(self, most: int) -> Array:
-        """Keys that a query sees, at most `most`, in the mean of the chunk."""
+        """Mean number of keys that a query of the chunk sees, at most `most` per query."""
         start, end = self.prefix / self.compress_ratio, self.keys
         inside_start, inside_end = np.minimum(start, most), np.minimum(end, most)
         area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
@@ -125,30 +125,30 @@ class SparseCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRates:
-    """Products of index queries with all keys that they see, and the choice of the best."""
+    """Rates of the indexer's products of queries with all keys that they see, and of the choice of the best."""
 
     start_s: NonNegative
     flops_per_s: float
     full_heads: NonNegative  # queries times heads that fill the device
 
     def seconds(self, queries: Array, keys: Array, heads: Array, head_dim: int, *, least: bool = False) -> Array:
-        """Seconds for a mean of `keys` keys per query; `least`: the device is full however few the queries."""
+        """Seconds for a mean of `keys` keys per query; `least`: assumes that any number of queries fills the device."""
         rows = np.maximum(queries * heads, 0.0 if least else self.full_heads)
         return self.start_s + rows * keys * (2.0 * head_dim / self.flops_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttendRates:
-    """Attention of each query to its own keys, all heads together."""
+    """Rates of attention of each query to its chosen keys, all heads together."""
 
     start_s: NonNegative
-    flops_per_s: float  # of QK^T and PV
+    flops_per_s: float  # FLOP/s of QK^T and PV
     query_keys: NonNegative  # constant time per query, expressed in keys
     full_queries: NonNegative  # number of queries that fill the device
     least_heads: NonNegative  # below this number of heads the time is constant
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
-        """Seconds; `width` is that of a key and its value together."""
+        """Seconds of attention; `width`: sum of the widths of a key and its value."""
         rows = np.maximum(queries, 0.0 if least else self.full_queries) * np.maximum(heads, self.least_heads)
         return self.start_s + rows * (keys + self.query_keys) * (2.0 * width / self.flops_per_s)
 
@@ -175,8 +175,8 @@ class SparseKernels:
 class SparseRates:
     """Rates by the unit that is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
 
-    keys: SparseKernels | None = None  # None: counted, not measured
-    entries: SparseKernels | None = None  # None: those of keys
+    keys: SparseKernels | None = None  # None: counted from the rates of other operations
+    entries: SparseKernels | None = None  # None: `keys` price them
     blocks: SparseKernels | None = None
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
         num_attention_heads=mixer.num_attention_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        top_k=top_k if ratio else 0,  # nothing but the window
+        top_k=top_k if ratio else 0,  # 0: only the window
         window=mixer.sliding_window if isinstance(mixer, CompressedAttention) else 0,
         compress_ratio=ratio or 1,
         block=1 if indexer is None else indexer.block,
@@ -218,7 +218,7 @@ def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
 
 
 class SparseCost(MixerCost):
-    """An indexer scores all keys before a query, the best are chosen, all heads attend to these.
+    """Cost of attention to chosen keys: an indexer scores all keys before a query, and all heads attend to the best.
 
     Where keys are latents, their expansion is absorbed into queries and outputs.
     """
@@ -237,7 +237,7 @@ class SparseCost(MixerCost):
 
     @property
     def kernels(self) -> int:
-        """Number of kernels: scores and choice, attention, the absorbed products, and the cache's copy."""
+        """Number of kernels: scores and choice, attention, the absorbed products, and the copy into the cache."""
         indexer = self.mixer.indexer
         chosen = 0 if indexer is None or indexer.shared else 2
         return chosen + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)

@@ -16,12 +16,12 @@ from kvrsim.units import cached_scale
 class Ring:
     """A ring of GPUs that all start a collective at the same time."""
 
-    size: int  # GPUs
-    path: Path  # between neighbours; the slowest, where they differ
+    size: int  # number of GPUs
+    path: Path  # slowest path between neighbours
     flows: int = 1  # flows that share a bus during a collective; 1 without a bus
 
     def gather_s(self, nbytes: Array) -> Array:
-        """An all-gather, or a reduce-scatter, of `nbytes` in all: p - 1 steps of a p-th each."""
+        """Seconds of an all-gather or reduce-scatter of `nbytes` in total: p - 1 steps with 1/p of the bytes each."""
         if self.size == 1:
             return nbytes * 0.0
         step_s = self.path.gather_step_s(nbytes * (self.flows / self.size), self.size) + self.path.gather_latency_s
@@ -36,15 +36,15 @@ class Ring:
 class Group:
     """GPUs that split every matrix of a model and act as one rank; the links are those between them."""
 
-    size: int  # GPUs
-    model: ModelSpec  # one GPU's share of it
-    inside: Ring  # GPUs of one node
-    across: Ring  # one GPU of each node
+    size: int  # number of GPUs
+    model: ModelSpec  # one GPU's share of the model
+    inside: Ring  # ring of the GPUs of one node
+    across: Ring  # ring of one GPU per node
 
     def all_reduce_s(self, nbytes: Array) -> Array:
-        """Measured seconds inside a node; else reduce-scatter, all-reduce of each GPU's share over nodes, all-gather.
+        """Seconds of an all-reduce: measured inside a node; else reduce-scatter, all-reduce over nodes, all-gather.
 
-        On one node without measurements 2 (p - 1) steps of a p-th of the bytes (Patarasuk and Yuan, 2009).
+        Without measurements, one node takes 2 (p - 1) steps with 1/p of the bytes each (Patarasuk and Yuan, 2009).
         """
         if self.measured is not None:
             return self.measured.seconds(nbytes, self.size)
@@ -70,23 +70,23 @@ class Group:
         return max(ring.path.gather_launch_s for ring in (self.inside, self.across))
 
     def slower(self, factor: float) -> Group:
-        """The collectives over links that are slower by a factor."""
+        """The group over links that are slower by `factor`."""
         return replace(self, inside=cached_scale(self.inside, factor), across=cached_scale(self.across, factor))
 
     def without_links(self) -> Group:
-        """The collectives over links without cost."""
+        """The group over links that take no time."""
         free = Path(bandwidth_bytes_per_s=1e30, latency_s=0.0, shared_bus=False)
         return replace(self, inside=replace(self.inside, path=free), across=replace(self.across, path=free))
 
 
 def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
-    """Sum `nbytes` over the GPUs of a group; `more_s` is added to the kernel's seconds."""
+    """Sum of `nbytes` over the GPUs of a group; `more_s` is added to the kernel's seconds."""
     sent = 2.0 * group.sent_bytes(nbytes)
     return Collective(name="all-reduce", seconds=more_s + group.all_reduce_s(nbytes), nbytes=sent)
 
 
 def all_gather(group: Group, nbytes: Array, more_s: float = 0.0) -> Collective:
-    """Join `nbytes` from the GPUs of a group; `more_s` is added to the kernel's seconds."""
+    """All-gather of `nbytes` from the GPUs of a group; `more_s` is added to the kernel's seconds."""
     sent = group.sent_bytes(nbytes)
     return Collective(name="all-gather", seconds=more_s + group.all_gather_s(nbytes), nbytes=sent)
 
@@ -107,7 +107,7 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
 
 
 def _way_back(cluster: Cluster, first: int, last: int) -> Path:
-    """The slowest path of a ring of GPUs, between its ends: in a chain the longest, elsewhere like the others."""
+    """Path between the two ends of a ring, the slowest: in a chain the longest, elsewhere equal to the others."""
     if first == last or last >= cluster.num_gpus:
         return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # a ring of one rank is never used
     return cluster.path(first, last)
@@ -154,8 +154,8 @@ def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
 def share_of(model: ModelSpec, size: int) -> ModelSpec:
     """The part of a model on one of `size` GPUs (Shoeybi et al., 2019; with GQA a KV head may be on several GPUs).
 
-    Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.
-    Raises InputError where the heads do not divide.
+    The part has columns of Q, K, V, gate and up, rows of the output and down projections, rows of the embedding and the
+    head, and whole norms. Raises InputError where the heads do not divide.
     """
     for layer in model.layer_kinds:
         if layer.mixer is not None and not _divides(layer.mixer, size):
