@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.executors.run import run_partition
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.timeline import LabelledTimeline, legend, to_data
-from planner.candidates import choose_partition, per_rank_scenario
+from planner.candidates import Search
 from planner.plan import make_plan, span_count
 from tests.building import examples
 
@@ -78,11 +77,8 @@ def test_colours_of_a_legend_are_those_that_are_drawn() -> None:
 @pytest.mark.parametrize("name", ["tsp", "kvr-e", "kvr-direct", "ring", "zigzag", "ulysses", "tp", "pp"])
 def test_the_count_of_spans_is_never_too_small(name: str) -> None:
     scenario, _ = make_scenario(gpus=2, ctx="512")
-    placed = per_rank_scenario(scenario, STRATEGIES[name])
-    chosen, cut = choose_partition(placed, STRATEGIES[name])
-    run = run_partition(placed, chosen, cut, timeline=True)
-    assert run.timeline is not None
-    assert len(run.timeline.spans) <= span_count(run.program)
+    candidate = Search().candidate(scenario, STRATEGIES[name])
+    assert len(candidate.timeline.spans) <= span_count(candidate.program)
 
 
 def test_timelines_beyond_the_room_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
