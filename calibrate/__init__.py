@@ -1,5 +1,5 @@
 """From measurements of a machine to a CalibrationProfile.
 
-The profile that ships now, a100-eager, is fitted by validate/published/fit.py: its rows include searched
-partitions, so the fit needs the planner, which this room does not import.
+The profile a100-eager is fitted by validate/published/fit.py: its rows include searched partitions, so the fit needs
+the planner, which this package does not import.
 """

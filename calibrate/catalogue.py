@@ -1,7 +1,7 @@
-"""The catalogue of model types: what transformers' classes are made of, as data (`python -m calibrate.catalogue`).
+"""The catalogue of model types: the models that transformers' classes build, as data (`python -m calibrate.catalogue`).
 
-Each configuration goes through its class with symbols for its numbers. The result is a template; templates are kept
-where they give what the class gives for other numbers, too. A number that a template does not follow becomes fixed.
+Each configuration goes through its class with symbols in place of numbers. The result is a template. A template is kept
+if it agrees with the class for other numbers, too. A number for which it does not agree becomes fixed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvrsim.model.template import _HARMLESS, fill, freeze
 
 FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
-# Numbers that give the kinds of layers, not widths.
+# Names of numbers that determine the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
-_MOST_LAYERS = 13  # of the configurations that a template is compared on
+_MOST_LAYERS = 13  # most layers of the configurations that a template is compared on
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -103,7 +103,7 @@ class Symbol(int):
 
 
 class _Numbers(type):
-    """Whole numbers, symbols included."""
+    """Metaclass of which all whole numbers, symbols included, are instances."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, int)
@@ -113,7 +113,7 @@ class _Numbers(type):
 
 
 class _Int(metaclass=_Numbers):
-    """`int` of a class that is read: it keeps symbols."""
+    """Replacement of `int` in the classes that are read: it keeps symbols."""
 
 
 def _terms(number: int) -> dict[tuple[str, ...], int]:
@@ -147,7 +147,7 @@ class Kind:
         }
         names: dict[str, str] = getattr(self.cls, "attribute_map", {})
         known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
-        # Widths that files may have: one that the class does not derive, and one that it derives.
+        # Widths in files without a field here: head_dim if the class does not derive it, intermediate_size if it does.
         derived = {*vars(self.cls())}
         self.defaults |= dict.fromkeys(({"head_dim"} & {*_legacy(self.cls)}) - derived)
         self.defaults |= dict.fromkeys(({"intermediate_size"} & derived) - {*self.defaults})
@@ -179,7 +179,7 @@ class Kind:
         return read_class({"model_type": self.data["model_type"], **config}, "")
 
     def fill(self, config: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> ModelSpec | None:
-        """The model of a configuration by the data, or by these; None: they do not cover it."""
+        """The model of a configuration by this type's data, or by `data`; None: the templates do not cover it."""
         source = JsonObject(fields={"model_type": self.data["model_type"], **config}, where="catalogue")
         try:
             return fill(data or self.data, source, "")
@@ -195,7 +195,7 @@ class Kind:
         return config
 
     def add(self, config: Mapping[str, Any]) -> str:
-        """Add a variant after this configuration if it is new; return a description of the change."""
+        """Add a variant made from this configuration unless one covers it; return a description of the change."""
         config = self.own_names(config)
         if self.data["variants"] and self.fill(config) == self.read(config):
             return "covered"
@@ -217,7 +217,7 @@ class Kind:
         variant["order"] = self._order(config, spec, numbers)
         variant["fixed"] = {key: one for key, one in variant["fixed"].items() if key not in variant["order"]["seen"]}
         if variant["order"]["by"] and not isinstance(model["num_hidden_layers"], str):
-            model["num_hidden_layers"] = None  # as many as the list has
+            model["num_hidden_layers"] = None  # None: as many layers as the list has
         leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
         variant["numbers"] = []
         for key in sorted({*_used(variant), *leading}):
@@ -228,14 +228,14 @@ class Kind:
         return self._prove(config, variant, [key for key in numbers if key in reads or key in variant["numbers"]])
 
     def _require(self, key: str, order: list[str]) -> None:
-        """Append a key of a number after those from which its default follows."""
+        """Append the key of a number after the keys from which its default follows."""
         default = self.data["defaults"].get(key)
         for other in sorted(_used(default)):
             self._require(other, order)
         order += [key] if key not in order else []
 
     def _derived_defaults(self, config: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
-        """Expressions of numbers that the class derives from others where a file leaves them out."""
+        """Store expressions for numbers that the class derives from others where a file omits them."""
         given = {key: Symbol(value, key) for key, value in numbers.items() if isinstance(self.defaults[key], int)}
         with patch.object(import_module(self.cls.__module__), "int", _Int, create=True):
             values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **given}))
@@ -244,7 +244,7 @@ class Kind:
                 self.data["defaults"][key] = freeze(values[key])
 
     def _fixed(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
-        """Fields that a file must share with this variant: all that the class reads but numbers and lists of layers."""
+        """Fields that a file must share with this variant: all that the class reads except numbers and layer lists."""
         values = vars(self.cls.from_dict(dict(config)))
         fixed = {}
         absent = {key for key, value in self.defaults.items() if value is None}
@@ -253,7 +253,7 @@ class Kind:
             if key in numbers or _HARMLESS.search(key) or key == "tie_word_embeddings" or len(str(value)) > 500:
                 continue
             of_layers = isinstance(values.get(key), list) and len(values[key]) == values.get("num_hidden_layers")
-            discarded = type(value) is int and values.get(key, value) is None  # by the class, such as an unused window
+            discarded = type(value) is int and values.get(key, value) is None  # the class drops it: an unused window
             if of_layers or discarded or value in ([], {}, ""):
                 continue
             if isinstance(value, (bool, str, float, int, list, dict)) or value is None:
@@ -264,7 +264,7 @@ class Kind:
     def _order(self, config: Mapping[str, Any], spec: ModelSpec, numbers: Mapping[str, int]) -> dict[str, Any]:
         count, kinds = len(spec.layers), spec.layer_kind_index
         seen: dict[str, list[str]] = {}
-        every: list[dict[str, Any]] = []  # lists of layers with the names of the class and with those of the file
+        every: list[dict[str, Any]] = []  # lists with one entry per layer: those of the class, then those of the file
         for source in (vars(self.cls.from_dict(dict(config))), dict(config)):
             lists = {
                 key: value
@@ -293,15 +293,15 @@ class Kind:
         return {"seen": seen, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
 
     def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
-        """Compare the variant with the class for other numbers; fix the numbers that it does not follow."""
+        """Compare the variant with the class for other numbers; fix the numbers for which they disagree."""
         apart = [key for key in numbers if _STRUCTURE.search(key) or key in _LAYERS]
         free = self._follows(config, variant, numbers)
         order, values = variant["order"], vars(self.cls.from_dict(dict(config)))
-        if free is None and order["by"]:  # no rule for another number of layers: files must list them
+        if free is None and order["by"]:  # no rule gives the kinds of more layers: files must list them
             order["first"], order["cycle"] = [order["kinds"][key] for key in _rows(values, order["by"])], []
             config = {**config, **{key: values[key] for key in order["by"]}}
             free = self._follows(config, variant, numbers)
-        if free is None:  # which of the numbers that order the layers may change?
+        if free is None:  # find the numbers that order the layers and may change
             alone = [key for key in apart if self._follows(config, variant, [key]) is not None]
             fixed = [key for key in apart if key not in alone]
             free = self._follows(config, variant, [key for key in numbers if key not in fixed])
@@ -313,11 +313,11 @@ class Kind:
         return self._fix(config, variant, numbers, free)
 
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
-        passed_on = ("max_position_embeddings", "vocab_size")  # no width follows from these
+        passed_on = ("max_position_embeddings", "vocab_size")  # no width depends on these
         usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
-        if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # perhaps the number of a layer
+        if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # perhaps the index of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
-        for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # else discarded
+        for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # not discarded
             variant["fixed"][key] = usual[key]
             self.data["defaults"].setdefault(key, self.defaults[key])
         if len(fixed) > len(free):
@@ -326,9 +326,9 @@ class Kind:
         return f"free: {len(free)}; fixed: {', '.join(sorted(fixed))}"
 
     def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
-        """The keys with whose other numbers template and class agree; None: they differ somewhere."""
+        """The keys whose numbers changed while template and class agreed; None: they disagreed for some numbers."""
         draw, used = random.Random(0), _used(variant)
-        # Keys that are in no expression may still give the kinds of layers, such as the first with experts.
+        # Keys that are in no expression may still determine the kinds of layers, such as the first layer with experts.
         structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*used, *_LAYERS)}
         usual, changed, passed = self.numbers(config), set[str](), 0
         fixed = {key: usual[key] for key in usual if key not in keys and key in self.defaults}
@@ -341,7 +341,7 @@ class Kind:
         lists = [name for name, one in config.items() if _has_length(one, count)]
         derived = {key for key in keys if str(self.data["defaults"].get(key)).startswith("=")}
         for numbers in _numbers({key: usual[key] for key in keys}, structure, changed, draw):
-            if derived and passed % 3 == 1:  # leave out what the class derives
+            if derived and passed % 3 == 1:  # omit numbers that the class derives
                 numbers = {key: value for key, value in numbers.items() if key not in derived}
             other: dict[str, Any] = fixed | numbers
             if layers in keys or not layers:
@@ -350,7 +350,7 @@ class Kind:
                 other |= {layers: count} if layers else {}
             try:
                 spec = self.read({**config, **other})
-            except Exception:  # numbers that the class does not take
+            except Exception:  # the class does not accept these numbers
                 continue
             if self.fill({**config, **other}, proven) != spec:
                 return None
@@ -364,7 +364,7 @@ class Kind:
 def _numbers(
     usual: Mapping[str, int], structure: Set[str], changed: Set[str], draw: random.Random
 ) -> Iterator[dict[str, int]]:
-    """Numbers to try: all times a factor, some at random, then pairs with each that has not changed yet."""
+    """Numbers to try: all multiplied by random factors, then each unchanged one doubled, together with another one."""
     for attempt in range(24):
         choices = ((2,), (1,) * 9 + (2,), (1, 2), (1,) * 9 + (3,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 6]
         numbers = {key: value * draw.choice(choices) for key, value in usual.items()}
@@ -404,7 +404,7 @@ def _has_length(value: Any, count: int) -> bool:
 
 
 def _rows(lists: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The entries of each layer in these lists, joined: the keys of a variant's kinds."""
+    """For each layer its entries in these lists, joined to one text: a key of a variant's kinds."""
     return ["|".join(map(str, row)) for row in zip(*(lists[name] for name in names), strict=True)]
 
 
@@ -423,7 +423,7 @@ def needed(model_type: str) -> dict[str, Any]:
 
 
 def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Files of a folder by model type, as transformers names the types."""
+    """Configurations in a folder, by transformers' name of the model type."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         text, _ = read_text_part(JsonObject.read(path, "model"))
@@ -433,14 +433,14 @@ def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Write kvrsim/data/types anew, or the types that are named."""
+    """Write all files of kvrsim/data/types, or those of the types named on the command line."""
     transformers.logging.set_verbosity_error()
     files = configurations(FOLDER.parent / "models")
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *files, *SHAPES["types"]})
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or types:
         if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
-            continue  # several models: files have the type of the text model
+            continue  # a type of several models: files have the type of its text model
         kind, usual = Kind(name), needed(name)
         switches = [usual | switch for switch in SHAPES["switches"] if {*switch} <= {*kind.defaults}]
         shapes = [usual | shape for shape in SHAPES["types"].get(name, [])[1:]]

@@ -1,7 +1,7 @@
 """Measurement: how long one operation took on one machine; read from and written to CSV.
 
-The file has one header line and one row per measured operation; lines that begin with # are comments. SI units. A
-column may be missing where no row needs it, and their order is free. Every row has
+The file has one header line and one row per measured operation; lines that begin with # are comments. Units are
+SI. A column may be missing where no row needs it, and their order is free. Every row has
 
     operation    what was measured, one of those below
     kernel       what ran, such as vllm_flash_attn or nccl
@@ -9,14 +9,14 @@ column may be missing where no row needs it, and their order is free. Every row 
     median_s     seconds, median of the repeats
     source       who measured it, with what, where it can be found
 
-and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
+and may have mean_s (seconds, mean of the repeats, outliers clipped; empty: not known), spread_s (standard deviation
 or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and
 dtype (fp16, bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
 kvrsim.kernels.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where medians
-of lopsided times do not: a fit takes mean_s where there is one.
-Beyond these:
-
-    operation                                       one time of                          also needs
+of skewed times do not: a fit takes mean_s where there is one.
+The operations, what one row of each is the time of, and the columns that it needs in addition:
+The operations, what one row of each measures, and the columns that the row needs in addition:
+    operation                                       time of                              also needs
     gemm                                            y = x W                              dtype, tokens (rows of x),
                                                                                          in_features, out_features
     head                                            logits of one token                  dtype, in_features,
@@ -24,34 +24,34 @@ Beyond these:
     attention                                       chunk queries of each of batch       dtype, chunk, prefix,
                                                     sequences over prefix + chunk keys,  num_attention_heads,
                                                     causal                               num_key_value_heads, head_dim
-    norm, rotary, activation, residual, embedding,  an element-wise kernel; merge: of    dtype, tokens, bytes
-    merge                                           attention's partial results
-    block                                           attention to prefix keys alone       as attention
+    norm, rotary, activation, residual, embedding,  an element-wise kernel; merge joins  dtype, tokens, bytes
+    merge                                           partial results of attention
+    block                                           attention to prefix keys only        those of attention
     cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
                                                     the cache
     prepare                                         what a prefill does once before its  dtype, chunk, prefix
-                                                    first layer, but for the embedding:
+                                                    first layer, except the embedding:
                                                     mask and rotary tables
-    before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
-                                                    on, and whole; to compare with, not
-                                                    fitted
-    layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
-                                                    receive posted, and on the same one
-                                                    while one waits for its sender
+    before_attention, after_attention, layer        a layer before attention, after it,  dtype, chunk, prefix
+                                                    and whole; compared with
+                                                    predictions, not fitted
+    layer_alone, layer_pending                      a whole layer without a posted       dtype, chunk, prefix
+                                                    receive, and with a receive that
+                                                    waits for its sender
     all_gather, all_reduce                          the collective                       bytes, ranks, nodes
     send_recv                                       one message                          bytes, ranks, nodes
     host_layer                                      the host issuing one decoder layer   -
     host_collective                                 the host issuing one collective      ranks
     host_message                                    the host issuing one send or one     -
                                                     receive
-    host_prepare                                    the host, from a prefill's begin     -
+    host_prepare                                    the host, from a prefill's start     -
                                                     until it issues the first layer
 
-tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
-kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
-move); of all_gather the gathered tensor, all ranks' pieces together; of all_reduce the tensor; of send_recv the
-message. nodes: 1 within one node, 2 between nodes. A column that an operation does not need may be filled; it is kept
-and checked, and read by nobody.
+tokens, chunk and prefix are numbers of tokens; heads are those on the measured device. bytes is, for an element-wise
+kernel and for cache_append, what the kernel must read and write, each value once (for measured layers of a model, what
+its kernels move); for all_gather, the gathered tensor, all ranks' pieces together; for all_reduce, the tensor; for
+send_recv, the message. nodes is 1 within one node, 2 between nodes. A column that an operation does not need may be
+filled: it is checked and kept, but not used.
 
 A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
 were in flight at once (messages; empty: 1). A row of gemm or attention may say how often the operation ran without a
@@ -90,7 +90,7 @@ from kvrsim.units import MAX_SECONDS
 if TYPE_CHECKING:
     import pandas
 
-MAX_CSV_BYTES = 2**28  # some millions of rows; a larger file was given by mistake
+MAX_CSV_BYTES = 2**28  # enough for millions of rows; a larger file is probably a mistake
 MAX_WHOLE = 10**18
 
 # ASCII only: float() and int() alone would accept "1_000", "inf" and digits of other alphabets.
@@ -193,14 +193,14 @@ class CsvTable:
                 raise InputError(f"{self.where}: header", ", ".join(self.columns), f"a column {name} among the others")
 
     def only(self, columns: Sequence[str]) -> None:
-        """Refuse a table that has any but these columns."""
+        """Raise InputError for a table that has other columns than these."""
         for name in self.columns:
             if name not in columns:
                 raise InputError(f"{self.where}: column", name or "nothing", ", ".join(columns))
 
 
 def _cell(value: object) -> str:
-    """A cell of a data frame as text; whole numbers lose the decimals that missing values give their column."""
+    """A cell of a data frame as text; whole numbers lose the decimals that pandas adds in columns with gaps."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
@@ -228,7 +228,7 @@ def _row(values: list[str], columns: tuple[str, ...], where: str) -> CsvRow:
 MEASURED_DTYPES = (*DTYPES, *(kind for kind in GEMM_TYPES if kind not in DTYPES))
 ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
 RING = "_p2p_ring"  # suffix of `kernel`: an all-gather made of messages between neighbours
-SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
+SEGMENTS = ("before_attention", "after_attention", "layer")  # operations that are sums of others
 
 # Columns that an operation needs in addition to those of every row.
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -337,7 +337,7 @@ Some = npt.NDArray[Any]  # indices of rows, or a mask of them
 
 
 def measured_at(where: str, **values: Any) -> Measurement:
-    """Make a measurement; an InputError says in which file and line the wrong value is."""
+    """Make a measurement; an InputError names the file and line of a wrong value."""
     try:
         return Measurement(**values)
     except InputError as error:
@@ -346,7 +346,7 @@ def measured_at(where: str, **values: Any) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Columns:
-    """Measured rows as arrays of one length (or mappings of such), for the formulas of the rates."""
+    """Measured rows as arrays of one length (or mappings of such arrays), for the formulas of the rates."""
 
     def take(self, some: Some) -> Self:
         """Some of the rows, by index or mask."""
@@ -441,12 +441,12 @@ def _parse_origin(text: str, where: str) -> dict[str, Any]:
 
 
 _TABLES = ("aiconfigurator:", "aisimulate:")  # prefixes of sources that are not files
-_MAX_TEXT = 300  # of a line of provenance
-_REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # in the provenance of a profile
+_MAX_TEXT = 300  # most characters of a line of provenance
+_REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # keys copied to a profile
 
 
 def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
-    """The origins that the files among some SOURCEs (see calibrate.importers) have."""
+    """Origins of those SOURCEs (see calibrate.importers) that are files with an origin line."""
     files = (source.partition("?")[0] for source in sources if not source.startswith(_TABLES))
     return [origin for file in files if (origin := read_origin(file, argument)) is not None]
 
@@ -467,12 +467,12 @@ class Provenance:
 
     @property
     def gpu(self) -> GpuSpec | None:
-        """The device by its name in gpus.json. Raises InputError for an unknown name."""
+        """The measured GPU, in the format of gpus.json; None: not recorded. Raises InputError for invalid data."""
         return GpuSpec.read(self.data.child("gpu")) if self.data.has("gpu") else None
 
     @property
     def link(self) -> LinkSpec | None:
-        """The link, as links.json has one."""
+        """The measured link, in the format of links.json; None: not recorded."""
         return LinkSpec.read(self.data.child("link")) if self.data.has("link") else None
 
     @property

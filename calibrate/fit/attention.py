@@ -45,11 +45,11 @@ from kvrsim.program import Array
 
 HEAD_DIM = 128
 NARROW_HEAD_DIM = 64
-PROMISED_CHUNK = 128  # least size of a prefill's chunk; the stated error is that of larger ones
+PROMISED_CHUNK = 128  # least tokens of a chunk for which the profile states its error
 LLAMA_SCORE_BYTES = 28.0  # see kvrsim/kernels/elementwise.py
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 
-_WHOLE = 2**30  # keys per block that stands for "one block": the kernel computes masked scores, too
+_WHOLE = 2**30  # keys per block: all keys are one block, because the kernel computes masked scores, too
 _KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _WHOLE)
 _NOTHING_S = 1e-15  # smaller constants are set to 0
 _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -57,8 +57,8 @@ _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_
 # -- factors by size of the call
 MAX_KNOTS = 20
 _TURNS = 2  # alternations between constants and factors
-_POOR_FORM = 0.05  # mean error on the fitted rows, above which factors by size are tried
-_A_DOUBLING = 2  # classes of size per doubling
+_POOR_FORM = 0.05  # mean error on the fitted rows above which factors by size are tried
+_A_DOUBLING = 2  # classes per doubling of the size
 _KNOT_ERROR = 0.01
 _LEAST_SHARE = 0.3  # least share of a call's time that depends on its elements; other calls are not used
 
@@ -79,7 +79,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 class FlashPreset:
     """A kind of flash kernel: its structure (from its source), start values, and which constants are fitted."""
 
-    structure: Mapping[str, Any]  # of FlashRates
+    structure: Mapping[str, Any]  # fields of FlashRates that are not fitted
     tiles_per_sm: int  # tiles that a multiprocessor runs at once
     start: Mapping[str, float]
     fitted: tuple[str, ...]
@@ -112,12 +112,12 @@ _FA2 = FlashPreset(
 
 PRESETS: Mapping[str, FlashPreset] = MappingProxyType(
     {
-        # FlashAttention-2 on Ampere; FlashInfer's prefill, which packs the query heads of a KV head.
+        # FlashAttention-2 on Ampere; FlashInfer's prefill, which packs the query heads that share a KV head.
         "fa2": _FA2,
         "flashinfer": replace(
             _FA2, structure={**_FA2.structure, "tile_rows": 128, "key_block": 64, "packs_heads": True}
         ),
-        # FlashAttention over a paged cache as sarathi called it: all blocks of the rectangle, keys split.
+        # FlashAttention over a paged cache, as sarathi called the kernel: computes masked blocks, too; splits keys.
         "paged": FlashPreset(
             structure={"tile_rows": 64, "key_block": 128, "causal": False, "packs_heads": False, "splits_keys": True},
             tiles_per_sm=2,
@@ -131,7 +131,7 @@ PRESETS: Mapping[str, FlashPreset] = MappingProxyType(
                 *("query_s", "diagonal_cost", "append_bytes_per_s"),
             ),
         ),
-        # FlashAttention-3 on Hopper: one tile per multiprocessor, keys split.
+        # FlashAttention-3 on Hopper: one tile per multiprocessor; splits keys.
         "fa3": FlashPreset(
             structure={"tile_rows": 128, "key_block": 64, "causal": True, "packs_heads": False, "splits_keys": True},
             tiles_per_sm=1,
@@ -159,12 +159,12 @@ class AttentionRows(Columns):
     num_key_value_heads: Array
     head_dim: Array
     batch: Array
-    expected_s: Array  # measured
+    expected_s: Array  # measured seconds
     element_bytes: int = 2
 
     @classmethod
     def of(cls, rows: Sequence[Measurement]) -> AttentionRows:
-        """The attention measurements."""
+        """Convert attention measurements to arrays."""
         names = (*_SEEN, "batch", "expected_s")
         return cls(**{name: column(rows, name) for name in names}, element_bytes=element_bytes_of(rows))
 
@@ -191,23 +191,23 @@ class AttentionRows(Columns):
         return rates.seconds(self.call, cast(Any, self.batch), self.element_bytes)
 
     def compare(self, label: str, rates: AttentionRates) -> Comparison:
-        """All calls by these rates."""
+        """Compare all calls with predictions by these rates."""
         return Comparison(label=label, measured_s=self.expected_s, predicted_s=self.predicted_s(rates))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFit(Fit[Rates]):
-    """Rates of one form of kernel from calls."""
+    """Fit of one form of kernel to measured calls."""
 
     data: AttentionRows
-    peak: float | None = None  # FLOP/s that no call beats; None: without factors by size
+    peak: float | None = None  # highest FLOP/s of any call; None: factors by size are not fitted
 
     @cached_property
     def rates(self) -> Rates:
         return self.fitted(self.every)
 
     def fitted(self, some: Some) -> Rates:
-        """Alternate robust least squares of the logarithms with factors by size."""
+        """Alternate between robust least squares of the logarithms and factors by size."""
         rows, rates = self.data.take(some), super().fitted(some)
         if self.peak is None:
             return rates
@@ -217,7 +217,7 @@ class AttentionFit(Fit[Rates]):
         return with_sizes(rates, rows, self.peak)  # type: ignore[type-var]
 
     def result(self, rows: Sequence[Measurement]) -> Fitted[Rates]:
-        """The fit to these rows, which are `data`, cross-validated by holding out whole chunk sizes."""
+        """The fit and its errors; `rows` are the rows of `data`. Cross-validation holds out whole chunk sizes."""
         chunks = self.data.chunk
         return Fitted(
             rates=self.rates,
@@ -231,7 +231,7 @@ class AttentionFit(Fit[Rates]):
 def usable_attention(
     rows: Sequence[Measurement], head_dim: int = HEAD_DIM, dtypes: Sequence[str] | None = None
 ) -> list[Measurement]:
-    """Calls of one sequence in these dtypes (None: dtypes_of(rows)), with heads of that size."""
+    """Calls of one sequence in these dtypes (None: dtypes_of(rows)), with this head_dim."""
     wanted = dtypes_of(rows) if dtypes is None else dtypes
     return [
         row
@@ -241,7 +241,7 @@ def usable_attention(
 
 
 def is_decoding(row: Measurement) -> bool:
-    """One query behind a prefix, for which engines have kernels of their own."""
+    """Whether the row is one query behind a prefix, for which engines have separate kernels."""
     return row.chunk == 1 and (row.prefix or 0) > 0
 
 
@@ -255,9 +255,9 @@ def fit_flash(
 ) -> Fitted[FlashRates]:
     """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with this head_dim.
 
-    narrow: calls with narrower heads, which tell how long softmax takes. Calls of one query behind a prefix are not
-    fitted: engines decode with kernels of their own. No call is faster than its unmasked FLOPs at the datasheet's rate.
-    Raises InputError for a kernel that is not among the presets.
+    narrow: calls with narrower heads, which determine the seconds of softmax. Calls of one query behind a prefix are
+    not fitted: engines have separate kernels for decoding. No call is predicted faster than its unmasked FLOPs at the
+    datasheet's rate. Raises InputError for a kernel that is not among the presets.
     """
     if kernel is not None and kernel not in PRESETS:
         raise InputError("attention_kernel", kernel, ", ".join(KERNELS))
@@ -287,9 +287,9 @@ def _form(name: str, data: AttentionRows, parameters: Sequence[Parameter], make:
 
 
 def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fitted[FlashRates]:
-    """The rates with softmax_s, which only heads narrower than the fit's use; unchanged without rows.
+    """The rates with softmax_s, which matters only to heads narrower than the fitted ones; unchanged without rows.
 
-    Softmax takes no longer than the products of the fit's heads, and has no effect below half of that.
+    softmax_s is at most block_s, and has no effect below half of block_s.
     """
     if not rows:
         return fitted
@@ -347,7 +347,7 @@ def fit_blocked(
 
 def _blocked(values: Constants, key_block: int, skips_masked: bool) -> BlockedRates:
     rates: dict[str, Any] = {name: value if value >= _NOTHING_S else 0.0 for name, value in values.items()}
-    if not skips_masked:  # masked scores are computed
+    if not skips_masked:  # the kernel computes masked scores, too
         rates["rectangle_flops_per_s"] = min(rates["rectangle_flops_per_s"], rates["causal_flops_per_s"])
     return BlockedRates(**rates, key_block=key_block, skips_masked=skips_masked)
 
@@ -362,7 +362,7 @@ def _with_factors_if_better(plain: AttentionFit[Rates], calls: Sequence[Measurem
 
 
 def with_sizes(rates: Sized, rows: AttentionRows, peak: float) -> Sized:
-    """The rates with factors at some of the rows' sizes; no call beats its unmasked FLOPs at `peak` FLOP/s."""
+    """The rates with factors at some of the rows' sizes; no call is faster than its unmasked FLOPs at `peak` FLOP/s."""
     none = dict.fromkeys(("flops_per_s", "bytes_per_s", "causal_flops_per_s", "rectangle_flops_per_s"), 1e60)
     infinite: dict[str, Any] = {name: value for name, value in none.items() if name in rates.__slots__}
     plain = replace(rates, measured=None)
@@ -379,7 +379,7 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak: float) -> Sized:
 
 
 def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
-    """Median factors by class of size, at few knots; they never make a longer call faster."""
+    """Median factors by class of size, at few knots; no call is predicted faster than a smaller one."""
     classes = np.round(_A_DOUBLING * np.log2(sizes))
     members = [classes == one for one in np.unique(classes)]
     places = np.array([np.mean(np.log(sizes[some])) for some in members])
@@ -396,7 +396,7 @@ def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
 def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRates:
     """Return the rates with a rate of unmasked blocks: the geometric mean over the rows; unchanged without rows.
 
-    The start times are those of other calls, but at most half of a row's seconds.
+    Start times are those of the other calls, but at most half of a row's seconds.
     """
     if not rows:
         return rates
@@ -415,8 +415,8 @@ def fit_latent_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[
 def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[LatentRates]:
     """Fit each form of DeepSeek-V3's calls as a flash kernel; the stated errors are those of the expanded form.
 
-    Kernels skip what is masked: calls without a prefix do not show the cost of masked blocks. Single queries are not
-    fitted: they are decoded by kernels of their own.
+    Only kernels that skip masked blocks are fitted: calls without a prefix do not show the cost of masked blocks. Calls
+    of one query are not fitted: engines have separate kernels for decoding.
     """
     causal = [name for name, preset in PRESETS.items() if preset.structure["causal"]]
     found: dict[LatentForm, Fitted[FlashRates]] = {}

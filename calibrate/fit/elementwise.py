@@ -1,4 +1,4 @@
-"""Fits of element-wise kernels, of launches by the CPU, and of what precedes the layers."""
+"""Fits of element-wise kernels, of kernel launches by the CPU, and of the work before the first layer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # least tokens of a chunk for which the profile states its error
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
-_LIKE = {"copy": "residual"}  # a kind that is rarely measured, and one with the same access pattern
-_ENOUGH = 3  # rows of a kind
-_CPU_CACHES = 20.0  # times the memory's rate: a CPU's caches may still hold what the previous kernel wrote
+_LIKE = {"copy": "residual"}  # a rarely measured kind, and the kind with the same access pattern whose rate it takes
+_ENOUGH = 3  # least rows of a kind for a fit of its rate
+_CPU_CACHES = 20.0  # multiple of the memory's rate that bounds all rates: a CPU's caches may hold the last output
 _GATHERS = 2  # all-gathers of one layer: K and V
 _LEAST_LOG_SD = 0.05
 _UNMASKED = "flash"  # a kernel that takes no mask
@@ -41,11 +41,11 @@ _UNMASKED = "flash"  # a kernel that takes no mask
 def fit_elementwise(
     rows: Sequence[Measurement], gpu: GpuSpec, *, fused: bool, kernels: Mapping[str, int] | None = None
 ) -> Fitted[ElementwiseRates]:
-    """One rate per kind, at most the datasheet's memory bandwidth; one start time for all, at least 0.
+    """Fit one rate per kind, at most the datasheet's memory bandwidth, and one start time for all, at least 0.
 
     Without cache_append rows, a copy has the rate of a residual addition; other kinds with too few rows have the
-    datasheet's. `kernels`: kernels of one row of each kind; default 1. `cross_validated` holds sizes out, a tenth at a
-    time.
+    datasheet's. `kernels`: number of kernels in a row of each kind; default 1. `cross_validated` holds out a tenth of
+    the sizes at a time.
     """
     found, hbm = usable_elementwise(rows), gpu.hbm_bytes_per_s
     kinds = np.array([KINDS.index(_kind(row)) for row in found])
@@ -100,9 +100,10 @@ def _kind(row: Measurement) -> str:
 def fit_host(
     layers: Sequence[Measurement], gathers: Sequence[Measurement], messages: Sequence[Measurement] = ()
 ) -> tuple[HostRates, OperationFit]:
-    """Medians of host_layer rows, at least one, of host_collective rows per rank, and of host_message rows.
+    """Fit medians of host_layer rows (at least one), of host_collective rows per rank, and of host_message rows.
 
-    Without timed collectives, each rank's part is a send and a receive, as in the runtime's ring.
+    Without host_collective rows, the host's time per rank of a collective is that of a send and a receive, as in the
+    runtime's ring.
     """
     seconds = column(layers, "expected_s")
     mape = rounded(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
@@ -130,7 +131,7 @@ def fit_host(
 def fit_pending_share(rows: Sequence[Measurement]) -> float:
     """Share of the compute rate that a layer loses during a pending receive: median over shapes; 0 without rows.
 
-    From layer_pending rows and the layer_alone row of the same shape and ranks.
+    Each layer_pending row is compared with the layer_alone row of the same shape, kernel and device.
     """
 
     def shape(row: Measurement) -> tuple[object, ...]:
@@ -151,7 +152,7 @@ class PrepareRates:
 
 
 def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
-    """Fit the prepare rows; rows without a mask determine only the constant. Zeros without rows."""
+    """Fit the prepare rows; rows without a mask determine only the constant. Without rows, both constants are 0."""
     if not rows:
         return PrepareRates()
     seconds, chunk = column(rows, "expected_s"), column(rows, "chunk")

@@ -1,7 +1,7 @@
-"""fit_experts: ExpertRates from tables of routed experts, type by type.
+"""fit_experts: ExpertRates from tables of routed experts, fitted separately for each type of products.
 
-Six constants per type are fitted to the rows of one GPU, with even and with skewed routing together. Shapes of models
-are held out.
+Six constants per type are fitted to the rows of one GPU, with even and with skewed routing together. Cross-validation
+holds out the shapes of models.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvrsim.kernels.experts import ExpertRates, GroupedRates
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import CalibrationProfile
 
-_NOISE = 0.15  # see calibrate.fit.gemm
-_MOST_ROWS = 3000  # of a type
+_NOISE = 0.15  # see _NOISE in calibrate.fit.gemm
+_MOST_ROWS = 3000  # most rows of a type
 _STARTS = 6
-_FEW_MODELS = 3  # with fewer models, shares of experts are held out instead
-_LONG = 1024  # tokens from which engines are compared
-_ENOUGH = 20  # common shapes that suffice for a comparison
+_FEW_MODELS = 3  # least models of a type to hold out models; with fewer, shares of experts are held out
+_LONG = 1024  # least tokens of the rows by which engines are compared
+_ENOUGH = 20  # least common calls for a comparison
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
 def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitted[ExpertRates]:
-    """Fit a recipe's "sources" (tables, and the types of each); compare with the tables of "compare"."""
+    """Fit the tables and types listed in a recipe's "sources"; compare with the tables listed in "compare"."""
     recipe.only(("sources", "compare"))
     found = []
     for part in recipe.children("sources"):
@@ -71,7 +71,7 @@ def fit_experts(
 
 
 def _of_one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
-    """Rows whose experts are all on one GPU, at the burst clock of the profile; thinned evenly by time."""
+    """Rows of GPUs with all experts, or a share of each, at the profile's burst clock; thinned evenly by time."""
     alone = rows.take(rows.ep_size == 1)
     order = np.argsort(alone.seconds, kind="stable")
     some = alone.take(order[:: max(1, -(-len(order) // _MOST_ROWS))])
@@ -90,7 +90,7 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
         label=rows.kind,
         measured_s=rows.seconds,
         parameters=(
-            Parameter(name="share", start=0.5, low=0.02, high=1.0),  # of the datasheet's FLOP/s
+            Parameter(name="share", start=0.5, low=0.02, high=1.0),  # share of the datasheet's FLOP/s
             Parameter(name="weight_bytes_per_s", start=0.6 * hbm, low=0.05 * hbm, high=hbm),
             Parameter(name="row_bytes_per_s", start=0.5 * hbm, low=0.02 * hbm, high=hbm),
             Parameter(name="tile_rows", start=64.0, low=1.0, high=512.0),
@@ -109,7 +109,8 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
     """Spread over engines. Per type: the root mean square, over other engines, of the median of log(theirs / ours).
 
-    Only rows of at least _LONG tokens count. The result is the median over types, because an engine may be slow at one.
+    Only rows of at least _LONG tokens count. The result is the median over types, because an engine may be slow at one
+    of the types.
     """
     of_types = []
     for rows in data:
@@ -126,7 +127,7 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
 
 
 def _by_call(rows: ExpertRows) -> Mapping[tuple[object, ...], float]:
-    """Seconds by shape, share, tokens and routing, of at least _LONG tokens."""
+    """Seconds by shape, share, tokens and routing, for rows of at least _LONG tokens."""
     long = rows.take(rows.tokens >= _LONG)
     calls = zip(long.shapes, long.tp_size.tolist(), long.tokens.tolist(), long.exponent.tolist(), strict=True)
     return dict(zip(calls, long.seconds.tolist(), strict=True))

@@ -19,8 +19,8 @@ from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
 
 Rates = TypeVar("Rates")
-Constants = Mapping[str, float]  # by name
-Span = tuple[float, float]  # smallest and largest
+Constants = Mapping[str, float]  # values of constants by name
+Span = tuple[float, float]  # smallest and largest value
 
 HALF = ("fp16", "bf16")
 FULL = ("fp32",)
@@ -31,7 +31,7 @@ _TRIAL_ROWS = 1000
 _GOING_ON = 3  # number of starts that are continued to the end
 _TRIAL_STEPS = 50
 _FOLDS = 10
-_SEED = 0  # of starts and folds: the same rows give the same fit
+_SEED = 0  # seed of starts and folds: the same rows give the same fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class Parameter:
 
     name: str
     start: float
-    low: float  # 0: linear scale
-    high: float  # the datasheet's value where there is one
+    low: float  # lower bound; 0: linear scale
+    high: float  # upper bound: the datasheet's value where there is one
 
     def encode(self, value: float) -> float:
         """Convert to the scale of the solver."""
@@ -61,11 +61,11 @@ def solve(
     starts: int = 1,
     noise: float = 0.03,
 ) -> dict[str, float]:
-    """Robust least squares (soft_l1) of log(predicted / measured), inside the bounds; rounded to four digits.
+    """Fit parameters inside their bounds by robust least squares (soft_l1) of log(predicted / measured).
 
     `predict(values, rows)` gets values by name and indices of rows, and returns seconds. `noise`: rows with a larger
-    relative error have less weight. With several starts, the given one and others drawn between the bounds with a
-    fixed seed are each tried on some of the rows; the best few continue with all rows.
+    relative error have less weight. With several starts, the given start and random ones between the bounds (fixed
+    seed) are each tried on some of the rows; the best few continue with all rows. Results have four digits.
     """
     from scipy.optimize import least_squares
 
@@ -134,7 +134,7 @@ class Fit(Generic[Rates]):
     parameters: Sequence[Parameter]
     make: Callable[[Constants], Rates]
     seconds: Callable[[Rates, Some], Array]
-    weighted: bool = False  # by the square root of the seconds, because long operations dominate a prefill
+    weighted: bool = False  # whether each row has a weight, the square root of its seconds
     starts: int = 1
     noise: float = 0.03  # see `solve`
     warm: bool = False  # whether fits to some of the rows start from the fit to all rows
@@ -196,7 +196,7 @@ class Errors:
     median_ape: float
     p90_ape: float
     bias: float  # mean error; above 0: predictions are too long
-    log_sd: float  # of log(predicted / measured): 80th percentile of its absolute value over that of a standard normal
+    log_sd: float  # standard deviation of log(predicted / measured), from the 80th percentile of its absolute value
     inside: float  # coverage: share of rows inside an 80 % prediction interval made from the other half of the rows
 
 
@@ -226,7 +226,7 @@ class Comparison:
         return replace(self, label=label, measured_s=self.measured_s[large], predicted_s=self.predicted_s[large])
 
     def errors(self) -> Errors:
-        """Errors of at least one row."""
+        """Errors of the rows, at least one."""
         error = self.predicted_s / self.measured_s - 1.0
         return Errors(
             label=self.label,
@@ -256,16 +256,16 @@ class Fitted(Generic[Rates]):
 
     rates: Rates
     source: str  # authors of the measurements, in a few words
-    own: Comparison  # on the rows of the fit
-    cross_validated: Comparison  # on held-out rows: the error that a profile states
-    interpolated: Comparison | None = None  # errors of shapes that have tables in the profile
-    seen: Mapping[str, Span]  # smallest and largest of each size
-    gather: Gather | None = None  # of all-gathers: their algorithm
+    own: Comparison  # predictions of the fitted rows
+    cross_validated: Comparison  # predictions of held-out rows, whose error the profile states
+    interpolated: Comparison | None = None  # predictions of shapes that have tables in the profile
+    seen: Mapping[str, Span]  # smallest and largest value of each size
+    gather: Gather | None = None  # algorithm of the all-gathers
     systematic_log_sd: float | None = None  # see OperationFit
 
     @property
     def operation(self) -> OperationFit:
-        """The errors in the form of a profile."""
+        """The errors as a profile states them."""
         own, held_out = self.own.errors(), self.cross_validated.errors()
         return OperationFit(
             source=self.source,
@@ -310,7 +310,7 @@ def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
 
 
 def has_waves(gpu: GpuSpec) -> bool:
-    """Whether the device runs work in waves of tiles; threads of a CPU share it evenly."""
+    """Whether the device runs work in waves of tiles; threads of a CPU share the work evenly."""
     return gpu.num_sms >= _LEAST_SMS
 
 
@@ -347,7 +347,7 @@ def span_of(arrays: Sequence[Array]) -> Span:
 
 
 def seen_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, Span]:
-    """Smallest and largest of each field, of those above 0; a field that is 0 in all rows is dropped."""
+    """Smallest and largest value above 0 of each field; a field without such a value is dropped."""
     above = {name: value[value > 0] for name in names if ((value := column(rows, name)) > 0).any()}
     return {name: span_of([value]) for name, value in above.items()}
 

@@ -1,12 +1,12 @@
 """fit_gemm: GemmRates from measured matrix products; fit_clock: how far and how fast the clock falls under load.
 
-The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
-A CPU, where few threads run without waves, has one small tile. Times are those at the burst clock.
+The form has four tiles, each with a share of the device's rate and a start time; a launch time; and a rate of device
+memory. A CPU, whose few threads run without waves, has one small tile. Times are those at the burst clock.
 
 A collector runs a product again and again without a pause, so a row of L seconds was measured after `warmups` x L
 seconds under load and during `repeats` x L more. Short products are timed at the burst clock, long ones at the
-sustained one; where the change lies between them is the time constant. at_burst turns measured seconds into those of
-the burst clock, as a profile's rates are.
+sustained clock; the time constant determines where the change lies. at_burst converts measured seconds to seconds at
+the burst clock, which the rates of a profile refer to.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.program import Array
 
-TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
-FINE_TILES = ((16, 64),)  # for devices without waves: small, so that times hardly step
+TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output that a tile computes
+FINE_TILES = ((16, 64),)  # tiles of devices without waves: small, so that predicted times have only small steps
 STEP = 64  # number of rows for which a prediction is constant
-PROMISED_ROWS = 128  # least size of a prefill's chunk; the stated error is that of larger ones
+PROMISED_ROWS = 128  # least rows of a product for which the profile states its error
 HALF_BYTES = 2
 
-_ENOUGH = 20  # rows
-_LEAST_WIDTH = 1024  # least features of a matrix in the fit, if enough matrices are as wide
+_ENOUGH = 20  # least rows with wide matrices; with fewer, all matrices are fitted
+_LEAST_WIDTH = 1024  # least features of a wide matrix
 _STARTS = 24
 # Libraries choose faster and slower kernels for similar shapes: the fit follows their mean.
 _NOISE = 0.15
 _USED_SHARE = 0.005  # a tile that is the fastest for a smaller share of the rows is dropped
-_MOST_TYPE_ROWS = 4000  # of a quantised type
+_MOST_TYPE_ROWS = 4000  # most rows of a quantised type
 _TYPE_STARTS = 8
-_MOST_SHARE = 0.92  # of the datasheet's rate: products of random data reach no more on a GPU
+_MOST_SHARE = 0.92  # largest share of the datasheet's rate that products of random data reach on a GPU
 _LONG_SUM = 16384  # features of a product that has full waves
 _SEEN = ("tokens", "in_features", "out_features")
 
@@ -83,10 +83,10 @@ _KNOT_ERROR = 0.003  # relative error at which a table needs no more knots
 # -- the clock: rates of products that do not fill a GPU depend more on their shape than on the clock
 _LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
 _LEAST_ROWS, _MOST_ROWS = 200, 3000
-_LONG_S, _SHORT_S = 0.3, 0.03  # seconds under load; rows above and below are needed
-_NO_FALL = 0.96  # share above which the fall cannot be separated from the spread of shapes
+_LONG_S, _SHORT_S = 0.3, 0.03  # seconds under load: a fit needs rows above the first and rows below the second
+_NO_FALL = 0.96  # sustained share above which the fall of the clock cannot be separated from the spread of shapes
 _LONGEST_S = 1.0  # longest time constant; a slower fall is an effect of sizes
-_TURNS = 12  # iterations that invert the mean of a loop
+_TURNS = 12  # iterations that invert _Loops.mean_s
 
 Shape = tuple[int, int]  # in_features, out_features
 
@@ -94,11 +94,11 @@ Shape = tuple[int, int]  # in_features, out_features
 def fit_gemm(
     rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = (), narrow: bool = False
 ) -> Fitted[GemmRates]:
-    """Constants from usable_gemm(rows), none faster than the datasheet; tables of the `keep_shapes` among them.
+    """Fit constants to usable_gemm(rows), none faster than the datasheet; add tables of the measured `keep_shapes`.
 
-    `cross_validated` holds out shapes, or from three sources on whole sources (models), and uses the form without
-    tables: the error for a model of other shapes. `interpolated` is the error of the tables, a tenth of the row counts
-    held out at a time.
+    `cross_validated` is the error of the form without tables, for a model of other shapes: shapes are held out, or,
+    with three or more sources, whole sources (models). `interpolated` is the error of the tables: a tenth of the row
+    counts is held out at a time.
     """
     found = usable_gemm(rows, narrow=narrow)
     data = GemmRows.of(found)
@@ -120,7 +120,7 @@ def fit_gemm(
 def fit_gemm_type(
     rows: Sequence[Measurement], gpu: GpuSpec, kind: str, *, keep_shapes: Collection[Shape] = ()
 ) -> Fitted[GemmRates]:
-    """Rates of one of GEMM_TYPES; tables of the `keep_shapes` with few knots. Rows are thinned evenly by time."""
+    """Fit one of GEMM_TYPES, with small tables of the `keep_shapes`. Rows are thinned evenly by time."""
     found = sorted(usable_gemm(rows, (kind,)), key=lambda row: row.expected_s)
     data = GemmRows.of(found)
     some = data.take(np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS)))
@@ -165,7 +165,7 @@ def computes_in(gpu: GpuSpec, kind: str) -> bool:
 
 
 def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
-    """Raise InputError where products on a GPU come nearer to its datasheet than random data allow."""
+    """Raise InputError if products reach a larger share of the GPU's datasheet rate than random data allow."""
     if not has_waves(gpu) or not rates.tiles:
         return
     product = Product(_LONG_SUM, _LONG_SUM)
@@ -180,7 +180,7 @@ def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
 def usable_gemm(
     rows: Sequence[Measurement], dtypes: Sequence[str] | None = None, *, narrow: bool = False
 ) -> list[Measurement]:
-    """Products in these dtypes (None: dtypes_of(rows)) of at least one step of rows.
+    """Products in these dtypes (None: dtypes_of(rows)) with at least STEP rows.
 
     Only wide matrices if there are enough of them; with `narrow` all matrices.
     """
@@ -205,12 +205,12 @@ class GemmRows(Columns):
     tokens: Array  # rows of the input
     in_features: Array
     out_features: Array
-    seconds: Array  # measured
+    seconds: Array  # measured seconds
     element_bytes: Width = HALF_BYTES
 
     @classmethod
     def of(cls, rows: Sequence[Measurement]) -> GemmRows:
-        """The gemm measurements: all of one quantised type, or all in half precision or in fp32."""
+        """Convert gemm measurements to arrays: all of one quantised type, or all in half precision or in fp32."""
         types = {row.dtype for row in rows}
         width = GEMM_TYPES.get(types.pop() or "") if len(types) == 1 else None
         return cls(
@@ -234,7 +234,7 @@ class GemmRows(Columns):
             yield shape, np.array(places[shape])
 
     def form_s(self, rates: GemmRates) -> Array:
-        """Seconds by the form alone, whose formula accepts arrays of shapes."""
+        """Seconds by the form without tables; its formula accepts arrays of shapes."""
         product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
         return rates.form_s(self.tokens, product, self.element_bytes)
 
@@ -246,7 +246,7 @@ class GemmRows(Columns):
         return seconds
 
     def fit(self, gpu: GpuSpec, peak: float, label: str, starts: int) -> Fit[GemmRates]:
-        """Fit the form, with full waves at `peak` FLOP/s at most."""
+        """Fit the form; full waves have at most `peak` FLOP/s."""
         tiles = TILES if has_waves(gpu) else FINE_TILES
         return Fit(
             label=label,
@@ -275,7 +275,7 @@ def _parameters(gpu: GpuSpec, tiles: Sequence[tuple[int, int]]) -> list[Paramete
 
 
 def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], peak: float) -> GemmRates:
-    """Make the rates. `values` has shares of the datasheet's rate; a profile has shares of the best tile's."""
+    """Make the rates. `values` has shares of the datasheet's rate, GemmRates shares of the best tile's rate."""
     shares = [values[f"share_{index}"] for index in range(len(tiles))]
     return GemmRates(
         flops_per_s=rounded(max(shares) * peak),
@@ -305,7 +305,7 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
 
 
 def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
-    """Predict each row of a shape with a table by tables without the tenth of row counts that it belongs to."""
+    """Predict rows of shapes with tables, each by tables made without the row's tenth of the row counts."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
     wanted = rows.tokens >= PROMISED_ROWS
     wanted &= np.array([shape in shapes for shape in rows.shapes])
@@ -331,9 +331,9 @@ def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most
 
 
 def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
-    """Table of a shape at the steps where it changes most; None if too few steps were measured.
+    """Table of a shape, with knots where the ratio to the form changes most; None if too few steps were measured.
 
-    A step's ratio of measured to form is that of the row at its end, else the median over the step.
+    The ratio at a step is that of the row at the step's end if it was measured, else the median over the step.
     """
     ends = np.ceil(rows.tokens / form.step) * form.step
     errors = np.log(rows.seconds / rows.form_s(form))
@@ -353,7 +353,7 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> Measured
 
 
 def builtin_shapes() -> frozenset[Shape]:
-    """(in_features, out_features) of every layer of every model that ships; without the experts of mixtures."""
+    """(in_features, out_features) of all products of the built-in models, without the experts of mixtures."""
     return frozenset(shape for name in builtin_models() for shape in model_shapes(name))
 
 
@@ -369,7 +369,7 @@ def model_shapes(name: str) -> Iterator[Shape]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedClock:
-    """A clock, and what it was fitted to."""
+    """A clock, and the rows that it was fitted to."""
 
     clock: Clock
     source: str
@@ -385,7 +385,7 @@ class FittedClock:
 def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     """Fit the clock to half-precision products with known loops; None if they are too few or show no fall.
 
-    Rows of several sources may have loops of different length; that separates an effect of time from one of size. Each
+    Rows of several sources may have loops of different length, which separates an effect of time from one of size. Each
     source has its own rate.
     """
     found = [row for row in rows if _fills(row) and row.has_loop]

@@ -25,9 +25,9 @@ from calibrate.fit.fit import (
 from kvrsim.hardware import AllReduceRates, GatherRates, LinkSpec, MeasuredAllReduce
 from kvrsim.program import Array
 
-OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
-LARGE_BYTES = 2**21  # least bytes for the stated error of all-gathers
-_LATENCY_SHARE = 0.9  # share of the smallest all-reduce's time
+OWN_SHARE = 0.44  # derived from the slopes at 2, 4 and 8 ranks; A100, H100 and H200 agree
+LARGE_BYTES = 2**21  # least bytes of the all-gathers for which the profile states its error
+_LATENCY_SHARE = 0.9  # latency of all-reduces, as a share of the smallest one's time
 _KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
 
 
@@ -37,7 +37,7 @@ class SendRates:
 
     bandwidth_bytes_per_s: float
     latency_s: float
-    short_bytes_per_s: float  # of messages that take little longer than the latency
+    short_bytes_per_s: float  # rate of messages that take little longer than the latency
 
     def seconds(self, nbytes: Array) -> Array:
         """Seconds from the call to the last byte received."""
@@ -45,9 +45,9 @@ class SendRates:
 
 
 def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRates]:
-    """Latency and two rates from the messages inside a node; the bandwidth at most the datasheet's.
+    """Fit a latency and two rates to messages inside a node; the bandwidth is at most the datasheet's.
 
-    `cross_validated` holds sizes out, a tenth at a time.
+    `cross_validated` holds out a tenth of the sizes at a time.
     """
     found = usable_link_rows(rows, "send_recv")
     nbytes, peak = column(found, "bytes"), link.bandwidth_bytes_per_s
@@ -67,9 +67,9 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 
 
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
-    """Fit GatherRates to the fastest kernel's all-gathers inside a node, with rates at most the datasheet's.
+    """Fit GatherRates to the all-gathers of the fastest kernel inside a node, with rates at most the datasheet's.
 
-    `cross_validated` leaves out a tenth of the sizes at a time.
+    `cross_validated` holds out a tenth of the sizes at a time.
     """
     found, why = _fastest(usable_link_rows(rows, "all_gather"))
     nbytes, ranks = column(found, "bytes"), column(found, "ranks")
@@ -101,10 +101,10 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
 
 
 def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
-    """Tables of the all-reduces inside a node: at each size the fastest kernel, as engines choose.
+    """Make tables of the all-reduces inside a node: at each size the fastest kernel, as engines choose.
 
-    Where a ring of sends is among the kernels, the one that is faster when large, as the runtime chooses.
-    `cross_validated` holds sizes out, a tenth at a time.
+    If one of the kernels is a ring of sends, all sizes take the kernel that is faster at large sizes, as the runtime
+    chooses. `cross_validated` holds out a tenth of the sizes at a time.
     """
     usable = usable_link_rows(rows, "all_reduce")
     has_ring = any(row.kernel.endswith(RING) for row in usable)
@@ -154,7 +154,7 @@ def _fitted(
     why: str = "",
     gathers: bool = False,
 ) -> Fitted[Rates]:
-    """`why`: a note on the kernel; `gathers`: whether the kernel's name gives the algorithm of all-gathers."""
+    """Make the result. `why`: a note on the kernel; `gathers`: whether to note the algorithm of all-gathers."""
     return Fitted(
         rates=rates,
         source=sources_of(rows) + why,
@@ -166,15 +166,15 @@ def _fitted(
 
 
 def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measurement]:
-    """Messages by themselves, or collectives, inside one node."""
+    """Single messages, or collectives, inside one node."""
     return [row for row in rows if row.operation == operation and row.nodes == 1 and row.messages == 1]
 
 
 def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
-    """The rows of one kernel, and a note where there are several.
+    """The rows of the fastest kernel, and a note if there are several kernels.
 
-    The kernel is the fastest at the largest common size, in the mean over the counts of ranks; without a common size,
-    the one with most rows.
+    The fastest kernel is that at the largest common size, by the geometric mean over numbers of ranks; without a common
+    size, the kernel with most rows is taken.
     """
     seconds: dict[str, dict[tuple[int, int], float]] = {}
     for row in rows:
@@ -182,7 +182,7 @@ def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
     if len(seconds) < 2:
         return list(rows), ""
     common = set.intersection(*map(set, seconds.values()))
-    largest = dict(sorted(common))  # bytes by ranks
+    largest = dict(sorted(common))  # largest common bytes by number of ranks
     if largest:
         kernel = min(sorted(seconds), key=lambda one: geometric_mean(seconds[one][size] for size in largest.items()))
     else:

@@ -74,11 +74,11 @@ from kvrsim.kernels.profile import (
 )
 from kvrsim.model.spec import ModelSpec
 
-# A serving engine launches a layer in about a dozen kernels of 5 us; tables of kernel times do not contain it.
+# A serving engine launches a layer as about a dozen kernels of 5 us each; tables of kernel times lack this time.
 DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 
-MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
-MAX_MEDIAN_ERROR = 0.35  # median error of a fit; a larger one means that the form does not fit
+MAX_SPREAD = 0.10  # largest accepted median of spread_s / median_s in published tables
+MAX_MEDIAN_ERROR = 0.35  # largest accepted median error of a fit; a larger one means that the form does not fit
 _COLLECTIVES = ("send_recv", "all_gather", "all_reduce")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8, "all_reduce": 4}
 LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4, "all_reduce": 4}
@@ -90,15 +90,15 @@ _KINDS = {
     **{"head": "gemm", "block": "attention"},
 }
 
-_NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # appending is part of the flash kernels' times
+_NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # flash kernels' times include appending
 _IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # only the chunk is copied, as in cache_append rows
-_MOST_LINK_ERROR = 0.4  # mean error on held-out transfers; GPUs that share a host's bus do not behave like a ring
-_DATASHEET_LOG_SD = 0.3  # uncertainty of what was not measured
+_MOST_LINK_ERROR = 0.4  # largest mean error on held-out transfers: GPUs on a host's bus do not behave like a ring
+_DATASHEET_LOG_SD = 0.3  # uncertainty of datasheet figures that replace measurements
 _HAND_LOG_SD = 0.5
-_MOST_SHAPES = 64  # shapes with tables where the caller names none
+_MOST_SHAPES = 64  # most shapes with tables if the caller names none
 _WERE = {"elementwise": "were", "send_recv": "were", "all_gather": "was"}
 
-# -- other tables of the same GPU: what makes two rows the same operation, and the size from which rows are compared
+# -- other tables of the same GPU: fields that two rows of one operation share, and the least size for a comparison
 _SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gemm": ("tokens", "in_features", "out_features"),
@@ -106,7 +106,7 @@ _SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _LEAST_SIZE = 1024
-_ENOUGH = 20  # common shapes
+_ENOUGH = 20  # least common shapes for a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,17 +114,17 @@ class Label:
     """Name and description of a profile."""
 
     name: str
-    description: str | None = None  # None: the devices measured
-    not_covered: str = ""  # operations that were not measured are added
-    provenance: Mapping[str, str] | None = None  # in addition to what the rows say
+    description: str | None = None  # None: names the measured devices
+    not_covered: str = ""  # text; names of operations that were not measured are added
+    provenance: Mapping[str, str] | None = None  # entries in addition to those from the rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssumedElementwise:
-    """Element-wise kernels that no table has: a share of the memory's bandwidth, the same for all."""
+    """Element-wise kernels without measurements: all have the same share of the memory's bandwidth."""
 
-    hbm_share: PositiveShare  # of the datasheet's bytes per second
-    start_s: NonNegative  # of each kernel
+    hbm_share: PositiveShare  # share of the datasheet's bytes per second
+    start_s: NonNegative  # start time of each kernel
     source: str  # author of the assumption
 
 
@@ -135,15 +135,15 @@ class FitChoices:
     attention_kernel: str | None = (
         None  # one of calibrate.fit.attention.KERNELS; None: by the rows' kernels, then the best fit
     )
-    head_dim: int | None = None  # of attention; None: 128 where it was measured, else the most frequent
-    fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; never so in measured layers
+    head_dim: int | None = None  # attention's head_dim; None: 128 where it was measured, else the most frequent
+    fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; ignored for measured layers
     sends: SendStyle = "overlap"  # whether messages hold the compute streams
     keep_shapes: Collection[Shape] | None = (
         None  # shapes with tables; None: all, or those of built-in models if there are many
     )
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
-    elementwise: AssumedElementwise | None = None  # instead of measured element-wise kernels
+    elementwise: AssumedElementwise | None = None  # assumption that replaces measured element-wise kernels
 
 
 def fit_profile(
@@ -157,12 +157,12 @@ def fit_profile(
     argument: str = "compute",
     origins: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[CalibrationProfile, FitReport]:
-    """A profile of one GPU and its link; gemm and attention are required, the rest defaults to the datasheet.
+    """Fit a profile of one GPU and its link; gemm and attention are required, the rest defaults to the datasheet.
 
-    `host` None: from host_layer and host_collective rows, or else DEFAULT_HOST, in place of which predictions take
-    an engine's; a CPU is its own host. `origins`: what read_origin found in the files of the rows. With a Hugging Face
-    model among them, nothing is fused, attention's times contain everything between the cache and the output
-    projection, and whole layers are compared.
+    `host` None: host costs from host_layer and host_collective rows, or DEFAULT_HOST, which predictions replace by an
+    engine's costs; a CPU has no separate host. `origins`: results of read_origin for the files of the rows. If one of
+    them names a Hugging Face model, nothing is fused, times of attention contain everything between the cache and the
+    output projection, and whole layers are compared with predictions.
 
     Raises InputError naming `argument` for rows that are too few, vary too much, are of several devices or kernels, or
     that no fit reproduces.
@@ -215,7 +215,7 @@ def fit_profile(
 
 
 def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
-    """Run-to-run variation of whole layers: drift affects all layers of a prefill alike."""
+    """Run-to-run variation of whole layers, not averaged over layers: drift affects all layers of a prefill alike."""
     spreads = [row.spread_s / row.median_s for row in rows if row.operation == "layer" and row.spread_s is not None]
     return rounded(float(np.median(spreads)) / QUARTILE_RANGE_SD) if spreads else None
 
@@ -240,18 +240,18 @@ class UsableRows:
 
     gemm: list[Measurement]
     heads: list[Measurement]  # logits of one token
-    flash: list[Measurement]  # attention of a fused kernel that skips what is masked
+    flash: list[Measurement]  # attention of a fused kernel that skips masked scores
     sdpa: list[Measurement]  # attention of a fused kernel with a mask
-    eager: list[Measurement]  # attention of separate kernels
-    head_dim: int  # of attention
+    eager: list[Measurement]  # attention computed by separate kernels
+    head_dim: int  # head_dim of the attention rows
     narrow: list[Measurement]  # flash calls with heads narrower than the usual width
     elementwise: list[Measurement]  # includes copies into the cache
     prepare: list[Measurement]
-    blocks: list[Measurement]  # of a ring
-    merges: list[Measurement]  # of their results
-    links: Mapping[str, list[Measurement]]  # by operation
+    blocks: list[Measurement]  # attention to one block of a ring
+    merges: list[Measurement]  # merges of the results of ring blocks
+    links: Mapping[str, list[Measurement]]  # rows by operation
     gemm_types: Mapping[str, list[Measurement]]  # products of quantised types with enough rows
-    dtypes: tuple[str, ...]  # of the rows in the fit
+    dtypes: tuple[str, ...]  # dtypes of the fitted rows
 
     @classmethod
     def of(
@@ -264,10 +264,10 @@ class UsableRows:
     ) -> UsableRows:
         """Group checked rows. Raises InputError naming `argument` for bad rows, or if gemm or attention is missing.
 
-        With choices.attention_kernel "eager" all attention rows are eager; None: rows with eager in their kernel;
-        otherwise rows of exactly the kernel eager. Rows of the kernel sdpa are sdpa, except with "eager". Half
-        precision if there is any, else fp32. `own`: rows of a model's layers on this machine: narrow products are used
-        too, and any spread is accepted, which only widens the profile's intervals.
+        attention_kernel "eager": all attention rows are eager; None: rows with "eager" in their kernel are; otherwise
+        those whose kernel is exactly "eager". Rows of the kernel sdpa are sdpa, except with "eager". Rows are of half
+        precision if there are any, else of fp32. `own`: rows of a model's layers on this machine: narrow products are
+        used, too, and any spread is accepted, because a spread only widens the profile's intervals.
         """
         kernel = choices.attention_kernel
         dtypes = dtypes_of(row for row in rows if row.operation in ("gemm", "attention"))
@@ -318,7 +318,7 @@ class UsableRows:
 
 
 def _form_of(row: Measurement, kernel: str | None) -> str:
-    """eager, sdpa or flash: see UsableRows.of."""
+    """Form of attention (eager, sdpa or flash): see UsableRows.of."""
     if kernel == "eager" or (row.kernel == "eager" if kernel else "eager" in row.kernel):
         return "eager"
     return "sdpa" if row.kernel == "sdpa" else "flash"
@@ -329,14 +329,14 @@ def _is_enough(rows: Sequence[Measurement]) -> bool:
 
 
 def _narrow(rows: Sequence[Measurement], dtypes: Sequence[str], kernel: str | None) -> list[Measurement]:
-    """Rows of narrow heads from a prefill's chunks; empty if too few were measured."""
+    """Rows with narrow heads and the chunks of prefills; empty if there are too few."""
     calls = usable_attention(rows, NARROW_HEAD_DIM, dtypes)
     found = [row for row in calls if _form_of(row, kernel) == "flash" and (row.chunk or 0) >= PROMISED_CHUNK]
     return found if len(found) >= LEAST_ROWS["attention"] else []
 
 
 def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:
-    """128 if there are enough rows, else the most frequent."""
+    """128 if enough rows have it, else the most frequent head_dim."""
     if len(usable_attention(rows, HEAD_DIM, dtypes)) >= LEAST_ROWS["attention"]:
         return HEAD_DIM
     found = [row.head_dim for row in rows if row.operation == "attention" and row.head_dim is not None]
@@ -346,7 +346,7 @@ def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:
 def check_rows(
     kind: str, usable: Sequence[Measurement], argument: str, what: str, max_spread: float = MAX_SPREAD
 ) -> None:
-    """Raise InputError where the rows of a kind are too few, vary too much or mix devices; `what`: rows needed."""
+    """Raise InputError where the rows of a kind are too few, vary too much or mix devices; `what`: the rows needed."""
     sizes = {getattr(row, _SIZE[kind]) for row in usable}
     if len(usable) < LEAST_ROWS[kind] or len(sizes) < LEAST_SIZES[kind]:
         got = f"{len(usable)} {kind} rows of {len(sizes)} sizes that can be used"
@@ -367,7 +367,7 @@ def check_rows(
 def _notes_on_unused(
     rows: Sequence[Measurement], used: Iterable[Measurement], dtypes: Sequence[str]
 ) -> tuple[str, ...]:
-    """How many rows of each kind were not used, and possible reasons."""
+    """Number of rows of each kind that were not used, and possible reasons, as text."""
     taken = set(map(id, used))
     left = Counter(_KINDS.get(row.operation, row.operation) for row in rows if id(row) not in taken)
     types = " or ".join(dtypes)
@@ -403,9 +403,9 @@ class _OperationFits:
         self.rows, self.gpu, self.link, self.choices, self.argument = rows, gpu, link, choices, argument
         self.origin = origin
         self.fitted_clock = fit_clock([*rows.gemm, *choices.others], gpu) if has_waves(gpu) else None
-        self.clock = None if self.fitted_clock is None else self.fitted_clock.clock  # of products and attention
-        self.fitted: dict[str, Fitted[Any]] = {}  # by kind of operation
-        self.more_lines: dict[str, list[Errors]] = {}  # by kind of operation: errors that `fitted` cannot hold
+        self.clock = None if self.fitted_clock is None else self.fitted_clock.clock  # clock for products and attention
+        self.fitted: dict[str, Fitted[Any]] = {}  # fits by kind of operation
+        self.more_lines: dict[str, list[Errors]] = {}  # by kind of operation: errors that are not in `fitted`
         self.operations: dict[str, OperationFit] = {}
         self.missing: list[str] = []  # notes on what was not measured
         self.used: list[Measurement] = []
@@ -416,7 +416,7 @@ class _OperationFits:
         return rows
 
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
-        """Record a fit and return its rates. A poor fit is a note for rows of this machine, else an InputError."""
+        """Record a fit and return its rates. A poor fit is noted for rows of this machine, else an InputError."""
         self._check_error(kind, fitted)
         if kind in self.fitted:
             self.more_lines.setdefault(kind, []).extend(self.fitted[kind].lines())
@@ -444,7 +444,7 @@ class _OperationFits:
         self.missing.append(f"{TITLES[kind].capitalize()} {_WERE[kind]} not measured: the datasheet's figures.")
 
     def gemm(self) -> GemmRates:
-        """Rates, with tables of the requested shapes."""
+        """Rates of products, with tables of the requested shapes."""
         usable = self.rows.gemm
         burst = at_burst(usable, self.clock)
         fitted = fit_gemm(burst, self.gpu, keep_shapes=self._keep_shapes(), narrow=self.origin.is_hugging_face)
@@ -453,7 +453,7 @@ class _OperationFits:
         return replace(rates, head_bytes_per_s=head_bytes_per_s(self.use(self.rows.heads), self.gpu))
 
     def gemm_types(self) -> dict[str, GemmRates]:
-        """Rates of the measured quantised types that the GPU computes in, at the clock of the other products."""
+        """Rates of the measured quantised types that the GPU can compute, at the clock of the other products."""
         rates: dict[str, GemmRates] = {}
         for kind, usable in self.rows.gemm_types.items():
             if computes_in(self.gpu, kind):
@@ -465,14 +465,14 @@ class _OperationFits:
         return rates
 
     def _keep_shapes(self) -> Collection[Shape]:
-        """The requested shapes; else all shapes, or those of built-in models where there are many."""
+        """The requested shapes; by default all shapes, or those of built-in models if there are many."""
         if self.choices.keep_shapes is not None:
             return self.choices.keep_shapes
         shapes = {(row.in_features or 0, row.out_features or 0) for row in self.rows.gemm}
         return shapes if len(shapes) <= _MOST_SHAPES else builtin_shapes()
 
     def attention(self) -> dict[str, AttentionRates]:
-        """Rates by kernel, first the kernel that skips masked scores, whose errors the profile states."""
+        """Rates by kernel; first the kernel that skips masked scores: the profile states its errors."""
         rates: dict[str, AttentionRates] = {}
         flash, sdpa, eager, head_dim = self.rows.flash, self.rows.sdpa, self.rows.eager, self.rows.head_dim
         if eager:
@@ -490,11 +490,11 @@ class _OperationFits:
         return rates
 
     def _blocks(self, kernel: str) -> list[Measurement]:
-        """Blocks of a ring that a kernel has attended to."""
+        """Measured rows of a kernel's attention to blocks of a ring."""
         return self.use([row for row in self.rows.blocks if row.kernel == kernel])
 
     def _flash(self, rows: Sequence[Measurement], head_dim: int) -> Fitted[Any]:
-        """Flash rates by tiles on a GPU's multiprocessors; on a CPU and in fp32 by blocks, which are small."""
+        """Fit flash rates by tiles on a GPU's multiprocessors; on a CPU and in fp32 by small blocks."""
         if not has_waves(self.gpu) or self.rows.dtypes != HALF:
             return fit_blocked(rows, self.gpu, name="flash", skips_masked=True, head_dim=head_dim)
         return fit_flash(
@@ -521,7 +521,7 @@ class _OperationFits:
         return with_merges(self.record("elementwise", usable, fitted), self.use(self.rows.merges))
 
     def links(self, rows: Sequence[Measurement]) -> LinkRates:
-        """Links as measured inside a node, or from the datasheet; on a CPU messages occupy no multiprocessors."""
+        """Rates measured inside a node, or the datasheet's; on a CPU messages occupy no multiprocessors."""
         sends = self._link("send_recv", fit_send_recv)
         gather = self._link("all_gather", fit_all_gather)
         reduces = self.rows.links["all_reduce"]
@@ -540,7 +540,7 @@ class _OperationFits:
         )
 
     def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], Fitted[Any]]) -> Any:
-        """The rates of a kind of transfer; None without rows, or where the form fits poorly."""
+        """The rates of a kind of transfer; None without rows or with a poor fit."""
         usable = self.rows.links[kind]
         if not usable:
             self.mark_missing(kind)
@@ -556,7 +556,7 @@ class _OperationFits:
         return None
 
     def host(self, given: HostRates | None, rows: Sequence[Measurement]) -> HostRates:
-        """Host costs as given, as measured, or DEFAULT_HOST; a CPU has no launch overhead of its own."""
+        """Host costs as given, as measured, or DEFAULT_HOST; a CPU has no launch overhead."""
         if given is None and not has_waves(self.gpu):
             self.operations["host"] = _unmeasured("none: the CPU is its own host", 0.0)
             return NO_HOST
@@ -574,7 +574,7 @@ class _OperationFits:
     def valid(self, most_ranks: int) -> ValidRange:
         """The measured ranges; hidden sizes are those of square matrices.
 
-        Published half-precision rows stand for fp16 and bf16; own measurements only for their dtype.
+        Published half-precision rows count for fp16 and bf16; own measurements only for their dtype.
         """
         attention = [row for row in self.used if row.operation == "attention"]
         gemms = [row for row in self.used if row.operation == "gemm"]
@@ -598,10 +598,10 @@ def _whole_span(values: Any) -> tuple[int, int]:
 
 
 def _kernels_of(model: ModelSpec) -> dict[str, int]:
-    """Kernels of each element-wise step of a layer of eager code, by operation."""
+    """Number of kernels of each element-wise step of a layer of eager code, by operation."""
     layer = model.layers[0]
     steps = (*before_mixer(model, layer, fused=False), *after_mixer(model, layer, fused=False, intermediate=1.0))
-    return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm is the input's
+    return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm precedes attention
 
 
 def _unmeasured(source: str, log_sd: float) -> OperationFit:
@@ -609,9 +609,9 @@ def _unmeasured(source: str, log_sd: float) -> OperationFit:
 
 
 def systematic_log_sd(kind: str, rows: Sequence[Measurement], others: Sequence[Measurement]) -> float | None:
-    """Root mean square over the other sources of the median of log(their seconds / seconds of `rows`).
+    """Root mean square, over the other sources, of the median of log(their seconds / seconds of `rows`).
 
-    Of half-precision rows of at least 1024 tokens; None without a source that has enough of the same shapes.
+    Only half-precision rows of at least 1024 tokens count; None if no source has enough of the same shapes.
     """
     if kind not in _SHAPES:
         return None

@@ -1,4 +1,4 @@
-"""fit_recurrence: scans and convolutions of linear attention, by kind."""
+"""fit_recurrence: rates of the scans and convolutions of linear attention, by kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 
-_LONG_TOKENS = 1024  # least tokens of a prefill's chunk
-_NO_OTHER_LOG_SD = 0.5  # of a kind priced by another kind's rates, if only one was measured
+_LONG_TOKENS = 1024  # least tokens of the chunks of a prefill
+_NO_OTHER_LOG_SD = 0.5  # error of a kind that has another kind's rates, if only one kind was measured
 _STARTS = 8
 _NOISE = 0.1  # kernels are tuned better to some head counts than to others
 _COMPARED = "compare"
@@ -37,9 +37,9 @@ def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> Fit
 def fit_recurrence(
     rows: Mapping[str, RecurrenceRows], gpu: GpuSpec, compared: Sequence[RecurrenceRows] = ()
 ) -> Fitted[RecurrenceRates]:
-    """Rates of each kind, from calls of one sequence of at least a chunk; stated errors are those of scans.
+    """Fit rates of each kind to calls of one sequence of at least a chunk; stated errors are those of scans.
 
-    `cross_validated` holds head counts out. `compared`: other tables of the same GPU, which are not fitted.
+    `cross_validated` holds out head counts. `compared`: other tables of the same GPU, which are not fitted.
     """
     usable = {kind: found.take(found.tokens >= SCAN_CHUNK[kind]) for kind, found in rows.items()}
     scans = {kind: found.take((found.batch == 1) & found.is_scan) for kind, found in usable.items()}
@@ -80,13 +80,13 @@ def _fit(rows: RecurrenceRows, make: type[Rates], parameters: Sequence[Parameter
 
 
 def _long(rows: RecurrenceRows, rates: ScanRates) -> Comparison:
-    """Scans as long as a prefill's chunks."""
+    """Compare scans of at least _LONG_TOKENS tokens with rates."""
     long = rows.take(rows.tokens >= _LONG_TOKENS)
     return Comparison(label="", measured_s=long.seconds, predicted_s=rates.seconds(*long.arguments))
 
 
 def _log_ratio(scans: RecurrenceRows, other: RecurrenceRows) -> list[float]:
-    """The median of log(seconds there / seconds here) of the long scans of both tables; empty without common shapes."""
+    """The median of log(seconds of other / seconds of scans) of long scans; empty without common shapes."""
     usable = (other.tokens >= SCAN_CHUNK[other.kind]) & (other.batch == 1) & other.is_scan
     theirs = _by_shape(other.take(usable))
     logs = [np.log(theirs[shape] / seconds) for shape, seconds in _by_shape(scans).items() if shape in theirs]

@@ -50,9 +50,9 @@ class FitReport:
     """The profile, and the errors of each operation that was measured."""
 
     profile: CalibrationProfile
-    lines: Mapping[str, Sequence[Errors]]  # by operation
-    notes: tuple[str, ...]  # omitted rows, and values from other sources
-    layers: Comparison | None = None  # whole layers by the sum of their parts; None: none were measured
+    lines: Mapping[str, Sequence[Errors]]  # errors by operation
+    notes: tuple[str, ...]  # notes on omitted rows, and on values from other sources
+    layers: Comparison | None = None  # whole layers, predicted as the sum of their parts; None: none were measured
 
     @property
     def layers_note(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class FitReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON values, without the rates, which are in the profile."""
+        """The report as plain JSON values, without the rates: the profile has them."""
         profile = self.profile
         return {
             "profile": profile.name,
@@ -113,7 +113,7 @@ class FitReport:
         return texts
 
     def write(self, path: str | Path, argument: str = "report") -> None:
-        """The page, as a file."""
+        """Write the page to a file."""
         write_atomically(path, self.to_markdown().encode(), argument=argument)
 
 
@@ -135,11 +135,11 @@ def _plain(value: float) -> str:
     return f"{value:.0f}" if value == np.floor(value) else f"{value:g}"
 
 
-# -- whole layers by the sum of their parts
+# -- whole layers, predicted as the sum of their parts
 
 
 def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str) -> LayerCosts:
-    """Costs of the model's first kind of layer by a profile: one sequence, on one device."""
+    """Costs of the model's first kind of layer by a profile, for one sequence on one device."""
     rates = profile.kernels
     cost = CalibratedCost(rates=rates, traits=rates.traits(kernel, 1, dtype_bytes(dtype)))
     return LayerCosts(LayerSetting(model=model, cost=cost, host=profile.host), model.layer_kinds[0])

@@ -1,8 +1,8 @@
-"""fit_modules: attention to chosen keys, entries or blocks, from whole modules of an engine; the section of a profile.
+"""fit_modules: attention to chosen keys, entries or blocks, fitted to whole modules of an engine, for a profile.
 
-A module is what stands between a layer's input and its residual: products with weights, the indexer's scores and
-choice, attention. The products' seconds are taken from the profile; what is left is fitted. Whole modules were measured
-as engines run them, with the kernels and the type of cache that an engine takes on a GPU.
+A module is the part of a layer between its input and its residual: products with weights, the indexer's scores and
+choice, attention. The products' seconds are taken from the profile; the remaining seconds are fitted. Whole modules
+were measured as engines run them, with the kernels and the type of cache that an engine chooses on a GPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from kvrsim.model.mixers import CompressedAttention, LatentAttention
 from kvrsim.program import Array
 
 LEAST_CHUNK = 128  # fewer queries take negligible time
-_BUSY = 2.0  # times the shortest call of a table; shorter calls show the time of launches
-_MOST_START_S = 2e-4  # a longer one comes from a host that launches slowly (Grace); engines' launch_s contains it
+_BUSY = 2.0  # shorter calls than this multiple of a table's shortest call show the time of launches
+_MOST_START_S = 2e-4  # a longer start comes from a host that launches slowly (Grace); engines' launch_s contains it
 _NOISE = 0.1  # each share of the heads has its own autotuned kernel
 _MOST_ROWS = 2000
 _STARTS = 4
@@ -49,10 +49,10 @@ _CONFIGS = Path(__file__).with_name("models")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """Where the modules of one field of SparseRates were measured."""
+    """Tables and models in which one field of SparseRates was measured."""
 
     tables: tuple[str, ...]
-    models: Mapping[str, str]  # of a part of the model's name in a table: the model, built in or a config.json
+    models: Mapping[str, str]  # model (built-in name or config.json) by a part of its name in a table
 
 
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
@@ -68,7 +68,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 
 
 def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[SparseRates]:
-    """Fit a recipe's source of each kind. Raises InputError for what is wrong."""
+    """Fit each kind to its source in a recipe. Raises InputError for an invalid recipe or source."""
     part.only(tuple(_KINDS))
     fits = {kind: fit_modules(kind, part.text(kind), profile) for kind in _KINDS if part.has(kind)}
     return Fitted(
@@ -81,7 +81,7 @@ def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[
 
 
 def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[SparseKernels]:
-    """Fit what one kind of module computes between its products; errors are those of whole modules.
+    """Fit the time of one kind of module without its products; stated errors are those of whole modules.
 
     Raises InputError as read_modules does.
     """
@@ -141,20 +141,20 @@ def _kernels(values: Constants) -> SparseKernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModuleRows:
-    """Calls of a model's module on one of several GPUs, in one type of products."""
+    """Calls of a model's module on one of several GPUs, with one type of products."""
 
     name: str
     gemm_type: str
-    mixer: SparseMixer  # the share of one GPU
+    mixer: SparseMixer  # share of the module on one GPU
     rows: SparseRows
 
     @property
     def call(self) -> SparseCall:
-        """The call between the products."""
+        """The call without the products."""
         return sparse_call(self.mixer, self.rows.chunk, self.rows.prefix)
 
     def products_s(self, profile: CalibrationProfile) -> Array:
-        """Seconds of the module's weight matrices by a profile's rates; some stay in half precision in all types."""
+        """Seconds of the products with weights by a profile's rates; some weights are half precision in all types."""
         cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
         indexer = self.mixer.indexer
         listed = (*self.mixer.projections, *(() if indexer is None else indexer.projections), *self.mixer.output)
@@ -169,9 +169,9 @@ class ModuleRows:
 
 
 def read_modules(kind: str, text: str, argument: str = "measurements") -> list[ModuleRows]:
-    """The calls of a kind's modules that keep the GPU busy, in prefills; one entry per model, type and share.
+    """Calls of a kind's modules in prefills that keep the GPU busy; one entry per model, type and share.
 
-    Calls of dense attention are left out, and, where the cache is FP8 in any call, those with another cache.
+    Calls of dense attention are left out. If any call has an FP8 cache, calls with another cache are left out.
     """
     found: list[ModuleRows] = []
     for table in _KINDS[kind].tables:
@@ -193,7 +193,7 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
 
 
 def _mixer(config: str, table: str) -> Any:
-    """The mixer of a table's module."""
+    """The model's mixer that a table measures."""
     mixers: list[Any] = [layer.mixer for layer in load_model(config).layers]
     if "hca" in table:
         return next(one for one in mixers if getattr(one, "compress_ratio", 0) and one.indexer is None)
@@ -212,7 +212,7 @@ def _shares(rows: SparseRows, name: str, mixer: Any) -> Sequence[ModuleRows]:
 
 
 def _share(mixer: SparseMixer, size: int) -> SparseMixer:
-    """The share of one GPU; where blocks are chosen per KV head, SGLang places index heads with their KV heads."""
+    """The share of one GPU; where blocks are chosen per KV head, SGLang keeps index heads with their KV heads."""
     shared = mixer.share(size)
     indexer = shared.indexer
     if indexer is None or indexer.block == 1:

@@ -4,10 +4,10 @@ SOURCE is one of
 
     aisimulate:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]]   NVIDIA's tables, see calibrate.importers.aiconfigurator
     aiconfigurator:[WHEEL:]SYSTEM[/...]               their older package
-    PATH                                              a CSV file; its header says which kind of LAYOUTS it is
+    PATH                                              a CSV file; its header identifies the kind among LAYOUTS
 
 and may end in a filter, ?KEY=TEXT[&KEY=TEXT ...], which keeps the rows whose device (gpu=), kernel (kernel=) or source
-(model=, for a source names the model where there is one) contains the text, upper or lower case:
+(model=, because a source usually names the model) contains the text, in upper or lower case:
 
     attention.csv?gpu=a100&kernel=flash_attention
 
@@ -45,7 +45,7 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
 
 
 def layout_of(table: CsvTable) -> Layout:
-    """The kind of a CSV, from its header; InputError lists the kinds and the columns missing for the nearest one."""
+    """The kind of a CSV, from its header; InputError lists the kinds, and the missing columns of the nearest kind."""
     columns = set(table.columns)
     for layout in LAYOUTS:
         if columns.issuperset(layout.signature):
@@ -59,7 +59,7 @@ def layout_of(table: CsvTable) -> Layout:
 
 
 def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
-    """Lower-case text by field of Measurement."""
+    """Parse a filter: the wanted text in lower case, by field of Measurement."""
     wanted: dict[str, str] = {}
     for part in query.split("&"):
         key, _, value = part.partition("=")
@@ -71,7 +71,7 @@ def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
 
 
 def _filtered(found: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
-    """The rows that contain every wanted text; the InputError for a filter that leaves none lists the values."""
+    """The rows that contain all wanted texts. If there are none, InputError lists the values of the field."""
     for field, value in wanted.items():
         rows = [row for row in found if value in getattr(row, field).lower()]
         if not rows:

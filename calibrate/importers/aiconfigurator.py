@@ -1,11 +1,12 @@
-"""The kernel tables of NVIDIA's PyPI packages aiconfigurator-core and aisimulate, which follows it (Apache-2.0).
+"""The kernel tables of NVIDIA's PyPI packages aiconfigurator-core and its successor aisimulate (Apache-2.0).
 
-PACKAGE:[PLACE:]SYSTEM[/FRAMEWORK[/VERSION]], such as aiconfigurator:a100_sxm/vllm or aisimulate:FILE.whl:b200_sxm.
-PLACE is a wheel or the folder of an unpacked one; without it the installed package is read. FRAMEWORK is vllm, sglang
-or trtllm (default vllm), VERSION the framework's. A version that is not given, or that lacks a table, stands for the
-newest that has it; of NCCL the newest with all-gathers is read. `source` of a measurement names the package, system,
-framework and version that were read. Times are in ms, on the GPU alone. Nothing but tables under systems/data is read.
-Of the folder systems/data/SYSTEM these are read
+A source is PACKAGE:[PLACE:]SYSTEM[/FRAMEWORK[/VERSION]], such as aiconfigurator:a100_sxm/vllm or
+aisimulate:FILE.whl:b200_sxm. PLACE is a wheel or the folder of an unpacked wheel; without PLACE the installed package
+is read. FRAMEWORK is vllm, sglang or trtllm (default vllm); VERSION is the framework's. Without VERSION, or if VERSION
+lacks a table, the newest version with the table is read; for NCCL, the newest with all-gathers. `source` of a
+measurement names the package, system, framework and version that were read. Times are in ms, on the GPU alone. Only
+tables under systems/data are read.
+These tables of the folder systems/data/SYSTEM are read:
 
     gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
                                                                 kvrsim.kernels.gemm.GEMM_TYPES (sq is int8)
@@ -14,17 +15,17 @@ Of the folder systems/data/SYSTEM these are read
     .../generation_attention_perf.parquet                       one query behind step keys (decoding), same kernels
     comm/nccl/VERSION/nccl_perf.parquet                         all_gather and all_reduce of `half`; message_size counts
                                                                 all elements gathered: 2**28 took 2.1 ms on four A100s,
-                                                                a third of what each sending as many would take
-    comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        the framework's all_reduce, in a CUDA graph if it was
+                                                                a third of the time if each sent as many
+    comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        the framework's all_reduce, in CUDA graphs if measured
     moe, mla, linear_attention, kda, sparse_attention, msa      see read_experts, read_latent, read_recurrence and
                                                                 read_module
 
-SGLang's and TensorRT-LLM's collectors (github.com/ai-dynamo/aiconfigurator) fill matrices with random data; vLLM's
-leaves weights of BF16 products as torch.empty made them, which takes less time.
+SGLang's and TensorRT-LLM's collectors (github.com/ai-dynamo/aiconfigurator) fill matrices with random data. vLLM's
+collector leaves the weights of BF16 products as torch.empty made them; such products take less time.
 
-Rows of the same shape become one: their median, and their standard deviation as spread. Where several attention
-kernels were measured, each head_dim takes one of those that it was measured with: fa3 before other flash kernels,
-those before TensorRT-LLM's, then FlashInfer's, Triton's last; kernels for decoding only where there is nothing else.
+Rows of the same shape are merged into one row: their median, and their standard deviation as spread. If several
+attention kernels were measured with a head_dim, one of them is read. The order of preference is fa3, other flash
+kernels, TensorRT-LLM's, FlashInfer's, Triton's; kernels for decoding come last.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ _NCCL_FILE = "nccl_perf.parquet"
 _CUSTOM_FILE = "custom_allreduce_perf.parquet"
 _COMM_SHAPE = ["num_gpus", "message_size"]
 
-# The first that a kernel's name contains is its place in the order of preference.
+# The position of the first of these parts that a kernel's name contains determines the order of preference.
 _KERNEL_ORDER = ("decode", "fa3", "flash_att", "fa4", "trtllm", "flashinfer", "triton")
 
-# How often collectors run an operation in a row (collector/helper.py, benchmark_with_power): warm-up runs of a CUDA
-# graph, then timed runs of it, without a pause. A graph of collect_gemm.py holds the product several times, each with
-# its own matrices: up to 6 times for SGLang and for vLLM (once for vLLM's fp8_block and nvfp4), and for TensorRT-LLM
-# as often as the weights fit into the L2 cache, at most 5 times. One of collect_attn.py holds one call.
-_GEMM_RUNS = (3, 6)  # before and during timing
+# How often collectors run an operation without a pause (collector/helper.py, benchmark_with_power): warm-up runs of a
+# CUDA graph, then timed runs of the graph. A graph of collect_gemm.py contains the product several times, each with its
+# own matrices: up to 6 times for SGLang and for vLLM (once for vLLM's fp8_block and nvfp4), and for TensorRT-LLM as
+# often as the weights fit into the L2 cache, at most 5 times. A graph of collect_attn.py contains one call.
+_GEMM_RUNS = (3, 6)  # runs before and during timing
 _ATTENTION_RUNS = {"sglang": (3, 20), "trtllm": (10, 6), "vllm": (3, 6)}
-_MOST_COPIES = 5  # of TensorRT-LLM's weights
-_COPIES = 6  # of SGLang's and vLLM's
-# Of the L2 cache, from NVIDIA's architecture whitepapers and datasheets.
+_MOST_COPIES = 5  # most copies of TensorRT-LLM's weights in a graph
+_COPIES = 6  # copies of SGLang's and vLLM's weights in a graph
+# Size of the L2 cache in MiB, from NVIDIA's architecture whitepapers and datasheets.
 _L2_MIB = {
     **{"a100_sxm": 40, "h100_sxm": 50, "h200_sxm": 50, "l40s": 96, "rtx_pro_6000_server": 128},
     **{"b200_sxm": 126, "gb200": 126, "b300_sxm": 126, "gb300": 126},
@@ -108,7 +109,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         found = source.nccl() if file == _NCCL_FILE else source.table(table, file, version)
         if found is not None:
             rows = read(found)
-            if file == _DECODE_FILE:  # of kernels that also compute prefills
+            if file == _DECODE_FILE:  # only kernels that also compute prefills
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
             measured += [with_loop(row, framework, source.system) for row in rows]
@@ -138,7 +139,7 @@ def _read_attention(table: Table) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
     frame = table.read([*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
-    if table.name == _DECODE_FILE:  # a prefill decodes no batch
+    if table.name == _DECODE_FILE:  # in a prefill, only single sequences are decoded
         plain &= frame["batch_size"] == 1
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
@@ -166,7 +167,7 @@ def _read_attention(table: Table) -> list[Measurement]:
 
 
 def _preference(kernel: str) -> tuple[int, str]:
-    """Sort key of kernels: the preferred one is the smallest; equal ones are sorted by name."""
+    """Sort key of kernels: the preferred kernel has the smallest key; kernels of equal rank are sorted by name."""
     name = kernel.lower()
     place = next((place for place, part in enumerate(_KERNEL_ORDER) if part in name), len(_KERNEL_ORDER) - 2)
     return (len(_KERNEL_ORDER) if place == 0 else place), name
@@ -174,7 +175,7 @@ def _preference(kernel: str) -> tuple[int, str]:
 
 def _read_nccl(table: Table) -> list[Measurement]:
     frame = table.read([*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
-    if "device" not in frame:  # the oldest tables do not say
+    if "device" not in frame:  # the oldest tables do not name the device
         frame = frame.assign(device=table.system)
     frame = frame[frame["nccl_dtype"] == "half"]
     names = ("all_gather", "all_reduce")
@@ -198,7 +199,7 @@ def _collectives(frame: Any, operation: str, table: Table) -> list[Measurement]:
             dtype="fp16",
             bytes=elements * _HALF_BYTES,
             ranks=ranks,
-            nodes=1,  # inside one NVLink domain, or on one host
+            nodes=1,  # all ranks are inside one NVLink domain, or on one host
             source=table.source,
             **times,
         )
@@ -207,7 +208,7 @@ def _collectives(frame: Any, operation: str, table: Table) -> list[Measurement]:
 
 
 def with_loop(row: Measurement, framework: str, system: str) -> Measurement:
-    """The row with its warm-ups and repeats, as far as they are known."""
+    """The row with its numbers of warm-up and timed runs, if they are known."""
     if row.operation == "attention" and framework in _ATTENTION_RUNS:
         warmups, repeats = _ATTENTION_RUNS[framework]
         return replace(row, warmups=warmups, repeats=repeats)
@@ -216,13 +217,13 @@ def with_loop(row: Measurement, framework: str, system: str) -> Measurement:
 
 
 def _copies(row: Measurement, framework: str, system: str) -> int | None:
-    """Products in one graph; None where that is not known."""
+    """Copies of the product in one graph; None if the number is not known."""
     if framework in ("sglang", "vllm"):
         return 1 if framework == "vllm" and row.dtype in ("fp8_block", "nvfp4") else _COPIES
     if framework != "trtllm" or system not in _L2_MIB:
         return None
     width = GEMM_TYPES.get(row.dtype or "")
-    element_bytes = _HALF_BYTES if width is None else math.floor(2 * width.weight) / 2  # without scales
+    element_bytes = _HALF_BYTES if width is None else math.floor(2 * width.weight) / 2  # bytes without scales
     nbytes = (row.in_features or 1) * (row.out_features or 1) * element_bytes
     return min(_MOST_COPIES, math.ceil(_L2_MIB[system] * 2**20 / nbytes))
 
@@ -230,7 +231,7 @@ def _copies(row: Measurement, framework: str, system: str) -> int | None:
 # -- experts
 
 HALF = "half"
-# What the tables call the types, and kvrsim's names; HALF is half precision.
+# kvrsim's name of a type by the name in the tables; HALF is half precision.
 TYPES = MappingProxyType(
     {"bfloat16": HALF, "w4a16_mxfp4": "mxfp4_wo", "w4a8_mxfp4_mxfp8": "mxfp4_fp8"}
     | {kind: kind for kind in GEMM_TYPES if not kind.startswith("mxfp4")}
@@ -239,10 +240,10 @@ _MOE_SHAPE = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
 _MOE_TEXTS = ["moe_dtype", "kernel_source", "distribution"]
 LEAST_TOKENS = 64
 _SLOW = 1.5
-_NOT_READ = ("min_latency", "as_silu")  # parts of names of kernels for decoding and of kernels with another activation
-# Experts without a gate, as Nemotron-H has them: inter_size, topk, num_experts. No column says so.
+_NOT_READ = ("min_latency", "as_silu")  # parts of the names of kernels for decoding or with another activation
+# Models with experts without a gate, such as Nemotron-H: inter_size, topk, num_experts. The tables have no such column.
 _PLAIN = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
-# Warm-up and timed runs of collectors: of balanced routing, then of power laws.
+# Numbers of warm-up and timed runs of collectors: first for balanced routing, then for power laws.
 _LOOPS = {"sglang": ((25, 50), (25, 50)), "trtllm": ((3, 6), (5, 5)), "vllm": ((3, 6), (5, 5))}
 
 
@@ -253,11 +254,11 @@ class ExpertRows(Columns):
     kind: str  # a key of GEMM_TYPES, or HALF
     source: str
     kernel: str
-    dropped: int  # rows that were left out as slow
+    dropped: int  # number of rows that were left out because they were slow
     tokens: Array
     hidden_size: Array
-    intermediate_size: Array  # of a whole expert
-    num_experts: Array  # of the model
+    intermediate_size: Array  # width of a whole expert
+    num_experts: Array  # number of experts of the model
     num_experts_per_tok: Array
     tp_size: Array
     ep_size: Array
@@ -268,7 +269,7 @@ class ExpertRows(Columns):
     repeats: Array
 
     def with_seconds(self, seconds: Array) -> ExpertRows:
-        """The rows with other times."""
+        """The rows with these times instead of their own."""
         return replace(self, seconds=seconds)
 
     def call(self) -> ExpertsCall:
@@ -294,16 +295,16 @@ class ExpertRows(Columns):
 def read_experts(text: str, kinds: Sequence[str] | None = None, argument: str = "experts") -> list[ExpertRows]:
     """The rows of moe/FRAMEWORK/VERSION/moe_perf.parquet, one ExpertRows per type; `kinds` None: all types.
 
-    A row is one call of a framework's experts on one GPU of moe_tp_size x moe_ep_size: num_tokens tokens, of whose
-    experts those are computed that this GPU holds, num_experts / moe_ep_size of them, inter_size / moe_tp_size wide.
-    Routing, top-k, permuting and summing up are in the times. `distribution` says how tokens were spread over experts:
-    evenly (balanced), or by a power law with its exponent (collector/helper.py); of several GPUs the one that was timed
-    is then the busiest. SGLang's rows of several GPUs are of no use: its collector gives what belongs to other GPUs to
-    expert 0 (collector/sglang/collect_moe.py).
+    A row is one call of a framework's experts on one of moe_tp_size x moe_ep_size GPUs. The GPU holds num_experts /
+    moe_ep_size experts, each inter_size / moe_tp_size wide, and computes its experts for num_tokens tokens. Times
+    include routing, top-k, permutation and summation. `distribution` states how tokens were distributed over experts:
+    evenly (balanced), or by a power law with its exponent (collector/helper.py); in a power law over several GPUs, the
+    busiest GPU was timed. SGLang's rows of several GPUs cannot be used: its collector assigns the tokens of other GPUs
+    to expert 0 (collector/sglang/collect_moe.py).
 
-    Of each type the kernel that has most rows is read: the others stand in where it does not run. Rows that take over
-    half as long again as some row of the same shape with more tokens are dropped; their kernels were chosen badly.
-    `text` and errors: see read_table; InputError too for a type without rows.
+    For each type the kernel with most rows is read: other kernels replace it where it does not run. A row is dropped if
+    it takes over 1.5 times as long as a row of the same shape with more tokens: its kernel was chosen badly. `text` and
+    errors: see read_table; also InputError for a type without rows.
     """
     numbers = ["num_tokens", *_MOE_SHAPE]
     frame, source = read_table(text, "moe", "moe_perf.parquet", numbers, _MOE_TEXTS, argument=argument)
@@ -354,7 +355,7 @@ def _expert_rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRo
 # -- latent attention
 
 LatentForm = Literal["expanded", "absorbed"]
-# Width of keys and of values of DeepSeek-V3, in either form.
+# Widths of keys and of values of DeepSeek-V3, by form.
 WIDTHS: dict[LatentForm, tuple[int, int]] = {"expanded": (192, 128), "absorbed": (576, 512)}
 _CALL_SHAPE = ["batch_size", "isl", "step", "num_heads"]
 
@@ -368,10 +369,10 @@ def read_latent(text: str, form: LatentForm, argument: str = "measurements") -> 
     """Calls of mla/FRAMEWORK/VERSION/context_mla_perf.parquet with a BF16 cache, as attention with heads of the mean
     width.
 
-    One row is one call of a prefill without a prefix, between its products: isl tokens of each of batch_size sequences,
-    num_heads heads on the GPU, BF16. `form`: what the collector ran (collector/*/collect_mla.py): TensorRT-LLM expanded
-    heads, and SGLang on Blackwell; SGLang elsewhere latents, to which all heads attend. Raises InputError as read_table
-    does.
+    One row is one call of a prefill without a prefix, without the products: isl tokens of each of batch_size sequences,
+    num_heads heads on the GPU, BF16. `form`: what the collector ran (collector/*/collect_mla.py): expanded heads for
+    TensorRT-LLM, and for SGLang on Blackwell; latents, to which all heads attend, for SGLang on other GPUs. Raises
+    InputError as read_table does.
     """
     file, texts = "context_mla_perf.parquet", ["kernel_source", "mla_dtype", "kv_cache_dtype"]
     frame, source = read_table(text, "mla", file, _CALL_SHAPE, texts, argument=argument)
@@ -398,7 +399,7 @@ def read_latent(text: str, form: LatentForm, argument: str = "measurements") -> 
 
 # -- recurrences
 
-# Table and file, by kind.
+# Folder and file of the table, by kind.
 TABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"gated_delta": ("linear_attention", "gdn_perf.parquet"), "kda": ("kda", "kda_perf.parquet")}
 )
@@ -406,7 +407,7 @@ _SCAN_COLUMNS = {
     **{"batch": "batch_size", "tokens": "seq_len", "num_key_heads": "num_k_heads", "key_head_dim": "head_k_dim"},
     **{"num_value_heads": "num_v_heads", "value_head_dim": "head_v_dim", "conv_kernel": "d_conv"},
 }
-_CONVOLUTION = "causal_conv1d"  # prefix of the names of convolutions; other kernels of a prefill are scans
+_CONVOLUTION = "causal_conv1d"  # prefix of the names of convolutions; the other kernels of a prefill are scans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -417,7 +418,7 @@ class RecurrenceRows(Columns):
     source: str
     kernel: npt.NDArray[Any]  # name of the measured kernel
     batch: Array
-    tokens: Array  # of each sequence
+    tokens: Array  # tokens of each sequence
     num_key_heads: Array
     key_head_dim: Array
     num_value_heads: Array
@@ -432,7 +433,7 @@ class RecurrenceRows(Columns):
 
     @property
     def arguments(self) -> tuple[RecurrenceCall, Array, int]:
-        """Arguments of the rates' formulas: one call with arrays, sequences at once, bytes of an element."""
+        """Arguments of the rates' formulas: one call with arrays, number of sequences, bytes of an element."""
         queries_keys = 2 * self.num_key_heads * self.key_head_dim
         call = RecurrenceCall(
             tokens=self.tokens,
@@ -448,12 +449,12 @@ class RecurrenceRows(Columns):
 
 
 def read_recurrence(text: str, kind: str, argument: str = "measurements") -> RecurrenceRows:
-    """The prefill rows of one kind, a key of TABLES; rows of the same shape become one, their median.
+    """The prefill rows of one kind (a key of TABLES); rows of the same shape are merged into their median.
 
-    gdn_perf is the gated delta rule of Qwen3.5 (convolution and chunked scan), kda_perf Kimi delta attention (three
-    convolutions, of Q, K and V, and chunked scan). Rows of phase `context` are a prefill's: seq_len tokens of each of
-    batch_size sequences, BF16, without a state before them; heads are those of the GPU. mamba2_perf.parquet holds
-    convolutions and no scan; it is not read. Raises InputError as read_table does.
+    gdn_perf has the gated delta rule of Qwen3.5 (convolution and chunked scan), kda_perf Kimi delta attention (three
+    convolutions, of Q, K and V, and chunked scan). Rows of phase `context` belong to prefills: seq_len tokens of each
+    of batch_size sequences, BF16, without an earlier state; heads are those on the GPU. mamba2_perf.parquet has
+    convolutions but no scans, and is not read. Raises InputError as read_table does.
     """
     table, file = TABLES[kind]
     shape = list(_SCAN_COLUMNS.values())
@@ -477,26 +478,26 @@ class SparseRows(Columns):
     """Calls of one module of sparse attention."""
 
     chunk: Array  # queries of a sequence
-    prefix: Array  # tokens before them
-    heads: Array  # on the GPU
+    prefix: Array  # tokens before the queries
+    heads: Array  # heads on the GPU
     seconds: Array  # median of the rows of a shape
     source: str
-    texts: dict[str, Array]  # further columns
+    texts: dict[str, Array]  # columns of texts, by name
 
     @property
     def context(self) -> Array:
         return self.prefix + self.chunk
 
     def text(self, column: str) -> Array:
-        """Text of one of the further columns."""
+        """The texts of a column."""
         return self.texts[column]
 
 
 def read_module(text: str, module: str, argument: str = "measurements") -> SparseRows:
-    """A table of whole modules with their projections, one sequence per call: isl tokens behind step tokens.
+    """Read whole modules with their projections, one sequence per call: isl tokens behind step tokens.
 
-    dsa_context_module is DeepSeek V3.2's and GLM-5's, dsv4_csa and dsv4_hca are DeepSeek V4's, msa MiniMax M3's.
-    Rows of the same shape and texts become one. Raises InputError as read_table does.
+    dsa_context_module is the module of DeepSeek V3.2 and GLM-5, dsv4_csa and dsv4_hca those of DeepSeek V4, msa that of
+    MiniMax M3. Rows of the same shape and texts are merged into their median. Raises InputError as read_table does.
     """
     table = "msa" if module.startswith("msa") else "sparse_attention"
     texts = ["kernel_source", "op_name", "model", "kv_cache_dtype", "gemm_type"]
@@ -526,11 +527,11 @@ def read_table(
     *,
     argument: str = "measurements",
 ) -> tuple[Any, str]:
-    """A DataFrame of systems/data/SYSTEM/TABLE/FRAMEWORK/VERSION/FILE, and its source in a few words.
+    """A DataFrame of systems/data/SYSTEM/TABLE/FRAMEWORK/VERSION/FILE, and the name of its source.
 
-    `text`: a SOURCE; without a version the newest that has the file. `numbers`: columns of whole numbers, besides
-    latency in ms; `texts`: of texts. Raises InputError where the package, the table or a
-    column is missing, or a value is not of its kind.
+    `text`: a SOURCE; without a version, the newest version with the file is read. `numbers`: columns of whole numbers,
+    in addition to latency in ms; `texts`: columns of texts. Raises InputError where the package, the table or a column
+    is missing, or a value is not of its kind.
     """
     source = Source.parse(text, argument, check=False)
     found = source.table(f"{table}/{source.framework}", file, source.version)
@@ -543,14 +544,14 @@ def read_table(
 class Package:
     """One of PACKAGES: a wheel, a folder that it was unpacked into, or the installed package."""
 
-    title: str  # name, and the version where it is known
+    title: str  # name, and the version if it is known
     place: Path
-    inside: str  # of the package, in a wheel
-    tables: frozenset[PurePosixPath]  # under systems/data
+    inside: str  # folder of the package in a wheel
+    tables: frozenset[PurePosixPath]  # paths of the tables under systems/data
 
     @classmethod
     def find(cls, word: str, place: Path | None, argument: str) -> Package:
-        """Find a package by its name: at a place, else installed. Raises InputError if it is missing."""
+        """Find a package by its name: at a place, or else the installed one. Raises InputError if it is missing."""
         name, module = PACKAGES[word], f"{word}_core"
         if place is None:
             spec = importlib.util.find_spec(module)
@@ -576,7 +577,7 @@ class Package:
         return cls(title=f"{name} {version}".strip(), place=place, inside=inside, tables=tables)
 
     def read(self, path: str) -> bytes:
-        """A file of the package."""
+        """Read a file of the package."""
         if self.place.is_dir():
             return (self.place / path).read_bytes()
         with zipfile.ZipFile(self.place) as wheel:
@@ -613,7 +614,7 @@ class Table:
         return f"{self.argument} {self.package.place / _DATA / self.path}"
 
     def read(self, numbers: Sequence[str], texts: Sequence[str]) -> Any:
-        """A DataFrame, its columns checked; InputError names the file and the column."""
+        """Read a DataFrame and check its columns; InputError names the file and the column."""
         import pandas
 
         where = self.where
@@ -621,7 +622,7 @@ class Table:
             frame = pandas.read_parquet(io.BytesIO(self.package.read(f"{_DATA}/{self.path}")), engine="pyarrow")
         except ImportError:
             raise InputError(where, "no pyarrow", "a machine that has it (pip install pyarrow)") from None
-        except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
+        except (OSError, ValueError) as error:  # classes of pyarrow's errors
             raise InputError(where, error, "a parquet file") from None
         for name in (*numbers, *texts):
             if name not in frame:
@@ -646,7 +647,7 @@ class Source:
 
     @classmethod
     def parse(cls, text: str, argument: str, *, check: bool = True) -> Source:
-        """InputError for a source of another form, or, with `check`, of a system or framework without tables."""
+        """Parse a SOURCE. Raises InputError for another form, or, with `check`, for a missing system or framework."""
         word, _, rest = text.partition(":")
         place, _, named = rest.rpartition(":")
         if not place and Path(named).exists():
@@ -664,7 +665,7 @@ class Source:
         return source
 
     def check_one_of(self, what: str, name: str, *patterns: str) -> None:
-        """Raise InputError unless `name` stands in place of the first * of a pattern, under the system."""
+        """Raise InputError unless a path that matches a pattern under the system has `name` in place of the first *."""
         known = set()
         for pattern in patterns:
             depth = 1 + pattern.split("/").index("*")
@@ -677,25 +678,25 @@ class Source:
             raise InputError(self.argument, self.text, f"a {what} among {listed}")
 
     def table(self, folder: str, file: str, version: str | None) -> Table | None:
-        """The table of this version, else of the newest version that has it; None where there is none."""
+        """The table of this version, or else of the newest version that has it; None if there is none."""
         tables = self._tables(folder, file)
         return next((one for one in tables if one.version == version), next(iter(tables), None))
 
     def nccl(self) -> Table | None:
-        """The newest table of NCCL with all-gathers, else the newest: some hold all-reduces of a few GPUs alone."""
+        """The newest NCCL table with all-gathers, or else the newest: some have only all-reduces of a few GPUs."""
         tables = self._tables("comm/nccl", _NCCL_FILE)
         gathers = (one for one in tables if (one.read([], ["op_name"])["op_name"] == "all_gather").any())
         return next(gathers, next(iter(tables), None))
 
     def _tables(self, folder: str, file: str) -> list[Table]:
-        """All versions of a table, the newest first."""
+        """The table in all versions, newest first."""
         paths = [path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")]
         found = [Table(package=self.package, path=path, argument=self.argument) for path in paths]
         return sorted(found, key=lambda one: version_key(one.version), reverse=True)
 
 
 def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Orders 1.2 < 1.3.0rc10 < 1.3.0rc20 < 1.3.0 < 1.3.0.post2."""
+    """Sort key of versions: 1.2 < 1.3.0rc10 < 1.3.0rc20 < 1.3.0 < 1.3.0.post2."""
     release = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
     numbers = tuple(int(part) for part in release[0].split(".")) if release else ()
     tag = re.match(r"\.?([a-z]+)\.?([0-9]*)", version[len(release[0]) if release else 0 :])
@@ -703,7 +704,7 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
 
 
 def _numbers(written: Any, where: str) -> Any:
-    """A column as numbers: latency in ms, others as whole numbers."""
+    """Convert a column to numbers: latency in ms, others to whole numbers."""
     import pandas
 
     values = pandas.to_numeric(written, errors="coerce")
@@ -722,10 +723,10 @@ def _refuse(faulty: Any, written: Any, where: str, accepted: str) -> None:
 
 
 def _merged(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
-    """Rows merged by device, kernel and shape, with the median and the spread of their seconds."""
+    """Merge rows by device, kernel and shape: yield the median and the spread of their seconds."""
     keys = ["device", "kernel_source", *shape]
     times = frame.groupby(keys, sort=False)["latency"].agg(["median", "std"]).reset_index()
     columns = [times[name].tolist() for name in (*keys, "median", "std")]
     for *key, median, deviation in zip(*columns, strict=True):
-        spread = deviation / 1000 if deviation == deviation else None  # one row has no deviation: nan
+        spread = deviation / 1000 if deviation == deviation else None  # a single row has no deviation: nan
         yield tuple(key), {"median_s": median / 1000, "spread_s": spread}

@@ -4,9 +4,9 @@ compute/GPU/MODEL/mlp.csv        a decoder layer without attention: gemm, norm, 
 compute/GPU/MODEL/attention.csv  the prefill rows: attention
 network/NETWORK/send_recv.csv    send_recv; the `size` column is in bytes
 
-Times are those of the GPU's kernels, without the launch. With n tensor-parallel workers one worker was timed, which
-holds 1/n of the heads and of the intermediate size, and all of the hidden size. The device is the folder under compute/
-or network/, which the files themselves do not say; elsewhere it is the folder that the file lies in.
+Times are those of the GPU's kernels, without the launch. With n tensor-parallel workers one worker was timed: it holds
+1/n of the heads and of the intermediate size, and all of the hidden size. The files do not name the device: it is the
+folder under compute/ or network/, or else the folder of the file.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _layer(row: CsvRow) -> dict[str, Mapping[str, Any]]:
     """Fields of Measurement, by the profiled column that holds the time.
 
     From vidur/profiling/mlp/mlp_impl.py: QKV is one product, and so are gate and up. Where attention and MLP run side
-    by side (phi) there is no second norm, and `add` times two additions. Bytes are counted plainly: a kernel reads its
-    inputs and writes its output once. For one token these are, in elements: norm and embedding 2 of the hidden size,
-    rotary 2 of Q and K, a gated activation 3 of the intermediate size (else 2), an addition 3 of the hidden size.
+    by side (phi) there is no second norm, and `add` times two additions. Bytes assume that a kernel reads its inputs
+    and writes its output once. In elements per token: norm and embedding 2 of the hidden size, rotary 2 of Q and K, a
+    gated activation 3 of the intermediate size (else 2), an addition 3 of the hidden size.
     """
     tokens, workers, hidden, intermediate, heads, kv_heads = (row.whole(name) for name in _LAYER_COLUMNS)
     if heads % workers or kv_heads % workers or intermediate % workers:
@@ -130,7 +130,7 @@ def _read_send_recv(table: CsvTable) -> list[Measurement]:
 
 
 def _times(row: CsvRow, name: str) -> dict[str, float | None]:
-    """Median and standard deviation in seconds of what vidur calls `name`."""
+    """Median and standard deviation, in seconds, of the column that vidur calls `name`."""
     deviation = f"time_stats.{name}.std"
     return {
         "median_s": row.number(f"time_stats.{name}.median") / 1000,
