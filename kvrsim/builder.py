@@ -28,18 +28,18 @@ from kvrsim.notes import Note, note
 from kvrsim.scenario import ROOFLINE, Request, Scenario
 from kvrsim.units import counts_up_to, scale
 
-DEFAULT_DTYPE = "fp16"  # for checkpoints that state no dtype
+DEFAULT_DTYPE = "fp16"  # dtype of checkpoints that state none
 PAPER_MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-7b-mqa", "llama-7b-gqa8", "falcon-1b", "falcon-7b")
-PAPER_PROFILE = "a100-eager"  # of the KV-Runahead paper's machine
+PAPER_PROFILE = "a100-eager"  # profile of the KV-Runahead paper's machine
 _MEASURED = "measured"  # name of a link without a datasheet
-DEFAULT_PROFILES = (  # one per GPU
+DEFAULT_PROFILES = (  # one profile per GPU
     *("a100-flash", "h100-flash", "h200-flash", "b200-flash", "gb200-flash", "b300-flash", "gb300-flash"),
     *("l40s-flash", "rtx-pro-6000-flash"),
 )
 
 
 def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
-    """Build the scenario that the arguments describe, and notes on it; raises InputError naming the parameter."""
+    """Build the scenario that the arguments describe, and its notes. Raises InputError naming the parameter."""
     spec = args.model if isinstance(args.model, ModelSpec) else load_model(args.model)
     given = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
     profile = None if args.profile in (None, ROOFLINE) else args.profile
@@ -110,9 +110,9 @@ def make_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
 
 
 def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-    """Build the scenario of the longest context on the most GPUs; also its notes, all contexts and numbers of GPUs.
+    """Build the scenario of the longest context on the most GPUs; also return its notes, all contexts and GPU counts.
 
-    Without `gpus` these are 2, 4, 8, ... up to the number of GPUs of the cluster. Raises InputError.
+    Without `gpus`, the GPU counts are 2, 4, 8, ... up to that of the cluster. Raises InputError.
     """
     values = {one.name: getattr(args, one.name) for one in fields(args)} | {"ctx": args.ctx[-1]}
     counts: tuple[int, ...] | None = args.gpus
@@ -123,12 +123,12 @@ def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tup
 
 
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
-    """Note on more GPUs than the cluster has; InputError if the user named the cluster and it cannot grow.
+    """Return a note if `gpus` is more than the cluster has. Raises InputError if the user named a switched cluster.
 
     A bus, a chain and a number of nodes can grow; a switch has a fixed number of ports.
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not cluster.num_gpus < gpus <= MAX_GPUS:
-        return ()  # Cluster checks the number itself
+        return ()  # the constructor of Cluster checks the number
     if named and cluster.topology == "switch":
         accepted = f"at most {cluster.num_gpus}, the GPUs on the switch of {cluster.name}; more of them: a cluster file"
         raise InputError("gpus", gpus, accepted)
@@ -143,7 +143,7 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
 
 
 def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
-    """Notes on names: the shape of a checkpoint, and the network of a size such as 2x8xh100."""
+    """Notes on names: the known shape that a model has, and the network assumed for a size such as 2x8xh100."""
     known = known_shape(args.model) if isinstance(args.model, str) else None
     notes = [note("shape", model=known[0], shape=known[1])] if known is not None and known[0] != known[1] else []
     if isinstance(args.cluster, str) and args.cluster not in builtin_clusters() and not Path(args.cluster).exists():
@@ -156,7 +156,7 @@ def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
 def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile | None, tuple[Note, ...]]:
     """The default profile of the GPU and a note on it; None: the datasheet's roofline is used.
 
-    The paper's models on the paper's GPU have kernels of 2023.
+    The paper's models on the paper's GPU get the profile of the eager kernels of 2023.
     """
     paper = load_profile(PAPER_PROFILE) if model.name in PAPER_MODELS else None
     if paper is not None and paper.gpu == gpu.name:
@@ -180,7 +180,7 @@ def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile
 
 
 def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) -> Engine | None:
-    """The given engine; by default the profile's."""
+    """Return the given engine, by default that of the profile; None: no engine."""
     chosen = profile.engine if engine is None and profile is not None else engine
     if isinstance(chosen, str):
         return None if chosen == NO_ENGINE else load_engine(chosen)
@@ -188,7 +188,7 @@ def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) 
 
 
 def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | None) -> str:
-    """The checkpoint's type, else fp16, else the first that the profile (or the GPU) has."""
+    """Element type: the checkpoint's, else fp16, else the first; only types that the profile (or the GPU) has."""
     dtypes = tuple(cluster.gpu.peak_flops) if profile is None else profile.valid.dtypes
     return next((one for one in (model.dtype, DEFAULT_DTYPE) if one in dtypes), dtypes[0])
 

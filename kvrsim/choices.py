@@ -10,10 +10,10 @@ TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 Attention = Literal["eager", "sdpa", "flash"]  # kernels that the runtime measures
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
-DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # of one element
-DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache; with fp8 only products of layers are in FP8
+DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # bytes of one element
+DTYPES = tuple(DTYPE_BYTES)  # of weights, activations, KV cache; fp8: only matrix products of layers are in FP8
 
-PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where a cached prefix's K and V lie
+PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V of a cached prefix are stored
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
 PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to a cached prefix (kvrsim/kernels/prefix.py)
 
@@ -38,7 +38,7 @@ POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises
 FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
 
-Order = Literal["first-come", "shortest-first"]  # of a queue
+Order = Literal["first-come", "shortest-first"]  # order of a queue
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # default strategies of a map
@@ -47,7 +47,7 @@ SECTIONS = (  # sections of the help, in this order
     *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
     "Output",
 )
-ALL_OPTIONS = "kvrsim.all_options"  # key in a command's context; set: the help shows every option
+ALL_OPTIONS = "kvrsim.all_options"  # key in a command's context; if set, the help shows every option
 FEW_OPTIONS = 8  # number of options in a short help: required ones, then FIRST_OPTIONS
 FIRST_OPTIONS = (
     *("requests", "slo_ttft", "percentile", "max_gpus", "price_per_gpu_hour", "tpot", "emit", "plot", "ctx", "gpus"),

@@ -21,9 +21,9 @@ from kvrsim.strategies.load import where
 
 
 def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
-    """Return the scenario of the strategy's program: of one GPU, or of groups of GPUs as ranks.
+    """Return the scenario that the strategy's program runs in: one GPU, or ranks of one or more GPUs.
 
-    Raises InputError where the GPUs or the model's heads do not divide into its groups.
+    Raises InputError where the strategy cannot use the prefix, or divide the GPUs or the model's heads into groups.
     """
     if strategy.partition_rule == "whole":
         return scenario.on_gpus(1)
@@ -39,7 +39,7 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
 def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
     """Return the layout of a strategy's degrees on the scenario's GPUs.
 
-    Experts are spread where the scenario asks for it, and where a rank cannot hold them whole.
+    Experts are spread over GPUs if the scenario requires it, or if a rank cannot hold all experts.
     """
     is_mixture = any(layer.num_experts for layer in scenario.model.layer_kinds)
     if scenario.expert_parallel and degrees.experts == "default":
@@ -55,9 +55,10 @@ def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
 def build_program(
     scenario: Scenario, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None
 ) -> Program:
-    """Return the strategy's program for a batch of partitions. cost: replaces the scenario's own.
+    """Return the strategy's program for a batch of partitions.
 
-    chunks: one float array of shape (B,) per rank, tokens of that rank's chunk.
+    chunks: per rank, the tokens of its chunk in each partition, a float array of shape (B,).
+    cost: used instead of the scenario's cost model.
     """
     cost = cost or scenario.cost
     if strategy.pipeline is not None:
@@ -89,7 +90,7 @@ def build_program(
     )
     if not _is_own(strategy):
         _check_ends(strategy, even)
-    # With fewer chunks than GPUs it is open which ranks run them, so that no slowness applies.
+    # With fewer chunks than GPUs, the GPUs that run the chunks are not known: slow GPUs are ignored.
     everyone = len(chunks) == scenario.cluster.num_gpus
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
 
@@ -126,7 +127,7 @@ def waits_for_ever(layer: Sequence[Sequence[Op]]) -> tuple[int, Op] | None:
         return exchanges[rank][at[rank]] if at[rank] < len(exchanges[rank]) else None
 
     def ready(rank: int, op: Op) -> list[int]:
-        """Return the ranks that go on together; [] where this one has to wait."""
+        """Return the ranks that complete the operation together; [] if this rank has to wait."""
         if isinstance(op, Recv):
             return [rank] if sent[op.src, rank] > 0 else []
         if isinstance(op, Send):
@@ -150,7 +151,7 @@ def waits_for_ever(layer: Sequence[Sequence[Op]]) -> tuple[int, Op] | None:
 
 
 def columns(chunks: Sequence[int] | Array) -> list[Array]:
-    """One float array of shape (B,) per rank, as build_program takes them.
+    """Return one float array of shape (B,) per rank, as build_program requires.
 
     chunks: tokens, shape (ranks,), or (B, ranks) for a batch.
     """
@@ -158,7 +159,7 @@ def columns(chunks: Sequence[int] | Array) -> list[Array]:
 
 
 def _layer(strategy: Strategy, step: Step, rank: int) -> tuple[Op, ...]:
-    """A rank's operations in a layer. Raises InputError where a user's strategy raises in its layer."""
+    """Return a rank's operations in a layer. Raises InputError if the code of a user's strategy fails."""
     try:
         return tuple(layer_ops(strategy, step, rank))
     except KvrsimError:

@@ -16,7 +16,7 @@ from kvrsim.scenario import Scenario
 
 def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
     """Cost of reading and writing one row per token; in a group, each GPU has a share of the rows."""
-    nbytes = 4.0 * scenario.model.hidden_size  # of two-byte elements
+    nbytes = 4.0 * scenario.model.hidden_size  # bytes read and written per row, with two-byte elements
     read = Compute(
         name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)), kind="embedding"
     )
@@ -27,9 +27,9 @@ def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ..
 
 
 def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = None) -> tuple[Op, ...]:
-    """The wait of a request before any rank begins, the same for every partition of the batch.
+    """Wait of a request before its first layer, the same for every partition of the batch.
 
-    contexts: of several prompts that begin together, tokens; None: the scenario's own.
+    contexts: tokens of each prompt, if several begin together; None: the scenario's request.
     """
     host, asked = scenario.host, scenario.request
     each = [asked.batch * asked.context_len] if contexts is None else contexts
@@ -49,15 +49,15 @@ def step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tupl
 
 
 def _held(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
-    """The device waits `seconds` for the software; `host_s` is the host's part, None if all."""
+    """Operation in which the device waits `seconds` for the software; `host_s` is the host's time, None: `seconds`."""
     host_s = seconds if host_s is None else host_s
     return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
 
 
 def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op, ...]:
-    """The prompt's last token through all layers by itself, if the engine's TTFT includes such a step.
+    """Operations of a decode step for the prompt's last token, if the engine's TTFT includes such a step.
 
-    The rank that has the last chunk does it, with the K and V of the whole context; `context`: tokens, shape (B,).
+    The rank with the last chunk runs the step, with the K and V of the whole context. context: tokens, shape (B,).
     """
     if scenario.engine is None or not scenario.engine.decode_step:
         return ()
@@ -78,23 +78,23 @@ def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op
 
 
 def has_prefill(scenario: Scenario) -> bool:
-    """Whether any token passes through the layers before the one of the decode step."""
+    """Whether any token passes through the layers before the token of the decode step."""
     asked = scenario.request
     return scenario.engine is None or not scenario.engine.decode_step or asked.context_len > asked.cached_prefix + 1
 
 
 def last_is_alike(scenario: Scenario, cost: CostModel) -> bool:
-    """Whether what the last rank does after its last layer is the same for all partitions."""
+    """Whether the last rank's operations after its last layer are the same for all partitions."""
     return not cost.traits.head_on_all_tokens and (scenario.engine is None or not scenario.engine.decode_step)
 
 
 def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1) -> tuple[Op, ...]:
-    """Operations of the last rank after its last layer; `prompts` is the number that end with the chunk."""
+    """Operations of the last rank after its last layer; `prompts`: number of prompts that end in the chunk."""
     return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost, prompts))
 
 
 def head(scenario: Scenario, chunk: Array, cost: CostModel, prompts: int = 1) -> tuple[Op, ...]:
-    """Final norm and logits, of each prompt's last token alone or, as the 2023 Hugging Face code did, of all."""
+    """Final norm and logits of each prompt's last token or, as in Hugging Face's code of 2023, of all tokens."""
     head = scenario.share.lm_head
     tokens = chunk if cost.traits.head_on_all_tokens else np.full_like(chunk, prompts)
     product = Product(head.in_features, head.out_features, compute=head.compute)

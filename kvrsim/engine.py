@@ -1,6 +1,6 @@
 """Engines: what the software that serves a model adds to the kernels' own time.
 
-An Engine record holds the seconds that it adds (HostRates), the scale of its kernels, their spread and their sources.
+An Engine record holds the seconds that the engine adds (HostRates), the scale of its kernels, their spread and sources.
 The software of 2023 hides launches behind kernels (HostRates.layer_s, kernel_s). Engines of 2025 and 2026 were measured
 at 1k and at 8k tokens, and the time beyond their kernels is about the same at both: it is added (HostRates.launch_s).
 """
@@ -20,9 +20,9 @@ from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_obje
 from kvrsim.units import scale
 
 PRIOR_ENGINE = "serving"  # the prior that all measured engines share
-NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
+NO_ENGINE = "none"  # no engine: the kernels and the host times of the profile
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
-DEVIATES_OF_80_PERCENT = 1.2816  # standard deviations of a normal to the end of its central 80 % interval
+DEVIATES_OF_80_PERCENT = 1.2816  # end of a normal distribution's central 80 %, in standard deviations
 SHORT_TOKENS = 512  # tokens of a whole batch; below this the engine's overhead may be most of the time
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
 
@@ -31,7 +31,7 @@ TERMS = (
     *("request_s", "token_s", "step_s", "layer_s", "launch_s", "collective_s"),
     *("kernel_scale", "other_gpu", "model"),
 )
-WIDTHS = ("setting", "model", "gpu", "version", "short")  # rows left out of a fit, each kind with its width
+WIDTHS = ("setting", "model", "gpu", "version", "short")  # kinds of rows left out of a fit, each with a width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,36 +40,36 @@ class EngineFit:
 
     source: str  # where the prefills were published, or who measured them
     num_rows: Whole
-    mape: RelativeError  # mean absolute error of TTFT on the rows that it was fitted to
+    mape: RelativeError  # mean absolute error of TTFT on the rows that the engine was fitted to
     median_ape: RelativeError
     left_out_mape: RelativeError  # the same on rows that were left out of the fit
     left_out_median_ape: RelativeError
     left_out: str  # the unit left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
-    # By what was left out: log(predicted / measured) that a tenth of the rows exceeds, and log(measured / predicted);
-    # empty: log_sd alone. "short": of prompts below SHORT_TOKENS.
+    # By the kind of rows left out: the log(predicted / measured) and the log(measured / predicted) that a tenth of the
+    # rows exceeds; empty: only log_sd is known. "short": prompts below SHORT_TOKENS.
     widths: Annotated[Mapping[str, tuple[NonNegative, NonNegative]], Keys(WIDTHS)] = field(default_factory=dict)
-    coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
-    short_coverage: RelativeError | None = None  # below SHORT_TOKENS, and `coverage` above; None: all in one
+    coverage: RelativeError  # share of left-out rows whose TTFT is inside its 80 % interval
+    short_coverage: RelativeError | None = None  # for prompts below SHORT_TOKENS; None: part of `coverage`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """A serving engine of some version, in addition to the kernels of a profile.
+    """One version of a serving engine: what it adds to the kernels of a profile.
 
     kernel_scale: seconds of this engine's kernels over those of the profile, by the profile's GPU.
-    spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is that of kernel_scale on a GPU that it
-        does not name, "model" that of whole TTFTs. A term that is absent is known exactly.
-    model_types: by model_type of Hugging Face, seconds of a launch over host.launch_s; shrunken towards those of other
-        engines, and these towards 1.
+    spread: standard deviation of the logarithm of each of TERMS. "other_gpu": in addition, on a GPU that kernel_scale
+        does not name; "model": of whole TTFTs. A term that is absent is known exactly.
+    model_types: factor on host.launch_s by Hugging Face's model_type; shrunk towards the factors of other engines,
+        which are shrunk towards 1.
     models: model types of the whole prefills that were measured on the engine; empty: not recorded.
     gpus: GPUs of the profiles of these prefills; empty: not recorded.
-    versions: seconds of a version over those of the record, shrunken towards 1.
+    versions: by version, its seconds divided by those of the record; shrunk towards 1.
     """
 
     name: str
     title: str  # engine and version in words
-    description: str  # one sentence: machines, models and rows that it rests on
+    description: str  # one sentence: machines, models and rows that the record is based on
     not_covered: str  # one sentence: cases without measurements
     host: HostRates
     kernel_scale: Mapping[str, float] = field(default_factory=dict)
@@ -78,8 +78,8 @@ class Engine:
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, float] = field(default_factory=dict)
     is_other_version: bool = False  # whether the version was not measured itself
-    transfer_s: NonNegative = 0.0  # that a TTFT holds besides where another server decodes (disaggregated serving)
-    decode_step: bool = False  # whether TTFT holds one decode step, in which the prompt's last token is computed
+    transfer_s: NonNegative = 0.0  # additional time of TTFT if another server decodes (disaggregated serving)
+    decode_step: bool = False  # whether TTFT includes one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
     fit: EngineFit | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
@@ -91,12 +91,12 @@ class Engine:
         return known.get(gpu, known.get(OTHER_GPU, mean))
 
     def scale_log_sd(self, gpu: str) -> float:
-        """Standard deviation of the logarithm of that scale; 0: known exactly."""
+        """Standard deviation of the logarithm of `scale_on(gpu)`; 0: known exactly."""
         log_sd = self.spread.get("kernel_scale", 0.0)
         return log_sd if self.knows(gpu) else math.hypot(log_sd, self.spread.get("other_gpu", 0.0))
 
     def knows(self, gpu: str) -> bool:
-        """Whether the scale of its kernels was measured on that GPU, or applies to every GPU."""
+        """Whether the scale of the engine's kernels was measured on that GPU, or applies to every GPU."""
         return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
     def host_of(self, model_type: str) -> HostRates:
@@ -105,10 +105,10 @@ class Engine:
         return self.host if factor == 1 else replace(self.host, launch_s=factor * self.host.launch_s)
 
     def at_version(self, version: str) -> Engine:
-        """The engine at a version, or at the nearest one that was measured. Raises InputError where none was."""
+        """The engine at a version, or at the nearest one that was measured. Raises InputError if none was."""
         if not self.versions:
             raise InputError("engine", f"{self.name}@{version}", f"{self.name}, of which no versions were measured")
-        is_numbered = version[:1].isdigit()  # a nightly build is as the newest
+        is_numbered = version[:1].isdigit()  # a nightly build counts as the newest
         nearest = min(self.versions, key=lambda one: _distance(one, version)) if is_numbered else ""
         factor = self.versions.get(nearest, 1.0)
         return replace(
@@ -132,7 +132,7 @@ class Engine:
     def sides(self, unknowns: Sequence[str]) -> tuple[float, float] | None:
         """How far log TTFT may lie below and above a prediction: the ends of the widest 80 % interval that applies.
 
-        None: never compared with whole prefills.
+        None: the engine was never compared with whole prefills.
         """
         if self.fit is not None and self.fit.widths:
             known = [width for name, width in self.fit.widths.items() if name in ("setting", *unknowns)]
@@ -151,7 +151,7 @@ def builtin_engines() -> tuple[str, ...]:
 
 
 def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
-    """A built-in name, NAME@VERSION or a file; InputError names `argument`, the file and the key."""
+    """Load an engine: a built-in name, NAME@VERSION or a file. InputError names `argument`, the file and the key."""
     name, at, version = str(name_or_path).partition("@")
     if at and name in builtin_engines():
         return load_engine(name).at_version(version)
@@ -166,17 +166,17 @@ def _distance(one: str, other: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRates:
-    """Times of the software on the host: of the launching thread, and of a request before its first layer."""
+    """Times of the software on the host: those of the launching thread, and those before a request's first layer."""
 
     layer_s: NonNegative  # seconds to issue one decoder layer
-    gather_piece_s: NonNegative  # in addition, per rank that takes part, for the all-gathers of one layer
+    gather_piece_s: NonNegative  # additional seconds for the all-gathers of one layer, per participating rank
     resume_s: NonNegative = 0.0  # idle time of the device after communication, until the next operation is issued
-    request_s: NonNegative = 0.0  # before the first layer, once per request; the device waits
-    token_s: NonNegative = 0.0  # in addition per token of the request, such as for a tokeniser; the device waits
-    step_s: NonNegative = 0.0  # before each pass through the layers: in a chunked prefill once per piece and stage
-    prepare_s: NonNegative | None = None  # host time per pass; None: not measured, step_s is used
-    message_s: NonNegative = 0.0  # to issue one send or one receive
-    kernel_s: NonNegative = 0.0  # in addition to layer_s, for each kernel that the decoder layer launches
+    request_s: NonNegative = 0.0  # seconds before the first layer, once per request; the device waits
+    token_s: NonNegative = 0.0  # additional seconds per token of the request (tokeniser); the device waits
+    step_s: NonNegative = 0.0  # seconds before each pass through the layers; if chunked: per piece and stage
+    prepare_s: NonNegative | None = None  # host time of a step; None: not measured, step_s is used
+    message_s: NonNegative = 0.0  # seconds to issue one send or one receive
+    kernel_s: NonNegative = 0.0  # seconds in addition to layer_s, per kernel that the decoder layer launches
     launch_s: NonNegative = 0.0  # additional device time of each of these kernels
     collective_s: NonNegative = 0.0  # additional time of each collective of tensor parallelism
 

@@ -1,12 +1,12 @@
-"""What kvrsim raises on purpose.
+"""Exceptions that kvrsim raises on purpose.
 
-KvrsimError                 anything a caller may want to catch
+KvrsimError                 any error that a caller may want to catch
 ├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
-├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
-├── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
+├── RankError               of kvrsim.runtime: a rank died, hung, lacked memory or disagrees; names the rank (exit 1)
+├── LinkError               of kvrsim.runtime, inside a rank: a message was not received or not sent (exit 1)
 └── NothingFits             `plan.best` was read, and no strategy fits in memory (exit 1)
 
-If nothing fits or a target is missed, this is no error: the answer's `feasible` is False.
+It is not an error if nothing fits or a target is missed: the answer's `feasible` is False.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class KvrsimError(Exception):
 class InputError(KvrsimError):
     """A value from the user cannot be used.
 
-    parameter: the name in the Python API, "gpus" or "link_bandwidth"; a file and a key may follow.
-    value: what was given, as any object.
-    accepted: what would be accepted; names of other parameters stand in backticks.
+    parameter: the name in the Python API, such as "link_bandwidth"; a file and a key may follow.
+    value: the given value, any object.
+    accepted: what would be accepted; names of other parameters are in backticks.
 
     The command line shows the same names as options: `kvrsim.cli.mistakes`.
 

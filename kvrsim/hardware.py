@@ -1,8 +1,8 @@
 """GPUs, links and clusters, from datasheets or a user's file, and measured collectives.
 
-A GpuSpec has the figures of a datasheet; a LinkSpec joins two devices; a Cluster is their layout, which gives the Path
-of each message. An UnevenCluster has GPUs or links that are slower than the others. GatherRates has the two protocols
-of ring all-gathers, AllReduceRates all-reduces by number of GPUs and bytes.
+A GpuSpec has the figures of a datasheet; a LinkSpec joins two devices; a Cluster combines GPUs and links, and gives the
+Path of each message. An UnevenCluster has GPUs or links that are slower than the others. GatherRates holds the rates of
+two protocols of ring all-gathers; AllReduceRates those of all-reduces by number of GPUs and bytes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from kvrsim.units import MAX_BYTES, format_bandwidth, format_bytes, format_secon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherRates:
-    """Two segments by size: a latency-bound protocol, and one that cuts a message into chunks and pipelines them.
+    """Ring all-gathers by the faster of two protocols: a latency-bound one, and one that pipelines chunks of messages.
 
     Over p ranks with pieces of n bytes, M = (p - 1 + own_share) n bytes pass the busiest link, in
     launch_s + (p - 1) hop_s + min(M / small, (sqrt(M / large) + sqrt(setup_s))^2).
     """
 
-    launch_s: NonNegative  # of the collective
-    hop_s: NonNegative  # of each of its p - 1 steps
-    small_bytes_per_s: float  # of the latency-bound protocol
-    large_bytes_per_s: float  # of the pipelined one, for endless messages
-    setup_s: NonNegative  # of the pipeline's start
+    launch_s: NonNegative  # seconds to launch the collective
+    hop_s: NonNegative  # seconds of each of the p - 1 steps
+    small_bytes_per_s: float  # rate of the latency-bound protocol
+    large_bytes_per_s: float  # rate of the pipelined protocol for endless messages
+    setup_s: NonNegative  # seconds to start the pipeline
     own_share: NonNegative  # cost of copying a rank's own piece, as a share of sending one
 
     def step_s(self, piece_bytes: Array, num_ranks: int) -> Array:
@@ -66,15 +66,15 @@ Bytes = Annotated[int, Range(least=1, most=MAX_BYTES)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredAllReduce:
-    """All-reduces of one number of GPUs: latency_s + n / rate, the rate between measured sizes on logarithmic scales.
+    """Times of all-reduces on one number of GPUs: latency_s + n / rate.
 
-    Below the smallest size and beyond the largest the rate stays.
+    The rate is interpolated between measured sizes on logarithmic scales; beyond them, the rate of the nearest holds.
     """
 
     num_gpus: Annotated[int, Range(least=2, most=2**16)]
-    latency_s: NonNegative  # of the smallest
-    nbytes: tuple[Bytes, ...]  # of the tensor, ascending
-    bytes_per_s: tuple[float, ...]  # of the fastest method for that size, without latency
+    latency_s: NonNegative  # estimated from the smallest tensor
+    nbytes: tuple[Bytes, ...]  # bytes of the tensor, ascending
+    bytes_per_s: tuple[float, ...]  # rate of the fastest method for each size, without latency
 
     def __post_init__(self) -> None:
         check_rising("nbytes", self.nbytes, "bytes_per_s", self.bytes_per_s)
@@ -88,7 +88,7 @@ class MeasuredAllReduce:
 class AllReduceRates:
     """All-reduces that were measured inside one node, by number of GPUs."""
 
-    measured: tuple[MeasuredAllReduce, ...]  # number of GPUs rising
+    measured: tuple[MeasuredAllReduce, ...]  # in ascending order of the number of GPUs
 
     def __post_init__(self) -> None:
         counts = [table.num_gpus for table in self.measured]
@@ -99,7 +99,7 @@ class AllReduceRates:
         return self.measured[0].num_gpus <= num_gpus <= self.measured[-1].num_gpus
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:
-        """Seconds of a tensor of `nbytes`, any shape; interpolated between measured numbers of GPUs."""
+        """Seconds to all-reduce `nbytes` bytes, an array; interpolated between measured numbers of GPUs."""
         low, share = cell(num_gpus, [table.num_gpus for table in self.measured])
         below_s = self.measured[int(low)].seconds(nbytes)
         return below_s if not share else (1 - share) * below_s + share * self.measured[int(low) + 1].seconds(nbytes)
@@ -107,7 +107,7 @@ class AllReduceRates:
 
 # GPUs, links and clusters
 
-DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
+DEFAULT_MEMORY_FRACTION = 0.9  # the default of vLLM's gpu_memory_utilization
 PeakFlops = Annotated[
     Mapping[str, float],
     Keys(DTYPES),
@@ -120,10 +120,10 @@ class GpuSpec:
     """Figures of a GPU's datasheet."""
 
     name: str  # as in gpus.json
-    memory_bytes: Bytes  # device memory in all, as nvidia-smi reports it
+    memory_bytes: Bytes  # total device memory, as nvidia-smi reports it
     hbm_bytes_per_s: float  # device memory bandwidth, peak
     peak_flops: PeakFlops  # by dtype, FLOP/s of the tensor cores for dense matrices
-    num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
+    num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; for a CPU: its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
     like: str | None = (
@@ -169,15 +169,15 @@ class MemoryLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSpec:
-    """A link between two devices, one way; full duplex."""
+    """A full-duplex link between two devices; its figures are for one direction."""
 
     name: str  # as in links.json
     bandwidth_bytes_per_s: float  # payload in one direction
     latency_s: NonNegative  # from the first byte sent to the first byte received, with software
     source: str  # citation, or the author of the figure
-    short_bytes_per_s: float | None = None  # of messages that are short against the latency; None: as of all
-    gather: GatherRates | None = None  # of all-gathers over such links; None: priced as single messages
-    all_reduce: AllReduceRates | None = None  # over such links; None: priced as two all-gathers
+    short_bytes_per_s: float | None = None  # rate of messages whose time is mostly latency; None: as for all
+    gather: GatherRates | None = None  # rates of all-gathers over such links; None: computed as single messages
+    all_reduce: AllReduceRates | None = None  # all-reduces over such links; None: computed as two all-gathers
     like: str | None = None  # measured link of the same kind: its latencies hold, its rates are scaled by bandwidth
     profile: str | None = None  # profile with these measured figures; None: a datasheet's or a user's
 
@@ -195,19 +195,19 @@ class LinkSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """The links between two GPUs, as one message sees them."""
+    """All links that a message between two GPUs takes, combined into one."""
 
-    bandwidth_bytes_per_s: float  # of the slowest link
-    latency_s: float  # of all links together
+    bandwidth_bytes_per_s: float  # bandwidth of the slowest link
+    latency_s: float  # sum over all links
     shared_bus: bool  # whether all paths of the cluster share this one bandwidth
     short_bytes_per_s: float | None = None  # see LinkSpec
     gather: GatherRates | None = None  # see LinkSpec
     all_reduce: AllReduceRates | None = None  # see LinkSpec
 
     def busy_s(self, nbytes: Array) -> Array:
-        """Seconds that a message of that size keeps the path busy; it arrives `latency_s` later.
+        """Seconds that a message of `nbytes` bytes keeps the path busy; it arrives `latency_s` later.
 
-        Where a short message is faster than the bandwidth, the time from end to end is
+        Where short messages have a rate of their own, the time from end to end is
         max(latency + n / short, n / bandwidth).
         """
         long_s = nbytes * (1.0 / self.bandwidth_bytes_per_s)
@@ -235,24 +235,24 @@ MAX_GPUS = 2**16
 GpuCount = Annotated[int, Range(least=1, most=MAX_GPUS)]
 
 _DATA = pathlib.Path(__file__).parent / "data"
-_SIZE = re.compile(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x)?([a-z][a-z0-9-]*)")  # nodes, GPUs of each, GPU
+_SIZE = re.compile(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x)?([a-z][a-z0-9-]*)")  # nodes, GPUs per node, name of GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Cluster:
     """GPUs of one kind and the links between them.
 
-    switch: each ordered pair of GPUs has its own full-duplex path. chain: neighbours have one, others go
-    hop by hop. bus: all flows share one bandwidth. nodes: inside a node as a switch, between nodes over the
-    network.
+    switch: each ordered pair of GPUs has its own full-duplex path. chain: only neighbours have such a path, and other
+    messages go hop by hop. bus: all flows share one bandwidth. nodes: a switch inside each node, a network between
+    nodes.
     """
 
-    name: str  # built-in name, or what the user's file says
-    gpu: GpuSpec  # every GPU
-    num_gpus: GpuCount  # GPUs in all
-    link: LinkSpec  # between GPUs; under nodes, inside a node
-    topology: Topology  # see above
-    gpus_per_node: GpuCount | None = None  # GPUs joined by `link` where there are nodes; else None
+    name: str  # built-in name, or the name in the user's file
+    gpu: GpuSpec  # kind of every GPU
+    num_gpus: GpuCount  # total number of GPUs
+    link: LinkSpec  # link between GPUs; with topology "nodes": inside a node
+    topology: Topology  # see the class's text
+    gpus_per_node: GpuCount | None = None  # GPUs of a node; None unless topology is "nodes"
     network: LinkSpec | None = None  # one GPU's share of the network between nodes; None on one node
 
     def __repr__(self) -> str:
@@ -278,12 +278,12 @@ class Cluster:
         return self.topology == "bus" and self.num_gpus > 1
 
     def slowness(self, rank: int) -> float:
-        """Compute time of a rank over that of the others, see UnevenCluster."""
+        """Compute time of a rank relative to the others; 1 except in an UnevenCluster."""
         assert 0 <= rank < self.num_gpus, rank
         return 1.0
 
     def path(self, src: int, dst: int) -> Path:
-        """The path from rank `src` to another rank `dst`."""
+        """Return the path from rank `src` to another rank `dst`."""
         assert src != dst, src
         assert 0 <= min(src, dst) <= max(src, dst) < self.num_gpus, (src, dst)
         link, hops = self.link, 1
@@ -303,9 +303,9 @@ class Cluster:
         )
 
     def with_link(self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> Cluster:
-        """The cluster with a link of other figures (with several nodes, inside a node); None keeps a value.
+        """Return the cluster with another bandwidth and latency of `link`; None keeps a value.
 
-        Measured rates of short messages and collectives do not apply to it.
+        The new link has no measured rates of short messages and collectives.
         """
         if bandwidth_bytes_per_s is None and latency_s is None:
             return self
@@ -335,12 +335,12 @@ def builtin_clusters() -> tuple[str, ...]:
 
 
 def load_gpu(name_or_path: str | pathlib.Path, argument: str = "gpu") -> GpuSpec:
-    """A built-in GPU or a JSON file that describes one."""
+    """Load a built-in GPU, or the one that a JSON file describes."""
     return GpuSpec.read(named_object(name_or_path, argument, _shipped("gpus")))
 
 
 def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkSpec:
-    """A built-in link or a JSON file that describes one."""
+    """Load a built-in link, or the one that a JSON file describes."""
     return LinkSpec.read(named_object(name_or_path, argument, _shipped("links")))
 
 
@@ -360,7 +360,7 @@ def load_cluster(
     num_gpus: int | None = None,
     argument: str = "cluster",
 ) -> Cluster:
-    """A built-in cluster, a size such as "2x8xh100", or a JSON file; `num_gpus` takes the place of the file's."""
+    """Load a built-in cluster, a size such as "2x8xh100", or a JSON file; `num_gpus` replaces its number of GPUs."""
     shipped = shipped_files(_DATA / "clusters")
     cluster = _sized(str(name_or_path), argument, tuple(shipped))
     cluster = cluster or Cluster.read(named_object(name_or_path, argument, shipped, "a size such as 2x8xh100"))
@@ -398,7 +398,7 @@ def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
 
 
 def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObject:
-    """The object under a key, or the shipped one that the key names."""
+    """Return the object under a key, or the shipped object that the key's value names."""
     value = spec.fields.get(key)
     if isinstance(value, dict):
         return spec.child(key)
@@ -412,8 +412,8 @@ def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObj
 class SlowGpu:
     """A GPU on which all operations take longer."""
 
-    rank: int  # of the GPU, from 0
-    factor: float  # its times over the others', at least 1
+    rank: int  # rank of the GPU, from 0
+    factor: float  # its times divided by those of the others, at least 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,7 +422,7 @@ class SlowLink:
 
     first: int  # the lower rank
     second: int  # the higher rank
-    factor: float  # the others' bandwidth over its own, at least 1
+    factor: float  # bandwidth of the others divided by its own, at least 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -434,7 +434,7 @@ class UnevenCluster(Cluster):
 
     @classmethod
     def of(cls, cluster: Cluster, slow_gpus: Sequence[SlowGpu], slow_links: Sequence[SlowLink]) -> Cluster:
-        """A cluster with slow GPUs or links; the cluster itself where nothing is slow."""
+        """Return the cluster with slow GPUs or links; if nothing is slow, the cluster itself."""
         gpus = tuple(gpu for gpu in slow_gpus if gpu.factor != 1)
         links = tuple(link for link in slow_links if link.factor != 1)
         if not gpus and not links:

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 def log_interp(x: ArrayLike, grid: ArrayLike, values: ArrayLike) -> Floats:
-    """Values between the points of a rising grid, linear in the logarithms of both; beyond it the outermost value."""
+    """Interpolate on a rising grid, linear in the logarithms of both; beyond the grid, return its outermost value."""
     return np.asarray(np.exp(np.interp(np.log(x), np.log(grid), np.log(values))))
 
 

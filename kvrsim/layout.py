@@ -26,7 +26,7 @@ from typing import Literal
 
 from kvrsim.errors import InputError
 
-ENGINE_SCHEMES = ("zigzag", "interleave")  # of context parallelism in serving engines
+ENGINE_SCHEMES = ("zigzag", "interleave")  # schemes of context parallelism in serving engines
 Exchange = Literal["none", "all-to-all", "gather"]
 Pieces = Literal["none", "even", "searched"]
 _PART = re.compile(r"(tp|pp|cp|dp|ep|edp)([1-9]\d{0,4})?(-s|-i)?")
@@ -36,16 +36,16 @@ _FIELDS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """The sizes in a strategy's name. At most one of the first four is None: all GPUs that the others leave."""
+    """The sizes in a strategy's name. At most one of the first four is None: it takes all GPUs that are left."""
 
     data: int | None = 1  # groups of GPUs for attention, each with prompts of its own
     tensor: int | None = 1  # GPUs that split every matrix
     pipeline: int | None = 1  # stages of layers
     context: int | None = 1  # ranks that split the context, or each piece of it
-    scheme: str | None = None  # scheme that splits the context; None: none does
+    scheme: str | None = None  # scheme that splits the context; None: the context is not split
     pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
     experts: Literal["default", "ep", "edp"] = "default"  # placement of experts in the name
-    num_experts_groups: int | None = None  # N of epN and edpN; None: all that there are
+    num_experts_groups: int | None = None  # N of epN and edpN; None: as many as the GPUs or ranks allow
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Degrees:
         return self.scheme is None or self.scheme in ENGINE_SCHEMES
 
     def on(self, num_gpus: int) -> Degrees:
-        """The degrees with all sizes. Raises InputError where their product is not the number of GPUs."""
+        """Fill in the size that is None. Raises InputError if the product of all sizes is not the number of GPUs."""
         named = {name: getattr(self, name) for name in _FIELDS.values()}
         product = math.prod(size or 1 for size in named.values())
         free = [name for name, size in named.items() if size is None]
@@ -86,7 +86,7 @@ def _sized(part: str, size: int | None) -> str:
 def parse_degrees(name: str, parameter: str = "strategy") -> tuple[Degrees, str | None]:
     """Return the sizes in a name, and the strategy that splits the context; None if the name has sizes only.
 
-    Raises InputError where a part stands twice, or where parts exclude each other.
+    Raises InputError if a part occurs twice, or if parts exclude each other.
     """
     if name == "single":
         return Degrees(), None
@@ -138,14 +138,14 @@ def parse_degrees(name: str, parameter: str = "strategy") -> tuple[Degrees, str 
 class Layout:
     """How the GPUs of a run share a model and a prompt; all sizes are known.
 
-    A stage has data x context x tensor GPUs, and each layer's routed experts lie on these alone.
+    A stage has data x context x tensor GPUs, which hold all routed experts of the stage's layers.
     """
 
     data: int = 1  # groups of GPUs for attention, each with prompts of its own
     tensor: int = 1  # GPUs that split every matrix of attention and of dense MLPs
     pipeline: int = 1  # stages of layers
     context: int = 1  # ranks that split the context, or each piece of it
-    scheme: str | None = None  # scheme that splits the context; None: none does
+    scheme: str | None = None  # scheme that splits the context; None: the context is not split
     pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
     expert_tensor: int = 1  # GPUs over which each expert is sliced
     expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole
@@ -153,27 +153,27 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """All GPUs."""
+        """Total number of GPUs."""
         return self.stage_gpus * self.pipeline
 
     @property
     def effort(self) -> tuple[int, int, bool]:
-        """Sort key of the work of deploying it: GPUs, stages, and whether the context is divided into pieces."""
+        """Sort key of the effort of deployment: GPUs, stages, and whether the context is divided into pieces."""
         return self.num_gpus, self.pipeline, self.pieces != "none"
 
     @property
     def stage_gpus(self) -> int:
-        """GPUs of a stage, over which its experts lie."""
+        """Number of GPUs of a stage, which hold the stage's experts."""
         return self.data * self.context * self.tensor
 
     @property
     def expert_data(self) -> int:
-        """Copies of the routed experts in a stage."""
+        """Number of copies of the routed experts in a stage."""
         return self.stage_gpus // (self.expert_tensor * self.expert_parallel)
 
     @property
     def expert_ranks(self) -> int:
-        """Number of context and data ranks that hold one copy of the experts together."""
+        """Number of context and data ranks that together hold one copy of the experts."""
         return max(1, self.expert_tensor * self.expert_parallel // self.tensor) if self.is_mixture else 1
 
     @property
@@ -190,7 +190,7 @@ class Layout:
 
     @property
     def degrees(self) -> Degrees:
-        """The degrees that its name states; experts only where their placement is not the default."""
+        """The degrees that the layout's name states; with experts only if their placement is not the default."""
         experts: Literal["default", "ep", "edp"] = "default"
         number = None
         slices_all = self.expert_tensor == self.stage_gpus
@@ -212,14 +212,14 @@ class Layout:
         return self.degrees.name
 
 
-ONE_LAYOUT = Layout()  # of one GPU
+ONE_LAYOUT = Layout()  # layout of one GPU
 
 
 def layout_on(degrees: Degrees, num_gpus: int, *, is_mixture: bool, whole_experts_fit: bool = True) -> Layout:
-    """The layout that a name stands for on a number of GPUs.
+    """Return the layout of the degrees on a number of GPUs.
 
-    whole_experts_fit: whether a rank's GPUs have memory for all experts. If not, the experts are spread over all GPUs
-    under a strategy that no engine has; otherwise each rank of such a strategy holds all experts.
+    whole_experts_fit: whether a rank's GPUs have memory for all experts. In a strategy that no engine has, each rank
+    then holds all experts; if they do not fit, they are spread over all GPUs.
     Raises InputError where the product of the sizes is not the number of GPUs.
     """
     sizes = degrees.on(num_gpus)

@@ -1,10 +1,10 @@
 """Bytes that a rank needs at its peak, part by part.
 
-Weights and KV-cache are held throughout; activations, score matrix and logits at their largest moment.
-Eager attention in half precision holds, at the softmax, the scores with their mask, the fp32 copy and
-its half-precision result: 2 + 4 + 2 bytes per element, and the scores that the mask was added to, 2 more.
-A ring that merges results kernel by kernel holds, per element of the output, the merged value, the block's, the
-weighted difference and the new value in fp32, and the block's in half precision: 4 x 4 + 2 bytes; in one kernel 4 + 2.
+Weights and KV cache count throughout; of activations, score matrix and logits, only the largest counts.
+At the softmax, eager attention in half precision holds four values per element: the scores before the mask, the masked
+scores, their copy in fp32 and the result in half precision, 2 + 2 + 4 + 2 bytes.
+A ring that merges results kernel by kernel holds, per element of the output, four values in fp32 (merged value, block's
+value, weighted difference, new value) and the block's value in half precision: 4 x 4 + 2 bytes; in one kernel 4 + 2.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages
 
-EAGER_SCORE_PEAK_BYTES = 10  # per element of the score matrix of two-byte elements, as counted above
-MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # per element of the output, as counted above
+EAGER_SCORE_PEAK_BYTES = 10  # bytes per element of a score matrix in half precision, as counted above
+MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # bytes per element of the output, as counted above
 RUNTIME_BYTES = 1_000_000_000  # CUDA context, cuBLAS workspace and NCCL buffers of one process
 
 
@@ -35,8 +35,8 @@ class RankMemory:
     """Peak bytes of one rank, by purpose."""
 
     weights: int
-    kv_cache: int  # of all layers, for every token whose K and V the rank holds
-    gathered: int  # of one layer: messages not yet copied into the cache, and K and V that are not kept
+    kv_cache: int  # K and V of all layers, for every token that the rank stores
+    gathered: int  # one layer's messages not yet copied into the cache, and its K and V that are not kept
     activations: int  # residual stream, and Q, K, V with a ring's results or the MLP's widest tensors, one layer
     scores: int  # eager attention's score matrix in all its copies, all heads; flash has none
     logits: int
@@ -44,13 +44,13 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Score matrix, MLP activations and logits are not alive together: the largest counts."""
+        """Total at the peak: score matrix, activations and logits are not held together, so that the largest counts."""
         held = self.weights + self.kv_cache + self.gathered + self.runtime
         return held + max(self.scores, self.activations, self.logits)
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The parts that are alive at the peak, in words: of scores, activations and logits only the largest."""
+        """Bytes held at the peak, by name of the part; of scores, activations and logits only the largest."""
         moments = {"scores": self.scores, "activations": self.activations, "logits": self.logits}
         largest = max(moments, key=lambda name: moments[name])
         held = {"weights": self.weights, "KV cache": self.kv_cache, "KV in flight": self.gathered}
@@ -73,7 +73,7 @@ def memory_of(
     if strategy.pipeline is not None:
         ranks = list(parts.stages(strategy, partition))
     else:
-        if program is None:  # times only if they determine the calls of attention
+        if program is None:  # compute times only if the number of attention calls depends on them
             cost = no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
             program = build_program(scenario, strategy, columns(partition.chunk_lens), cost)
         in_flight = np.array([bytes_in_flight(kind) for kind in program.layers])
@@ -92,7 +92,7 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
 
 
 class _Parts:
-    """Bytes of what a GPU holds of one batch, part by part."""
+    """Bytes that a GPU holds for one batch, part by part."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.model, self.request = scenario, scenario.share, scenario.request
@@ -102,13 +102,13 @@ class _Parts:
         self._has_other_tokens = layout.expert_parallel > 1 or layout.exchange != "none"
         mixers = [layer.mixer for layer in self.model.layer_kinds if layer.mixer is not None]
         self._score_heads = max((mixer.num_attention_heads for mixer in mixers), default=0)
-        # Elements per token at the widest moment of a layer: residual twice, and the tensors of the mixer or the MLP.
+        # Most elements per token in a layer: the residual stream twice, and the tensors of the mixer or the MLP.
         self._elements = 2 * self.model.hidden_size + max(map(self._layer_elements, self.model.layer_kinds))
 
     def rank(
         self, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
     ) -> RankMemory:
-        """Memory of a rank; `in_flight` is the bytes in flight on the rank, in a layer of each kind."""
+        """Memory of a rank; `in_flight`: bytes in flight on the rank in a layer, for each kind of layer."""
         model, request, chunk = self.model, self.request, partition.chunk_lens[rank]
         access = self.scenario.prefix_access_plan
         kept, gathered = [], []
@@ -140,8 +140,9 @@ class _Parts:
     def stages(self, strategy: Strategy, partition: Partition) -> Iterator[RankMemory]:
         """Memory of the ranks of a pipeline.
 
-        A rank holds its stage's layers, K and V of all tokens in them, and its share of a piece at a time. The context
-        ranks of a stage gather the K and V of a piece, and attend in two parts; the last one has the logits.
+        A rank holds its stage's layers, the K and V of all tokens in them, and its share of one piece at a time. The
+        context ranks of a stage gather the K and V of a piece and compute attention in two parts. The last rank
+        holds the logits.
         """
         model, context, longest = self.model, context_ranks(strategy), max(partition.chunk_lens)
         piece = -(-longest // context)
@@ -199,7 +200,7 @@ class _Parts:
         )
 
     def _experts(self, chunk: int, together: int) -> int:
-        """Bytes of the rows of the busiest GPU's experts, and of the chunk's residual stream, twice.
+        """Bytes of the rows for the busiest GPU's experts, and of two copies of the chunk's residual stream.
 
         Where ranks gather tokens for their experts, the stage's tokens are added. together: tokens of a sequence on all
         ranks.
@@ -224,12 +225,12 @@ class _Parts:
 
 
 def _mlp_widths(layer: LayerSpec) -> int:
-    """Features of the tensors between the matrices of the MLP or of one expert."""
+    """Elements per token of the tensors between the matrices of the MLP or of one expert."""
     return sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features
 
 
 def _mixer_elements(layer: LayerSpec) -> int:
-    """Elements of Q, K, V and the output; with latents, of the keys and values of all heads."""
+    """Elements of Q, K, V and the output per token; with latent attention, K and V of all heads count."""
     mixer = layer.mixer
     if mixer is None:
         return 0

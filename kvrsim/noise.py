@@ -19,9 +19,9 @@ from kvrsim.program import Array
 from kvrsim.units import parse_seconds
 
 DWELL_S = 0.01
-MOST_SLOWER = 1000.0  # times; beyond it, a link or GPU is broken rather than slow
+MOST_SLOWER = 1000.0  # largest factor; a link or GPU beyond it is broken rather than slow
 LEAST_DWELL_S, MOST_DWELL_S = 1e-4, 1e6
-MOST_SHARE = 0.999  # of a link's bandwidth: messages need the rest
+MOST_SHARE = 0.999  # largest share of a link's bandwidth; messages need the rest
 LinkShare = Annotated[float, Range(least=0.0, most=MOST_SHARE)]
 Slowdown = Annotated[float, Range(least=0.0, most=MOST_SLOWER)]
 Dwell = Annotated[float, Range(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
@@ -29,20 +29,20 @@ Dwell = Annotated[float, Range(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideTraffic:
-    """Others' traffic, both ways, between one pair of neighbouring GPUs at a time, drawn anew for every slot of time.
+    """Traffic of other programs, in both directions, between one pair of neighbouring GPUs, drawn for each time slot.
 
-    While a pair carries it, its link has `1 - share` of its bandwidth left and both GPUs compute slower: copies
-    take memory bandwidth, and a library's send and receive kernels take multiprocessors.
+    While a pair carries the traffic, its link has `1 - share` of its bandwidth left and both GPUs compute slower:
+    copies take memory bandwidth, and a library's send and receive kernels take multiprocessors.
     """
 
-    duty: Share = 1.0  # share of the slots in which there is any, 0 to 1
-    share: LinkShare = 0.5  # of the pair's bandwidth that it takes, 0 to less than 1
-    slowdown: Slowdown = 0.0  # of compute on both GPUs: operations take 1 + slowdown times as long
-    dwell_s: Dwell = DWELL_S  # seconds for which it stays with a pair
+    duty: Share = 1.0  # share of the time slots with traffic, 0 to 1
+    share: LinkShare = 0.5  # share of the pair's bandwidth that the traffic takes, 0 to less than 1
+    slowdown: Slowdown = 0.0  # operations on both GPUs take 1 + slowdown times as long
+    dwell_s: Dwell = DWELL_S  # seconds of a time slot
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the traffic changes no time."""
         return self.duty == 0 or (self.share == 0 and self.slowdown == 0)
 
 
@@ -51,8 +51,8 @@ class Noise:
     """All noise of a prefill: a fixed part, which the planner knows, and a random part, which is drawn."""
 
     side_traffic: SideTraffic | None = None
-    compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's duration; the mean stays
-    message_jitter: float = 0.0  # the same of a message's time on its link
+    compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's duration; same mean
+    message_jitter: float = 0.0  # the same for a message's time on its link
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
     name: str = field(default="", compare=False)  # the text that the user gave
@@ -64,9 +64,9 @@ class Noise:
         return traffic or self.compute_jitter > 0 or self.message_jitter > 0
 
     def placed_on(self, cluster: Cluster) -> Cluster:
-        """The cluster with its slow GPUs and links: the part of the noise that does not change from run to run.
+        """Return the cluster with slow GPUs and links: the part of the noise that is the same in every run.
 
-        Raises InputError for a GPU or a link that is not there, and for noise that a bus has no place for.
+        Raises InputError for a GPU or a link that does not exist, and on a bus for noise of single links.
         """
         last = cluster.num_gpus - 1
         for gpu in self.slow_gpus:
@@ -98,7 +98,7 @@ class Noise:
         return content
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the noise in one line."""
         return "; ".join(self._parts()) or "none"
 
     def _parts(self) -> Iterator[str]:
@@ -116,14 +116,14 @@ class Noise:
 
 
 _BLOCK = 512  # slots or factors drawn at a time
-_TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # the generators of a sample
+_TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # numbers of a sample's random generators
 
 
 class NoiseDraw:
     """The random part of a noise, drawn for one or many runs; arrays end with an axis of samples.
 
-    Each run (a sample) has generators of its own, by kind of noise and by place. So one
-    sample of a seed is the same for every partition and strategy (common random numbers), alone or among others.
+    Each run (a sample) has its own random generators, one per kind of noise and place (a rank or a link). A sample of a
+    seed is therefore the same for every partition and strategy (common random numbers), and in every set of samples.
     """
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
@@ -138,19 +138,19 @@ class NoiseDraw:
         self.message_jitter = _Jitter(noise.message_jitter, (_MESSAGES,), roots)
 
     def only(self, indices: Sequence[int]) -> NoiseDraw:
-        """The draw of some of the samples."""
+        """Return the draw with only some of the samples."""
         samples = [self.samples[index] for index in indices]
         return NoiseDraw(self.noise, self.num_ranks, seed=self.seed, samples=samples)
 
     def compute_end_s(self, rank: int, index: int, start_s: Array, device_s: Array) -> Array:
-        """When the index-th operation that a rank computes ends, if it begins then."""
+        """Time at which a rank's index-th computation ends if it begins at `start_s`."""
         device_s = device_s * self.compute_jitter((rank,), index)
         if self.slots is None or (warp := self.slots.of_rank(rank)) is None:
             return start_s + device_s
         return warp.end_s(start_s, device_s)
 
     def message_end_s(self, src: int, dst: int, index: int, start_s: Array, busy_s: Array) -> Array:
-        """When the index-th message from src to dst has left, if it begins then."""
+        """Time at which the index-th message from `src` to `dst` has left if it begins at `start_s`."""
         busy_s = busy_s * self.message_jitter((src, dst), index)
         if self.slots is None or (warp := self.slots.of_link(src, dst)) is None:
             return start_s + busy_s
@@ -159,7 +159,7 @@ class NoiseDraw:
 
 @dataclass(slots=True)
 class _Jitter:
-    """Lognormal factors of mean 1, by place and number."""
+    """Lognormal factors of mean 1, by place (a rank or a link) and index."""
 
     log_sd: float
     kind: tuple[int, ...]
@@ -168,7 +168,7 @@ class _Jitter:
     generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
 
     def __call__(self, place: tuple[int, ...], index: int) -> Array | float:
-        """Factor of the index-th operation there, shape (samples,), or 1.0."""
+        """Factor of the index-th operation at a place, shape (samples,); 1.0 without jitter."""
         if not self.log_sd:
             return 1.0
         blocks = self.drawn.setdefault(place, [])
@@ -181,13 +181,13 @@ class _Jitter:
 
 
 class _Slots:
-    """Which pair of neighbours carries side traffic in which slot of time."""
+    """The pair of neighbours that carries side traffic in each time slot."""
 
     def __init__(self, traffic: SideTraffic, num_ranks: int, roots: list[tuple[int, int]]) -> None:
         self.traffic, self.num_pairs = traffic, num_ranks - 1
         self.generators = [np.random.default_rng([*root, _TRAFFIC]) for root in roots]
         self.phase_s = np.array([rng.random() for rng in self.generators]) * traffic.dwell_s
-        self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # -1: nobody
+        self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # -1: no pair
         self.ranks: dict[int, Warp | None] = {}
         self.links: dict[int, Warp | None] = {}
 
@@ -211,7 +211,7 @@ class _Slots:
     def draw_to(self, num_slots: int) -> None:
         """Draw at least this number of slots of every sample."""
         while self.pairs.shape[1] < num_slots:
-            # Pair and presence of traffic are drawn separately, so that more duty only adds traffic.
+            # Pair and presence of traffic are drawn separately, so that a higher duty only adds traffic.
             block = [
                 np.where(rng.random(_BLOCK) < self.traffic.duty, rng.integers(0, self.num_pairs, _BLOCK), -1)
                 for rng in self.generators
@@ -220,7 +220,7 @@ class _Slots:
 
 
 class Warp:
-    """A speed that is `slow` while one of some pairs carries side traffic, else 1; one row of slots per sample."""
+    """Speed over time: `slow` while one of `pairs` carries side traffic, else 1; one row of slots per sample."""
 
     def __init__(self, slots: _Slots, pairs: list[int], slow: float) -> None:
         self.slots, self.pairs, self.slow = slots, pairs, slow
@@ -228,7 +228,7 @@ class Warp:
         self._extend(_BLOCK)
 
     def _extend(self, num_slots: int) -> None:
-        """What is done by the start of each slot, in seconds at full speed."""
+        """Compute the work done by the start of each slot, in seconds at full speed."""
         self.slots.draw_to(num_slots)
         busy = np.isin(self.slots.pairs, self.pairs)
         speed = np.where(busy, self.slow, 1.0)
@@ -236,7 +236,7 @@ class Warp:
         done = np.concatenate([np.zeros((len(done), 1)), done], axis=1)
         self.width = speed.shape[1]
         self.least_done_s = float(done[:, -1].min())
-        # Rows laid end to end, each beyond the last, so that one search finds a place in all of them.
+        # The values of each row are shifted beyond those of the previous row, so that one search serves all rows.
         rows = np.arange(len(done))
         self.apart_s = float(done[:, -1].max()) + self.dwell_s
         self.edges = (done[:, 1:] + rows[:, None] * self.apart_s).ravel()
@@ -244,7 +244,7 @@ class Warp:
         self.first, self.shift_s = rows * self.width, rows * self.apart_s
 
     def end_s(self, start_s: Array, work_s: Array) -> Array:
-        """When work that takes so long at full speed ends; shapes (..., samples)."""
+        """Time at which work of `work_s` seconds at full speed ends; shapes (..., samples)."""
         since = np.asarray(start_s + self.slots.phase_s)
         latest = float(since.max()) if since.size else 0.0
         while latest + self.dwell_s > self.width * self.dwell_s:
@@ -257,7 +257,7 @@ class Warp:
             return self.end_s(start_s, work_s)
         there = np.searchsorted(self.edges, target + self.shift_s, side="left")
         ended = (there - self.first) * self.dwell_s + (target - self.done[there]) / self.speed[there]
-        # Rounding never ends work before it would have on a quiet machine.
+        # A rounding error must not end work earlier than without side traffic.
         return np.asarray(np.maximum(ended - self.slots.phase_s, start_s + work_s))
 
 
@@ -305,7 +305,7 @@ class _NoiseFile:
 
 
 def read_noise(data: JsonObject, *, name: str = "") -> Noise:
-    """A noise from plain values, as Noise.to_dict writes them; InputError for values that are not accepted."""
+    """Read a noise from plain values, as Noise.to_dict writes them. Raises InputError for other values."""
     content = read(_NoiseFile, data)
     gpus = tuple(SlowGpu(rank=one.gpu, factor=one.factor) for one in content.slow_gpus)
     pairs = [(sorted(one.gpus), one.factor) for one in content.slow_links]
@@ -338,17 +338,17 @@ def parse_noise(text: str) -> Noise:
 
 
 def noise_of(value: str | Noise | None) -> Noise | None:
-    """A noise, parsed where it is text."""
+    """Return a noise, parsed if it is text."""
     return parse_noise(value) if isinstance(value, str) else value
 
 
 def shipped_noise() -> tuple[str, ...]:
-    """Names of the noises that ship."""
+    """Names of the noises that ship with kvrsim."""
     return tuple(name for name in JsonObject.read(_SHIPPED, "noise").fields if not name.startswith("_"))
 
 
 def _term(part: str, text: str) -> dict[str, Any]:
-    """The plain values of one term."""
+    """Parse one term of --noise into plain values."""
     kind, colon, settings = part.partition(":")
     if not colon and kind in shipped_noise():
         return dict(JsonObject.read(_SHIPPED, "noise").child(kind).fields)
@@ -373,7 +373,7 @@ def _term(part: str, text: str) -> dict[str, Any]:
 
 
 def _settings(items: list[str], names: tuple[str, ...]) -> dict[str, float]:
-    """Names and their values, each name once; ValueError for anything else."""
+    """Parse items such as "duty=0.5"; each name may occur once. Raises ValueError for other items."""
     values: dict[str, float] = {}
     for name, _, value in (item.partition("=") for item in items):
         if name not in names or name in values:
@@ -395,12 +395,12 @@ def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _ESTIMATES = ("mean", *_SHARES)
-_NORMAL = 1.959964  # standard deviations either side that hold 95 % of a normal distribution
+_NORMAL = 1.959964  # 95 % of a normal distribution is within this many standard deviations of its mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A figure of the distribution, and 95 % confidence limits from the samples."""
+    """A statistic of a distribution, estimated from samples, and its 95 % confidence limits."""
 
     value_s: float
     low_s: float | None  # None: too few samples
@@ -409,7 +409,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """TTFTs of runs that differ in nothing but the noise drawn."""
+    """Statistics of the TTFTs of runs that differ only in the noise drawn."""
 
     num_samples: int
     seed: int
@@ -422,7 +422,7 @@ class Distribution:
 
     @classmethod
     def of(cls, ttft_s: Sequence[float], *, quiet_s: float, seed: int) -> Distribution:
-        """Sum the samples up."""
+        """Compute the statistics of the samples."""
         ordered = np.sort(np.asarray(ttft_s, dtype=float))
         percentiles = {name: _percentile(ordered, share) for name, share in _SHARES.items()}
         return cls(
@@ -453,11 +453,11 @@ def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
 
 
 def _percentile(ordered: np.typing.NDArray[np.float64], share: float) -> Estimate:
-    """Limits by order statistics: the number of samples below a percentile is binomial for every distribution."""
+    """Percentile, its limits by order statistics: the number of samples below it is binomial for any distribution."""
     count = len(ordered)
     below = np.cumsum([_binomial(count, below, share) for below in range(count + 1)])
     low, high = int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))
-    value_s = float(np.quantile(ordered, share))  # between two samples, which few samples leave far apart
+    value_s = float(np.quantile(ordered, share))  # interpolated between samples, which are far apart if few
     return Estimate(
         value_s=value_s,
         low_s=min(value_s, float(ordered[low - 1])) if low >= 1 else None,

@@ -25,15 +25,15 @@ class Note(str):
 
 
 def with_code(notes: Iterable[str], *codes: str) -> list[str]:
-    """The notes of these codes."""
+    """Return the notes that have one of these codes."""
     return [note for note in notes if isinstance(note, Note) and note.code in codes]
 
 
 def without(notes: Iterable[str], *codes: str) -> list[str]:
-    """The notes without those of these codes."""
+    """Return the notes that have none of these codes."""
     return [note for note in notes if not (isinstance(note, Note) and note.code in codes)]
 
 
 def note(code: str, **values: object) -> Note:
-    """The note of a code, with the values that its text names."""
+    """Make the note of a code; `values` replace the names in its text."""
     return Note(NOTES[code].format(**values), code)

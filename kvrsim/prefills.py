@@ -1,6 +1,6 @@
 """`kvrsim.calibrate`: an engine fitted to whole prefills.
 
-Part of the facade, because the fit is calibrate's and the predictions are planner's.
+It joins the package calibrate, which fits, and the package planner, which predicts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_ROWS = (
     "cached_prefix",
     "dtype",
     "strategy",
-)  # each row may have its own; others hold for all rows
+)  # parameters that each row may set; other parameters hold for all rows
 
 
 def _files(value: object, parameter: str) -> list[Any]:
@@ -73,7 +73,7 @@ def calibrate(
 
 
 def profile_of(args: PrefillArgs) -> CalibrationProfile:
-    """The profile whose kernels the engine runs."""
+    """Return the profile whose kernels the engine runs."""
     from kvrsim.kernels.profile import load_profile
 
     if args.profile == "roofline":

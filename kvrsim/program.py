@@ -26,7 +26,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "merge", "output+mlp", "head", "other"]
-# Content of a message; heads: some of a chunk's Q, K, V or outputs; state: that of a recurrence.
+# Content of a message; heads: some heads of a chunk's Q, K, V or outputs; state: the state of a recurrence.
 Payload = Literal["KV", "activations", "heads", "state", "tokens"]
 
 
@@ -37,9 +37,9 @@ class Compute:
     name: str  # name in a timeline
     device_s: Array  # seconds of device time, shape (B,)
     host_s: float = 0.0  # seconds that the host needs to issue it
-    kv_bytes: Array | None = None  # K, V of the layer that the rank holds from then on, shape (B,); None: as before
-    score_elements: Array | None = None  # of an eager kernel's score matrix, shape (B,); None without such a matrix
-    query_blocks: Array | None = None  # calls that a chunk's attention is issued in, shape (B,); None: one
+    kv_bytes: Array | None = None  # bytes of the layer's K and V that the rank then holds, shape (B,); None: as before
+    score_elements: Array | None = None  # elements of an eager kernel's score matrix, shape (B,); None: no matrix
+    query_blocks: Array | None = None  # number of attention calls for the chunk, shape (B,); None: one
     kind: WorkKind = "other"  # decides the colour in a picture
 
 
@@ -47,15 +47,15 @@ class Compute:
 class Send:
     """Hand a message to the link towards `dst`; messages on a link go first in, first out.
 
-    It overlaps computation, or, as a rendezvous, only once the receiver has come to its Recv, and then
-    holds both compute streams until the last byte has left (what torch.distributed's send and recv do).
+    The message overlaps computation. A rendezvous instead starts when the receiver has reached its Recv, and
+    holds both compute streams until the last byte has left (as torch.distributed's send and recv do).
     """
 
     dst: int  # rank that receives
     nbytes: Array  # message size, shape (B,)
     host_s: float = 0.0
     rendezvous: bool = False
-    in_turn: bool = False  # after the rank's other such messages have left, whatever links they take
+    in_turn: bool = False  # starts after the rank's earlier in-turn messages have left, on any link
     payload: Payload = "KV"
 
 
@@ -71,18 +71,18 @@ class Recv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllGather:
-    """A ring of p - 1 steps that gathers K and V: at each, pass the piece received last to the next rank.
+    """A ring of p - 1 steps that gathers K and V: in each step, a rank passes the piece received last to the next rank.
 
-    Dataflow, not a barrier: a piece moves when the sender holds it, both ranks have reached the
-    collective and the link is free. A rank goes on when it has received all pieces. p: the ranks that take part.
+    There is no barrier: a piece moves when the sender holds it, both ranks have reached the collective
+    and the link is free. A rank goes on when it has received all pieces. p: number of ranks that take part.
     """
 
     nbytes: Array  # this rank's own piece, shape (B,)
     host_s: float = 0.0
-    among: int | None = None  # ranks that take part, in groups that follow each other; None: all
+    among: int | None = None  # size of the groups of consecutive ranks that gather; None: all ranks
 
     def members(self, rank: int, num_ranks: int) -> range:
-        """The ranks of a rank's group, itself included."""
+        """Return the ranks of a rank's group, including the rank itself."""
         size = self.among or num_ranks
         first = rank // size * size
         return range(first, first + size)
@@ -92,30 +92,30 @@ class AllGather:
 class RingPass:
     """p rounds of work on a piece. In each round but the last, the piece is also sent to the next rank.
 
-    Two buffers: one is worked on and sent, the other received. A piece moves when both ranks have reached
+    There are two buffers: one is worked on and sent, the other receives. A piece moves when both ranks have reached
     the round. A rank reaches the next round when its work is done, its piece has left and the next piece has arrived.
     """
 
-    name: str  # of the work
-    device_s: Array  # of each round, shape (p, B)
-    nbytes: Array  # of the piece held in each round but the last, shape (p - 1, B)
-    host_s: tuple[float, ...]  # of each round
-    overlaps: bool = True  # the work overlaps the message; else it follows it
+    name: str  # name of the work
+    device_s: Array  # seconds of each round, shape (p, B)
+    nbytes: Array  # bytes of the piece held in each round except the last, shape (p - 1, B)
+    host_s: tuple[float, ...]  # seconds to issue each round
+    overlaps: bool = True  # whether the work overlaps the message; else the work comes first
     message_share: float = 0.0  # share of the work's rate that is lost while a piece is in flight
-    score_elements: Array | None = None  # of the largest round; see Compute
-    kind: WorkKind = "attention"  # of the work
-    payload: Payload = "KV"  # of the pieces
+    score_elements: Array | None = None  # elements of the largest round's score matrix; see Compute
+    kind: WorkKind = "attention"  # kind of the work
+    payload: Payload = "KV"  # content of the pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllToAll:
-    """Messages from a rank's chunk to every other rank, the next first, in turn because each rank has one way out.
+    """Messages from a rank's chunk to every other rank, one after another, the next rank first.
 
     Every message waits until its receiver reaches the collective. A rank goes on when all its messages have left
     and all messages for it have arrived.
     """
 
-    nbytes: Array  # to the rank 1, 2, ... further on, shape (p - 1, B)
+    nbytes: Array  # bytes for the rank 1, 2, ... places further on, shape (p - 1, B)
     host_s: float = 0.0
     payload: Payload = "heads"
 
@@ -134,15 +134,15 @@ class Collective:
 class Load:
     """Hold the compute stream until a part of the cached prefix has been loaded.
 
-    A rank's loads go first in, first out, over a link of their own, and overlap all else. With `ahead`, the
-    first begins with the request and each other one when the previous load has left the link. Without, a load begins
-    when the rank goes on after the previous one.
+    A rank's loads go first in, first out, over a link of their own, and overlap all other work. With `ahead`, the
+    first load begins with the request, and each later load when the previous one has left the link. Without `ahead`,
+    a load begins when the rank goes on after the previous load.
     """
 
-    name: str  # source, as named in a timeline
-    nbytes: Array  # shape (1,): the same in all partitions
+    name: str  # name of the source in a timeline
+    nbytes: Array  # bytes, shape (1,): the same in all partitions
     seconds: Array  # time on the rank's link, shape (1,)
-    latency_s: float = 0.0  # from the end on the link to the arrival
+    latency_s: float = 0.0  # seconds from leaving the link to the arrival
     ahead: bool = True
     host_s: float = 0.0
 
@@ -160,7 +160,7 @@ def work_s(op: Op) -> Array:
 
 
 def stream_s(op: Op) -> Array:
-    """Seconds that an operation without other ranks holds its rank's stream."""
+    """Seconds for which an operation that needs no other ranks holds its rank's stream."""
     assert isinstance(op, Compute | Collective)
     return op.device_s if isinstance(op, Compute) else op.seconds
 
@@ -176,7 +176,7 @@ def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
 
 
 def with_arrays(op: Op, change: Callable[[Array], Array]) -> Op:
-    """The operation with each of its arrays changed."""
+    """Return the operation with `change` applied to each of its arrays."""
     values = {one.name: getattr(op, one.name) for one in fields(op)}
     arrays = {name: change(value) for name, value in values.items() if isinstance(value, np.ndarray)}
     return replace(op, **arrays)  # type: ignore[arg-type]
@@ -186,8 +186,8 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
     """Slow the computation in a rank's layer, which loses `share` of its rate while a receive waits.
 
     A rank posts the receive of the next layer as soon as it has the message of this layer, so that a receive waits
-    nearly all the time. Where the previous rank is far ahead, messages arrive sooner, and these times are too long. A
-    rendezvous is not posted ahead.
+    nearly all the time. If the previous rank is far ahead, messages arrive sooner, and the slowed times are too long.
+    A rendezvous is not posted ahead.
     """
     if not np.any(share) or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
         return ops
@@ -196,7 +196,7 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
 
 
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
-    """The operations on GPUs that take `factor` times as long to compute; hosts and links are unchanged."""
+    """Return the operations on GPUs that compute `factor` times as long; hosts and links are unchanged."""
     return tuple(
         replace(op, device_s=factor * op.device_s)
         if isinstance(op, Compute | RingPass) and op.kind != "request"
@@ -210,19 +210,19 @@ class Program:
     """All operations of every rank from the prompt to the first token.
 
     Most strategies have a block per kind of layer. Where ranks hold different layers, a block is a step of all
-    ranks, and `layer_numbers` says which layer it is on each.
+    ranks, and `layer_numbers` gives its layer on each rank.
     """
 
     strategy: str
     prologue: tuple[tuple[Op, ...], ...]  # per rank: embedding
-    layers: tuple[tuple[tuple[Op, ...], ...], ...]  # per kind of layer, per rank
+    layers: tuple[tuple[tuple[Op, ...], ...], ...]  # operations per kind of layer, per rank
     layer_kind_index: tuple[int, ...]  # kind of each layer, in order
     epilogue: tuple[tuple[Op, ...], ...]  # per rank: final norm and head, on the last rank
-    layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # per rank, of each block; None: in order
+    layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # per rank: layer of each block; None: in order
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks that take part."""
         return len(self.prologue)
 
     def ops(self, rank: int) -> Sequence[tuple[int | None, Op]]:
@@ -253,18 +253,18 @@ class Program:
 
     @property
     def most_query_blocks(self) -> tuple[int, ...] | None:
-        """Attention calls per rank, of the layer with the most."""
+        """Attention calls per rank, in the layer with the most calls."""
         return None if self.query_blocks is None else tuple(map(max, self.query_blocks))
 
     @property
     def num_rows(self) -> int:
-        """Partitions of the batch that the program was built for."""
-        blocks = {id(ops): ops for block in self._blocks for ops in block}  # ranks may share them
+        """Number of partitions in the batch that the program was built for."""
+        blocks = {id(ops): ops for block in self._blocks for ops in block}  # ranks may share blocks
         computes = (op for ops in blocks.values() for op in ops if isinstance(op, Compute))
         return max((op.device_s.size for op in computes), default=1)
 
     def row(self, index: int) -> Program:
-        """The program of one partition of the batch."""
+        """Return the program of one partition of the batch."""
 
         def one(values: Array) -> Array:
             return values[..., index : index + 1] if values.shape[-1] > 1 else values
@@ -272,7 +272,7 @@ class Program:
         return self._changed(lambda _, ops: tuple(with_arrays(op, one) for op in ops))
 
     def slowed(self, factors: Sequence[float]) -> Program:
-        """The program on GPUs that take that many times as long, one factor per rank; hosts and links are unchanged."""
+        """Return the program on GPUs that compute longer by one factor per rank; hosts and links are unchanged."""
         if all(factor == 1.0 for factor in factors):
             return self
         return self._changed(lambda rank, ops: slower(ops, factors[rank]))
@@ -303,7 +303,7 @@ def sent_bytes(program: Program, rank: int) -> float:
 
 
 def _gathered_bytes(layer: Sequence[Sequence[Op]], rank: int) -> float:
-    """What a rank sends in a layer's all-gathers: all pieces but that of the rank that it sends to."""
+    """Bytes that a rank sends in a layer's all-gathers: all pieces except the next rank's own."""
     total = 0.0
     for number, op in enumerate(_gathers(layer[rank])):
         ranks = op.members(rank, len(layer))
@@ -324,9 +324,9 @@ def loaded_bytes(program: Program, rank: int) -> float:
 def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
     """Peak bytes of each rank in one layer, for the first of a batch of partitions.
 
-    A message and gathered pieces stay until the next operation that says what the rank holds: it has copied them. A
-    ring holds the piece that it works on and the one that comes; an all-to-all what leaves and what comes; a load of
-    what does not stay, itself and the next.
+    Messages and gathered pieces count until the next operation with `kv_bytes`, which has copied them. A ring holds the
+    piece that it works on and the piece that arrives; an all-to-all holds the messages that it sends and receives; a
+    load that is not `ahead` holds its own bytes and as many for the next load.
 
     layer: the operations of each rank.
     """
@@ -390,6 +390,6 @@ def computes_s(program: Program) -> list[float]:
 
 
 def waited_s(busy_s: float, finish_s: float) -> float:
-    """Time that a rank was not computing until it finished; rounding alone counts as none."""
+    """Seconds until a rank finished in which it did not compute; a rounding error counts as 0."""
     wait_s = finish_s - busy_s
     return wait_s if wait_s > 1e-12 * finish_s else 0.0

@@ -47,7 +47,7 @@ class Request:
     context_len: int  # tokens of the whole context, the cached prefix included
     batch: int = 1  # sequences prefilled together, each of context_len tokens
     cached_prefix: int = 0  # leading tokens of the context whose K and V are computed already
-    dtype: str = "fp16"  # one of DTYPES; fp8: the products of the layers, all else in half precision
+    dtype: str = "fp16"  # one of DTYPES; fp8: only matrix products of layers, all else in half precision
 
     def __post_init__(self) -> None:
         check_whole("ctx", self.context_len, 1, MAX_TOKENS)
@@ -57,12 +57,12 @@ class Request:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of one sequence that are to be computed."""
+        """Tokens of one sequence that must be computed."""
         return self.context_len - self.cached_prefix
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of an element of activations and KV cache; with fp8, which is for products only, of half precision."""
+        """Bytes of an element of activations and KV cache; with fp8, half precision: only products are FP8."""
         return dtype_bytes("fp16" if self.dtype == "fp8" else self.dtype)
 
 
@@ -93,7 +93,7 @@ class Partition:
 
     @classmethod
     def of(cls, chunk_lens: Sequence[int], *, num_tokens: int, num_ranks: int) -> Partition:
-        """A partition that a user wrote, checked against the request.
+        """Return the partition that a user wrote, checked against the request.
 
         Raises InputError where the number of chunks or their sum is wrong.
         """
@@ -111,7 +111,7 @@ class Partition:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The paper's C[0, ..., C]: where each chunk starts, and the end."""
+        """Token at which each chunk starts, and the end; the paper's C[0, ..., C]."""
         return tuple(accumulate(self.chunk_lens, initial=0))
 
     @property
@@ -122,14 +122,15 @@ class Partition:
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
-_MOST_HELD = 0.9  # messages leave a GPU at least a tenth of its multiprocessors
+_MOST_HELD = 0.9  # largest share of a GPU's multiprocessors that messages take
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One request, on one cluster, by one model, predicted from one profile (None: the datasheet's roofline).
+    """One request to one model on one cluster, predicted from one profile (None: the datasheet's roofline).
 
-    A strategy sees it per rank: on one GPU, or with groups of GPUs as ranks (planner.candidates.per_rank_scenario).
+    A strategy gets a scenario per rank: on one GPU, or with groups of GPUs as ranks
+    (planner.candidates.per_rank_scenario).
     """
 
     model: ModelSpec
@@ -137,16 +138,16 @@ class Scenario:
     request: Request
     profile: CalibrationProfile | None
     kernel: str  # attention kernel, one of KERNELS
-    layout: Layout | None = None  # of all GPUs; None before a strategy is applied
-    group: Group | None = None  # GPUs of each rank; the ranks of `cluster` are then such groups
+    layout: Layout | None = None  # layout of all GPUs; None before a strategy is applied
+    group: Group | None = None  # GPUs of each rank, if several; `cluster` then has groups as ranks
     gather: Group | None = None  # ranks whose tokens are gathered for shared experts
-    memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION  # share of each GPU's memory that the prefill may use
     engine: Engine | None = None  # serving engine; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
-    expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
+    expert_imbalance: float | None = None  # rows of the busiest GPU's experts over the mean; None: mean_imbalance()
     prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
-    prefix_access: PrefixAccess | None = None  # how ranks attend to it; None: a strategy has not chosen yet
-    data_load: float = 1.0  # sequences of all data groups over sequences of the rank's group
+    prefix_access: PrefixAccess | None = None  # how ranks attend to the prefix; None: not yet chosen by a strategy
+    data_load: float = 1.0  # sequences of all data groups divided by those of the rank's group
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
@@ -193,13 +194,13 @@ class Scenario:
         return MemoryLimit(gpu_memory_bytes=self.cluster.gpu.memory_bytes, memory_fraction=self.memory_fraction)
 
     def on_gpus(self, num_gpus: int) -> Scenario:
-        """The scenario on another number of GPUs."""
+        """Return the scenario on another number of GPUs."""
         return replace(self, cluster=replace(self.cluster, num_gpus=num_gpus))
 
     def in_layout(self, layout: Layout) -> Scenario:
-        """The scenario of one prompt's ranks: GPUs that split all matrices are one rank, other data groups are gone.
+        """Return the scenario of one data group, in which GPUs that split all matrices are one rank.
 
-        Of a batch, the rank sees the sequences of the busiest data group.
+        The batch is that of the busiest data group.
         """
         request = replace(self.request, batch=-(-self.request.batch // layout.data))
         size, cluster, group = layout.tensor, self.cluster, None
@@ -217,12 +218,12 @@ class Scenario:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that a prompt is on."""
+        """Number of GPUs that compute a prompt."""
         return self.cluster.num_gpus * self.gpus_per_rank
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs per rank."""
+        """Number of GPUs per rank."""
         return 1 if self.group is None else self.group.size
 
     @property
@@ -280,7 +281,7 @@ class Scenario:
         return replace(quiet, profile=replace(quiet.profile, links=links)).with_host(host)
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
-        """The scenario with a path of that bandwidth between every pair; whether messages hold streams is unchanged."""
+        """Return the scenario with a path of this bandwidth between every pair; `sends_overlap` is unchanged."""
         links = replace(self.cluster, topology="switch").with_link(bandwidth_bytes_per_s, latency_s)
         if self.profile is None:
             return replace(self, cluster=links)
@@ -289,7 +290,7 @@ class Scenario:
         return replace(self, cluster=links, profile=profile)
 
     def with_slower_links(self, factor: float) -> Scenario:
-        """The scenario with links that are slower by a factor."""
+        """Return the scenario with links that are slower by a factor."""
         link, network = cached_scale(self.cluster.link, factor), cached_scale(self.cluster.network, factor)
         cluster = replace(self.cluster, link=link, network=network)
         group, gather = (None if one is None else one.slower(factor) for one in (self.group, self.gather))
@@ -303,7 +304,7 @@ class Scenario:
         return NO_HOST if self.profile is None else self.profile.host
 
     def with_host(self, host: HostRates) -> Scenario:
-        """The scenario with other software on the host."""
+        """Return the scenario with other host costs."""
         if self.engine is not None:
             other = replace(self, engine=replace(self.engine, host=host, model_types={}))
         else:
@@ -312,7 +313,7 @@ class Scenario:
         return other._with_costs_of(self) if alike else other
 
     def _with_costs_of(self, other: Scenario) -> Scenario:
-        """This scenario with the costs that another one has computed, whose device and request are the same."""
+        """Copy the costs that a scenario with the same device and request has computed; return this scenario."""
         vars(self).update({name: vars(other)[name] for name in ("share", "pace", "cost") if name in vars(other)})
         return self
 
@@ -323,7 +324,7 @@ class Scenario:
 
     @cached_property
     def pace(self) -> float:
-        """Seconds of products and attention over seconds at the burst clock.
+        """Seconds of products and attention divided by their seconds at the burst clock.
 
         The clock falls under load, with the time since the prefill began. One factor holds for the whole prefill. It is
         that of a GPU with an even share of the work, because balanced ranks work about equally long.
@@ -336,7 +337,7 @@ class Scenario:
             one.qkv_s(tokens)
             + (one.mixer.append_s(tokens, prefix) + one.mixer.attention_s(tokens, prefix) if one.has_mixer else 0.0)
             + one.output_mlp_s(tokens)
-            + one.exchanged_experts_s(tokens) * self.expert_placement.layout.context  # on each rank equally many
+            + one.exchanged_experts_s(tokens) * self.expert_placement.layout.context  # equally many on each rank
             for one in costs
         ]
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
@@ -380,7 +381,7 @@ class Scenario:
     def message_share(self) -> float:
         """Share of a GPU's compute rate that a ring's messages take while they are in flight.
 
-        It is the share of their multiprocessors or, where these were not counted, that of a receive that waits.
+        It is the measured share of multiprocessors or, if that was not measured, `pending_share`.
         """
         held = 0 if self.profile is None else self.profile.links.message_sms
         return min(held / self.cluster.gpu.num_sms, _MOST_HELD) if held else self.pending_share
@@ -393,7 +394,7 @@ class Scenario:
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
-        if cost is None or cost is vars(self).get("cost"):  # its GPU may lack a peak for the dtype
+        if cost is None or cost is vars(self).get("cost"):  # self.cost fails if the GPU lacks the dtype
             return self._layer_costs
         return self._layer_costs_by(cost)
 

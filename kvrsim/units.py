@@ -1,6 +1,6 @@
 """Parse what a user writes into SI units, and format values for people.
 
-`parse_*` read a value, also lists of lengths such as `4k,8k` or `1k:32k:1k`, or raise InputError naming the argument.
+`parse_*` read a value or a list of lengths such as `4k,8k` or `1k:32k:1k`, or raise InputError naming the argument.
 `scale` reads units from the names of fields.
 """
 
@@ -169,8 +169,8 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
     """Multiply every time of a dataclass and divide every rate by a factor; `only_rates` leaves times unchanged.
 
     Fields that end in `_s` or `seconds` are times, those that end in `_per_s` rates; a field whose name has no unit
-    may have one in its metadata. What is inside tuples, mappings and other dataclasses is scaled, too;
-    what has no unit stays the same object.
+    may have one in its metadata. Values inside tuples, mappings and other dataclasses are scaled, too;
+    values without a unit stay the same objects.
     """
 
     def change(unit: str, old: Any) -> Any:
@@ -266,6 +266,6 @@ def _lengths_of(part: str, text: str, argument: str) -> list[int]:
 
 
 def counts_up_to(num_gpus: int) -> tuple[int, ...]:
-    """2, 4, 8, ... and the number itself: the default numbers of GPUs to compare."""
+    """Default numbers of GPUs to compare: 2, 4, 8, ... up to the number, and the number itself."""
     powers = (2**power for power in range(1, num_gpus.bit_length()))
     return tuple(dict.fromkeys((*(one for one in powers if one <= num_gpus), num_gpus)))
