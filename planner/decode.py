@@ -1,4 +1,4 @@
-"""Seconds of a decode step, and the mean TTFT of users of an engine that prefills and decodes on the same GPUs."""
+"""Duration of a decode step, and mean TTFT of users of an engine that prefills and decodes on the same GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_users(result: _Result, scenario: Scenario, asked: UsersArgs) -> _Result
 
 
 def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoop:
-    """Users of the scenario's GPUs, which decode for all of them with the widest tensor parallelism they allow.
+    """Closed-loop users of the scenario's GPUs, which decode with the widest possible tensor parallelism.
 
     TPOT is the time of a decode step with one sequence per user, at the mean context of decoding.
     """
@@ -63,7 +63,7 @@ def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoo
 def step_s(per_rank: Scenario, batch: int, context: int) -> float:
     """Seconds of one step, which computes one token for each of `batch` sequences of `context` tokens.
 
-    Engines replay a graph of a step's kernels, so launches take no time of their own.
+    Engines replay a graph of the step's kernels, so kernel launches cost no extra time.
     """
     request = replace(per_rank.request, context_len=context, cached_prefix=context - 1, batch=batch)
     scenario = replace(per_rank, request=request)
@@ -82,6 +82,6 @@ def step_s(per_rank: Scenario, batch: int, context: int) -> float:
 
 
 def decoding_rank(scenario: Scenario, size: int) -> Scenario:
-    """One rank's share of the scenario, where `size` GPUs decode with tensor parallelism."""
+    """The scenario per rank, where `size` GPUs decode with tensor parallelism."""
     request = Request(context_len=1, dtype=scenario.request.dtype)
     return for_strategy(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"])

@@ -1,4 +1,4 @@
-"""Launches of a plan's strategies on serving engines: the flags that start one."""
+"""Launches of a plan's strategies on serving engines: commands with their flags."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from planner.candidates import Candidate, all_for
 from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, layout_on_gpus
 
 Role = Literal["prefill", "decode"]
-_VALUE = re.compile(r"{(\w+)}")  # placeholder in a template of flags
-_PAGE = 128  # tokens; pieces are multiples, and so fit all page sizes that engines choose (1 to 128)
-_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # vLLM's, for prefill and decode alike
+_VALUE = re.compile(r"{(\w+)}")  # placeholder in the template of a flag
+_PAGE = 128  # step sizes are multiples of this number of tokens, so that they fit all page sizes of engines (1 to 128)
+_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # for vLLM, both for prefill and decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """One group of GPUs that an engine serves with."""
+    """A server of an engine on one group of GPUs."""
 
     engine: DeployEngine
-    scenario: Scenario  # GPUs, model and data types; the lengths are not used
+    scenario: Scenario  # GPUs, model and data types; its request's lengths are not used
     layout: Layout
-    model: str  # model name that the engine loads
+    model: str  # the model's name for the engine
     max_len: int  # tokens of the longest sequence, its output included
-    pieces: tuple[int, ...] = ()  # tokens of a prompt's steps; empty: the engine chooses
-    layers: tuple[int, ...] | None = None  # number of layers per stage of a pipeline; None: even
-    role: Role | None = None  # role of a fleet if one fleet prefills and another one decodes
-    max_sequences: int | None = None  # sequences at once; None: the engine's default
-    config: str = "trtllm.yaml"  # name of the file with settings that trtllm-serve has no options for
+    pieces: tuple[int, ...] = ()  # tokens of each step of a prompt; empty: the engine chooses them
+    layers: tuple[int, ...] | None = None  # number of layers per stage of a pipeline; None: equal numbers
+    role: Role | None = None  # role of the server if separate fleets prefill and decode
+    max_sequences: int | None = None  # largest number of simultaneous sequences; None: the engine's default
+    config: str = "trtllm.yaml"  # file name of the settings for which trtllm-serve has no options
 
     @property
     def args(self) -> tuple[str, ...]:
-        """Arguments after the launcher."""
+        """Arguments of the launcher."""
         values = self.values
         templates = [one for one in self.engine.flags if all(values[key] for key in _VALUE.findall(one))]
         without_value = {f"{{{key}}}" for key, value in values.items() if value is True}
@@ -50,7 +50,7 @@ class Server:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Values of the flags. Flags of None, 0 or False are left out; those of True have no value."""
+        """Values of the flags. Flags with None, 0 or False are omitted; flags with True have no value."""
         layout, scenario = self.layout, self.scenario
         dtype, step_tokens = scenario.request.dtype, None
         if self.pieces:
@@ -59,7 +59,7 @@ class Server:
         latent = context and self.engine.context_models[layout.scheme or ""][scenario.model.model_type] != "gathered"
         return {
             "model": self.model,
-            "dtype": "float32" if dtype == "fp32" else "auto",  # the checkpoint's: some models refuse fp16
+            "dtype": "float32" if dtype == "fp32" else "auto",  # the checkpoint's dtype: some models do not run in fp16
             "fp8": dtype == "fp8",
             "kv_dtype": "fp8" if self.fp8_kv else "auto",
             "kv_dtype_e4m3": "fp8_e4m3" if self.fp8_kv else "auto",
@@ -95,7 +95,7 @@ class Server:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Contents of files that the launch needs, by name."""
+        """Contents of the files that the launch needs, by name."""
         if self.engine.name != "trtllm":
             return {}
         lines = [
@@ -125,7 +125,7 @@ class Server:
         return quantization is not None and quantization.kv_cache_bits == 8
 
     def notes(self) -> Iterator[str]:
-        """What the user must know next to the flags."""
+        """Notes that the user must know in addition to the flags."""
         engine, scenario = self.engine, self.scenario
         yield f"flags as documented at {engine.name} {engine.version}, looked at on {engine.looked_at}"
         if "/" not in self.model:
@@ -154,14 +154,14 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How an engine is started for a strategy, or for the groups of a fleet."""
+    """Command and files that start an engine for a strategy, or for the groups of a fleet."""
 
     engine: str
-    version: str  # version whose flags were checked
-    strategy: str  # for a fleet: that of its first groups
+    version: str  # engine version for which the flags were checked
+    strategy: str  # strategy; for a fleet, that of its first groups
     command: str  # launcher and arguments, quoted for a shell
-    args: tuple[str, ...]  # arguments after the launcher
-    files: Mapping[str, str] = field(default_factory=dict)  # contents by name
+    args: tuple[str, ...]  # arguments of the launcher
+    files: Mapping[str, str] = field(default_factory=dict)  # contents of files, by name
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -190,7 +190,7 @@ def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str
 
 
 def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:
-    """How an engine splits a strategy's GPUs. If it lacks the strategy, InputError names those that it has."""
+    """The layout in which an engine runs a strategy. If it lacks the strategy, InputError names those it has."""
     lacks = engine.lacks(strategy, scenario)
     if lacks is None:
         return layout_on_gpus(strategy, scenario)
@@ -201,7 +201,7 @@ def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> 
 
 
 def longest_sequence(model: ModelSpec, tokens: int) -> int:
-    """The --max-model-len that holds the prompt and one new token; InputError where the model has fewer positions."""
+    """The --max-model-len for the prompt and one new token; raises InputError if the model has fewer positions."""
     most = model.max_position_embeddings
     if most is None or tokens < most:
         return tokens + 1
@@ -222,8 +222,8 @@ def launch_of(
 ) -> Launch:
     """The launch of a strategy with its partition (pieces, for a pipeline) on the scenario's GPUs.
 
-    layers: of each stage of a pipeline; None: even. model: what the engine loads.
-    Raises InputError naming what the engine can run, where it has not got the strategy.
+    layers: layers of each stage of a pipeline; None: even. model: the model's name for the engine.
+    Raises InputError if the engine lacks the strategy; the error names the strategies that it has.
     """
     engine, chosen = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
     layout = layout_for(engine, scenario, chosen)
@@ -252,7 +252,7 @@ def launch_of(
 
 
 def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:
-    """Raise InputError where the partition needs more memory than the GPUs have."""
+    """Raise InputError if the partition needs more memory than the GPUs have."""
     planned = Candidate(scenario=scenario, strategy=strategy, partition=Partition(chunk_lens=tuple(partition)))
     if not planned.fits:
         most = format_bytes(max(memory.total for memory in planned.memory))

@@ -19,26 +19,26 @@ from kvrsim.layout import Degrees, Layout
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
-_DATA = Path(__file__).parents[1] / "kvrsim" / "data" / "deploy.json"  # both packages are installed in one folder
-OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the choices
-_MOST_SPARSE_CONTEXT = 8  # GPUs, of SGLang's context parallelism of sparse attention
+_DATA = Path(__file__).parents[1] / "kvrsim" / "data" / "deploy.json"  # planner and kvrsim are installed in one folder
+OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the allowed values
+_MOST_SPARSE_CONTEXT = 8  # most GPUs for SGLang's context parallelism of sparse attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployEngine:
-    """An engine in the version that was examined."""
+    """A serving engine, in the version that was examined."""
 
     name: str
     version: str
     looked_at: str  # date of the examination
     sources: tuple[str, ...]
     launcher: tuple[str, ...]
-    flags: tuple[str, ...]  # templates with names of Server.values
+    flags: tuple[str, ...]  # templates of flags, with names of Server.values
     uneven_pieces: bool  # whether a pipeline's pieces may differ in length
     context_models: Mapping[
         str, Mapping[str, str]
     ]  # by scheme, then model_type: the way in which it splits the context
-    notes: Mapping[str, str]  # by the feature of a layout that they describe
+    notes: Mapping[str, str]  # key: the feature of a layout that the note describes
     options: Mapping[str, OptionKind]
 
     @property
@@ -47,10 +47,10 @@ class DeployEngine:
         return f"{self.name} ({self.version})"
 
     def has(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether it runs a strategy on the scenario's GPUs, with its model."""
+        """Whether the engine runs a strategy with the scenario's model on its GPUs."""
         try:
             return self.lacks(strategy, scenario) is None
-        except InputError:  # sizes that the GPUs do not divide into
+        except InputError:  # the number of GPUs is not divisible by the sizes
             return False
 
     def has_kind(self, degrees: Degrees) -> bool:
@@ -77,7 +77,7 @@ class DeployEngine:
 
 @cache
 def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
-    """An engine by its name; raises InputError where there is none."""
+    """The engine with this name; raises InputError for an unknown name."""
     if name not in DEPLOY_ENGINES:
         raise InputError(parameter, name, f"one of {', '.join(DEPLOY_ENGINES)}")
     content: dict[str, Any] = json.loads(_DATA.read_text("utf-8"))[name]
@@ -86,13 +86,13 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
 
 
 def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
-    """Which engines have a strategy on the scenario's GPUs, each with the version that was examined."""
+    """The engines that have a strategy on the scenario's GPUs, each with the version that was examined."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
     return {engine.name: engine.version for engine in engines if engine.has(strategy, scenario)}
 
 
 def engines_for(strategy: Strategy) -> tuple[str, ...]:
-    """Names of the engines that have a strategy on some number of GPUs, with some model."""
+    """Names of the engines that have a strategy for some number of GPUs and some model."""
     if not strategy.degrees.is_deployable or strategy.approximate is not None:
         return ()
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
@@ -100,22 +100,22 @@ def engines_for(strategy: Strategy) -> tuple[str, ...]:
 
 
 def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
-    """The layout of a strategy on the scenario's GPUs; on one GPU for a strategy of single GPUs."""
+    """The layout of a strategy on the scenario's GPUs; strategies that use one GPU have a layout of one GPU."""
     whole = strategy.partition_rule == "whole"
     return layout_of(scenario.on_gpus(1) if whole else scenario, strategy.degrees)
 
 
 def _vllm_lacks(layout: Layout, _: str) -> str | None:
-    """Experts lie over all GPUs of a stage, sliced or spread (fused_moe/config.py)."""
+    """The feature that vLLM lacks: all GPUs of a stage hold experts, either sliced or spread (fused_moe/config.py)."""
     if layout.expert_data > 1 and layout.is_mixture:
         return "copies of the experts"
     return None if 1 in (layout.expert_tensor, layout.expert_parallel) else "experts both spread and sliced"
 
 
 def _sglang_lacks(layout: Layout, way: str) -> str | None:
-    """SGLang's context parallelism restricts the other sizes (arg_groups/model_overrides, parallel_hook.py).
+    """The feature that SGLang lacks: context parallelism restricts other sizes (model_overrides, parallel_hook.py).
 
-    way: "gathered" for attention over heads, "latent" for ranks that are single GPUs with DeepEP, or "sparse".
+    way: "gathered" (attention over heads), "latent" (ranks are single GPUs with DeepEP), or "sparse".
     """
     spread = layout.expert_tensor == 1 and layout.expert_data == 1
     if layout.context > 1 and way != "gathered":
@@ -132,7 +132,7 @@ def _sglang_lacks(layout: Layout, way: str) -> str | None:
 
 
 def _trtllm_lacks(layout: Layout, _: str) -> str | None:
-    """Attention is split over all GPUs of a stage by heads or by prompts (mapping.py)."""
+    """The feature that TensorRT-LLM lacks: GPUs of a stage split attention by heads or by prompts (mapping.py)."""
     if layout.data > 1 and layout.tensor > 1:
         return "attention split by heads in data groups"
     return "copies of the experts" if layout.is_mixture and layout.expert_data > 1 else None

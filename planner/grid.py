@@ -1,4 +1,4 @@
-"""Candidates over a grid of scenarios, and the file of a grid: shared by tables, maps and predictors."""
+"""Candidates for the points of a grid, and files of grids; used by tables, maps and predictors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, fields_to_json, read
 
-if TYPE_CHECKING:  # files are looked up without the planner
+if TYPE_CHECKING:  # files are read without importing the planner
     from kvrsim.scenario import Scenario
     from kvrsim.strategies import Strategy
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
-_FEW_PIPELINES, _EACH_S = 1000, 4e-5  # most simulations per grid point to refine pieces, and seconds of each
-_EXPOSED = 0.05  # of TTFT without communication; above this share balanced chunks may be far from the best
+_FEW_PIPELINES, _EACH_S = 1000, 4e-5  # most simulations per grid point to improve pieces, and estimated seconds of each
+_EXPOSED = 0.05  # exposed communication over TTFT without it; above this, balanced chunks may be far from the best
 
 
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
-    """The strategy with its own partition, refined a little; a chain's is balanced or even, unless links are slow."""
+    """The strategy with a partition from a short search; for chains with fast links, balanced or even chunks."""
     from kvrsim.scenario import Partition
     from planner.candidates import Candidate, Search, per_rank_scenario
     from planner.search.minimise import Allowance
@@ -42,7 +42,7 @@ def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest of 1 to `most` for which a condition holds that also holds for all smaller ones; 0: for none."""
+    """The largest number up to `most` for which `holds` is true, as for all smaller numbers; 0: none."""
     if holds(most):
         return most
     low, high = 0, most
@@ -53,31 +53,31 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
 
 
 class GridFile:
-    """A frozen dataclass that is written as versioned JSON, one line per row of its grid."""
+    """A frozen dataclass that is written as versioned JSON, with one line per row of its grid."""
 
     __slots__ = ()
     file_format: ClassVar[str]  # name of the file format
     command: ClassVar[str]  # command that writes the file
-    rows: ClassVar[str]  # the field with the rows
+    rows: ClassVar[str]  # name of the field with the rows
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {"format": self.file_format, "schema_version": SCHEMA_VERSION, **fields_to_json(self)}
 
     def to_json(self) -> str:
-        """The file's text: a line for each key, and for each row."""
+        """The file's text, with one line for each key and for each row."""
         content = self.to_dict()
         rows = ",\n".join("    " + json.dumps(row, allow_nan=False) for row in content.pop(self.rows))
         head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
         return f'{{\n{head},\n  "{self.rows}": [\n{rows}\n  ]\n}}\n'
 
     def write(self, path: str | Path, argument: str = "output") -> None:
-        """Write the JSON atomically."""
+        """Write the JSON file atomically."""
         write_atomically(path, self.to_json().encode(), argument=argument)
 
     @classmethod
     def read(cls, data: JsonObject) -> Self:
-        """Check the content of a file; InputError names the key."""
+        """Read the content of a file and check it; InputError names the key."""
         if data.fields.get("format") != cls.file_format:
             raise data.error("format", f"{cls.file_format}, as {cls.command} writes it")
         if data.fields.get("schema_version") != SCHEMA_VERSION:

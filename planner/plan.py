@@ -1,4 +1,4 @@
-"""The plan: every strategy with its best partition, in order, and a lower bound on TTFT."""
+"""The plan: every strategy with its best partition, ranked by TTFT, and a lower bound of TTFT."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
 
-# Noise, tables and what is only for plans that do not fit are imported where needed: each costs every start time.
+# Modules for noise, tables and plans that do not fit are imported on use, because each import slows down every start.
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.results import Shortfall
     from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
 
-MOST_SPANS = 200_000  # of all timelines together but the first: what a page holds and a browser moves
-_BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
-_MOST_BOUND_TOKENS = 2**22  # of a pipeline: its bound has an array entry per token
-_LEAST_GAIN = 0.0005  # smaller gains would be printed as 0.0 %
+MOST_SPANS = 200_000  # most spans of all timelines but the first one, which a page and a browser can handle
+_BASELINES = ("tsp", "tp", "kvr-e", "single")  # the baseline of speed-ups is the first of these that fits
+_MOST_BOUND_TOKENS = 2**22  # most tokens for a pipeline's bound, which has an array entry per token
+_LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %
 
 
 def make_plan(
@@ -68,12 +68,12 @@ def make_plan(
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
-    strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that the machine and the model allow,
-        None for all that could fit. "all" and None are ranked.
+    strategies: names, "FILE.py:NAME" or Strategies; "all" means every strategy that the machine and the model allow,
+        None means all that could fit. Results are ranked.
     disturbance: noise; strategies are then ranked by their mean TTFT under it.
-    timelines: whose spans the plan carries.
-    seed: for the record of the question; a disturbance has its own.
-    target: load and target of the promise; None: idle GPUs, no target.
+    timelines: the strategies whose spans are recorded.
+    seed: recorded in the question; a disturbance has its own seed.
+    target: load and target TTFT of the promise; None: idle GPUs, no target.
     """
     search = search or Search()
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
@@ -109,9 +109,9 @@ class Ranking:
 
     scenario: Scenario
     candidates: tuple[Candidate, ...]
-    unsearched: tuple[str, ...]  # strategies that could be the best, which the budget did not cover
+    unsearched: tuple[str, ...]  # strategies that could be the best but exceeded the search budget
     engine: ForEngine | None  # engine of the plan's launch
-    noisy: Mapping[str, Distribution]  # TTFT under the plan's noise by strategy; empty: no noise
+    noisy: Mapping[str, Distribution]  # distribution of TTFT under noise, by strategy; empty: no noise
 
     @classmethod
     def of(
@@ -122,7 +122,7 @@ class Ranking:
         disturbance: Disturbance | None,
     ) -> Ranking:
         """Search the partition of every strategy; one that is near KVR's chain starts from the chain's partition."""
-        for strategy in compared.strategies:  # fail early: before the first search
+        for strategy in compared.strategies:  # raise errors before the first search
             if disturbance is not None:
                 disturbance.check(strategy)
             if strategy.partition_rule == "table":
@@ -134,7 +134,7 @@ class Ranking:
 
     @cached_property
     def ranked(self) -> tuple[Candidate, ...]:
-        """What fits and is exact first, then by TTFT."""
+        """Candidates that fit and are exact first, then in order of TTFT."""
         return tuple(
             sorted(
                 self.candidates,
@@ -144,10 +144,10 @@ class Ranking:
 
     @cached_property
     def best(self) -> Candidate:
-        """The fastest exact candidate that fits, on the plan's engine if it has one; else that of the least memory.
+        """The fastest exact candidate that fits, on the plan's engine if possible; else the one with the least memory.
 
-        Of those that tie with the fastest within 2 % it is one that an engine has, and then the one with the least
-        effort (Layout.effort).
+        Of the candidates that tie with the fastest within 2 %, this is one that some engine has, and of these the one
+        with the least effort of deployment (Layout.effort).
         """
         ranked, engine = self.ranked, self.engine
         if engine is not None:
@@ -161,7 +161,7 @@ class Ranking:
         return min((fastest, *near), key=self._effort)
 
     def _effort(self, one: Candidate) -> tuple[bool, tuple[int, int, bool]]:
-        """Sort key, the work that deploying takes: whether no engine has the strategy, then its layout's effort."""
+        """Sort key for the effort of deployment: whether no engine has the strategy, then its layout's effort."""
         return not engines_with(one.strategy, self.scenario), layout_on_gpus(one.strategy, self.scenario).effort
 
     def _ranking_s(self, one: Candidate) -> float:
@@ -169,7 +169,7 @@ class Ranking:
 
     @cached_property
     def baseline(self) -> Candidate | None:
-        """Baseline of speed-ups: the first of the usual baselines that fits, else the fastest that fits."""
+        """Baseline of speed-ups: the first of _BASELINES that fits, else the fastest candidate that fits."""
         feasible = {one.strategy.name: one for one in self.candidates if one.fits}
         for name in _BASELINES:
             if name in feasible:
@@ -186,7 +186,7 @@ class Ranking:
         )
 
     def result(self, one: Candidate) -> StrategyResult:
-        """The part of the plan about one strategy."""
+        """The plan's results for one strategy."""
         tsp = next((other for other in self.candidates if other.strategy.name == "tsp"), None)
         later = {
             "is_tied": lambda: one is not self.best and self._is_tied(self.best, one),
@@ -220,7 +220,7 @@ class Ranking:
 
     @cached_property
     def _kvr(self) -> Candidate:
-        """KVR-S; if it is not among the candidates, its analytical partition, which costs one evaluation."""
+        """The candidate for KVR-S; if KVR-S is not compared, its analytical plan, which costs one evaluation."""
         compared = {one.strategy.name: one for one in self.candidates}
         return compared.get(KVR_S.name) or Search(options=SearchArgs(method="analytical")).candidate(
             self.scenario, KVR_S
@@ -231,15 +231,15 @@ class Ranking:
         return any(one is self._kvr for one in self.candidates)
 
     def bounds(self) -> Bounds:
-        """The bound of KV-Runahead chains over single GPUs, and that of the best strategy if it is such a chain.
+        """The bound of KV-Runahead chains over single GPUs, and the bound of the best strategy if that is such a chain.
 
-        Nothing is proven of ranks that exchange tokens for their experts.
+        There is no proof for ranks that exchange tokens for their experts.
         """
         kvr, per_rank = self._kvr, self._kvr.per_rank
         num_ranks = per_rank.cluster.num_gpus
         whole = Partition(chunk_lens=(per_rank.request.new_tokens,))
         single_s = ttft_of(per_rank.on_gpus(1), STRATEGIES["single"], whole)
-        # Without communication the balanced plan is the best but for the first layer's fill.
+        # Without communication, the balanced plan is optimal except for the wait in the first layer.
         balanced_s = search(per_rank.without_communication(), KVR_S, method="analytical").ttft_s
         lower_s = None
         if per_rank.chain_is_proven:
@@ -254,7 +254,7 @@ class Ranking:
         )
 
     def search_report(self) -> SearchReport:
-        """The method of KVR-S's search, or else the first, and the effort of all searches together."""
+        """The method of KVR-S's search (or of the first search), and the effort of all searches together."""
         searches = {one.strategy.name: one.search for one in self.candidates if one.search is not None}
         over_ranks = [one for one in searches.values() if one.strategy.partition_rule == "search"]
         first = searches.get(KVR_S.name) or (over_ranks[0] if over_ranks else self._kvr.search)
@@ -268,7 +268,7 @@ class Ranking:
         )
 
     def timelines(self, wanted: Literal["best", "all"] | None) -> tuple[dict[str, Timeline], list[str]]:
-        """The timelines by strategy, ranked, and a note on those that have too many spans."""
+        """Timelines by strategy, the best strategy first, and a note on strategies with too many spans."""
         if wanted is None:
             return {}, []
         spans: dict[str, Timeline] = {}
@@ -285,7 +285,7 @@ class Ranking:
     # -- notes
 
     def notes(self, search: Search) -> list[str]:
-        """Warnings: searches that were limited, near-ties, and strategies that exceed memory."""
+        """Warnings about limited searches, near-ties, and strategies that exceed memory."""
         return [
             *self._table_notes(search),
             *(
@@ -316,12 +316,12 @@ class Ranking:
         return notes
 
     def _even_chunks_note(self) -> list[str]:
-        """Whether KVR-S's search has gained too little to be sure of, as where the host is the bottleneck."""
+        """A note if KVR-S's search gains too little to be certain, for example if the host is the bottleneck."""
         several = {one.strategy.name: one for one in self.candidates if len(one.partition.chunk_lens) > 1}
         if not {"kvr-e", "kvr-s"} <= set(several):
             return []
         even, best = several["kvr-e"], several["kvr-s"]
-        if even.ttft_s > best.ttft_s * NEAR:  # sensitivities take long
+        if even.ttft_s > best.ttft_s * NEAR:  # avoid the slow computation of sensitivities
             return []
         if not is_indistinguishable(best.sensitivities, even.sensitivities, best.ttft_s, even.ttft_s):
             return []
@@ -370,13 +370,13 @@ def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
 def _shortfall(ranking: Ranking) -> Shortfall | None:
     if ranking.best.fits:
         return None
-    from planner.shortfall import shortfall_of  # only where nothing fits
+    from planner.shortfall import shortfall_of  # this import is only for plans that do not fit
 
     return shortfall_of(ranking.scenario, ranking.candidates)
 
 
 def _pipeline_bound(one: Candidate) -> PipelineBound | None:
-    """The bound of all pipelines over these ranks; None if pieces were not searched, or of too many tokens."""
+    """The bound of all pipelines over these ranks; None if pieces were not searched, or with too many tokens."""
     if one.strategy.partition_rule != "searched-pieces" or one.per_rank.request.new_tokens > _MOST_BOUND_TOKENS:
         return None
     from planner.search.pipeline import with_step_time
@@ -391,7 +391,7 @@ def _pipeline_bound(one: Candidate) -> PipelineBound | None:
 
 
 def _chain_bound(best: Candidate, kvr_lower_s: float | None) -> ChainBound | None:
-    """The bound of the best strategy's partitions; None if nothing is proven."""
+    """The bound of the best strategy over all its partitions; None if there is no proof."""
     strategy = best.strategy
     if not strategy.chains or not best.per_rank.chain_is_proven:
         return None
@@ -410,7 +410,7 @@ def _memory_note(one: Candidate) -> str:
 
 
 def span_count(program: Program) -> int:
-    """An upper bound on the spans that the event executor records of a program."""
+    """An upper bound of the number of spans that the event executor records for a program."""
 
     def block(ops: Sequence[Op]) -> int:
         return sum(_spans_of(op, program.num_ranks) for op in ops)
@@ -425,7 +425,7 @@ def span_count(program: Program) -> int:
 
 
 def _spans_of(op: Op, num_ranks: int) -> int:
-    """The spans of one operation on one rank: its work, its waiting and its messages."""
+    """The number of spans of one operation on one rank: its work, its waiting and its messages."""
     if isinstance(op, AllGather):
         return 1 + (op.among or num_ranks) - 1
     if isinstance(op, RingPass):

@@ -1,4 +1,4 @@
-"""Pool: workers for independent calls, by joblib: this process, local processes, or a Dask or Ray cluster."""
+"""Pool: workers for independent calls, through joblib: this process, local processes, or a Dask or Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kvrsim.choices import POOL_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.version import __version__
 
-_TIMEOUT_S = 20.0  # for a Dask scheduler's answer
-_ROUND = 4  # calls per process in one batch for Ray, whose results come only when a batch is done
+_TIMEOUT_S = 20.0  # seconds to wait for a Dask scheduler's answer
+_ROUND = 4  # calls per process in one batch for Ray, which returns results only after the whole batch
 _Result = TypeVar("_Result")
 
 
 @dataclass(kw_only=True, slots=True)
 class Pool:
-    """Workers for independent calls; a context manager where it has more than this process.
+    """Workers for independent calls; use it as a context manager if it has other processes.
 
     Entering raises InputError where the backend's package is missing or its cluster does not answer.
     """
 
-    jobs: int = 1  # processes; ignored on an existing cluster
-    backend: str = "loky"  # one of POOL_BACKENDS; "loky" is processes of this machine
-    dask_address: str | None = None  # of a Dask scheduler; None: a new cluster on this machine
+    jobs: int = 1  # number of processes; ignored on an existing cluster
+    backend: str = "loky"  # one of POOL_BACKENDS; "loky" means processes of this machine
+    dask_address: str | None = None  # address of a Dask scheduler; None: a new cluster on this machine
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,8 +70,8 @@ class Pool:
         if kind is not None and self.backend == "loky" and not self.is_here:
             from joblib.externals.loky import get_reusable_executor
 
-            self._open.pop_all()  # stay quiet: loky's thread may fail until this process ends
-            # Without waiting, this process could end between a semaphore's removal and its deregistration.
+            self._open.pop_all()  # keep the silence: loky's thread may fail until this process ends
+            # Wait, because this process could otherwise end between a semaphore's removal and its deregistration.
             get_reusable_executor().shutdown(wait=True, kill_workers=True)
         self._open.close()
 
@@ -82,9 +82,9 @@ class Pool:
         what: str = "calls",
         on_progress: OnProgress | None = None,
     ) -> list[_Result]:
-        """Results in the order of the arguments. what: the name of a call's work in reports of progress.
+        """Results in the order of the arguments. what: name of the work in progress reports.
 
-        Calls are made in a random order, so that the calls that are done take as long as the others in the mean.
+        Calls run in random order, so that finished and remaining calls take equally long on average.
         """
         order = random.Random(0).sample(range(len(arguments)), len(arguments))
         results = dict[int, _Result]()
@@ -95,7 +95,7 @@ class Pool:
         return [results[index] for index in range(len(arguments))]
 
     def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
-        """Results as they come, in the order of the arguments."""
+        """Yield results in the order of the arguments, as soon as each is complete."""
         if self.is_here or not arguments:
             yield from (call(*each) for each in arguments)
             return
@@ -121,9 +121,9 @@ class Pool:
         try:
             client = self._open.enter_context(Client(address, timeout=_TIMEOUT_S))
             version = client.submit(_version, pure=False).result(timeout=_TIMEOUT_S)
-        except Exception:  # any failure of a scheduler or worker
+        except Exception:  # the scheduler or a worker failed
             version = None
-        if version != __version__:  # calls to a cluster without this kvrsim would never return
+        if version != __version__:  # calls to a cluster without this version of kvrsim never return
             accepted = (
                 f"the address of a Dask scheduler that answers, such as tcp://host:8786, with kvrsim {__version__}"
             )
@@ -133,7 +133,7 @@ class Pool:
         import ray
         from ray.util.joblib import register_ray
 
-        try:  # the cluster of RAY_ADDRESS, one that runs on this machine, or a new one
+        try:  # the cluster of RAY_ADDRESS, one on this machine, or a new one
             ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
         except ConnectionError:
             accepted = "the address of a Ray cluster that answers, such as host:6379"
@@ -166,13 +166,13 @@ def _silence_loky(stack: contextlib.ExitStack) -> None:
     stack.callback(setattr, threading, "excepthook", hook)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", message=".* tasks which were still being processed", module="joblib")
-    # loky's resource tracker is a process; it warns of semaphores that are gone already.
+    # loky's resource tracker is a process; it warns about semaphores that are already removed.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 
 @cache
 def _begin_worker(parent: int) -> None:
-    """Ignore Ctrl-C, which the first process handles, and end when the parent has died."""
+    """Ignore Ctrl-C, which the parent process handles, and exit when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""What to promise of a prefill: a TTFT that holds on idle GPUs or under load, and what limits it."""
+"""The promise for a prefill: a TTFT that is kept on idle GPUs or under load; and the operations that limit TTFT."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 from planner.candidates import Candidate
 
-SHARE = 0.9  # of prefills within the promise: the upper end of an interval of 80 %
-_REQUESTS, _WARM_UP = 40_000, 4_000  # requests of a simulated queue, and the first ones, which are not counted
+SHARE = 0.9  # share of prefills that keep the promise: the upper end of an 80 % interval
+_REQUESTS, _WARM_UP = 40_000, 4_000  # requests of a simulated queue; the first ones are not counted
 _HALVINGS = 12  # steps of the bisection over loads
-_STEP = 1e-3  # relative slowdown of operations
-_LEAST = 0.005  # of TTFT, from which on a limit is listed
-_WORDS = {  # kinds of operations: their name, and what makes them faster
+_STEP = 1e-3  # relative slowdown with which shares are measured
+_LEAST = 0.005  # least share of TTFT for which a limit is listed
+_WORDS = {  # kind of operation: its name, and how to make it faster
     "gemm": ("matrix products", "FP8 weights (--dtype fp8), or more GPUs that split each matrix"),
     "attention": ("attention", "a cached prefix, or more GPUs per prompt"),
     "latent": ("latent attention", "a cached prefix, or more GPUs per prompt"),
@@ -34,7 +34,7 @@ _WORDS = {  # kinds of operations: their name, and what makes them faster
 def limits_of(one: Candidate) -> tuple[Limit, ...]:
     """The share of each kind of operation in the critical path, largest first.
 
-    The share is the relative growth of TTFT where the operation alone is slower, over that slowdown.
+    The share is the relative growth of TTFT if only these operations are slower, over their relative slowdown.
     """
     scenario, strategy, chunks = one.per_rank, one.strategy, columns(one.partition.chunk_lens)
     cost, parts = listing(scenario.cost)
@@ -54,7 +54,7 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
     times = dict(zip(kinds, slowed_s, strict=True))
     times |= {kind: ttft_s(changed, wide[:, -1:])[0] for kind, changed in others.items()}
     shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
-    whole = max(1.0, sum(shares.values()))  # above 1 where several paths are critical at once
+    whole = max(1.0, sum(shares.values()))  # above 1 if several paths are critical at the same time
     ranked = sorted(((kind, share / whole) for kind, share in shares.items()), key=lambda item: -item[1])
     return tuple(
         Limit(operation=_WORDS[kind][0], share=share, remedy=_WORDS[kind][1])
@@ -66,8 +66,8 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
 def promise_of(ttft_high_s: float, target: TargetArgs) -> Promise:
     """The TTFT that 90 % of prefills keep, on idle GPUs or with Poisson arrivals in first-come order.
 
-    ttft_high_s: what one prefill takes at most, one-sided 90 %. Under load every prefill is taken to be that slow, and
-    the GPUs to prefill one prompt after another. Pipelines and batches serve more.
+    ttft_high_s: one-sided 90 % upper limit of one prefill. Under load, the model assumes that every prefill takes this
+    long and that the GPUs prefill one prompt at a time. Pipelines and batches serve more.
     """
     seconds: float | None = ttft_high_s
     if target.rate is not None:
@@ -91,7 +91,7 @@ def promise_of(ttft_high_s: float, target: TargetArgs) -> Promise:
 
 
 def _sojourn(load: float) -> float:
-    """The 90th percentile of waiting and service in units of the service time; load: arrivals per service, below 1."""
+    """90th percentile of waiting plus service time, over service time; load: arrivals per service time, below 1."""
     if load <= 0:
         return 1.0
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / load, _REQUESTS))

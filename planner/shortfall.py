@@ -1,4 +1,4 @@
-"""Remedies where no compared strategy fits in memory: another strategy, more GPUs, another dtype, more memory."""
+"""Remedies if no compared strategy fits in memory: another strategy, more GPUs, another dtype, more memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from planner.candidates import (
     per_rank_scenario,
 )
 
-_MOST_TIMES, _MOST_GPUS = 16, 512  # more GPUs are tried up to this factor, and up to this number
-_RULES = ("whole", "even", "pieces")  # rules whose partitions take no long search
-_TRIED = 2  # strategies, the least rough peaks first
-_DTYPE = "fp8"  # the smallest of weights
+_MOST_TIMES, _MOST_GPUS = 16, 512  # largest factor on the GPUs, and largest number of GPUs, that are tried
+_RULES = ("whole", "even", "pieces")  # partition rules without a long search
+_TRIED = 2  # number of strategies that are tried, in order of their estimated peaks
+_DTYPE = "fp8"  # dtype with the smallest weights
 
 
 def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfall:
-    """The memory that the nearest of these candidates lacks, none of which fits, and what would fit.
+    """The memory that the nearest candidate lacks if none of the candidates fits, and remedies that would fit.
 
-    Remedies are another strategy without a long search on the same GPUs; or else the fewest GPUs in doublings, and
-    weights in FP8 if the profile has them; and the share of the memory that the nearest candidate needs.
+    The remedies are another strategy without a long search on the same GPUs; if there is none, the least doubling of
+    the GPUs that is enough, and FP8 weights if the profile has them; and the memory fraction that the nearest candidate
+    needs.
     """
     nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
@@ -59,7 +60,7 @@ def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
     while times <= min(_MOST_TIMES, _MOST_GPUS // scenario.num_gpus):
         try:
             larger = scenario.on_gpus(times * scenario.num_gpus)
-        except InputError:  # more than a cluster may have
+        except InputError:  # exceeds the limit of a cluster
             return ()
         num_gpus = larger.num_gpus
         change = f"--gpus {num_gpus}" if num_gpus <= has else f"a cluster of {num_gpus} GPUs,"
@@ -70,7 +71,7 @@ def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
 
 
 def _ports(cluster: Cluster) -> float:
-    """The most GPUs that --gpus accepts; a switch has no more ports than its cluster has GPUs."""
+    """The most GPUs that --gpus accepts; the ports of a switch are as many as the GPUs of its cluster."""
     if cluster.topology != "switch":
         return math.inf
     return load_cluster(cluster.name).num_gpus if cluster.name in builtin_clusters() else cluster.num_gpus
@@ -92,14 +93,14 @@ def _more_memory(scenario: Scenario, strategy: str, peak: int) -> Iterator[Remed
 
 
 def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -> tuple[Remedy, ...]:
-    """The strategy with the least peak, if it fits, of those without a long search that are not compared.
+    """The strategy with the least peak, if it fits, among other strategies that need no long search.
 
     Pipelines are ordered by their peak with two pieces per GPU; whether one fits depends on its own pieces.
     """
     candidates = []
     for strategy in distinct(all_for(scenario)[0]):
         if strategy.partition_rule in _RULES and strategy.name not in compared and strategy.approximate is None:
-            with suppress(InputError):  # fewer tokens than GPUs, say
+            with suppress(InputError):  # for example, fewer tokens than GPUs
                 if not _takes_long(scenario, strategy):
                     candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
     for rough, name, strategy in sorted(candidates)[:_TRIED]:
@@ -113,7 +114,7 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
 
 
 def _takes_long(scenario: Scenario, strategy: Strategy) -> bool:
-    """Whether it is a ring of many ranks, which a plan does not compare either."""
+    """Whether the strategy is a ring of many ranks, which plans do not compare either."""
     ranks = per_rank_scenario(scenario, strategy).cluster.num_gpus
     return ranks > MOST_IN_RINGS and strategy.name.rpartition("+")[2] in RINGS
 

@@ -1,4 +1,4 @@
-"""One strategy with one partition, simulated."""
+"""Simulation of one strategy with one partition."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def run_simulation(
     """Simulate a strategy, with the partition of `search` or its own (kvr-s searches it, kvr-p looks it up).
 
     strategy: a name, "FILE.py:NAME" or a Strategy.
-    executor: "batch" or "event"; None takes the event executor where spans or a sample of noise are recorded.
-    record: what the result carries besides the answer, of RECORDS.
-    disturbance: noise; the answer is its first sample's run, next to the distribution over all.
-    seed: for the record of the question; a disturbance has its own.
+    executor: "batch" or "event"; None: the event executor if spans or a sample of noise are recorded.
+    record: additional parts of the result, from RECORDS.
+    disturbance: noise; the answer is the run of the first sample; `noisy` is the distribution of all samples.
+    seed: recorded in the question; a disturbance has its own seed.
 
     Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """

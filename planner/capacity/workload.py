@@ -1,15 +1,15 @@
-"""Workload: arrival time, context length and output length of each request; and Source, where requests come from.
+"""Workload: arrival time, context length and output length of each request; Source: a trace or a specification.
 
-A source is a trace (planner/capacity/workload.py) or synthetic requests as specified here:
+A source is a trace (described below in this file) or a specification of synthetic requests:
 
     synthetic:poisson,rate=4,requests=20000,context=lognormal:2k:1.1,output=200
 
-First the arrivals: poisson, bursty or diurnal. Then:
+The specification begins with the arrivals: poisson, bursty or diurnal. These keys follow:
 
 rate      requests per second, on average
-requests  how many; or duration=3600s
+requests  number of requests; or duration=3600s
 cv        bursty: standard deviation of the gaps between arrivals over their mean (gamma-distributed gaps)
-period    diurnal: seconds from peak to peak;  peak  the highest rate over the lowest (a sine between)
+period    diurnal: seconds from peak to peak;  peak the highest rate over the lowest (the rate is a sine)
 context   LEN, lognormal:MEDIAN:SIGMA, or file:TRACE (drawn from the contexts of a trace)
 output    LEN, lognormal:MEDIAN:SIGMA, or file:TRACE
 cached    share of every context that is in a prefix cache;  max  the longest context
@@ -41,7 +41,7 @@ from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, p
 Lengths = npt.NDArray[np.int64]
 MAX_REQUESTS = 5_000_000  # about 1 GiB with all derived arrays
 ARRIVALS = ("poisson", "bursty", "diurnal")
-_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}  # of a summary
+_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}  # percentiles of a summary
 _Draw = Callable[[int, "np.random.Generator"], Lengths]
 
 
@@ -49,13 +49,13 @@ _Draw = Callable[[int, "np.random.Generator"], Lengths]
 class Workload:
     """Requests in the order of their arrival; all arrays of shape (N,)."""
 
-    name: str  # file or specification
+    name: str  # name of the file, or the specification
     kind: str  # "csv", "mooncake" or "synthetic"
-    arrival_s: Array  # since the first
+    arrival_s: Array  # seconds since the first arrival
     context_len: Lengths  # tokens, cached prefix included; each at least 1
     cached_prefix: Lengths  # leading tokens whose KV a prefix cache holds; each less than the context
     output_tokens: Lengths
-    notes: tuple[str, ...] = ()  # repairs and omissions, as text
+    notes: tuple[str, ...] = ()  # texts about repaired and omitted requests
 
     def __post_init__(self) -> None:
         assert len(self.arrival_s)
@@ -79,11 +79,11 @@ class Workload:
 
     @property
     def rate_per_s(self) -> float | None:
-        """Mean rate of the arrivals; None: all at once."""
+        """Mean rate of the arrivals, per second; None: all requests arrive at once."""
         return (len(self) - 1) / self.duration_s if self.duration_s else None
 
     def select(self, index: npt.NDArray[Any] | slice, arrival_s: Array | None = None) -> Workload:
-        """The requests of an index, at their own times or at others."""
+        """The requests with these indices, at their own arrival times or at the given ones."""
         return replace(
             self,
             arrival_s=self.arrival_s[index] if arrival_s is None else arrival_s,
@@ -93,14 +93,14 @@ class Workload:
         )
 
     def busiest(self, count: int) -> Workload:
-        """`count` requests in a row, where most new tokens arrive in the shortest time."""
+        """The `count` successive requests with the most new tokens per second."""
         work = np.concatenate([[0.0], np.cumsum(self.new_tokens, dtype=float)])
         spans_s = self.arrival_s[count - 1 :] - self.arrival_s[: len(self) - count + 1]
         begin = int(((work[count:] - work[:-count]) / np.maximum(spans_s, 1e-9)).argmax())
         return self.select(slice(begin, begin + count))
 
     def faster(self, factor: float) -> Workload:
-        """The requests in 1/`factor` of the time."""
+        """The same requests, arriving `factor` times as fast."""
         return replace(self, arrival_s=self.arrival_s / factor)
 
     def scaled(self, factor: float, rng: np.random.Generator) -> Workload:
@@ -114,7 +114,7 @@ class Workload:
         if len(self) * factor > MAX_REQUESTS:
             raise InputError("rate_scale", f"{factor:g}", f"at most {MAX_REQUESTS} requests in all")
         copies, rest = int(factor), factor - int(factor)
-        period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # a mean gap between the last and the first
+        period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # adds a mean gap after the last request
         times: list[Array] = []
         picks: list[Lengths] = []
         for copy in range(copies + (rest > 0)):
@@ -161,18 +161,18 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Synthetic:
-    """A checked specification of synthetic requests; the other fields are its keys."""
+    """A checked specification of synthetic requests; other fields than `text` and `arrivals` are its keys."""
 
     text: str
     arrivals: str  # one of ARRIVALS
     rate: float  # requests per second
     requests: int
     cv: float
-    period: float  # seconds
-    peak: float  # highest rate over lowest
+    period: float  # seconds from peak to peak
+    peak: float  # highest rate over lowest rate
     context: _Draw
     output: _Draw
-    cached: float  # share of every context
+    cached: float  # cached share of every context
     max: int  # tokens of the longest context
 
     @classmethod
@@ -207,7 +207,7 @@ class Synthetic:
         return replace(self, rate=self.rate * factor, requests=requests)
 
     def draw(self, rng: np.random.Generator) -> Workload:
-        """Draw one realisation."""
+        """Draw the requests with a random generator."""
         context = np.minimum(self.context(self.requests, rng), self.max)
         cached = np.floor(self.cached * context).astype(np.int64)
         return Workload(
@@ -220,11 +220,11 @@ class Synthetic:
         )
 
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
-        """Draw arrivals at a constant rate; for diurnal ones, invert the integral of the rate."""
+        """Draw arrival times; for diurnal arrivals, the integral of the rate is inverted."""
         shape = 1.0 / self.cv**2 if self.arrivals == "bursty" else 1.0
         times = np.cumsum(rng.gamma(shape, 1.0 / shape, size=self.requests)) / self.rate
         if self.arrivals == "diurnal":
-            # The rate is proportional to 1 - a cos(2 pi t / period); a = swing, since peak = (1 + a) / (1 - a).
+            # The rate is proportional to 1 - a cos(2 pi t / period) with a = swing, because peak = (1 + a) / (1 - a).
             swing = (self.peak - 1) / (self.peak + 1)
             grid = np.linspace(0.0, 1.0, 4097)
             integral = grid - swing * np.sin(2 * math.pi * grid) / (2 * math.pi)
@@ -235,14 +235,14 @@ class Synthetic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A trace or a specification, and how its arrivals are scaled."""
+    """A trace or a specification, and the factor on its rate."""
 
     requests: Workload | Synthetic
-    rate_scale: float = 1.0  # factor on the requests in the same time
+    rate_scale: float = 1.0  # factor on the number of requests in the same time
 
     @classmethod
     def of(cls, given: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
-        """Read FILE or synthetic:SPEC, or a data frame; columns: see `named_columns`."""
+        """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `named_columns`."""
         names = {} if columns is None else named_columns(columns)
         requests: Workload | Synthetic
         if not isinstance(given, str):
@@ -259,7 +259,7 @@ class Source:
         return isinstance(self.requests, Synthetic)
 
     def workload(self, seed: int, replication: int = 0) -> Workload:
-        """The requests; synthetic ones are independent between replications."""
+        """The requests; synthetic requests differ between replications."""
         rng = np.random.default_rng([seed, replication])
         if isinstance(self.requests, Synthetic):
             return self.requests.scaled(self.rate_scale).draw(rng)
@@ -289,7 +289,7 @@ def _lengths(text: str, argument: str) -> _Draw:
     return lambda count, rng: np.full(count, length, dtype=np.int64)
 
 
-_KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # of a specification: default, and parser
+_KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # key: (default, parser)
     "rate": ("", partial(parse_number, above=0, most=1e6)),
     "requests": ("20000", partial(parse_count, maximum=MAX_REQUESTS)),
     "cv": ("3", partial(parse_number, above=0, most=100)),
@@ -304,7 +304,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # of a specificatio
 
 # -- Traces: CSV or JSON lines.
 #
-#     arrival_s,context_tokens,output_tokens[,cached_tokens]     seconds, tokens; or other usual names, as in _ROLES,
+#     arrival_s,context_tokens,output_tokens[,cached_tokens]     seconds, tokens; or other names of _ROLES,
 #                                                                and times in milliseconds since 1970 or ISO dates
 #     TIMESTAMP,ContextTokens,GeneratedTokens                    Azure LLM inference traces, 2023 and 2024
 #     {"timestamp", "input_length", "output_length", "hash_ids"} Mooncake: milliseconds; a hash is a block of 512 tokens
@@ -312,13 +312,13 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # of a specificatio
 # Leading Mooncake blocks that occurred in an earlier request count as cached, as in an unlimited prefix cache that all
 # GPUs share.
 
-BLOCK_TOKENS = 512  # of Mooncake's hash_ids
-MAX_LINE = 2**17  # characters; also the limit of a field in Python's csv
-MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
-_MAX_HASH = 64  # characters of a hash that is text
+BLOCK_TOKENS = 512  # tokens per block of Mooncake's hash_ids
+MAX_LINE = 2**17  # characters per line; also the limit of a field in Python's csv
+MAX_BLOCKS = 5_000_000  # largest number of distinct hash_ids
+_MAX_HASH = 64  # characters of a hash, if the hash is a text
 _MAX_ARRIVAL_S = 1e10
 _MOONCAKE = ("timestamp", "input_length", "output_length")
-_ROLES = {  # of a column, and its usual names, in lower case
+_ROLES = {  # accepted column names in lower case, by the role of the column
     "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
     "context": ("context_tokens", "prompt_tokens", "input_tokens", "contexttokens", "input_length", "prompt_len"),
     "output": ("output_tokens", "completion_tokens", "generated_tokens", "generatedtokens", "output_length"),
@@ -329,11 +329,11 @@ _ACCEPTED = (
     " prompt_tokens or input_tokens), or their names: `columns`"
     " timestamp=COLUMN,context=COLUMN[,output=COLUMN,cached=COLUMN]"
 )
-_Record = Mapping[str, Any]  # one line of a file by column
+_Record = Mapping[str, Any]  # values of one line, by column
 
 
 def named_columns(text: str) -> dict[str, str]:
-    """Names of a file's columns, such as "timestamp=ts,context=prompt_tokens,output=completion_tokens", by role."""
+    """Columns of a file by role, from a text such as "timestamp=ts,context=prompt_tokens,output=completion_tokens"."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(mark and role.strip() in _ROLES and name.strip() for role, mark, name in pairs):
         raise InputError("columns", text, f"{', '.join(f'{role}=COLUMN' for role in _ROLES)}, with commas between")
@@ -350,10 +350,10 @@ def read_frame(frame: Any, names: Mapping[str, str]) -> Workload:
 
 
 def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] | None = None) -> Workload:
-    """Read a trace line by line, so that the text is never held in memory.
+    """Read a trace line by line, so that the whole text is never in memory.
 
-    Empty contexts are left out, arrivals are sorted, and fully cached contexts keep one token to compute; notes report
-    it. Raises InputError naming the argument, the file and the line.
+    Empty contexts are left out, arrivals are sorted, and in fully cached contexts one token is computed; notes report
+    these repairs. Raises InputError naming the argument, the file and the line.
     """
     source = f"{argument} {' '.join(path.split())}"
     try:
@@ -404,7 +404,7 @@ def _bounded(file: TextIO, source: str) -> Iterator[str]:
 
 
 def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
-    """The columns of the header, then line number and record of each further line."""
+    """The columns of the header, and an iterator over the other lines: line number and values by column."""
     reader = csv.reader(lines)
 
     def rows() -> Iterator[list[str]]:
@@ -429,7 +429,7 @@ def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iter
 
 
 def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iterator[tuple[int, _Record]]]:
-    """Read Mooncake's records from JSON lines."""
+    """The columns of Mooncake's JSON lines, and an iterator over the lines: line number and values by column."""
 
     def records() -> Iterator[tuple[int, _Record]]:
         for number, line in enumerate(lines, start=1):
@@ -447,7 +447,7 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
 
 
 def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict[str, str]:
-    """The column of each role, which the user names or which has a usual name; "": the file has no such column."""
+    """The column of each role, named by the user or listed in _ROLES; "": the file has no such column."""
     if missing := [name for name in names.values() if name not in header]:
         raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
     lower = {name.lower(): name for name in reversed(header)}
@@ -459,7 +459,7 @@ def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict
 
 
 def _leading_blocks(hashes: Any, seen: set[int | str], where: str) -> int:
-    """The number of leading blocks that occurred before; adds all blocks to those seen."""
+    """The number of leading blocks that are in `seen`; adds all blocks to `seen`."""
     if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
         raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
     leading = next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
@@ -474,7 +474,7 @@ def _is_hash(value: object) -> bool:
 
 
 def _number(value: Any) -> float:
-    """The value as a number; nan if it is none."""
+    """The value as a number; nan if the value is not a number."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -482,9 +482,10 @@ def _number(value: Any) -> float:
 
 
 def _arrival_s(value: Any, where: str, *, is_ms: bool) -> float:
-    """Milliseconds, or seconds, milliseconds since 1970, or a date such as "2023-11-16 18:15:46.6805900".
+    """Arrival time in seconds, from a number or a date such as "2023-11-16 18:15:46.6805900".
 
-    A date without a zone is in UTC.
+    Numbers are in seconds; they are in milliseconds with `is_ms` or above _MAX_ARRIVAL_S. A date without a time zone is
+    in UTC.
     """
     number = _number(value)
     if not math.isnan(number):
@@ -497,7 +498,7 @@ def _arrival_s(value: Any, where: str, *, is_ms: bool) -> float:
 
 
 def _tokens(value: Any, where: str) -> float:
-    """A whole number of tokens, at least 0."""
+    """The value as a whole number of tokens, at least 0; raises InputError for other values."""
     number = _number(value)
     if not 0 <= number <= MAX_TOKENS or number != math.floor(number):
         raise InputError(where, value, f"a whole number of tokens from 0 to {MAX_TOKENS}")

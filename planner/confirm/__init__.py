@@ -1,1 +1,1 @@
-"""A plan's candidates run on the machine, next to their predictions."""
+"""Confirmation of a plan: its candidates are run on the machine and compared with their predictions."""

@@ -1,4 +1,4 @@
-"""What a confirmation measures: the strategies, and partitions near the plan's."""
+"""The candidates of a confirmation: strategies, and partitions near the plan's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from planner.search.minimise import Evaluator, around, chunks_between
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # measured by default
 REPLAYED = (*STRATEGIES, "kvr-b")  # strategies that one device can replay rank by rank
-_LOOKS_UP = "kvr-p"  # its partition is in a table, which is not read here
-_APART = 1 / 16  # of the even chunk: a measurement cannot distinguish partitions that differ by less
+_LOOKS_UP = "kvr-p"  # strategy with a partition from a table, which is not read here
+_APART = 1 / 16  # share of the even chunk; a measurement cannot distinguish partitions that differ by less
 
 
 def strategies_here(
@@ -26,7 +26,7 @@ def strategies_here(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the strategies to measure, and notes on those that the machine or the model does not allow.
 
-    names: "all" stands for every strategy that is planned and can be measured here, None for the paper's.
+    names: "all" means every strategy that is planned and can be measured here; None means the paper's strategies.
     Raises InputError for a strategy that cannot be measured here.
     """
     if scenario.cluster.num_gpus == 1:
@@ -63,7 +63,7 @@ def strategies_here(
 
 
 def partitions_around(scenario: Scenario, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
-    """Return chunk lengths with boundaries up to two strides from the centre's, and their predicted TTFTs, sorted."""
+    """Return partitions with boundaries up to two strides from the centre's, and their predicted TTFTs, sorted."""
     tokens = sum(center)
     rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
     ttft_s = Evaluator(scenario, KVR_S).ttft_s(rows.astype(float)) if len(rows) else rows
@@ -71,7 +71,7 @@ def partitions_around(scenario: Scenario, center: Sequence[int], stride: int) ->
 
 
 def further_candidates(kvr_s: Candidate, others: Sequence[Candidate], count: int) -> dict[str, Candidate]:
-    """Return by name the fastest partitions by prediction that differ from the candidates' and from each other."""
+    """Return, by name, the partitions with the least predicted TTFT that differ from the others and from each other."""
     center = kvr_s.partition
     if count < 1 or len(center.chunk_lens) < 2:
         return {}

@@ -40,8 +40,8 @@ def confirm(
 ) -> Confirmation:
     """Plan, measure the strategies and their `top` best partitions, and compare them with the predictions.
 
-    strategies: names, "all" for every one that can be measured here, None for the paper's.
-    virtual: replay all ranks on one device; None: where the machine has fewer devices than the scenario has GPUs.
+    strategies: names; "all" for every strategy that can be measured here; None for the paper's strategies.
+    virtual: replay all ranks on one device; None: only if the machine has fewer devices than the scenario has GPUs.
     Raises InputError without a profile of this machine, where the machine cannot run the scenario or a strategy, or
     where no candidate fits in its memory; RankError where a rank fails.
     """
@@ -115,9 +115,9 @@ def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
 def measured_here(
     candidates: Sequence[Candidate], hardware: Hardware, mode: Mode, *, check: bool, reporter: Reporter
 ) -> Report:
-    """Measure candidates of one scenario, each partition once, on ranks in separate processes or in turn on one device.
+    """Measure candidates of one scenario on ranks in separate processes, or on virtual ranks in turn on one device.
 
-    check: compare logits with one process's.
+    Equal partitions are measured once. check: compare the logits with those of a single process.
     """
     from kvrsim.runtime.measure import run_job
     from kvrsim.runtime.virtual import run_virtual
@@ -144,15 +144,15 @@ def measured_here(
 
 
 def _composed(candidate: Candidate, timing: Timing) -> Timing:
-    """Return the TTFTs and the timeline that measured parts give."""
+    """Return the measurements with the TTFTs and the timeline composed of measured parts."""
     ttft_s, timeline = composed_s(candidate, timing.parts), composed_timeline(candidate, timing.parts)
     return replace(timing, ttft_s=ttft_s, timeline=timeline)
 
 
 def composed_s(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> tuple[float, ...]:
-    """Return the TTFT of each repetition, of measured parts and modelled messages.
+    """Return the TTFT of each repetition, composed of measured parts and modelled messages.
 
-    repeats: by repetition, by rank.
+    repeats: measured parts by repetition and rank.
     """
     program = _measured_program(candidate, repeats)
     return tuple(map(float, run_program(program, candidate.per_rank.cluster)[-1]))
@@ -160,7 +160,7 @@ def composed_s(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> tupl
 
 def composed_timeline(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Timeline:
     """Return the timeline of the median repetition."""
-    from kvrsim.executors.event import EventSimulation  # loads SimPy
+    from kvrsim.executors.event import EventSimulation  # this import loads SimPy
 
     order = np.argsort(composed_s(candidate, repeats))
     median_program = _measured_program(candidate, [repeats[order[(len(order) - 1) // 2]]])
@@ -168,9 +168,9 @@ def composed_timeline(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
 
 def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Program:
-    """Return the program with measured device times, shape (repetitions,), each layer of its own kind.
+    """Return the program with measured device times, shape (repetitions,); every layer is a separate kind.
 
-    What is not measured (messages, and what the host adds to them) is the profile's.
+    Messages, and the host's time for them, are not measured; their times are those of the profile.
     """
     chunks = columns(np.tile(candidate.partition.chunk_lens, (len(repeats), 1)))
     program = build_program(candidate.per_rank, candidate.strategy, chunks)
@@ -191,7 +191,7 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
 
 def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
-    """Return the operation with its measured time, in which the host's and the mask's are included."""
+    """Return the operation with its measured time, which includes the times of the host and of the mask."""
     if not isinstance(op, Compute):
         return op
     measured_s = np.array([parts.get((layer, op.name), 0.0) for parts in repeats])

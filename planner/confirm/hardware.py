@@ -1,4 +1,4 @@
-"""Hardware: how a candidate runs on this machine; translates the simulator's values to the runtime's."""
+"""Hardware: how a candidate runs on this machine. It translates values of the simulator into those of the runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Mode = Literal["ranks", "virtual"]
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
 _TIMEOUT_FACTOR = 6.0  # ratio of timeouts to predicted durations
-_START_S = 120.0  # in which processes start and make their models
+_START_S = 120.0  # time limit in which processes start and build their models, seconds
 _UNKNOWN_S = 100.0  # assumed seconds of a prefill without a profile of this machine
 
 
@@ -40,17 +40,17 @@ class Reporter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The machine that ranks run on, and how they are started."""
+    """The machine on which ranks run, and how ranks are started."""
 
-    config: str  # of the model: a built-in name, a config.json or its folder
-    device: str = "cpu"  # or "cuda"
+    config: str  # the model's configuration: a built-in name, a config.json or its folder
+    device: str = "cpu"  # "cpu" or "cuda"
     backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
     threads: int = 1  # threads per rank on a CPU
     repeats: int = 5  # measured prefills of each candidate
-    warmups: int = 1  # before them
-    seed: int = 0  # of weights and prompts
+    warmups: int = 1  # prefills of each candidate before the measured ones
+    seed: int = 0  # seed of weights and prompts
     emulated: bool = False  # the scenario's links override the machine's own
-    timeout_s: float | None = None  # of a message; None: from the predicted duration
+    timeout_s: float | None = None  # timeout of a message; None: derived from the predicted duration
     other_machine: bool = False  # measure although the profile is of another machine
 
     def __post_init__(self) -> None:
@@ -58,9 +58,10 @@ class Hardware:
             raise InputError("repeats", self.repeats, "at least 1")
 
     def runnable(self, scenario: Scenario, *, needs_profile: bool = True) -> Scenario:
-        """Return the scenario as ranks can run it: emulated links are independent, even where the machine has a bus.
+        """Return the scenario as ranks can run it: emulated links are independent, even if the machine has a bus.
 
-        Raises InputError where the runtime cannot run it or the profile is of another machine, before anything starts.
+        Raises InputError where the runtime cannot run the scenario or the profile is of another machine, before
+        anything starts.
         """
         request, cluster = scenario.request, scenario.cluster
         if needs_profile and scenario.profile is None:
@@ -95,13 +96,13 @@ class Hardware:
         exchange_of(plan.strategy).check(plan, geometry_of(choice.config, choice.attention))
 
     def longest_s(self, candidates: Sequence[Candidate]) -> float:
-        """Return the predicted seconds of the longest prefill; without a profile of this machine, a guess."""
+        """Return the predicted seconds of the longest prefill; a fixed guess without a profile of this machine."""
         if candidates[0].scenario.profile is None or self.other_machine:
             return _UNKNOWN_S
         return max(one.ttft_s for one in candidates)
 
     def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:
-        """Return how ranks are started for `count` prefills, of which the longest takes that many seconds."""
+        """Return the options with which ranks are started for `count` prefills, the longest of `longest_s` seconds."""
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
         return Launch(
             num_ranks=num_ranks,
@@ -115,11 +116,11 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Ranks that this machine can compute at once."""
+        """Number of ranks that this machine can compute at the same time."""
         return host.devices(self.device, self.threads)
 
     def run_plan(self, candidate: Candidate) -> RunPlan:
-        """Return a candidate as the ranks run it: attention covers the same tokens in both.
+        """Return the candidate's plan for the ranks, whose attention covers the same tokens as in the simulation.
 
         Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
         """
@@ -142,7 +143,7 @@ class Hardware:
     def gather(self, scenario: Scenario, strategy: str = "tsp") -> Gather:
         """Return the collective that the profile's links were fitted to: an all-reduce for tp, else an all-gather.
 
-        It is a ring over emulated links, and where the profile does not name one.
+        The collective is a ring over emulated links, and if the profile does not name one.
         """
         kind = "all_reduce" if strategy == "tp" else "all_gather"
         fit = None if scenario.profile is None else scenario.profile.operations.get(kind)
@@ -151,10 +152,10 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """Memory that ranks share, of a GPU or of this host."""
+    """Memory of a GPU or of this host that ranks share."""
 
-    limit_bytes: float  # usable by all of them
-    num_ranks: int  # ranks that share it, those without a chunk included
+    limit_bytes: float  # memory for all these ranks together
+    num_ranks: int  # number of these ranks, those without a chunk included
     on_gpu: bool
     mode: Mode
 
@@ -171,12 +172,12 @@ class MemoryBudget:
         return cls(limit_bytes=limit, num_ranks=num_ranks, on_gpu=on_gpu, mode=mode)
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Return the peak of the ranks that share the memory; all candidates use the same KV buffers."""
+        """Return the peak memory of the ranks that share the budget; all candidates use the same KV buffers."""
         scenario = candidate.scenario
-        weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # parts of the model are views of it
-        memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # needs no times
+        weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # a model's parts are views of all weights
+        memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # computed without times
         ranks = [replace(rank, weights=weights) for rank in memory]
-        if self.mode == "virtual":  # one device runs every rank on the K and V of the whole context
+        if self.mode == "virtual":  # one device runs each rank with the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
             return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)
         idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)
@@ -184,7 +185,7 @@ class MemoryBudget:
         return sum(sorted(map(self._peak, everyone))[-self.num_ranks :])
 
     def _peak(self, rank: RankMemory) -> int:
-        """Peak of device memory; only a GPU holds a CUDA context."""
+        """Peak of a rank's memory; a CUDA context counts only on a GPU."""
         return rank.total if self.on_gpu else rank.total - rank.runtime
 
     def fits(self, candidate: Candidate) -> bool:
@@ -192,7 +193,7 @@ class MemoryBudget:
         return self.needed_bytes(candidate) <= self.limit_bytes
 
     def fits_reference(self, scenario: Scenario) -> bool:
-        """Whether the prefill of one process, the reference of the logits, fits."""
+        """Whether the prefill of one process, the reference of the logits, fits in memory."""
         whole = Partition(chunk_lens=(scenario.request.new_tokens,))
         return self.fits(Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole))
 
@@ -217,7 +218,7 @@ class MemoryBudget:
 
 
 def is_same_device(profiled: str, device: str) -> bool:
-    """Whether the names of the profile's device and of this machine's mean the same device."""
+    """Whether the device names of the profile and of this machine mean the same device."""
     numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (profiled, device)]
     return bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(profiled) & _words(device))
 

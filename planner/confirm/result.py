@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     import pandas
 
 LEAST_SAMPLES = 3  # fewest measurements of a candidate that show a spread
-_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of sums in another order, as a share of the largest logit
+_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # error of reordered sums over the largest logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
     """Limits that a confirmation has to meet."""
 
-    regret: float = 0.03  # least significant regret, as a share of the choice's TTFT
-    error: float = 0.07  # median absolute relative error of the predicted TTFTs
-    logits: float | None = None  # largest difference over the largest logit; None: by the dtype
+    regret: float = 0.03  # largest allowed regret, if significant, as a share of the best candidate's TTFT
+    error: float = 0.07  # largest allowed median of the absolute relative errors of predicted TTFTs
+    logits: float | None = None  # largest allowed difference over the largest logit; None: by the dtype
 
     def logits_for(self, dtype: str) -> float:
-        """Return the limit of the logits' difference."""
+        """Return the largest allowed difference of the logits."""
         return _ROUNDING[dtype] if self.logits is None else self.logits
 
 
@@ -42,8 +42,8 @@ class Targets:
 class MeasuredCandidate:
     """One way to run the prefill, predicted and measured."""
 
-    prediction: StrategyPrediction  # its strategy is the candidate's name, such as "kvr-s #2"
-    timing: Timing  # measured TTFTs by round; under virtual ranks composed of measured parts
+    prediction: StrategyPrediction  # its `strategy` is the candidate's name, such as "kvr-s #2"
+    timing: Timing  # measured TTFTs by round; with virtual ranks, these are composed of measured parts
     predicted: Timeline = field(repr=False, compare=False)
 
     @property
@@ -72,7 +72,7 @@ class MeasuredCandidate:
         return self.predicted_s / self.median_s - 1
 
     def differs_from(self, other: MeasuredCandidate) -> bool:
-        """Whether two candidates were measured to differ significantly: by more than both interquartile ranges."""
+        """Whether the measured TTFTs differ significantly: by more than the sum of both interquartile ranges."""
         if min(len(self.timing.ttft_s), len(other.timing.ttft_s)) < LEAST_SAMPLES:
             return False
         return abs(self.median_s - other.median_s) > self.timing.iqr_s + other.timing.iqr_s
@@ -104,8 +104,8 @@ class Confirmation(Answer):
     question: Question
     mode: Mode
     candidates: tuple[MeasuredCandidate, ...]
-    chosen: int  # the plan's choice among them
-    conditions: Mapping[str, str]  # machine, libraries, repetitions, and what was modelled
+    chosen: int  # index of the plan's choice in `candidates`
+    conditions: Mapping[str, str]  # machine, libraries, repetitions, and the modelled parts
     targets: Targets
     warnings: tuple[str, ...]
 
@@ -126,13 +126,13 @@ class Confirmation(Answer):
 
     @property
     def regret_spread(self) -> float:
-        """Standard error of the regret, of differences within rounds, so that clock drift cancels out."""
+        """Standard error of the regret, from differences within rounds, in which clock drift cancels out."""
         pairs = zip(self.choice.timing.ttft_s, self.best.timing.ttft_s, strict=True)
         return median_error([choice / best - 1 for choice, best in pairs])
 
     @property
     def regret_beyond_spread(self) -> bool:
-        """Whether the choice and the fastest candidate are one of the `significant_pairs`."""
+        """Whether the choice and the fastest candidate differ significantly."""
         return self.best.differs_from(self.choice)
 
     @property
@@ -143,7 +143,7 @@ class Confirmation(Answer):
 
     @property
     def wrong_pairs(self) -> list[tuple[str, str]]:
-        """Names of pairs whose predicted order was the reverse, or a tie."""
+        """Names of the significant pairs whose predicted order is reversed or a tie."""
         pairs = self.significant_pairs
         return [(fast.strategy, slow.strategy) for fast, slow in pairs if fast.predicted_s >= slow.predicted_s]
 
@@ -159,13 +159,13 @@ class Confirmation(Answer):
 
     @property
     def max_logit_error(self) -> float | None:
-        """The largest difference of any candidate's logits from a single process's; None: not compared."""
+        """Largest difference of the candidates' logits from those of a single process; None: not compared."""
         errors = [one.timing.difference.logits for one in self.candidates if one.timing.difference is not None]
         return float(np.max(errors)) if errors else None  # unlike max(), this keeps NaN
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """One sentence for each target that is not met."""
+        """One sentence for each missed target."""
         targets, reasons = self.targets, []
         if self.regret > targets.regret and self.regret_beyond_spread:
             reasons.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and significant")
@@ -176,14 +176,14 @@ class Confirmation(Answer):
         for one in self.candidates:
             difference = one.timing.difference
             if difference is not None and not difference.logits <= limit * max(difference.logits_scale, 1e-30):
-                # NaN fails, too
+                # The negated comparison also reports NaN.
                 by = f"{difference.logits:.2g}, largest logit {difference.logits_scale:.2g}"
                 reasons.append(f"{one.strategy}: logits differ from one process's by {by}, above {limit:.0e} of it")
         return tuple(reasons)
 
     @property
     def _drift_note(self) -> str:
-        """Return a note where the speed of the machine alone explains an error above its target; else ""."""
+        """Return a note if the machine's speed alone explains an error above its target; else an empty text."""
         left = median(abs((one.rel_error + 1) / self.speed - 1) for one in self.candidates)
         if len(self.candidates) == 1 or left > self.targets.error:
             return ""

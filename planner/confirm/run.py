@@ -30,24 +30,24 @@ class RunResult(Answer):
     question: Question
     strategy: Strategy
     timing: Timing  # TTFT of each repetition, and other measurements
-    predicted_s: float | None  # by the profile; None: without a profile
+    predicted_s: float | None  # TTFT predicted with the profile; None: no profile
     conditions: Mapping[str, str]
-    warnings: tuple[str, ...]  # such as that other processes used the machine
+    warnings: tuple[str, ...]  # warnings, such as that other processes used the machine
 
     @property
     def plan(self) -> RunPlan:
-        """What the ranks ran."""
+        """The plan that the ranks ran."""
         return self.timing.plan
 
     @property
     def timeline(self) -> Timeline:
-        """One more prefill, with hooks in its layers."""
+        """Timeline of an additional prefill, with hooks in its layers."""
         assert self.timing.timeline is not None
         return self.timing.timeline
 
     @property
     def chunk_per_rank(self) -> bool:
-        """Whether each rank has its own tokens: otherwise all of them pass through every rank."""
+        """Whether each rank has its own tokens; otherwise all tokens pass through every rank."""
         return self.plan.stage_layers is None and self.strategy.group_size == 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class RunResult(Answer):
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:
-        """Sum up one rank's part in one more prefill, with hooks in its layers."""
+        """Return one rank's compute, wait and sent bytes in the additional prefill with hooks."""
         compute_s, wait_s = (
             sum(span.duration_s for span in self.timeline.of(rank, kind)) for kind in ("compute", "wait")
         )
@@ -96,8 +96,8 @@ def run_here(
 ) -> RunResult:
     """Measure on as many ranks as the scenario has GPUs.
 
-    Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it or has not enough
-    memory, or where kvr-s has neither partition nor profile; RankError where a rank fails.
+    Raises InputError for a strategy that the runtime cannot run, for a machine that cannot run the strategy or lacks
+    memory, or for kvr-s without partition and profile; RankError where a rank fails.
     """
     reporter = reporter or Reporter()
     run_strategy(strategy)
@@ -106,7 +106,7 @@ def run_here(
     scenario = candidate.scenario
     hardware.check(candidate)
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
-    if not started_by_torchrun():  # torchrun has started one rank per GPU, of which some may be idle
+    if not started_by_torchrun():  # torchrun has started one rank per GPU, some of which may stay idle
         scenario = scenario.on_gpus(num_gpus)
     budget = MemoryBudget.of(scenario, hardware, "ranks")
     budget.check([candidate])
@@ -131,7 +131,7 @@ def run_here(
 def _candidate(
     scenario: Scenario, hardware: Hardware, strategy: Strategy, partition: Sequence[int] | None
 ) -> Candidate:
-    """Return the strategy with its partition; raise InputError as `run_here`."""
+    """Return the strategy with its partition; raise the same InputErrors as `run_here`."""
     rule = strategy.partition_rule
     if rule == "whole" and scenario.cluster.num_gpus > 1 and partition is not None:
         raise InputError("partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")

@@ -57,7 +57,7 @@ def answer(result: RunResult) -> str:
 
 
 def ranks_table(result: RunResult) -> Table:
-    """Return one row per rank: its tokens, and its seconds and bytes in one more prefill."""
+    """Return one row per rank: its tokens, and its seconds and bytes in the additional prefill."""
     rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
     values, partition = result.to_dict()["per_rank"], result.plan.partition.chunk_lens
     chunks = partition if result.chunk_per_rank else (result.context_len,) * len(values)

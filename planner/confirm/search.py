@@ -1,6 +1,6 @@
-"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFT; bounded in time.
+"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFTs and a time limit.
 
-Each stage measures the partitions around the best one so far, with half the stride of the stage before. The last
+Each stage measures partitions around the best one so far. Its stride is half that of the previous stage. The last
 stage compares the plan's partition with the best one in alternating rounds (A/B). A journal next to the output keeps
 each measured prefill, so that an interrupted search resumes.
 """
@@ -38,13 +38,13 @@ from planner.table.table import PartitionTable, TableSetting, quantization_steps
 if TYPE_CHECKING:
     from kvrsim.runtime.transport import Transport
 
-_FIRST, _LAST = 1 / 8, 1 / 64  # strides, as shares of the even chunk; smaller ones do not change TTFT measurably
-_MOST = 12  # partitions of a stage: those that are predicted to be the fastest
-_HOPELESS = 1.15  # a partition whose prediction exceeds the centre's by this factor is not measured
-_FINAL_SHARE = 0.85  # share of the time budget after which no stage begins
+_FIRST, _LAST = 1 / 8, 1 / 64  # first and last stride over the even chunk; smaller ones do not change TTFT measurably
+_MOST = 12  # largest number of partitions per stage, those with the least predicted TTFT
+_HOPELESS = 1.15  # partitions are not measured if their prediction exceeds the centre's by this factor
+_FINAL_SHARE = 0.85  # share of the time budget after which no new stage begins
 
 Chunks = tuple[int, ...]  # tokens per rank
-Measure = Callable[[Chunks], tuple[float, float]]  # -> TTFT of one prefill, and seconds since the search began
+Measure = Callable[[Chunks], tuple[float, float]]  # returns the TTFT of one prefill, and seconds since the search began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +56,10 @@ class SearchTask:
     seed: Chunks  # the plan's partition
     budget_s: float
     journal: Path
-    known: Sequence[tuple[float, float]] = ()  # earlier results of `measure` in an interrupted search
+    known: Sequence[tuple[float, float]] = ()  # earlier results of `measure`, if an interrupted search is resumed
 
     def facts(self) -> dict[str, str]:
-        """Return the facts that determine the ranks' prefills, and so must be equal on all ranks."""
+        """Return the facts that determine the ranks' prefills; these must be equal on all ranks."""
         facts = {name: str(getattr(self.hardware, name)) for name in ("repeats", "seed")}
         chunks = ",".join(map(str, self.seed))
         facts |= {"minutes": f"{self.budget_s / 60:g}", "partition to begin with": chunks}
@@ -71,9 +71,9 @@ class HardwareSearch:
     """The state and the result of a search."""
 
     seed: Chunks  # the plan's partition
-    center: Chunks  # the best so far
-    stages: list[dict[Chunks, list[float]]] = field(default_factory=list)  # measured TTFTs by partition
-    ended: str = "the finest stride is done"  # why
+    center: Chunks  # the best partition so far
+    stages: list[dict[Chunks, list[float]]] = field(default_factory=list)  # by stage: measured TTFTs by partition
+    ended: str = "the finest stride is done"  # reason why the search ended
     seconds: float = 0.0
     conditions: dict[str, str] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class HardwareSearch:
         return median(self.stages[-1][chunks])
 
     def run(self, task: SearchTask, measure: Measure) -> None:
-        """Search until the finest stride is done or the time is up; then compare the plan's partition with the best."""
+        """Search to the finest stride or the time limit; then measure the plan's partition against the best one."""
         for stride in _strides(sum(self.seed) / len(self.seed)):
             candidates = _around(task.scenario, self.center, stride)
             if not self._measured(task, measure, candidates, _FINAL_SHARE * task.budget_s):
@@ -97,7 +97,7 @@ class HardwareSearch:
         self._measured(task, measure, list(dict.fromkeys([self.seed, self.center])), float("inf"))
 
     def _measured(self, task: SearchTask, measure: Measure, candidates: Sequence[Chunks], limit_s: float) -> bool:
-        """Measure all candidates `repeats` times, round-robin against drift; False if time runs out."""
+        """Measure all candidates `repeats` times in turn, so that drift affects all alike; False if time runs out."""
         self.stages.append({chunks: [] for chunks in candidates})
         for repetition in range(task.hardware.repeats):
             for index in range(len(candidates)):
@@ -110,7 +110,7 @@ class HardwareSearch:
 
 
 def _strides(even: float) -> Iterator[int]:
-    """Yield strides: an eighth of the even chunk, then halves."""
+    """Yield strides: an eighth of the even chunk, then half of the previous one."""
     stride = max(1, round(even * _FIRST))
     yield stride
     while stride > max(1.0, even * _LAST):
@@ -119,25 +119,25 @@ def _strides(even: float) -> Iterator[int]:
 
 
 def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
-    """Return the centre, then those around it that are not predicted to be hopeless, the most promising first."""
+    """Return the centre, and the partitions around it that may be faster, in order of predicted TTFT."""
     limit_s = _HOPELESS * Evaluator(scenario, KVR_S).one(center)
     promising = [chunks for chunks, ttft_s in partitions_around(scenario, center, stride) if ttft_s <= limit_s]
     return list(dict.fromkeys([center, *promising[:_MOST]]))
 
 
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
-    """Run by every rank: the same search in lock step, on TTFTs that all ranks share."""
+    """Run the same search on every rank in lock step, with TTFTs that all ranks share."""
     from kvrsim.runtime.measure import Stopwatch, agree, conditions_of, forward_of
 
     forward = forward_of(task.hardware.choice(task.scenario), transport)
     agree(transport, task.facts() | versions() | {"model": forward.digest, "transport": transport.name})
-    whole = replace(_plan(task, task.seed), strategy="tsp")  # tsp holds every token on every rank
+    whole = replace(_plan(task, task.seed), strategy="tsp")  # with tsp, every rank holds all tokens
     watch = Stopwatch(transport, forward, [whole], task.hardware.seed)
     known, warm = deque(task.known), set[Chunks]()
     since_s = time.monotonic() - (known[-1][1] if known else 0.0)
 
     def measure(chunks: Chunks) -> tuple[float, float]:
-        """Measure one prefill, after a warm-up where the partition is new; known ones are not repeated."""
+        """Measure one prefill, after a warm-up if the partition is new; results of an interrupted search are reused."""
         if known:
             return known.popleft()
         plan = _plan(task, chunks)
@@ -168,7 +168,7 @@ class SearchedPartition:
 
     question: Question
     search: HardwareSearch
-    output: str  # the table's file
+    output: str  # file of the table
 
     @property
     def partitions(self) -> int:
@@ -182,7 +182,7 @@ class SearchedPartition:
 
     @property
     def gain(self) -> float:
-        """How much faster the best partition is than the plan's, as a share of the latter's TTFT."""
+        """How much faster the best partition is than the plan's, as a share of the TTFT of the plan's."""
         return 1 - self.search.median_s(self.search.best) / self.search.median_s(self.search.seed)
 
     def _measured(self, chunks: Chunks) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def search_here(
 ) -> SearchedPartition:
     """Search on as many ranks as the scenario has GPUs, and write a table of one entry.
 
-    Raises InputError where the machine cannot run the scenario, RankError where a rank fails.
+    Raises InputError if the machine cannot run the scenario, and RankError if a rank fails.
     """
     reporter = reporter or Reporter()
     scenario = hardware.runnable(scenario)
@@ -235,7 +235,7 @@ def search_here(
 
 
 def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:
-    """Write a table of one entry with predicted times, as in every table; measured times are under "_measured"."""
+    """Write a table of one entry with predicted times, as in every table; measured times have the key "_measured"."""
     chunks, steps = result.search.best, quantization_steps(scenario)
     predicted_s = Evaluator(scenario, KVR_S).one(chunks)
     draft = replace(draft_of(scenario, KVR_S), partition=chunks, ttft_s=predicted_s)

@@ -20,8 +20,8 @@ from planner.confirm.result import Confirmation, MeasuredCandidate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LANES = 0.5  # height per rank, inches
-_GAP = 0.8  # between two timelines, inches
+_LANES = 0.5  # height per rank in a timeline, inches
+_GAP = 0.8  # distance between two timelines, inches
 
 
 def figure(confirmation: Confirmation) -> Figure:
@@ -125,7 +125,7 @@ def answer(confirmation: Confirmation) -> str:
 
 
 def _origin(confirmation: Confirmation) -> str:
-    """Name what a measured timeline is."""
+    """Describe the origin of a measured timeline."""
     return "one measured prefill" if confirmation.mode == "ranks" else "composed of measured parts"
 
 
@@ -152,12 +152,12 @@ def _timelines(confirmation: Confirmation, ordered: list[MeasuredCandidate]) -> 
 
 
 def _family(one: MeasuredCandidate) -> str:
-    """Return the strategy whose colour a candidate has: "kvr-s #2" is one of kvr-s."""
+    """Return the strategy that determines the colour of a candidate: kvr-s for "kvr-s #2"."""
     return one.strategy.partition(" #")[0]
 
 
 def candidates_table(confirmation: Confirmation) -> Table:
-    """Return one row per candidate, by predicted TTFT, the plan's choice in bold."""
+    """Return one row per candidate, in order of predicted TTFT; the plan's choice is in bold."""
     columns = [
         Column(title="strategy\n"),
         Column(title="partition\n(tokens)", rank=2, hint="tokens per rank or piece"),
@@ -184,7 +184,7 @@ def candidates_table(confirmation: Confirmation) -> Table:
 
 
 def _candidates(confirmation: Confirmation) -> Html:
-    """Draw the table with coloured names, and bars for its intervals."""
+    """Return the table as HTML, with coloured names and bars for the intervals."""
     rows, ordered = candidates_table(confirmation), sorted(confirmation.candidates, key=lambda one: one.predicted_s)
     ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in ordered]
     span = html.span_of([(min(three), max(three)) for three in ends])

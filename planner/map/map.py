@@ -1,4 +1,4 @@
-"""StrategyMap: which strategy on how many GPUs is the fastest, over contexts and link bandwidths."""
+"""StrategyMap: the fastest strategy and number of GPUs for each context and link bandwidth."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Known = Literal["interpolated", "at or below the first length", "beyond the last
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MapPoint(Prediction):
-    """One strategy in one place."""
+    """The prediction for one strategy in one place: context, link bandwidth and number of GPUs."""
 
     context_len: int  # tokens
-    link_bandwidth_bytes_per_s: float  # one way
+    link_bandwidth_bytes_per_s: float  # bandwidth in one direction
     num_gpus: int  # GPUs of the strategy; `single` uses one
     strategy: str
-    peak_bytes: int  # of the GPU that needs the most
+    peak_bytes: int  # peak memory of the GPU that needs the most
     sensitivities: Sensitivities = field(default=UNKNOWN, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class MapPoint(Prediction):
         return fields_to_json(self, *names, "ttft_s", "ttft_low_s", "ttft_high_s", "peak_bytes", "fits")
 
 
-Place = dict[str, MapPoint]  # the strategies that run in it, by name
+Place = dict[str, MapPoint]  # points of the strategies that run in a place, by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,36 +60,36 @@ class Winner:
     num_gpus: int
     strategy: str
     ttft_s: float
-    speedup_over_single: float  # TTFT of one GPU over this one's, whether or not one GPU's memory would do
-    pays: bool  # whether more than one GPU is fastest
-    ties: tuple[str, ...]  # other strategies that fit and that a prediction cannot tell from the fastest
+    speedup_over_single: float  # TTFT on one GPU over this TTFT, even if one GPU's memory is too small
+    pays: bool  # whether the fastest strategy uses more than one GPU
+    ties: tuple[str, ...]  # other strategies that fit and that predictions cannot distinguish from the fastest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BreakEven:
-    """The context from which on a strategy is faster than another, in all longer contexts of the map."""
+    """The context from which a strategy is faster than another one, for all longer contexts of the map."""
 
     link_bandwidth_bytes_per_s: float
     num_gpus: int
     strategy: str
-    over: str  # the strategy that it beats
-    context_len: int | None  # tokens, between the lengths of the map by a straight line of logarithms; None: beyond
+    over: str  # the other, slower strategy
+    context_len: int | None  # tokens, interpolated in logarithms between the map's lengths; None: beyond the map
     known: Known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StrategyMap(Answer):
-    """TTFTs of all strategies in all places, and what follows from them."""
+    """TTFTs of all strategies in all places, with winners and break-evens."""
 
     view: ClassVar[str] = "planner.map.view"
-    question: Question  # of the longest context on the most GPUs
+    question: Question  # question with the longest context on the most GPUs
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
-    approximate: tuple[str, ...] = ()  # strategies that compute something else than the model's own prefill
+    approximate: tuple[str, ...] = ()  # strategies whose result differs from the model's own prefill
     _places: dict[tuple[float, int, int], Place] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        places: dict[tuple[float, int, int], Place] = {}  # by bandwidth, context and number of GPUs, in this order
+        places: dict[tuple[float, int, int], Place] = {}  # key: bandwidth, context and number of GPUs
         for point in self.points:
             place = point.link_bandwidth_bytes_per_s, point.context_len, point.num_gpus
             places.setdefault(place, {})[point.strategy] = point
@@ -112,7 +112,7 @@ class StrategyMap(Answer):
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Names, in the order given."""
+        """Names of the strategies, in the order given."""
         return tuple(dict.fromkeys(point.strategy for point in self.points))
 
     def at(self, context_len: int, bandwidth: float, num_gpus: int) -> Place:
@@ -120,7 +120,7 @@ class StrategyMap(Answer):
         return self._places.get((bandwidth, context_len, num_gpus), {})
 
     def winners(self) -> list[Winner]:
-        """One for each context, bandwidth and number of GPUs on which a strategy fits."""
+        """Winners of all places in which a strategy fits."""
         return [winner for place in self._places.values() if (winner := self._winner(place)) is not None]
 
     def winner(self, context_len: int, bandwidth: float, num_gpus: int) -> Winner | None:
@@ -134,7 +134,7 @@ class StrategyMap(Answer):
         return [min(place, key=lambda point: point.peak_bytes) for place in unfit]
 
     def best(self) -> list[Winner]:
-        """One for each context and bandwidth: the fewest GPUs that a prediction cannot tell from the fastest."""
+        """A winner per context and bandwidth: the one with the fewest GPUs that may be the fastest."""
         best = []
         for _, places in groupby(self._places.items(), key=lambda item: item[0][:2]):
             here = [(place[winner.strategy], winner) for _, place in places if (winner := self._winner(place))]
@@ -144,7 +144,7 @@ class StrategyMap(Answer):
         return best
 
     def _winning(self, place: Place) -> list[MapPoint]:
-        """The fastest in a place, then all others that may be as fast; one GPU first if it is among them."""
+        """The fastest strategy in a place, then all that may be as fast; one GPU comes first if it is among them."""
         usable = [point for point in self._exact(place) if point.fits]
         fastest = min(usable, key=lambda point: point.ttft_s, default=None)
         near = [point for point in usable if fastest is not None and is_tied(fastest, point)]
@@ -168,12 +168,12 @@ class StrategyMap(Answer):
         )
 
     def _exact(self, place: Place) -> list[MapPoint]:
-        """Strategies of a place whose result equals the model's own; one GPU is always among them."""
+        """Points of a place whose strategy computes the model's own prefill; one GPU is always included."""
         return [point for point in place.values() if point.strategy not in self.approximate]
 
     def break_evens(self) -> Iterator[BreakEven]:
         """Break-evens of every strategy against one GPU, and the contexts at which the fastest strategy changes."""
-        rows: dict[tuple[float, int], list[Place]] = {}  # the places of each bandwidth and number of GPUs
+        rows: dict[tuple[float, int], list[Place]] = {}  # places of each bandwidth and number of GPUs
         for (bandwidth, _, num_gpus), place in self._places.items():
             rows.setdefault((bandwidth, num_gpus), []).append(place)
         for (_, num_gpus), places in sorted(rows.items(), key=lambda row: row[0]):
@@ -194,19 +194,19 @@ class StrategyMap(Answer):
         return content | fields_to_json(self, "warnings")
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a point."""
+        """A table with one row per point."""
         from kvrsim.results.frame import to_frame
 
         return to_frame(to_json(self.points))
 
 
 def is_tied(faster: MapPoint, slower: MapPoint) -> bool:
-    """Whether a prediction cannot tell two points of the same requests apart."""
+    """Whether predictions cannot distinguish two points with the same requests."""
     return is_indistinguishable(faster.sensitivities, slower.sensitivities, faster.ttft_s, slower.ttft_s)
 
 
 def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
-    """The last crossing of two TTFTs over the context."""
+    """The longest context at which two TTFTs cross."""
     first = places[0][name]
     gains = [math.log(place[over].ttft_s / place[name].ttft_s) for place in places]
     behind = [index for index, gain in enumerate(gains) if gain <= 0]
@@ -246,9 +246,9 @@ def make_map(
 
     A place with more GPUs than tokens is left out, with a note.
 
-    scenario: model, request and links. bandwidths: of links, bytes a second one way; None: the cluster's own.
-    strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that runs in a place.
-    Searched chunks are balanced, or, where links are slow, refined. pool: who works; None: this process.
+    scenario: model, request and links. bandwidths: link bandwidths, bytes/s in one direction; None: the cluster's own.
+    strategies: names, "FILE.py:NAME" or Strategies; "all" means every strategy that runs in a place. Searched
+    chunks are balanced; they are refined if links are slow. pool: processes that simulate; None: this process.
 
     Raises InputError for an unknown name.
     """
@@ -295,7 +295,7 @@ def make_map(
 def _at_place(
     place: Scenario, strategies: Sequence[str | Strategy]
 ) -> tuple[list[MapPoint], dict[str, Strategy], list[str]]:
-    """The points of a place, the strategies compared in it by name, and why others are not."""
+    """The points of a place, the compared strategies by name, and reasons why others are not compared."""
     points: list[MapPoint] = []
     compared: dict[str, Strategy] = {}
     refused = list[str]()
@@ -317,7 +317,7 @@ def _left_out(place: Scenario) -> str:
 
 
 def _approximate_notes(compared: Iterable[Strategy]) -> list[str]:
-    """Which strategies compute something else than the model's own prefill, so that none of them wins."""
+    """Notes on strategies that compute something else than the model's own prefill, so that they cannot win."""
     return [
         note("map, approximate", strategy=one.name, reason=one.approximate)
         for one in compared
@@ -326,7 +326,7 @@ def _approximate_notes(compared: Iterable[Strategy]) -> list[str]:
 
 
 def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:
-    """One GPU, and what is compared with it."""
+    """One GPU, and the strategies that are compared with it."""
     everything = all_for(place)[0] if "all" in strategies else ()
     chosen = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
     for strategy in chosen:

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH = 10.0  # inches
-_MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into each cell
+_WIDTH = 10.0  # width of the figure, inches
+_MOST_GAINS = 12  # most contexts for which the cells show the gain over one GPU
 
 
 def figure(grid: StrategyMap) -> Figure:
-    """A panel per bandwidth: contexts to the right, numbers of GPUs upwards, each place in its winner's colour."""
+    """Draw one panel per bandwidth: contexts to the right, GPUs upwards, each place in its winner's colour."""
     winners, counts, panels = grid.winners(), grid.gpu_counts, len(grid.bandwidths)
     won = {winner.strategy for winner in winners}
     colours = {name: strategy_colour(name).light for name in grid.strategies if name in won}
     line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
     marks = "×: gain over one GPU · ≈: others cannot be told from it · empty: nothing fits in memory"
     head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
-    each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # inches
+    each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # heights in inches
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + below
     with styled():
         panes = drawing(_WIDTH, height)
@@ -56,7 +56,7 @@ def figure(grid: StrategyMap) -> Figure:
 
 
 def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mapping[str, str]) -> None:
-    """A cell per context and number of GPUs; none where nothing fits."""
+    """Draw a cell for each context and number of GPUs at which some strategy fits."""
     from matplotlib.patches import Rectangle
 
     lengths, counts = grid.lengths, grid.gpu_counts
@@ -77,11 +77,11 @@ def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mappin
 
 _FAR = 2.0  # TTFTs that differ by this factor are never ties
 _DIGITS = 4
-_MOST_ROWS = 300  # of a table
+_MOST_ROWS = 300  # largest number of rows in a table
 
 
 def page(grid: StrategyMap) -> Page:
-    """The page of a map."""
+    """The interactive page of a map."""
     return Page(
         title=f"Fastest strategy for {grid.model}",
         answer=headline(grid),
@@ -109,7 +109,7 @@ def page(grid: StrategyMap) -> Page:
 
 
 def headline(grid: StrategyMap) -> str:
-    """Which strategies win, and in how many places."""
+    """The winning strategies, and the number of places that each wins."""
     winners = grid.winners()
     if not winners:
         return "No strategy fits in memory in any of these places."
@@ -123,9 +123,9 @@ def headline(grid: StrategyMap) -> str:
 
 
 def _facts(grid: StrategyMap) -> dict[str, str]:
-    """The question, with the axes of the map as they are written."""
+    """The facts of the question, with the map's axes in place of context and GPUs."""
     facts = facts_of(grid.question)
-    for name in ("context", "GPUs"):  # of the largest place alone
+    for name in ("context", "GPUs"):  # these are the values of the largest place only
         del facts[name]
     facts |= {
         "cluster": grid.cluster.describe(),
@@ -165,14 +165,14 @@ def map_data(grid: StrategyMap) -> dict[str, Any]:
 
 
 def _ties(points: Iterable[MapPoint]) -> Iterable[tuple[str, str]]:
-    """All pairs that a prediction cannot distinguish, the faster one first."""
+    """All pairs of points that predictions cannot distinguish, the faster point first."""
     for faster, slower in combinations(sorted(points, key=lambda point: point.ttft_s), 2):
         if slower.ttft_s <= _FAR * faster.ttft_s and is_tied(faster, slower):
             yield faster.strategy, slower.strategy
 
 
 def _title(name: str) -> str:
-    """What a strategy does; nothing for one of another's own."""
+    """The title of a strategy; empty for the user's own strategies."""
     try:
         return get_strategy(name).title
     except InputError:
@@ -189,7 +189,7 @@ def _tables(grid: StrategyMap) -> Html:
 
 
 def winners_table(grid: StrategyMap) -> Table:
-    """A row per bandwidth and context, a column per number of GPUs: the fastest, its TTFT and speedup over one GPU."""
+    """The table of winners by bandwidth, context and number of GPUs: strategy, TTFT and speedup over one GPU."""
     several = [count for count in grid.gpu_counts if count > 1]
     rows = columns("links", "context", "best", *(f"{count} GPUs" for count in several))
     best = {(one.link_bandwidth_bytes_per_s, one.context_len): one for one in grid.best()}
@@ -204,7 +204,7 @@ def winners_table(grid: StrategyMap) -> Table:
 
 
 def _cell(grid: StrategyMap, context_len: int, bandwidth: float, num_gpus: int) -> str:
-    """The winner in a place; where nothing fits, the least memory that a strategy needs."""
+    """The cell of a place: the winner or, if nothing fits, the least memory that a strategy needs."""
     winner = grid.winner(context_len, bandwidth, num_gpus)
     if winner is None:
         points = grid.at(context_len, bandwidth, num_gpus).values()
@@ -236,7 +236,7 @@ def break_even_table(grid: StrategyMap) -> Table:
 
 
 def summary(grid: StrategyMap) -> Summary:
-    """The fastest in each place."""
+    """The notebook's table of the fastest strategies."""
     rows = winners_table(grid)
     return Summary(
         answer=headline(grid),

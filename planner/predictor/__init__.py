@@ -1,1 +1,1 @@
-"""A predictor of TTFT that runs without kvrsim: a grid of simulated prefills, and interpolation between them."""
+"""A predictor of TTFT that runs without the simulator: a grid of simulated prefills, and interpolation."""

@@ -26,11 +26,11 @@ from planner.search.search import search
 
 BEST = "best"
 _Result = TypeVar("_Result")
-_PER_DOUBLING = 4  # grid points of new tokens; more where linear interpolation is off
-_CONTENDS = 1.01  # strategies within this factor of the fastest in some sample are simulated
-_PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: none, and these parts of the longest
-_ERROR, _NEAREST = 0.01, 1.03  # of interpolation, relative, that asks for a further point; ratio of two points at least
-_EVERY = 6  # grid points; between these, the relative ends of intervals and searched shares are interpolated
+_PER_DOUBLING = 4  # grid points of new tokens per factor of 2; more are added if linear interpolation is inaccurate
+_CONTENDS = 1.01  # strategies are simulated if they are within this factor of the fastest in some sample
+_PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
+_ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of points
+_EVERY = 6  # distance, in grid points, of those with searched chunks and intervals; between them, both are interpolated
 
 
 def make_predictor(
@@ -42,8 +42,8 @@ def make_predictor(
 ) -> TtftPredictor:
     """Make the predictor of a scenario, whose context and batch are the largest of the grid.
 
-    strategy: "best", the fastest of those that fit and that some engine has, or one by name.
-    pool: who works; None: this process. Raises InputError where no strategy fits in memory.
+    strategy: a name, or "best" for the fastest strategy that fits and that some engine has.
+    pool: processes that simulate; None: this process. Raises InputError if no strategy fits in memory.
     """
     build = _Build(scenario, pool or Pool(), on_progress)
     strategies = build.strategies(strategy)
@@ -63,20 +63,20 @@ class _Build:
     def __init__(self, scenario: Scenario, pool: Pool, on_progress: OnProgress | None) -> None:
         self.scenario, self.pool, self.on_progress = scenario, pool, on_progress
         self.longest, most = scenario.request.context_len, scenario.request.batch
-        self.fewest = 2 * scenario.num_gpus  # new tokens
+        self.fewest = 2 * scenario.num_gpus  # least number of new tokens
         if self.longest < 2 * self.fewest:
             raise InputError("ctx", self.longest, f"at least {2 * self.fewest} tokens, four per GPU")
         self.batches = tuple(sorted({*(1 << power for power in range(most.bit_length())), most}))
         self.prefixes = tuple(sorted({self.longest // share if share else 0 for share in _PREFIX_SHARES}))
 
     def strategies(self, strategy: str | Strategy) -> tuple[Strategy, ...]:
-        """The strategy of that name, or all deployable strategies that are about the fastest in one of a few places."""
+        """The named strategy, or all deployable strategies that are nearly the fastest in some sample."""
         scenario = self.scenario
         if strategy != BEST:
             one = get_strategy(strategy)
             if one.partition_rule == "table":
                 raise InputError("strategy", one.name, "a strategy that needs no table")
-            per_rank_scenario(scenario, one)  # refuses what the machine or the model does not allow
+            per_rank_scenario(scenario, one)  # raises InputError for a strategy that machine or model do not allow
             return (one,)
         compared = strategies_to_compare(scenario, None).strategies
         contending = tuple(one for one in compared if one.approximate is None and engines_with(one, scenario))
@@ -92,7 +92,7 @@ class _Build:
         return tuple(one for one in contending if one.name in fast)
 
     def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
-        """New tokens up to the longest context, dense enough for TTFT to be about linear between them."""
+        """Grid points of new tokens up to the longest context, so dense that TTFT is nearly linear between them."""
         first, last = np.log2([self.fewest, self.longest])
         even = np.rint(2.0 ** np.linspace(first, last, int(np.ceil((last - first) * _PER_DOUBLING)) + 1))
         start = tuple(sorted({int(length) for length in even}))
@@ -100,7 +100,7 @@ class _Build:
         return tuple(sorted({point for points in self._results(_refined, work, "refinements") for point in points}))
 
     def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
-        """TTFTs and intervals of each strategy at all grid points; intervals are simulated at the corners."""
+        """TTFTs and intervals of each strategy at all grid points; intervals are simulated at its corners."""
         shape = (len(self.batches), len(self.prefixes))
         corners = set(product({0, shape[0] - 1}, {0, shape[1] - 1}))
         work = [
@@ -113,7 +113,7 @@ class _Build:
         return tuple(self._times(one, rows[each * index :][:each], points) for index, one in enumerate(strategies))
 
     def _times(self, strategy: Strategy, rows: Sequence[_Row], points: Sequence[int]) -> StrategyTimes:
-        """`rows` has an axis of batches and one of prefixes; ends of intervals over TTFT are interpolated."""
+        """TTFTs and intervals from a strategy's rows, by batch and prefix; ends over TTFT are interpolated."""
         from scipy.interpolate import RegularGridInterpolator
 
         shape = (len(self.batches), len(self.prefixes), len(points))
@@ -134,7 +134,7 @@ class _Build:
         )
 
     def _results(self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], what: str) -> Iterator[_Result]:
-        """Results in the order of the work."""
+        """Yield the results of the calls, in the order of `work`."""
         if self.on_progress is not None:
             self.on_progress(0, len(work), what)
         yield from self.pool.ordered(call, work, what, self.on_progress)
@@ -145,23 +145,23 @@ def _rounded(seconds: Array) -> list[float]:
 
 
 def _nested(values: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-    """Values as nested tuples of a given shape."""
+    """The values as nested tuples of the given shape."""
     if len(shape) == 1:
         return tuple(values)
     each = len(values) // shape[0]
     return tuple(_nested(values[each * index :][:each], shape[1:]) for index in range(shape[0]))
 
 
-# -- in a worker
+# -- functions that run in a worker process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
     """A strategy's TTFTs for one batch and cached prefix."""
 
-    ttft_s: tuple[float, ...]  # at each grid point
-    most_new_tokens: int  # most tokens that fit in memory
-    ends: tuple[tuple[float, float], ...]  # of the interval over TTFT, at the sampled points; empty: not simulated
+    ttft_s: tuple[float, ...]  # TTFT at each grid point
+    most_new_tokens: int  # most new tokens that fit in memory
+    ends: tuple[tuple[float, float], ...]  # ends of the interval over TTFT, at the sampled points; empty: not simulated
 
 
 def _at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> Scenario:
@@ -176,15 +176,15 @@ def _sampled(count: int) -> list[int]:
 
 
 def _near_the_best(scenario: Scenario, contending: Sequence[Strategy]) -> list[str]:
-    """Names of the strategies that fit and are about as fast as the fastest; empty if none fits."""
+    """Names of the strategies that fit and are nearly as fast as the fastest one; empty if none fits."""
     feasible = [one for one in (quick_candidate(scenario, strategy) for strategy in contending) if one.fits]
     return [one.strategy.name for one in feasible if one.ttft_s <= _CONTENDS * min(other.ttft_s for other in feasible)]
 
 
 def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch: int) -> tuple[int, ...]:
-    """Halve the intervals in whose middle linear interpolation is off, again and again.
+    """Grid points, refined: intervals are halved while linear interpolation is inaccurate in their middle.
 
-    Searched chunks avoid the jumps of a kernel's time, so that their TTFT needs no more points.
+    Searched chunks avoid the jumps of kernel times, so their TTFT needs no additional points.
     """
     if strategy.partition_rule == "search":
         return tuple(start)
@@ -220,7 +220,7 @@ def _row(
 
 
 def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence[int]) -> list[Candidate]:
-    """The candidate at each point; a searched one has shares between those of the points that are searched."""
+    """The candidate at each point; between the sampled points, searched shares are interpolated."""
     if strategy.partition_rule != "search":
         return [quick_candidate(place, strategy) for place in places]
     searched = {index: quick_candidate(places[index], strategy) for index in _sampled(len(points))}
@@ -240,7 +240,7 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
 
 
 def _most_that_fit(scenario: Scenario, candidates: Sequence[Candidate], cached_prefix: int, batch: int) -> int:
-    """The most new tokens up to the last point that fit, by bisection; 0: not even those of the first point."""
+    """The most new tokens up to the last point that fit, by bisection; 0: the first point does not fit."""
     points = [one.partition.num_tokens for one in candidates]
 
     def fit(new_tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""TtftPredictor: TTFTs over new tokens, cached prefix and batch; versioned JSON in and out.
+"""TtftPredictor: TTFTs over new tokens, cached prefix and batch; it is read and written as versioned JSON.
 
 docs/how-to/predictor.md describes the file for programs that read it.
 """
@@ -16,8 +16,8 @@ from kvrsim.errors import InputError, check_whole
 from kvrsim.io.schema import JsonObject, Whole, fields_to_json, to_json
 from planner.grid import GridFile
 
-Seconds = tuple[tuple[tuple[float, ...], ...], ...]  # by batch, cached prefix and new tokens
-Around = list[tuple[int, float]]  # indices of points and their weights
+Seconds = tuple[tuple[tuple[float, ...], ...], ...]  # [batch][cached prefix][new tokens]
+Around = list[tuple[int, float]]  # (index, weight) of the grid points
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class TtftEstimate:
     """A TTFT that was looked up."""
 
     ttft_s: float
-    ttft_low_s: float  # of the 80 % interval
+    ttft_low_s: float  # lower end of the 80 % interval
     ttft_high_s: float
     strategy: str
 
@@ -39,7 +39,7 @@ class StrategyTimes:
     """One strategy's TTFTs at every point."""
 
     strategy: str
-    most_new_tokens: tuple[tuple[Whole, ...], ...]  # that fit in memory, by batch and cached prefix; 0: none
+    most_new_tokens: tuple[tuple[Whole, ...], ...]  # [batch][cached prefix]: most that fit in memory; 0: none
     ttft_s: Seconds
     ttft_low_s: Seconds
     ttft_high_s: Seconds
@@ -53,13 +53,13 @@ class TtftPredictor(GridFile):
     command: ClassVar[str] = "kvrsim predictor build"
     rows: ClassVar[str] = "strategies"
 
-    kvrsim_version: str  # version that built it
+    kvrsim_version: str  # kvrsim version that built the predictor
     longest_context: int  # tokens, cached prefix and new ones together
-    new_tokens: tuple[int, ...]  # grid points, ascending, as are those below
+    new_tokens: tuple[int, ...]  # grid points in ascending order, like the two fields below
     cached_prefix: tuple[Whole, ...]
     batch: tuple[int, ...]
     strategies: tuple[StrategyTimes, ...]
-    question: Mapping[str, Any] = field(default_factory=dict)  # the longest prefill: what all share is as in it
+    question: Mapping[str, Any] = field(default_factory=dict)  # question of the longest prefill
 
     def __post_init__(self) -> None:
         for key in ("new_tokens", "cached_prefix", "batch"):
@@ -77,10 +77,10 @@ class TtftPredictor(GridFile):
                     raise InputError(f"strategies[{index}].{key}", "another shape", f"an array of {shape} numbers")
 
     def predict(self, *, ctx: int, cached_prefix: int = 0, batch: int = 1) -> TtftEstimate:
-        """TTFT of the fastest strategy that fits, interpolated linearly between the eight points around a prefill.
+        """TTFT of the fastest strategy that fits, by linear interpolation between eight grid points around the prefill.
 
         ctx: tokens of the whole context. cached_prefix: leading tokens whose K and V are cached. batch: sequences.
-        Raises InputError naming the parameter outside the grid, or where no strategy fits in memory.
+        Raises InputError for a parameter outside the grid, or if no strategy fits in memory.
         """
         check_whole("batch", batch, self.batch[0], self.batch[-1], ", the range of the predictor")
         check_whole("ctx", ctx, self.new_tokens[0], self.longest_context, ", the range of the predictor")
@@ -109,7 +109,7 @@ class TtftPredictor(GridFile):
         )
 
     def _most(self, one: StrategyTimes, rows: Around, columns: Around, batch: int) -> float:
-        """The most new tokens that fit: those of all sequences together are about linear in prefix and batch."""
+        """The most new tokens per sequence that fit; times the batch, this is nearly linear in prefix and batch."""
         together = (
             weight * share * self.batch[row] * one.most_new_tokens[row][column]
             for (row, weight), (column, share) in product(rows, columns)
@@ -118,7 +118,7 @@ class TtftPredictor(GridFile):
 
     @classmethod
     def plain_fields(cls, data: JsonObject) -> dict[str, Any]:
-        """The question, of any keys."""
+        """The question, which may have any keys."""
         return {"question": to_json(data.child("question").fields)}
 
 
@@ -128,7 +128,7 @@ def load_predictor(path: str | Path, argument: str = "predictor") -> TtftPredict
 
 
 def _around(points: Sequence[int], value: int) -> Around:
-    """The grid points around a value and their weights, without numpy, which takes longer to import than a lookup."""
+    """The grid points around a value and their weights; without numpy, whose import takes longer than a lookup."""
     low = bisect_right(points, value) - 1
     if points[low] == value:
         return [(low, 1.0)]
