@@ -1,1 +1,1 @@
-"""Partition tables: built, stored, looked up."""
+"""Partition tables: how they are built, stored and used."""

@@ -1,10 +1,10 @@
-"""Build a PartitionTable: search every entry alone, on several processes, then compare it with its neighbours.
+"""Build a PartitionTable: search each entry separately, in several processes, then compare it with its neighbours.
 
-Where many partitions are as fast, a search ends at any of them. Of those within a thousandth of the best, an entry
-takes the one nearest to the balanced plan, so that interpolation makes sense. Where even chunks come within 2 % of the
-best, as where the host is the bottleneck, no profile tells partitions apart, and what the search gains does not hold at
-the next length: there it takes the nearest within 1.5 %. A journal next to the table's file lets an interrupted build
-resume.
+If many partitions are nearly equally fast, a search may end at any of them. Of the partitions within 0.1 % of the best
+TTFT, an entry takes the one nearest to the balanced plan, so that entries can be interpolated. If even chunks are
+within 2 % of the best, for example because the host is the bottleneck, profiles cannot distinguish partitions, and the
+gain of the search is lost at the next length. In this case the tolerance is 1.5 %. With a journal next to the table's
+file, an interrupted build can resume.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from planner.table.table import (
 from planner.uncertainty.intervals import interval_of
 from planner.uncertainty.sensitivities import sensitivities
 
-_AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # differences in TTFT within which partitions count as equal
-_EVEN_IS_AS_FAST = 0.02  # of TTFT, by which even chunks may be slower where no profile tells partitions apart
-_BLENDS = 64  # of two partitions
-_NEAR = 0.25  # of a chunk, over which the cost of a token is averaged
-_INSIDE = 1e-3  # tokens before a jump: a level that leaves no room for it
+_AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # relative differences in TTFT within which partitions count as equal
+_EVEN_IS_AS_FAST = 0.02  # relative excess TTFT of even chunks, up to which profiles cannot tell partitions
+_BLENDS = 64  # number of blends of two partitions
+_NEAR = 0.25  # share of a chunk, to both sides of its length, over which the cost of a token is averaged
+_INSIDE = 1e-3  # tokens between a level and the jump that the level must not reach
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,23 +59,23 @@ class Draft:
     context_len: int
     partition: tuple[int, ...]
     ttft_s: float
-    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
-    balanced: tuple[Whole, ...]  # the analytical plan
+    lower_bound_s: NonNegative | None  # None: unknown, because the strategy is no chain of KV-Runahead
+    balanced: tuple[Whole, ...]  # chunks of the analytical plan
 
     @property
     def key(self) -> tuple[int, int]:
-        """GPUs and context."""
+        """Number of GPUs and context length."""
         return self.num_gpus, self.context_len
 
 
 def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
-    """Search one entry; it depends on nothing but its scenario and strategy."""
+    """The search result of one entry, which depends only on the scenario and the strategy."""
     result = search(scenario, strategy)
     lower_s = result.lower_bound_s
     if lower_s is None and strategy.chains and scenario.chain_is_proven:
         lower_s = lower_bound_s(scenario, strategy, result.ttft_s)
     chain = chain_like(strategy)
-    balanced = result.balanced if strategy == chain else None  # a search of its own chain has computed it
+    balanced = result.balanced if strategy == chain else None  # computed already, if the strategy is its own chain
     if balanced is None:
         balanced = balanced_chunks(scenario, chain)
     draft = Draft(
@@ -92,7 +92,7 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
 def entry_of(
     scenario: Scenario, strategy: Strategy, draft: Draft, around: tuple[Draft, Draft] | None, steps: QuantizationSteps
 ) -> TableEntry:
-    """The entry, or what its neighbours, interpolated, do better."""
+    """The entry with its draft's partition, or with a partition interpolated from its neighbours if that is better."""
     if around is not None and draft.num_gpus > 1:
         interpolated = _interpolated(scenario, strategy, around, steps)
         draft = _nearest_to_balanced(scenario, strategy, draft, [draft.partition, interpolated])
@@ -120,9 +120,9 @@ def levels_of(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Levels (tokens) and the cost of a token (seconds) of each rank; see planner/table/table.py.
 
-    A rank that stops at a jump has time to spare until the busiest is done: its level lies between its chunk and
-    what the next token would have taken. Other strategies take the costs of KVR's chain; who waits for whom there is
-    not known, so no rank has time to spare.
+    A rank whose chunk ends at a jump of the cost finishes before the busiest rank. The level of this rank is between
+    its chunk and the level that the next token needs. For other strategies than chains, token costs are those of KVR's
+    chain, and the spare time is 0, because it is not known which rank waits for which.
     """
     chain = ChainWork(scenario, chain_like(strategy))
     chunks = np.array(partition, dtype=float)
@@ -145,7 +145,7 @@ def levels_of(
 def _interpolated(
     scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: QuantizationSteps
 ) -> tuple[int, ...]:
-    """The partition that a lookup gives from two other lengths."""
+    """The partition that a lookup interpolates from two neighbouring lengths."""
     low, high = around
     tokens, cached = scenario.request.new_tokens, scenario.request.cached_prefix
     weight = (scenario.request.context_len - low.context_len) / (high.context_len - low.context_len)
@@ -162,7 +162,7 @@ def _interpolated(
 def _nearest_to_balanced(
     scenario: Scenario, strategy: Strategy, draft: Draft, partitions: list[tuple[int, ...]]
 ) -> Draft:
-    """The partition (or blend with the balanced one) nearest to balance among those as fast as the best."""
+    """The draft with the partition nearest to the balanced one, among blends that are about as fast as the best."""
     if draft.num_gpus == 1:
         return draft
     balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
@@ -183,7 +183,7 @@ def _nearest_to_balanced(
 
 
 def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
-    """Whole chunks of at least 1 token that sum to the tokens."""
+    """Whole chunks of at least 1 token that sum to `tokens`."""
     return chunk_lens(rounded(chunks, 1, tokens).tolist(), tokens)
 
 
@@ -203,18 +203,19 @@ def make_table(
     journal: Journal | None = None,
     on_progress: OnProgress | None = None,
 ) -> PartitionTable:
-    """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
+    """The table for these numbers of GPUs and contexts, which replace those of the scenario.
 
-    strategy: whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
-    Entries are searched apart, so that the result does not depend on the order or the process; then each is compared
-    with what its neighbours predict for it. pool: who works; None: this process. journal: drafts of an interrupted
-    build; new ones are appended. Raises InputError for more GPUs than tokens.
+    strategy: the strategy whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
+    Entries are searched separately, so that the result does not depend on their order or on the process. Each entry is
+    then compared with the interpolation of its neighbours. pool: processes that search; None: this process.
+    journal: drafts of an interrupted build, to which new drafts are appended. Raises InputError for more GPUs than
+    tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
     drafts = {} if journal is None else {key: one for key, one in drafts_of(journal).items() if key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
-    random.Random(0).shuffle(missing)  # those that are done take as long as the others in the mean
+    random.Random(0).shuffle(missing)  # so that finished and remaining entries take equally long on average
     for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
         drafts[draft.key] = draft
         if journal is not None:
@@ -236,7 +237,7 @@ def table_journal(output: str, scenario: Scenario, strategy: str | Strategy) -> 
 
 
 def drafts_of(journal: Journal) -> dict[tuple[int, int], Draft]:
-    """The entries that an interrupted build has searched; InputError where a line is not one."""
+    """The drafts that an interrupted build has searched; raises InputError for an invalid line."""
     lines = [JsonObject(fields=line, where=f"output {journal.path}") for line in journal.results]
     return {draft.key: draft for draft in (read(Draft, line) for line in lines)}
 
@@ -244,7 +245,7 @@ def drafts_of(journal: Journal) -> dict[tuple[int, int], Draft]:
 def _scenarios(
     scenario: Scenario, strategy: Strategy, gpu_counts: Sequence[int], context_lens: Sequence[int]
 ) -> dict[tuple[int, int], Scenario]:
-    """One for each entry, by number of GPUs and context."""
+    """The scenario of each entry, by number of GPUs and context."""
     check_places("ctx", context_lens, gpu_counts)
     most, least = max(gpu_counts), min(context_lens) - scenario.request.cached_prefix
     if most > least:
@@ -260,7 +261,7 @@ def _scenarios(
 
 
 def _neighbours(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], tuple[Draft, Draft] | None]:
-    """The drafts of the next shorter and next longer context for each entry; None at both ends of the table."""
+    """The drafts of the next shorter and next longer context, for each entry; None for the shortest and the longest."""
     neighbours: dict[tuple[int, int], tuple[Draft, Draft] | None] = {}
     for _, group in groupby(sorted(drafts), key=lambda key: key[0]):
         keys = list(group)

@@ -4,10 +4,11 @@ docs/how-to/partition-table.md describes the file for programs that read it.
 
 KVR-P interpolates between the entries of the two nearest contexts. The paper interpolates each rank's share of the
 context (section 5). Shares are not smooth in length, because a chunk's time rises in steps of a tile or a wave of tiles
-(QuantizationSteps). An entry therefore holds for each rank its level, the chunk length that the rank could afford if
-quantization were smoothed out, and the cost of a token. Both are smooth in length. Interpolated, they give the longest
-chunk that each rank can afford, and a common shift in time makes the chunks sum to the context. Chunks then end at
-steps, as searched ones do.
+(QuantizationSteps). An entry therefore has two
+values per rank: the level, which is the chunk length that the rank could compute in its time without quantization, and
+the cost of a token. Both are smooth in length. From the interpolated values follows the longest chunk that each rank
+can compute in its time; a common shift of these times makes the chunks sum to the context. These chunks end at steps,
+like searched chunks.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from planner.grid import GridFile
 if TYPE_CHECKING:
     import pandas
 
-_WINDOW = 41  # tokens, odd; a step is a rise above the median of those around it
-_LEAST_SHARE = 0.001  # of the chunk's time; smaller steps count as part of the slope
+_WINDOW = 41  # tokens, odd; a step is a rise above the median rise in this window
+_LEAST_SHARE = 0.001  # least step as a share of the chunk's time; smaller steps count as part of the slope
 _MOST_CHUNK = 2**17  # tokens; steps of longer chunks are too small to matter
-_BLOCK = 2**12  # chunk lengths timed at once
+_BLOCK = 2**12  # number of chunk lengths that are timed at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class QuantizationSteps:
 
     chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step of the cost
     seconds: tuple[NonNegative, ...]  # extra time after each step, cumulative, without a prefix
-    seconds_per_prefix_token: tuple[NonNegative, ...]  # addition per token of prefix
+    seconds_per_prefix_token: tuple[NonNegative, ...]  # extra time per token of prefix, cumulative
 
     def __post_init__(self) -> None:
         lengths = list(self.chunk_lens)
@@ -86,7 +87,7 @@ class QuantizationSteps:
 def quantization_steps(scenario: Scenario) -> QuantizationSteps:
     """The steps of a chunk's device time on this scenario's GPU, up to the scenario's context.
 
-    Attention's steps (tiles of queries) grow with the prefix; they are modelled as proportional to it.
+    The steps of attention (tiles of queries) are modelled as proportional to the prefix.
     """
     context_len = scenario.request.context_len
     most = min(scenario.request.new_tokens, _MOST_CHUNK)
@@ -103,7 +104,7 @@ def quantization_steps(scenario: Scenario) -> QuantizationSteps:
 
 
 def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
-    """Device seconds of all layers for chunks of 1, 2, ... `most` tokens behind a prefix."""
+    """Device seconds of all layers for chunks of 1, 2, ... `most` tokens after a prefix."""
     lengths = np.arange(1.0, most + 1.0)
     counts = np.bincount(scenario.model.layer_kind_index)
     parts = []
@@ -118,7 +119,7 @@ def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
 
 
 def _steps(times_s: Array) -> Array:
-    """Rise from each token to the next, above the median rise around it."""
+    """Rise of the time from each chunk length to the next, less the median rise around it; at least 0."""
     rises = np.diff(times_s)
     if not len(rises):
         return rises
@@ -127,13 +128,13 @@ def _steps(times_s: Array) -> Array:
 
 
 def _short(values: Array) -> tuple[float, ...]:
-    """Nine digits, so that tables do not depend on the processor's rounding."""
+    """The values rounded to nine digits, so that tables do not depend on the processor's rounding."""
     return tuple(float(f"{value:.9g}") for value in values)
 
 
 _NO_FIGURES = {
-    *("name", "model_type", "max_position_embeddings", "method"),  # of a model
-    *("source", "profile", "memory_source", "memory_bytes"),  # of GPUs and links
+    *("name", "model_type", "max_position_embeddings", "method"),  # fields of a model
+    *("source", "profile", "memory_source", "memory_bytes"),  # fields of GPUs and links
 }
 
 
@@ -142,26 +143,26 @@ class TableSetting:
     """Setting that all entries of a table share."""
 
     model: str
-    profile: str  # its name, or "roofline"
-    cluster: str  # its name
+    profile: str  # name of the profile, or "roofline"
+    cluster: str  # name of the cluster
     gpu: str
     topology: str
-    link: str  # between GPUs; under nodes, inside a node
+    link: str  # link between GPUs; for a cluster with nodes, the link inside a node
     link_bandwidth_bytes_per_s: float
     link_latency_s: NonNegative
-    attention: str  # kernel
+    attention: str  # attention kernel
     dtype: str
     batch: int
     cached_prefix: Whole  # tokens
-    prefix_placement: str = "all"  # where its K and V lie
-    engine: str = NO_ENGINE  # its name, or "none"
+    prefix_placement: str = "all"  # placement of the prefix's K and V
+    engine: str = NO_ENGINE  # name of the engine, or "none"
     strategy: str = KVR_S.name  # strategy of the searched partitions
-    expert_parallel: str = "off"  # or its imbalance
-    fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
+    expert_parallel: str = "off"  # "off", or the imbalance of the experts
+    fingerprint: str  # hash of all figures that affect times: model, profile, cluster, request
 
     @classmethod
     def of(cls, scenario: Scenario, strategy: str = KVR_S.name) -> TableSetting:
-        """A scenario's, whatever its number of GPUs and its context; `strategy`: the name of the searched one."""
+        """The setting of a scenario without its number of GPUs and context; `strategy`: the searched one's name."""
         cluster, request = scenario.cluster, scenario.request
         return cls(
             model=scenario.model.name,
@@ -184,7 +185,7 @@ class TableSetting:
         )
 
     def differences(self, scenario: Scenario, strategy: str = KVR_S.name) -> list[str]:
-        """What the scenario and the strategy have other than the table, in a few words each; empty where all agree."""
+        """Differences between the table and the scenario with the strategy, in words; empty if there are none."""
         here, facts = TableSetting.of(scenario, strategy), self.facts()
         changes = [f"{name} {facts[name]}, not {fact}" for name, fact in here.facts().items() if fact != facts[name]]
         if not changes and self.fingerprint != TableSetting.of(scenario).fingerprint:
@@ -192,7 +193,7 @@ class TableSetting:
         return changes
 
     def facts(self) -> dict[str, str]:
-        """All but the fingerprint, in words."""
+        """All fields but the fingerprint, in words."""
         content = {one.name.replace("_", " "): str(getattr(self, one.name)) for one in fields(self)[:-1]}
         for name in ("link bandwidth bytes per s", "link latency s"):
             del content[name]
@@ -201,7 +202,7 @@ class TableSetting:
 
 
 def _expert_parallelism(scenario: Scenario) -> str:
-    """Whether experts are spread, and how unevenly tokens are."""
+    """Whether experts are spread over GPUs, and the imbalance of their tokens, in words."""
     if not scenario.expert_parallel:
         return "off"
     imbalance = scenario.expert_imbalance
@@ -209,12 +210,12 @@ def _expert_parallelism(scenario: Scenario) -> str:
 
 
 def _fingerprint(scenario: Scenario) -> str:
-    """A hash of all figures that times depend on, and of nothing else: not of names, dates or citations."""
+    """A hash of all figures that affect times; names, dates and citations do not change it."""
     return hashlib.sha256(json.dumps(_figures(scenario), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _figures(scenario: Scenario) -> dict[str, Any]:
-    """Shapes of the model, rates of the profile and of the links, the layout, and the request but for its length."""
+    """Figures of the model, the profile or datasheet, the cluster, the kernel, and the request without its length."""
     profile, request = scenario.profile, scenario.request
     calibrated = profile and {
         "kernels": _numbers(asdict(profile.kernels)),
@@ -235,7 +236,7 @@ def _figures(scenario: Scenario) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Values without those that no time depends on; whole numbers equal floats."""
+    """The values without fields that affect no time; whole numbers become floats."""
     if isinstance(value, Mapping):
         return {str(key): _numbers(one) for key, one in value.items() if key not in _NO_FIGURES}
     if isinstance(value, list | tuple):
@@ -243,22 +244,22 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-_CLOSE = 1e-6  # by how much shares that sum to 1 may miss it
+_CLOSE = 1e-6  # allowed deviation of shares in a file from those of the partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableEntry(Prediction):
-    """One context on some GPUs, searched."""
+    """The searched partition of one context on a number of GPUs."""
 
     num_gpus: int
     context_len: int  # tokens, cached prefix included
     partition: tuple[int, ...]  # new tokens per rank
     speedup_over_tsp: float
-    speedup_over_even: float  # the same strategy's TTFT with even chunks over this one's
+    speedup_over_even: float  # TTFT of the same strategy with even chunks, over this TTFT
     gap: NonNegative | None  # ttft_s over a proven lower bound, less one; None: no bound is known
-    # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/table.py.
+    # Chunk length of each rank without quantization, over the new tokens: see the top of this file.
     levels: tuple[float, ...]
-    token_s: tuple[float, ...]  # seconds per rank that one more token costs, between jumps
+    token_s: tuple[float, ...]  # cost in seconds of one more token on each rank, without steps
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -273,7 +274,7 @@ class TableEntry(Prediction):
 
     @classmethod
     def read(cls, data: JsonObject) -> TableEntry:
-        """Check one entry; its fractions must match its partition."""
+        """Read and check one entry; its fractions must match its partition."""
         entry, written = read(cls, data.without("fractions")), data.numbers("fractions")
         exact = zip(written, entry.fractions, strict=False)
         if len(written) != entry.num_gpus or any(abs(a - b) > _CLOSE for a, b in exact):
@@ -290,15 +291,15 @@ class TableEntry(Prediction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionTable(GridFile):
-    """Entries by number of GPUs and context, and what they were made for."""
+    """A table: its entries by number of GPUs and context, and the setting that they share."""
 
     file_format: ClassVar[str] = "kvrsim partition table"
     command: ClassVar[str] = "kvrsim table build"
     rows: ClassVar[str] = "entries"
-    kvrsim_version: str  # version that built it
+    kvrsim_version: str  # kvrsim version that built the table
     setting: TableSetting
     steps: QuantizationSteps
-    entries: tuple[TableEntry, ...]  # rising in num_gpus, then context_len; none twice
+    entries: tuple[TableEntry, ...]  # sorted by num_gpus, then context_len; without duplicates
 
     def __post_init__(self) -> None:
         keys = [(entry.num_gpus, entry.context_len) for entry in self.entries]
@@ -312,11 +313,11 @@ class PartitionTable(GridFile):
 
     @property
     def gpu_counts(self) -> tuple[int, ...]:
-        """Numbers of GPUs that it has entries for."""
+        """Numbers of GPUs for which the table has entries, in ascending order."""
         return tuple(sorted({entry.num_gpus for entry in self.entries}))
 
     def of(self, num_gpus: int) -> tuple[TableEntry, ...]:
-        """Entries of that number of GPUs, rising in context; raises InputError where there are none."""
+        """Entries for this number of GPUs, in order of context; raises InputError if there are none."""
         entries = tuple(entry for entry in self.entries if entry.num_gpus == num_gpus)
         if not entries:
             has = ", ".join(map(str, self.gpu_counts))
@@ -324,13 +325,13 @@ class PartitionTable(GridFile):
         return entries
 
     def partition_for(self, per_rank: Scenario) -> Partition:
-        """KVR-P's partition of a scenario; raises InputError as look_up does."""
+        """KVR-P's partition of a scenario; raises the same InputErrors as look_up."""
         request = per_rank.request
         lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
         return Partition(chunk_lens=lookup.partition)
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
-        """Notes where the table's setting differs from the scenario's, or the context exceeds the table."""
+        """Notes if the table's setting differs from the scenario's, or if the context is outside the table."""
         others = self.setting.differences(per_rank, strategy.looks_up)
         notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
         request = per_rank.request
@@ -338,7 +339,7 @@ class PartitionTable(GridFile):
         return (*notes, *(f"{strategy.name}: {warning}" for warning in lookup.warnings))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row an entry."""
+        """A table with one row per entry."""
         from kvrsim.results.frame import to_frame
 
         return to_frame(entry.to_dict() for entry in self.entries)
@@ -355,14 +356,14 @@ _HALVINGS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableLookup:
-    """A looked-up partition."""
+    """A partition that was looked up."""
 
     num_gpus: int
     context_len: int  # tokens, cached prefix included
     fractions: tuple[float, ...]  # each rank's share of the new tokens, before rounding
     partition: tuple[int, ...]  # new tokens per rank
     source: Source
-    between: tuple[int, ...]  # contexts of the entries used, one or two
+    between: tuple[int, ...]  # contexts of the one or two entries used
     warnings: tuple[str, ...]
 
 
@@ -375,10 +376,10 @@ def look_up(
 ) -> TableLookup:
     """Return the partition for a context; at an entry's context, the entry's partition.
 
-    cached_prefix: overrides the table's.
-    Beyond the last entry, shares are extrapolated linearly in 1 / context, as the share of attention in a layer's time;
-    below the first entry, its shares are used. Raises InputError for a number of GPUs that is not in the table or a
-    context with fewer new tokens than GPUs.
+    cached_prefix: replaces the table's value.
+    Beyond the last entry, shares are extrapolated linearly in 1 / context. Below the first entry, the shares of the
+    first entry are used. Raises InputError for a number of GPUs that is not in the table or a context with fewer new
+    tokens than GPUs.
     """
     entries = table.of(num_gpus)
     cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
@@ -419,9 +420,10 @@ def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -
 
 
 def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableEntry, TableEntry]:
-    """The entries around a context; the same entry twice at its context and before the first.
+    """The two entries around a context; the same entry twice at its own context and before the first entry.
 
-    Beyond the last, it and the last one of at most half its length: closer ones differ by quantization only.
+    Beyond the last entry: this entry, and the longest of at most half its length, because closer ones differ mainly by
+    quantization.
     """
     lengths = [entry.context_len for entry in entries]
     upper = bisect_left(lengths, context_len)
@@ -434,7 +436,7 @@ def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableE
 
 
 def _weight(low: int, high: int, context_len: int) -> float:
-    """Weight of the upper entry; beyond it, linear in 1 / context and at most 2."""
+    """Weight of the upper entry; beyond the upper entry, linear in 1 / context and at most 2."""
     if low < high < context_len:
         return (1 / low - 1 / context_len) / (1 / low - 1 / high)
     return _linear_weight(low, high, context_len)
@@ -445,7 +447,7 @@ def _linear_weight(low: int, high: int, context_len: int) -> float:
 
 
 def _between(low: Sequence[float], high: Sequence[float], weight: float) -> tuple[float, ...]:
-    """Linear interpolation, clamped to the two; extrapolated, at least half of the upper."""
+    """Linear interpolation between two rows; extrapolated values are at least half of the upper row."""
     pairs = zip(low, high, strict=True)
     if weight > 1:
         return tuple(max(b / 2, a + weight * (b - a)) for a, b in pairs)
@@ -460,9 +462,9 @@ def to_steps(
     num_tokens: int,
     cached_prefix: int = 0,
 ) -> tuple[int, ...]:
-    """Chunks that sum to the tokens: the longest that each rank's level allows, after a common shift in time.
+    """Chunks that sum to the tokens: each rank's longest chunk for its level, after a common shift in time.
 
-    levels: in tokens. token_s: seconds of a token. fractions: shares of the tokens, which give each chunk's prefix.
+    levels: tokens. token_s: seconds per token. fractions: shares of the tokens, which determine each chunk's prefix.
     """
     prefixes = [cached_prefix + math.fsum(fractions[:rank]) * num_tokens for rank in range(len(fractions))]
 
@@ -478,6 +480,6 @@ def to_steps(
         middle = (low + high) / 2
         low, high = (low, middle) if sum(chunks(middle)) >= num_tokens else (middle, high)
     lengths, least = chunks(high), chunks(low)
-    for rank in range(len(lengths)):  # several ranks may reach a step at the same shift
+    for rank in range(len(lengths)):  # several ranks may reach a step at the same shift: remove the excess
         lengths[rank] -= max(0, min(sum(lengths) - num_tokens, lengths[rank] - least[rank]))
     return tuple(lengths)

@@ -1,1 +1,1 @@
-"""How sure a TTFT is: prediction intervals, noise, robust plans, breakdown."""
+"""The uncertainty of a TTFT: prediction intervals, noise, and the breakdown of TTFT."""

@@ -1,6 +1,6 @@
 """The basis of seconds (measured, interpolated, extrapolated, fitted, datasheet) by span; and the breakdown of TTFT.
 
-A breakdown has the seconds of every part on every rank, and what each rank waited for.
+A breakdown has the seconds of every part on every rank, and each rank's waits by cause.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.sensitivities import UNCOMPARED_KINDS
 
-_ALL = 0.995  # share of an operation's seconds from which on a single basis is stated
+_ALL = 0.995  # share of an operation's seconds above which only one basis is named
 _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 
 
 def weighted_program(
     scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel
 ) -> tuple[Program, list[Part]]:
-    """Build a program with one column per part, where only that part takes time, and a last one without any time.
+    """Build a program with one column per part, where only that part takes time, and a last one where nothing does.
 
     Returns the program and the parts, in the order of the columns.
     """
@@ -44,14 +44,14 @@ def weighted_program(
 
 
 def chunk_of(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> tuple[int, int]:
-    """Tokens of a rank's chunk and of the context before it; for a pipeline, of the last piece."""
+    """Tokens of a rank's chunk, and of the context before this chunk; for a pipeline, those of the last piece."""
     piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank
     start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
     return partition.chunk_lens[piece] // context_ranks(strategy), start
 
 
 def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
-    """The basis of a part: its own measurement, between or outside measurements, or whole TTFTs alone."""
+    """The basis of a part's seconds: measured, interpolated, extrapolated, fitted to whole TTFTs, or the datasheet."""
     profile = scenario.profile
     if profile is None:
         return "datasheet"
@@ -59,7 +59,7 @@ def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
     if fit is None:
         return "extrapolated" if part.kind in UNCOMPARED_KINDS else "fitted"
     if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
-        return "extrapolated"  # from another kind
+        return "extrapolated"  # extrapolated from another kind of recurrence
     sizes = _sizes(scenario, part, chunk, start)
     if not _inside(fit, sizes):
         return "extrapolated"
@@ -68,10 +68,10 @@ def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
 
 
 def bases_of(scenario: Scenario, strategy: Strategy, partition: Partition, timeline: Timeline) -> tuple[str, ...]:
-    """The basis of the seconds of each span of a simulated prefill, in words, such as "interpolated".
+    """The basis of each span's seconds in a simulated prefill, in words, such as "interpolated".
 
-    Work of several parts has the share of its seconds that each basis has: "80 % interpolated, 20 % extrapolated".
-    Waiting is simulated. Of a message: whether a link's measurement reaches its size, or the datasheet says its time.
+    For work of several parts, the text has the share of each basis: "80 % interpolated, 20 % extrapolated". Waits are
+    "simulated". A message is "interpolated" or "extrapolated" by its size if links were measured, else "datasheet".
     """
     work = dict(_work(scenario, strategy, partition))
     return tuple(_of_span(scenario, span, work) for span in timeline.spans)
@@ -95,7 +95,7 @@ def _of_span(scenario: Scenario, span: Span, work: Mapping[_WorkKey, str]) -> st
 
 
 def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Iterator[tuple[_WorkKey, str]]:
-    """The basis of each operation that computes, by rank, layer and name."""
+    """Yield the basis of each operation that computes, with its key (rank, layer, name)."""
     program, parts = weighted_program(scenario, strategy, partition, scenario.cost)
     for rank in range(program.num_ranks):
         chunk, start = chunk_of(scenario, strategy, partition, rank)
@@ -111,7 +111,7 @@ def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Itera
 
 
 def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
-    """`seconds` has a value for each part and one for none, shape (parts + 1,)."""
+    """Describe the shares of the bases; `seconds`, shape (parts + 1,), has a value per part and a last one for none."""
     shares: dict[str, float] = {}
     for basis, taken in zip(bases, seconds[:-1] - seconds[-1], strict=True):
         shares[basis] = shares.get(basis, 0.0) + float(taken)
@@ -125,7 +125,7 @@ def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
 
 
 def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[str, float]:
-    """The sizes of one part, named as in OperationFit.seen."""
+    """The sizes of one part, with the names in OperationFit.seen."""
     batch = scenario.request.batch
     if part.product is not None:
         product, head = part.product, scenario.share.lm_head
@@ -163,7 +163,7 @@ def breakdown(
 ) -> Breakdown:
     """Seconds, share of TTFT, share of the roofline and basis of every part on every rank.
 
-    finish_s: when each rank has finished, as the simulation that recorded the timeline found.
+    finish_s: finish time of each rank in the simulation that recorded the timeline.
     """
     ttft_s = finish_s[-1]
     seconds = _part_seconds(scenario, strategy, partition, scenario.cost)
@@ -209,13 +209,13 @@ def _device_s(program: Program, rank: int, width: int) -> Array:
 
 
 def _engine_s(program: Program, rank: int) -> float:
-    """Seconds that the device waits before the layers: requests and steps."""
+    """Seconds that the device waits for the engine's requests and steps, before the layers."""
     ops = (op for _, op in program.ops(rank) if isinstance(op, Compute) and op.kind == "request")
     return sum(float(op.device_s[0]) for op in ops)
 
 
 def _roofline(scenario: Scenario) -> CostModel:
-    """The datasheet's limits for the same operations."""
+    """The cost model of the datasheet's limits for the same operations."""
     traits = replace(scenario.traits, fused_merge=True, measures_merge=False, score_bytes={}, repeats_rotary=False)
     return RooflineCost.of(scenario.cluster.gpu, traits, scenario.request.dtype)
 
@@ -234,7 +234,7 @@ def _name(scenario: Scenario, part: Part) -> str:
 
 
 def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:
-    """Idle seconds of the rank's compute stream by cause; what no wait explains is the host's delay."""
+    """Idle seconds of the rank's compute stream by cause; the idle time outside all waits is the host's delay."""
     waits: dict[str, float] = {}
     for span in timeline.of(rank, "wait"):
         if span.name != "host":

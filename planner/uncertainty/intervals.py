@@ -1,10 +1,9 @@
 """The 80 % prediction interval of a TTFT, and whether one TTFT is distinguishable from another.
 
-Where a profile was fitted to whole TTFTs, the interval is that of its errors on models left out of the fit. Where it
-was fitted operation by operation, each operation's errors on rows left out are carried through the simulation
-(sensitivities.py). Sources are independent, so their sensitivities are added in squares, separately on each side of the
-prediction: some sources can only make a prefill longer. What changes all products and attention together is a source
-of its own.
+If a profile was fitted to whole TTFTs, the interval is that of its errors on models left out of the fit. If each
+operation was fitted separately, the simulation propagates the operation's errors on rows left out (sensitivities.py).
+Sources are independent, so their sensitivities are added in squares, separately on each side of the prediction, because
+some sources can only make a prefill longer. An error that all products and attention share is a separate source.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Interval:
 
     low_s: float
     high_s: float
-    by_source: Mapping[str, Sensitivity]  # of log TTFT, at the ends of the 80 % interval of that source alone
+    by_source: Mapping[str, Sensitivity]  # changes of log TTFT at the ends of the 80 % interval of one source
 
     def causes(self) -> dict[str, tuple[float, float]]:
         """The relative changes of TTFT by source, the widest first."""
@@ -34,7 +33,7 @@ class Interval:
 
 
 def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
-    """The 80 % interval of a predicted TTFT; scenario: per rank."""
+    """The 80 % interval of a predicted TTFT; `scenario` is per rank."""
     return interval_of(sensitivities(scenario, strategy, partition), ttft_s)
 
 
@@ -54,9 +53,9 @@ def interval_of(one: Sensitivities, ttft_s: float) -> Interval:
 
 
 def is_indistinguishable(faster: Sensitivities, slower: Sensitivities, faster_s: float, slower_s: float) -> bool:
-    """Whether the 80 % interval of log(slower / faster) contains 0; errors that both share cancel.
+    """Whether the 80 % interval of log(slower / faster) contains 0; errors that both strategies share cancel.
 
-    faster_s, slower_s: seconds, predicted, or another measure that changes as their TTFT does.
+    faster_s, slower_s: predicted TTFTs, seconds, or a quantity that scales with TTFT.
     """
     squares = (DEVIATES_OF_80_PERCENT * max(faster.ratio_log_sd, slower.ratio_log_sd)) ** 2
     none = Sensitivity(0.0, 0.0)
@@ -68,7 +67,7 @@ def is_indistinguishable(faster: Sensitivities, slower: Sensitivities, faster_s:
 
 
 def measured_coverage(scenario: Scenario) -> float | None:
-    """Share of held-out TTFTs inside such intervals; None: nobody measured it."""
+    """Share of held-out TTFTs inside their prediction intervals; None: not measured."""
     residual, request = end_to_end_residual(scenario), scenario.request
     if residual is not None:
         return residual.coverage
@@ -80,7 +79,7 @@ def measured_coverage(scenario: Scenario) -> float | None:
 
 
 def provenance(scenario: Scenario) -> str:
-    """What the profile and the engine were measured on, what the profile does not cover, and their errors."""
+    """A text about the measurements of the profile and the engine, their errors, and the limits of the profile."""
     profile = scenario.profile
     if profile is None:
         return f"the datasheet of {scenario.cluster.gpu.name}: no measurement"

@@ -1,4 +1,4 @@
-"""TTFTs under a noise: samples of one partition, and the limits of the simulation."""
+"""TTFTs under noise: samples of one partition, and limits on the size of the simulation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from planner.processes import Pool
 
 DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
-FIRST_PLAN_SAMPLE = 10_000  # a plan's samples begin here, apart from those of `simulate`
-_MOST_SLOTS = 2.0**24  # time slots of all samples, GPUs and links, 24 bytes each
+FIRST_PLAN_SAMPLE = 10_000  # first sample of a plan, so that its samples differ from those of `simulate`
+_MOST_SLOTS = 2.0**24  # largest number of time slots of all samples, GPUs and links, 24 bytes each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
-    """A noise, the seed of its samples, and their number. Sample 0 is the run that a simulation shows."""
+    """A noise, the seed of its samples, and their number. Sample 0 is the run in the result of a simulation."""
 
     noise: Noise
     seed: int = 0
     num_samples: int = DEFAULT_SAMPLES
-    pool: Pool | None = field(default=None, compare=False, repr=False)  # simulates a plan's samples; None: this process
+    pool: Pool | None = field(default=None, compare=False, repr=False)  # for a plan's samples; None: this process
 
     @classmethod
     def of(cls, noise: str | Noise | None, num_samples: int, seed: int) -> Disturbance | None:
@@ -37,7 +37,7 @@ class Disturbance:
         return None if parsed is None else cls(noise=parsed, seed=seed, num_samples=num_samples)
 
     def check(self, strategy: Strategy) -> None:
-        """Refuse a number of samples out of range, and a strategy whose ranks are not single GPUs with all layers.
+        """Raise InputError for too many samples, and for strategies whose ranks are not single GPUs with all layers.
 
         Noise is defined per GPU.
         """
@@ -48,17 +48,17 @@ class Disturbance:
             raise InputError("strategy", strategy.name, accepted)
 
     def fixed(self, scenario: Scenario) -> Scenario:
-        """The scenario on a cluster with the noise's slow GPUs and links, which every search and bound then sees."""
+        """The scenario on a cluster with the noise's slow GPUs and links, which searches and bounds then include."""
         return replace(scenario, cluster=self.noise.placed_on(scenario.cluster))
 
     def draw(self, scenario: Scenario) -> NoiseDraw | None:
-        """Sample 0; None where nothing is random."""
+        """The draw of sample 0; None if the noise is not random."""
         return NoiseDraw(self.noise, scenario.cluster.num_gpus, seed=self.seed) if self.noise.is_random else None
 
     def distribution(
         self, scenario: Scenario, strategy: Strategy, partition: Partition, quiet_s: float, *, first: int = 0
     ) -> Distribution:
-        """TTFTs of all samples, numbered from `first`; `quiet_s` is without the random part. scenario: per rank."""
+        """TTFTs of all samples, numbered from `first`; `quiet_s`: TTFT without the random part. scenario: per rank."""
         if not self.noise.is_random:
             return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
         num_gpus = scenario.cluster.num_gpus
@@ -68,10 +68,10 @@ class Disturbance:
         return Distribution.of(samples_s, quiet_s=quiet_s, seed=self.seed)
 
     def check_length(self, quiet_s: float, num_gpus: int) -> None:
-        """Refuse side traffic whose slots would not fit into memory; quiet_s: the prefill without noise, seconds.
+        """Raise InputError if the slots of side traffic do not fit in memory; quiet_s: TTFT without noise, seconds.
 
-        Every GPU and every link between neighbours keeps each slot of each sample until the end of the disturbed
-        prefill.
+        For each sample, all slots until the end of the disturbed prefill are stored, for all GPUs and links between
+        neighbours.
         """
         traffic = self.noise.side_traffic
         if traffic is None or traffic.is_quiet or num_gpus < 2:
@@ -84,7 +84,7 @@ class Disturbance:
 
 
 def _expected_slowdown(traffic: SideTraffic, num_gpus: int) -> float:
-    """How many times as long the slowest GPU or link takes, in the mean over slots."""
+    """The expected slowdown of the slowest GPU or link, as a mean over slots."""
     pairs = num_gpus - 1
     of_link = traffic.duty / pairs
     of_gpu = traffic.duty * min(2, pairs) / pairs

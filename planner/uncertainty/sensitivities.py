@@ -1,11 +1,11 @@
-"""How TTFT changes when something that a prediction rests on is off, error source by error source.
+"""Sensitivities: the change of TTFT for an error in each source of a prediction.
 
 There are four kinds of error sources: parts of the device's time, alone or all together; delays before the whole
 prefill; perturbations of the scenario, such as a slower host; and end-to-end errors of TTFT, where a profile or an
 engine was compared with whole prefills. The strategy is simulated again with each source at the low and at the high end
-of its 80 % interval, DEVIATES_OF_80_PERCENT standard deviations from its central value. A source that the strategies of
-a plan share (a table, a link, the host) is the same error for all of them, so the sensitivities of two strategies may
-be subtracted. Errors are standard deviations of a logarithm (log_sd).
+of its 80 % interval, DEVIATES_OF_80_PERCENT standard deviations from its central value. If the strategies of a plan
+share a source (a table, a link, the host), its error is the same for all, so the sensitivities of two strategies may be
+subtracted. Errors are standard deviations of a logarithm (log_sd).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from kvrsim.strategies import Strategy
 
 RUN_TO_RUN = 0.014 / 0.6745  # log_sd: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # log_sd added for each doubling outside the measured range
-_NOMINAL_LINKS = 0.2  # log_sd of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
-# Kinds that no end-to-end measurement of an engine covers; unmeasured, they are estimated from FLOPs and bytes.
+_NOMINAL_LINKS = 0.2  # log_sd of an unmeasured bandwidth: NVLink 3 reaches 78 % of its nominal one
+# Kinds that no end-to-end measurement of an engine covers; without measurements, they are estimated from FLOPs and
+# bytes.
 UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
 _ESTIMATED = 0.5  # log_sd of estimated sources
-_ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # host rates that scale with the host's speed
-_SOURCES = {  # error sources by the engine's terms
+_ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # fields of host times that scale with the host's speed
+_SOURCES = {  # name of the error source for each term of an engine
     "request_s": "request",
     "token_s": "tokens",
     "step_s": "step",
@@ -47,36 +48,36 @@ _SECONDS = {
     "step_s": ("step_s",),
     "launch_s": ("launch_s",),
     "collective_s": ("collective_s",),
-}  # host rates by term
-_ROOFLINE_FACTOR = 3.0  # a real TTFT may lie this far above the datasheet's limits
+}  # host times that each term scales
+_ROOFLINE_FACTOR = 3.0  # a real TTFT may be this many times the datasheet's limit
 _SD_OF_MEAN_ERROR = math.sqrt(math.pi / 2)  # standard deviation over mean absolute error of a normal distribution
-_NOTHING = 1e-9  # of log TTFT
+_NOTHING = 1e-9  # change of log TTFT that counts as none
 
 ErrorSource = Part | str  # a part of the device's time, or the name of a source that affects several parts
-PartErrors = Mapping[Part, float]  # log_sd of the parts that one source changes
+PartErrors = Mapping[Part, float]  # log_sd of each part that a source changes
 
 
 class Sensitivity(NamedTuple):
-    """What is added to log TTFT when a source is at the low, and at the high end of its 80 % interval."""
+    """Changes of log TTFT with a source at the low and at the high end of its 80 % interval."""
 
     low: float
     high: float
 
     @classmethod
     def proportional(cls, log_sd: float) -> Sensitivity:
-        """The sensitivity to a source that all of TTFT is proportional to."""
+        """The sensitivity to a source to which TTFT is proportional."""
         half_width = DEVIATES_OF_80_PERCENT * log_sd
         return cls(-half_width, half_width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivities:
-    """The sensitivities of one strategy's TTFT, and the spread between two strategies that share every source."""
+    """The sensitivities of one strategy's TTFT, and the spread of the ratio of two TTFTs."""
 
     by_source: Mapping[ErrorSource, Sensitivity]
-    # Sources that count only in a difference of two strategies: end-to-end errors contain them.
+    # Sources that count only in the difference of two strategies, because end-to-end errors already contain them.
     in_differences: Mapping[ErrorSource, Sensitivity] = field(default_factory=dict)
-    ratio_log_sd: float  # of the ratio of two TTFTs, without the sources
+    ratio_log_sd: float  # log_sd of the ratio of two TTFTs if all sources are exact
 
 
 UNKNOWN = Sensitivities(by_source={}, ratio_log_sd=RUN_TO_RUN)  # only the variation between runs is known
@@ -86,7 +87,7 @@ _ROOFLINE = Sensitivities(
 
 
 class StartupDelay(NamedTuple):
-    """Seconds that the whole prefill waits before it begins."""
+    """A delay in seconds before the whole prefill."""
 
     name: str
     seconds: float
@@ -94,7 +95,7 @@ class StartupDelay(NamedTuple):
 
 
 class Perturbation(NamedTuple):
-    """A change of the scenario; `by(factor)` is the scenario in which the source takes that many times as long."""
+    """A change of the scenario; `by(factor)` is the scenario where the source takes `factor` times as long."""
 
     name: str
     log_sd: float
@@ -110,7 +111,7 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
     in_differences: dict[ErrorSource, Sensitivity] = {}
     runs = _Runs(scenario, strategy, partition)
     residual, sides, engine = end_to_end_residual(scenario), engine_sides(scenario), scenario.engine
-    whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # of prefills of all kinds
+    whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # fitted to prefills of all kinds
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
         by_source["published TTFTs"] = Sensitivity(-half_width, half_width)
@@ -146,14 +147,14 @@ class _Runs:
     def __init__(self, scenario: Scenario, strategy: Strategy, partition: Partition) -> None:
         self.scenario, self.strategy = scenario, strategy
         self.chunks = columns(partition.chunk_lens)
-        self._log_s: float | None = None  # of the scenario as it is
+        self._log_s: float | None = None  # log TTFT of the unchanged scenario
 
     def device(self) -> tuple[dict[ErrorSource, Sensitivity], dict[ErrorSource, Sensitivity]]:
-        """Sensitivities to each part of the device's time, and to all together: two columns per source."""
+        """Sensitivities to each part of the device's time, and to errors of all parts; each source has two columns."""
         scenario = self.scenario
         assert scenario.profile is not None, "a roofline has no measured parts"
         cost, parts = listing(scenario.cost)
-        # One piece of a pipeline has the same parts as all.
+        # All pieces of a pipeline have the same parts.
         build_program(scenario, self.strategy, self.chunks[: 1 if self.strategy.pipeline else None], cost)
         alone = part_errors(scenario.profile, parts)
         together = common_errors(scenario, parts)
@@ -170,7 +171,7 @@ class _Runs:
         return {source: by_source[source] for source in alone}, {source: by_source[source] for source in together}
 
     def to(self, source: StartupDelay | Perturbation) -> Sensitivity:
-        """The sensitivity to a source. If slowing it does not change TTFT, speeding it up does not either."""
+        """The sensitivity to a source. If a slower source does not change TTFT, a faster one does not either."""
         if isinstance(source, StartupDelay):
             added_s = (source.seconds * (_end(sign * source.log_sd) - 1) for sign in (-1, 1))
             ttft_s = math.exp(self.log_s)
@@ -181,7 +182,7 @@ class _Runs:
 
     @property
     def log_s(self) -> float:
-        """Log TTFT of the scenario as it is."""
+        """Log TTFT of the unchanged scenario."""
         if self._log_s is None:
             self._log_s = self._log_ttft(self.scenario)
         return self._log_s
@@ -190,7 +191,7 @@ class _Runs:
         return math.log(self._ttft_s(scenario, self.chunks)[0])
 
     def _ttft_s(self, scenario: Scenario, chunks: list[Array], cost: CostModel | None = None) -> Array:
-        """TTFT of each column. Flows on a bus are taken to have a fair share each: only ratios count here."""
+        """TTFT of each column. Flows on a bus have fair shares of bandwidth here, because only ratios are needed."""
         cluster = scenario.cluster
         if cluster.shares_bandwidth:
             flows = max(1, cluster.num_gpus - 1)
@@ -199,7 +200,7 @@ class _Runs:
 
 
 def _end(log_sd: float) -> float:
-    """The end of an 80 % interval over its central value."""
+    """The upper end of an 80 % interval over its central value."""
     return math.exp(DEVIATES_OF_80_PERCENT * log_sd)
 
 
@@ -207,7 +208,7 @@ def _end(log_sd: float) -> float:
 
 
 def end_to_end_residual(scenario: Scenario) -> Residual | None:
-    """Errors of the profile's whole TTFTs; None: not compared with whole prefills of this software."""
+    """Errors of the profile on whole TTFTs; None: never compared with whole prefills of this host and engine."""
     profile = scenario.profile
     if profile is None or scenario.host != profile.host or scenario.kernel_scale != 1:
         return None
@@ -215,14 +216,14 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
 
 
 def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
-    """How far log TTFT may lie below and above the prediction by the engine's fit; None without one."""
+    """Half-widths of the 80 % interval of log TTFT below and above, from the engine's errors; None: unknown."""
     if scenario.engine is None or scenario.profile is None:
         return None
     return scenario.engine.sides(engine_unknowns(scenario))
 
 
 def engine_unknowns(scenario: Scenario) -> tuple[str, ...]:
-    """What of the question was in no whole prefill of the engine."""
+    """Properties of the question that no whole prefill of the engine has."""
     engine, request = scenario.engine, scenario.request
     if engine is None or scenario.profile is None:
         return ()
@@ -230,18 +231,18 @@ def engine_unknowns(scenario: Scenario) -> tuple[str, ...]:
 
 
 def part_errors(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
-    """Errors of the parts of the device's time, each independent of the others."""
+    """Errors of the single parts of the device's time, independent of each other."""
     return {part: {part: log_sd} for part in parts if (log_sd := _part_log_sd(profile, part))}
 
 
 def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
-    """The error common to all parts: of an engine's kernel scale, or of the profile's tables.
+    """The error common to all parts: the error of an engine's kernel scale, or of the profile's tables.
 
-    An engine's own rows contain the tables' error; other engines may have run other kernels. No rows had any of
-    UNCOMPARED_KINDS.
+    Rows of the same engine already contain the error of the tables; other engines may have run other kernels. No row
+    has a part of UNCOMPARED_KINDS.
     """
     engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
-    if engine is not None and engine.fit is not None and engine.fit.widths:  # the engine's errors contain the kernels'
+    if engine is not None and engine.fit is not None and engine.fit.widths:  # its errors contain those of kernels
         return {}
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
     if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
@@ -273,7 +274,7 @@ def _software(scenario: Scenario, strategy: Strategy) -> Iterator[StartupDelay |
         elif term == "token_s":
             yield StartupDelay(_SOURCES[term], host.token_s * request.batch * request.context_len, log_sd)
         elif term == "step_s" and strategy.pipeline is None and host.prepare_s is None:
-            yield StartupDelay(_SOURCES[term], host.step_s, log_sd)  # one pass through the layers
+            yield StartupDelay(_SOURCES[term], host.step_s, log_sd)  # a single pass through the layers
         elif term in _SECONDS and (term != "collective_s" or scenario.group is not None):
             seconds = {name: getattr(host, name) for name in _SECONDS[term]}
             if any(seconds.values()):
@@ -296,7 +297,7 @@ def _slower_host(scenario: Scenario, seconds: Mapping[str, float]) -> Callable[[
 
 
 def _links(scenario: Scenario) -> Perturbation:
-    """Sensitivity to latency and bandwidth of all links; one GPU has none."""
+    """Perturbation of the latency and bandwidth of all links; its error is 0 on one GPU."""
     if scenario.num_gpus == 1:
         log_sd = 0.0
     elif not scenario.links_are_measured or scenario.profile is None:
@@ -308,7 +309,7 @@ def _links(scenario: Scenario) -> Perturbation:
 
 
 def _prefix_link(scenario: Scenario) -> Perturbation:
-    """Sensitivity to the unmeasured bandwidth of loading a cached prefix; no error if the prefix is on the GPUs."""
+    """Perturbation of the unmeasured bandwidth of a cached prefix; its error is 0 if the prefix is on the GPUs."""
 
     def by(factor: float) -> Scenario:
         return replace(scenario, prefix_placement=scenario.prefix_placement.slower(scenario.cluster, factor))
@@ -317,13 +318,13 @@ def _prefix_link(scenario: Scenario) -> Perturbation:
 
 
 def run_to_run_log_sd(profile: CalibrationProfile) -> float:
-    """Spread of repeated runs: that of the profile's layers, at least that of serving engines."""
+    """log_sd of repeated runs: the profile's value, but at least that of serving engines."""
     measured = profile.run_to_run_log_sd
     return RUN_TO_RUN if measured is None else max(measured, RUN_TO_RUN)
 
 
 def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
-    """Total number of doublings by which the scenario lies outside the profile's measured range."""
+    """Number of doublings by which the scenario is outside the profile's measured range, summed over all sizes."""
     sizes = {
         "context_len": scenario.request.context_len,
         "num_gpus": scenario.num_gpus,
@@ -332,7 +333,7 @@ def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
     spans = [(size, getattr(valid, key)) for key, size in sizes.items()]
     if scenario.profile is not None:
         widths = [(width, valid.head_dim) for width in head_dims(scenario.model, scenario.profile.kernels)]
-        spans += sorted(widths, key=lambda one: _doublings(*one))[-1:]  # the width that is furthest outside
+        spans += sorted(widths, key=lambda one: _doublings(*one))[-1:]  # the width that is furthest outside the range
     return sum(_doublings(size, span) for size, span in spans)
 
 
