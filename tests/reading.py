@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Sentences of README and docs, with the name of the page. Code, tables of figures and headings are left out."""
+    """Sentences of README and docs with the name of their page, without code, tables of numbers and headings."""
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = re.sub(
             r"^```.*?^```|<!--.*?-->|^#.*?$|^!\[.*?$|^:::.*?$", "", path.read_text("utf-8"), flags=re.M | re.S
@@ -68,7 +68,7 @@ def code() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Print the seed and the sentences."""
+    """Print the seed and random sentences."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--count", type=int, default=40)

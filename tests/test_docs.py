@@ -1,8 +1,8 @@
-"""The documents run: commands and code of README and docs do what the page says.
+"""Commands and code of README and docs run, and their output is as on the page.
 
-A block that needs a GPU, hours, or a file that only the reader has follows a line `<!-- not run: REASON -->`. Its
-commands are parsed and not executed. So are those of docs/results, which need the reader's files. A Python block with
-a title is a file of that name for the page's commands.
+The line `<!-- not run: REASON -->` comes before a block that needs a GPU, hours, or a file of the reader. The commands
+of such a block and of docs/results are parsed, but not run. A Python block with a title becomes a file of that name for
+the commands of the page.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class PageCommand:
-    """A command of a page."""
+    """One command of a page."""
 
-    arguments: tuple[str, ...]  # after `kvrsim`
-    into: str | None  # file that its output goes to
-    runs: bool  # False: parsed only
-    output: tuple[str, ...]  # lines shown below it; "..." stands for lines that are left out
+    arguments: tuple[str, ...]  # words after `kvrsim`
+    into: str | None  # file that receives the output
+    runs: bool  # False: the command is parsed only
+    output: tuple[str, ...]  # lines below the command; "..." stands for omitted lines
 
 
 def commands(page: Path) -> list[PageCommand]:
@@ -64,7 +64,7 @@ def commands(page: Path) -> list[PageCommand]:
 
 
 def first_shown() -> dict[str, list[PageCommand]]:
-    """Commands by page; one that an earlier page shows as well is left to that page, unless files come of it."""
+    """Commands by page; a command that an earlier page has is omitted, unless it has output or writes files."""
     seen: set[tuple[str, ...]] = set()
     found: dict[str, list[PageCommand]] = {}
     for name, page in zip(NAMES, PAGES, strict=True):
@@ -156,13 +156,13 @@ def test_commands_in_a_sentence_exist(page: Path) -> None:
 
 
 def test_the_docs_are_short() -> None:
-    """So that a reader finds what matters: a new page makes others shorter."""
+    """Short docs are easier to read; a new page must make other pages shorter."""
     assert sum(len(page.read_text("utf-8").split()) for page in PAGES if "docs" in page.parts) <= 40_000
 
 
 @pytest.mark.parametrize("page", PAGES[:2], ids=NAMES[:2])
 def test_links_lead_somewhere(page: Path) -> None:
-    """Links inside docs/ are checked by `make docs`."""
+    """Links of README and CONTRIBUTING lead to files; `make docs` checks links inside docs/."""
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target

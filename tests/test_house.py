@@ -1,4 +1,4 @@
-"""The structure of the repository: light imports, no circles, a test for each invariant, the Makefile."""
+"""The structure of the repository: light imports, no import cycles, a test for each invariant, the Makefile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kvrsim", "calibrate", "planner", "validate")
 HEAVY = ("torch", "transformers", "pandas", "scipy", "matplotlib", "simpy")
 
-# Put together here, so that this file does not hold what it looks for.
+# Joined here, so that this file does not contain the strings that it looks for.
 PRIVATE_PATHS = ("/wor" + "k/", "../sha" + "red", ".libr" + "ary")
 
 
 def repository_files() -> list[Path]:
-    """Every file that is, or is about to be, tracked."""
+    """Tracked files, and new files that are not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
@@ -31,7 +31,7 @@ def repository_files() -> list[Path]:
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run make as from a fresh shell, also when the tests were started by make."""
+    """Run make without the variables of an outer make."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -51,7 +51,7 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
 
 
 def test_pages_name_no_scratch_folder_and_no_package_that_no_index_has() -> None:
-    """kvrsim is installed from a checkout: '.[hardware]'."""
+    """kvrsim is installed from a checkout, as '.[hardware]'."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     sources = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     extra = "kvrsim" + "[hardware]"
@@ -63,9 +63,9 @@ def test_pages_name_no_scratch_folder_and_no_package_that_no_index_has() -> None
 
 
 def imports(package: bool) -> dict[str, set[str]]:
-    """What each module or package imports, types aside, without the command line, which is above all.
+    """Direct imports of each module or package, without type-checking imports and without the command line.
 
-    A package is a folder such as kvrsim.model; a module next to such folders stands for itself.
+    A package is a folder such as kvrsim.model; a module in no such folder is its own package.
     """
     graph = grimp.build_graph(*ROOMS, exclude_type_checking_imports=True, cache_dir=None)
     edges: dict[str, set[str]] = {}
@@ -81,14 +81,14 @@ def imports(package: bool) -> dict[str, set[str]]:
 def test_nothing_imports_in_a_circle(package: bool) -> None:
     edges = imports(package)
     assert edges["planner.api"]
-    TopologicalSorter(edges).prepare()  # CycleError names the circle
+    TopologicalSorter(edges).prepare()  # CycleError names the cycle
 
 
 # -- invariants
 
 
 def invariants() -> list[tuple[str, str]]:
-    """Number and test of each row of the page."""
+    """Number and test of each row of the page of invariants."""
     page = (ROOT / "docs" / "explanation" / "invariants.md").read_text("utf-8")
     rows = [line.split("|")[1:4] for line in page.splitlines() if re.match(r"\| [A-Z]\d+ \|", line)]
     return [(number.strip(), test) for number, _, tests in rows for test in re.findall(r"`([^`]+)`", tests)]

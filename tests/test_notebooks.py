@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom and say what they are meant to."""
+"""The notebooks run from top to bottom and print the expected texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MOST_CELL_S = 90  # far above what a cell takes, also on a busy machine: it stops one that hangs
+MOST_CELL_S = 90  # much longer than any cell needs; stops a cell that hangs
 SAYS = {
     "01-from-a-trace-to-a-fleet": "GPUs a group:",
     "02-the-papers-story": "no partition of KV-Runahead is below",
@@ -23,7 +23,7 @@ def test_every_notebook_is_tested() -> None:
     assert [path.stem for path in NOTEBOOKS] == list(SAYS)
 
 
-@pytest.mark.filterwarnings("default")  # of the kernel's own libraries
+@pytest.mark.filterwarnings("default")  # warnings of the kernel's own libraries
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
@@ -37,7 +37,7 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = nbclient.NotebookClient(
         notebook, timeout=MOST_CELL_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     )
-    client.execute()  # raises what a cell raises, and where one takes longer than the limit
+    client.execute()  # raises the error of a cell, or an error after the time limit
     text = "".join(
         output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     )

@@ -1,4 +1,4 @@
-"""The Python API takes what a person would pass, and names the parameter of what it cannot take."""
+"""The Python API accepts natural types of arguments, and an error names the parameter."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_wrong_types_name_the_parameter(parameter: str, value: Any) -> None:
         (kvrsim.plan, "strategies", {"strategies": [["tsp"]]}),
         (kvrsim.plan, "on_progress", {"on_progress": 7}),
         (kvrsim.build_table, "ctx", {"ctx": [1.5]}),
-        (kvrsim.build_table, "batch", {"batch": 1j}),  # handed on to make_scenario
+        (kvrsim.build_table, "batch", {"batch": 1j}),  # an argument of make_scenario
         (kvrsim.map_strategies, "gpus", {"gpus": [[2]]}),
         (kvrsim.map_strategies, "link_bandwidths", {"link_bandwidths": 1e10}),
         (kvrsim.capacity, "group_sizes", {"requests": "x.csv", "slo_ttft": 1, "group_sizes": [1.5]}),

@@ -1,4 +1,4 @@
-"""Defaults of a question: profile, engine, dtype, and what names of models and clusters stand for."""
+"""Defaults of a request: profile, engine, dtype; names and sizes of models and clusters."""
 
 from __future__ import annotations
 

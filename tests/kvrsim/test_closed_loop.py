@@ -1,4 +1,4 @@
-"""The wait model of closed-loop users."""
+"""The waiting-time model of closed-loop users."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Programs that never end are the mistake of whoever wrote the strategy, and are named."""
+"""Programs in which a rank waits forever are errors of the strategy's author, and the error names the rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.building import Draws, any_scenario, draws, examples
 
 
 def without(kind: type[Op], of_rank: int) -> Strategy:
-    """KV-Runahead in which a rank forgets an operation."""
+    """KV-Runahead with the operations of one kind removed from one rank."""
 
     def layer(step: Step, rank: int) -> Iterator[Op]:
         yield from (op for op in KVR_E.layer(step, rank) if rank != of_rank or not isinstance(op, kind))
@@ -67,7 +67,7 @@ def test_programs_that_the_executors_end_wait_for_nobody(rng: Draws, name: str) 
     try:
         scenario = for_strategy(any_scenario(rng), strategy)
     except InputError:
-        return  # heads that the ranks do not divide
+        return  # the ranks cannot divide the heads
     ranks = scenario.cluster.num_gpus
     program = build_program(scenario, strategy, columns([64] * ranks))
     assert np.isfinite(run_program(program, scenario.cluster)).all()

@@ -1,4 +1,4 @@
-"""Engine records: reading, refusing, and what each term adds to a prefill."""
+"""Engine records: reading, errors, and the seconds that each term adds to a prefill."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_terms_of_a_request_are_added() -> None:
 
 
 def test_kernel_scale_is_of_kernels_alone() -> None:
-    """Three times the kernels, the same request."""
+    """With three times the kernel scale, only the time of kernels triples; the time per request stays."""
     base = with_host(request_s=0.25)
     tripled = replace(base, kernel_scale={"a100-80gb": 3.0})
     assert ttft_s(tripled) - 0.25 == pytest.approx(3 * (ttft_s(base) - 0.25))
@@ -102,7 +102,7 @@ def test_pieces_of_a_pipeline_pay_a_step_each() -> None:
         ttft_s(with_host(step_s=0.5), **about, partition=pieces) - ttft_s(NOTHING, **about, partition=pieces)
         for pieces in (few, many)
     ]
-    assert added[0] == pytest.approx(3 * 0.5, rel=0.05)  # two pieces and the second stage
+    assert added[0] == pytest.approx(3 * 0.5, rel=0.05)  # two pieces and one more stage
     assert added[1] == pytest.approx(17 * 0.5, rel=0.05)
 
 
@@ -143,14 +143,14 @@ def test_executors_agree_under_an_engine(strategy: str) -> None:
 
 
 def test_a_decode_step_behind_a_long_context_reads_its_keys_once() -> None:
-    """Llama 2 7B holds 0.5 MiB of K and V a token; an A100 reads 1.6 TB/s of them."""
+    """Llama 2 7B has 0.5 MiB of K and V per token; an A100 reads them at 1.6 TB/s."""
     decodes = replace(NOTHING, decode_step=True)
     short_s, long_s = (ttft_s(decodes, ctx=ctx) - ttft_s(NOTHING, ctx=ctx) for ctx in (1024, 17408))
     assert long_s - short_s == pytest.approx(16384 * 2**19 / 1.631e12, rel=0.05)
 
 
 def test_launches_are_added_to_the_kernels() -> None:
-    """Each kernel takes longer, at any length: unlike layer_s, which kernels hide."""
+    """launch_s makes each kernel longer for any length of context; layer_s is hidden by kernels."""
     for ctx in (1024, 8192):
         kernels_s = ttft_s(NOTHING, ctx=ctx)
         added = [ttft_s(with_host(launch_s=seconds), ctx=ctx) - kernels_s for seconds in (1e-6, 2e-6)]

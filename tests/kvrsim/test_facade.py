@@ -1,4 +1,4 @@
-"""The facade: its names, that they load lazily, and that it takes what a person would write."""
+"""The facade: its names, lazy loading, and accepted arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_names_are_recorded() -> None:
 
 
 def test_functions_take_what_is_declared() -> None:
-    """Signatures and docstrings have the fields of ScenarioArgs, with their defaults."""
+    """Signatures and docstrings of the functions have the fields and defaults of ScenarioArgs."""
     declared = {one.name: one.default for one in fields(ScenarioArgs) if one.name != "ctx"}
     for function in (kvrsim.make_scenario, kvrsim.plan, kvrsim.simulate):
         parameters = signature(function).parameters
@@ -71,7 +71,7 @@ def test_what_ships_is_listed() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_examples_run(name: str) -> None:
-    """The docstring has numpydoc sections, and its example prints what it shows."""
+    """The docstring has numpydoc sections, and its example prints the documented output."""
     function = getattr(kvrsim, name)
     assert all(title in function.__doc__ for title in ("Parameters", "Returns", "Raises", "InputError", "Examples"))
     (example,) = doctest.DocTestFinder(recurse=False).find(function, name, globs={})
@@ -132,7 +132,7 @@ def test_plan() -> None:
 
 
 def test_frames_have_scalar_cells() -> None:
-    """Of waits and memory the largest; lists as text with commas between."""
+    """Cells have the largest wait and memory of all ranks; lists become text separated by commas."""
     plan = kvrsim.plan(ctx="1k", gpus=2, strategies=["kvr-e", "tp"])
     for result in (plan, kvrsim.simulate(strategy="kvr-e", ctx="1k", gpus=2), kvrsim.build_table(ctx="1k", gpus=2)):
         cells = [cell for row in result.to_frame().to_dict("records") for cell in row.values()]

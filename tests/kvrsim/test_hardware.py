@@ -58,7 +58,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-# What ships
+# Built-in data
 
 
 @pytest.mark.parametrize("name", builtin_gpus())
@@ -132,13 +132,13 @@ GATHER = GatherRates(
 
 
 def measured(cluster: Cluster, latency_s: float = 1e-3) -> Cluster:
-    """1 GB/s, short messages at 4 GB/s, and rates of all-gathers."""
+    """The cluster with links of 1 GB/s, 4 GB/s for short messages, and rates of all-gathers."""
     link = replace(cluster.link, bandwidth_bytes_per_s=1e9, latency_s=latency_s)
     return replace(cluster, link=replace(link, short_bytes_per_s=4e9, gather=GATHER))
 
 
 def test_short_messages_hide_in_the_latency() -> None:
-    """From end to end max(1 ms + n / 4 GB/s, n / 1 GB/s): the latency has hidden all it can at 4/3 MB."""
+    """A message takes max(1 ms + n / 4 GB/s, n / 1 GB/s); up to 4/3 MB, part of its time is hidden by the latency."""
     path = measured(load_cluster()).path(0, 1)
     nbytes = np.array([0, 4e5, 4e6 / 3, 4e6])
     assert path.busy_s(nbytes) == pytest.approx([0, 1e-4, 1e-3 / 3, 3e-3])
@@ -149,7 +149,7 @@ def test_short_messages_hide_in_the_latency() -> None:
 def test_gathers_have_rates_of_their_own() -> None:
     path = measured(load_cluster()).path(0, 1)
     nbytes = np.array([1e3, 4e6])
-    assert path.gather_step_s(nbytes, 3) == pytest.approx([1.25e-6, 1e-6 + 1e-3])  # two pieces over 4 GB/s, half a step
+    assert path.gather_step_s(nbytes, 3) == pytest.approx([1.25e-6, 1e-6 + 1e-3])  # two pieces at 4 GB/s; half a step
     assert (path.gather_launch_s, path.gather_latency_s) == (3e-6, 0)
     plain = load_cluster().path(0, 1)
     assert (plain.gather_step_s(nbytes, 3) == plain.busy_s(nbytes)).all()
@@ -158,7 +158,7 @@ def test_gathers_have_rates_of_their_own() -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_measurements_hold_where_pairs_have_a_link(topology: Any, tmp_path: Path) -> None:
-    """Not hop by hop, nor on a bus; between nodes the network's own."""
+    """Measured rates hold for direct links only, not over several hops or a bus; the network has its own rates."""
     cluster = replace(measured(load_cluster(written(tmp_path, NODES))), topology=topology)
     path = cluster.path(2, 3)
     holds = topology in ("switch", "nodes")
@@ -175,7 +175,7 @@ def test_measurements_do_not_hold_for_another_link() -> None:
     assert replace(cluster, num_gpus=2).link == cluster.link
 
 
-# Changes
+# Changes of clusters
 
 
 @pytest.mark.parametrize("bandwidth", [0, -1, math.nan, math.inf])
@@ -198,7 +198,7 @@ def test_bad_topology() -> None:
         replace(load_cluster(), topology="nodes")
 
 
-# A user's files
+# Files of users
 
 
 def test_user_cluster(tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_unknown_name_lists_the_known_ones(load: Any, name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# Collectives: all-reduces through their measured rows, all-gathers by their two protocols.
+# Collectives: all-reduces by their measured rows, all-gathers by their two protocols.
 
 
 def table(num_gpus: int, factor: float = 1.0) -> MeasuredAllReduce:
-    """4 us and 1 GB/s up to 1 KiB, 100 GB/s from 1 MiB on, for one GPU; `factor` times slower."""
+    """Rates of all-reduces: 4 us, 1 GB/s up to 1 KiB, 100 GB/s from 1 MiB on; both rates divided by `factor`."""
     rates = (1e9 / factor, 1e11 / factor)
     return MeasuredAllReduce(num_gpus=num_gpus, latency_s=4e-6, nbytes=(2**10, 2**20), bytes_per_s=rates)
 
@@ -272,7 +272,7 @@ def test_numbers_of_gpus_rise(wrong: tuple[MeasuredAllReduce, ...]) -> None:
 
 
 def all_reduce_s(cluster: str, profile: str, size: int, nbytes: float) -> float:
-    """Of a tensor-parallel group that is all of a node."""
+    """Seconds of an all-reduce in a tensor-parallel group of all GPUs of a node."""
     scenario, _ = make_scenario(ctx=1024, gpus=size, cluster=cluster, profile=profile, model="llama-2-70b")
     group = group_of(scenario.cluster, size, load_model("llama-2-70b"))
     return float(group.all_reduce_s(np.array(nbytes)))
@@ -280,13 +280,13 @@ def all_reduce_s(cluster: str, profile: str, size: int, nbytes: float) -> float:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_group_inside_a_node_takes_what_was_measured(size: int) -> None:
-    """32 MiB over A100s took 388 to 595 us, of which two all-gathers would be more."""
+    """64 MiB over A100s took 390 to 595 us; two all-gathers would take longer."""
     measured = {2: 390e-6, 4: 542e-6, 8: 595e-6}[size]
     assert all_reduce_s("a100-nvlink", "a100-flash", size, 2.0**26) == pytest.approx(measured, rel=0.01)
 
 
 def test_links_of_the_same_kind_with_less_bandwidth() -> None:
-    """A800: 200 instead of 300 GB/s each way."""
+    """An A800 has 200 GB/s each way instead of 300, an H800 200 instead of 450."""
     for name, like, profile, factor in (
         ("a800-nvlink", "a100-nvlink", "a100-flash", 300 / 200),
         ("h800-nvlink", "h100-nvlink", "h100-flash", 450 / 200),
@@ -327,7 +327,7 @@ TWO_PROTOCOLS = GatherRates(
 
 
 def test_short_gathers_take_one_protocol_and_long_ones_another() -> None:
-    """Three pieces of 2 bytes: 2.5 of them cross a link, 5 s; of 40 bytes 100 x 1 s, or (5 + 2)^2 s."""
+    """A step with 2 bytes takes the small protocol, 2.5 s after the hop; with 40 bytes the large one, 24.5 s."""
     assert TWO_PROTOCOLS.seconds(tokens(6, 120), 3) == pytest.approx([100 + 20 + 5, 100 + 20 + 49])
     assert TWO_PROTOCOLS.step_s(tokens(2, 40), 3) == pytest.approx([10 + 2.5, 10 + 24.5])
 

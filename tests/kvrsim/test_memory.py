@@ -1,4 +1,4 @@
-"""Memory: parts that add up, the score matrix of eager attention, and who needs more."""
+"""Memory: parts add up, eager attention has a score matrix, and strategies need different amounts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_total_is_what_is_held_and_the_largest_moment(rng: Draws) -> None:
 @given(rng=draws(), low=st.floats(1e-6, 1), high=st.floats(1e-6, 1))
 @examples(30)
 def test_what_fits_in_a_share_of_the_memory_fits_in_a_larger_one(rng: Draws, low: float, high: float) -> None:
-    """The peak does not depend on the share."""
+    """The peak does not depend on the usable share of the memory."""
     low, high = sorted((low, high))
     scenario = any_scenario(rng, num_gpus=(1, 5))
     cut = Partition(chunk_lens=any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
@@ -67,7 +67,7 @@ def test_what_fits_in_a_share_of_the_memory_fits_in_a_larger_one(rng: Draws, low
 
 
 def test_a_verdict_depends_on_the_share_and_says_so() -> None:
-    """qwen3-30b-a3b, 128k on one H100: 75.3 GiB are more than 0.9 of 79.6 GiB, and less than 0.96."""
+    """qwen3-30b-a3b with 128k on one H100 needs 75.3 GiB: more than 0.9, but less than 0.96 of 79.6 GiB."""
     about: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "ctx": "128k", "gpus": 1}
     default, larger = (
         kvrsim.plan(**about, strategies=["single"], memory_fraction=fraction) for fraction in (0.9, "0.96")
@@ -85,7 +85,7 @@ def test_a_verdict_depends_on_the_share_and_says_so() -> None:
 
 
 def two_chains(step: Step, rank: int) -> Iterator[Op]:
-    """A strategy of one's own: an early and a late piece a rank, early K, V go to the rank before, late to the next."""
+    """A strategy with two pieces per rank: K, V of early pieces go to the previous rank, of late pieces to the next."""
     early, late = pieces(step, rank)
     yield step.qkv(rank)
     if rank < step.num_ranks - 1:
@@ -105,7 +105,7 @@ TWO_CHAINS = replace(KVR, name="two-chains", layer=two_chains, chains=False, par
 
 
 def pieces_of(chunks: Sequence[int], cached: int) -> list[tuple[range, range]]:
-    """Positions of each rank's early and late piece: the last rank has the first early piece and the last late one."""
+    """Positions of each rank's early and late piece; the last rank has the first early and the last late piece."""
     sizes = [chunk // 2 for chunk in reversed(chunks)] + [chunk - chunk // 2 for chunk in chunks]
     ends = [cached, *(cached + sum(sizes[: number + 1]) for number in range(len(sizes)))]
     positions = [range(first, end) for first, end in pairwise(ends)]
@@ -115,7 +115,7 @@ def pieces_of(chunks: Sequence[int], cached: int) -> list[tuple[range, range]]:
 @given(rng=draws(), cached=st.integers(0, 50), num_gpus=st.integers(2, 5))
 @examples(30)
 def test_two_pieces_a_rank_hold_what_their_positions_say(rng: Draws, cached: int, num_gpus: int) -> None:
-    """K, V, messages and scores, counted position by position; a token of K, V is 256 bytes in a layer, 4 in all."""
+    """K, V, messages and scores are counted position by position; K, V of a token are 256 bytes in each of 4 layers."""
     chunks = [rng.randint(2, 60) for _ in range(num_gpus)]
     about: dict[str, Any] = {"ctx": cached + sum(chunks), "gpus": num_gpus, "cached_prefix": cached}
     scenario = scenario_of(**about, model=small_model(), profile="a100-eager")
@@ -143,7 +143,7 @@ def small_model() -> ModelSpec:
 
 @pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring", "ulysses"])
 def test_split_strategies_keep_every_token_once(name: str) -> None:
-    """Over all ranks, K and V of the whole context; Ulysses keeps all tokens of a rank's heads."""
+    """All ranks together keep K and V of each token once; with Ulysses a rank has all tokens, but not all heads."""
     scenario = scenario_of("4k", 4)
     parts = memory_of(scenario, STRATEGIES[name], Partition.even(4096, 4))
     assert sum(part.kv_cache for part in parts) == 4096 * 2**19
@@ -154,7 +154,7 @@ def test_split_strategies_keep_every_token_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring"])
 def test_rings_hold_results_in_fp32(name: str) -> None:
-    """18 bytes an element beside Q, K, V, the output and two residual streams; without a ring the MLP is wider."""
+    """A ring needs 18 bytes per element besides Q, K, V, output and two residual streams; else the MLP is wider."""
     scenario = scenario_of("4k", 4)
     ring, even = (memory_of(scenario, STRATEGIES[one], Partition.even(4096, 4)) for one in (name, "kvr-e"))
     assert {part.activations for part in ring} == {1024 * 4096 * ((2 + 4) * 2 + 18)}
@@ -164,7 +164,7 @@ def test_rings_hold_results_in_fp32(name: str) -> None:
 
 
 def test_the_eager_score_matrix() -> None:
-    """All heads x chunk x keys: the last of two ranks has 3 queries over 10 keys, under TSP and KVR alike."""
+    """The matrix has all heads x chunk x keys; the last of two ranks has 3 queries and 10 keys, in TSP and in KVR."""
     scenario = scenario_of(10, 2)
     cut = Partition(chunk_lens=(7, 3))
     for strategy, keys in ((KVR, (7, 10)), (TSP, (10, 10))):
@@ -188,7 +188,7 @@ def test_batch_and_cached_prefix_count() -> None:
 @given(rng=draws())
 @examples(60)
 def test_tsp_holds_more_than_kvr_on_every_rank(rng: Draws) -> None:
-    """The last KVR rank ends with all K and V too; the ranks before it hold less, and gather less."""
+    """The last KVR rank also keeps all K and V; the ranks before it keep fewer."""
     scenario = any_scenario(rng, num_gpus=(2, 6))
     cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
     kvr, tsp = (memory_of(scenario, strategy, cut) for strategy in (KVR, TSP))
@@ -200,10 +200,10 @@ def test_tsp_holds_more_than_kvr_on_every_rank(rng: Draws) -> None:
 
 
 def test_the_papers_machine() -> None:
-    """Llama 7B at 16k on two A100s of 80 GB; a single one runs 12k, the longest that the paper has.
+    """Llama 7B at 16k on two A100s of 80 GB; one A100 runs 12k, the longest context in the paper.
 
-    The paper's TSP ran out of memory here. Ours needs 8 GB more than KVR-S and yet fits, with 11 GB to spare:
-    what else the paper's code held (a fragmented heap, more copies) is not known and not modelled.
+    The paper's TSP ran out of memory here. In the model, TSP needs 8 GB more than KVR-S and still fits, with 11 GB to
+    spare. Further memory of the paper's code (fragmentation, copies) is not known and not modelled.
     """
     scenario = scenario_of("16k", 2)
     kvr = memory_of(scenario, KVR, Partition(chunk_lens=(9728, 6656)))  # the paper's chunks
@@ -220,7 +220,7 @@ def test_the_papers_machine() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_bytes_an_element(dtype: str) -> None:
-    """Under fp8 the layers' matrices have one byte a weight and four a column; all else has two bytes."""
+    """With fp8, weights of the layers have one byte, and each column four more; all other elements have two bytes."""
     scenario = scenario_of("1k", 1, cluster="h100-nvlink", profile="roofline", dtype=dtype)
     (part,) = memory_of(scenario, SINGLE, Partition(chunk_lens=(1024,)))
     matrices, columns = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 32 * (5 * 4096 + 2 * 11008)
@@ -230,7 +230,7 @@ def test_bytes_an_element(dtype: str) -> None:
 
 
 def test_a_quantised_model_needs_less(tmp_path: Path) -> None:
-    """On one GPU, on stages of a pipeline, on GPUs that share every matrix; and so does a cache of 8 bits."""
+    """It needs less on one GPU, in pipeline stages and in tensor-parallel groups; an 8-bit cache needs less, too."""
     content = json.loads(config_path("llama-3-8b", "model").read_text())
     config = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
     path = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""How a noise is described: what --noise takes, and that every mistake says in one line what it does."""
+"""Descriptions of noise: values of --noise, and one-line errors."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_distribution_is_in_order(ttft_s: list[float]) -> None:
 
 
 def test_limits_hold_what_they_promise() -> None:
-    """Of many sets of 100 uniform samples, the limits of the 95th percentile hold it in about 95 of 100."""
+    """The limits of the 95th percentile contain it in about 95 of 100 sets of 100 uniform samples."""
     import numpy as np
 
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Notes: each has a code, and its text takes the values that it names."""
+"""Notes: each has a code, and its text uses the values that it is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs: what every rank does, in order, and that messages match."""
+"""Programs: the operations of every rank in order, and matching messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and partitions: sizes that add up, and mistakes that name the argument."""
+"""Requests and partitions: sizes add up, and errors name the argument."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_even_chunks(tokens: int, ranks: int) -> None:
     chunks = Partition.even(tokens, ranks).chunk_lens
     assert (sum(chunks), len(chunks)) == (tokens, ranks)
     assert max(chunks) - min(chunks) <= 1
-    assert list(chunks) == sorted(chunks, reverse=True)  # the first ranks take the remainder
+    assert list(chunks) == sorted(chunks, reverse=True)  # the first ranks get the remainder
 
 
 @given(lens)

@@ -1,4 +1,4 @@
-"""Names that others wrote: no control character reaches a terminal, no formula a picture, no HTML a page."""
+"""Names from users: no control character reaches a terminal, no formula reaches a picture, no HTML reaches a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrsim.cli import main as cli
 from kvrsim.kernels.profile import load_profile
 from kvrsim.text import in_markdown, printable
 
-EVIL = "x\x1b]0;PWNED\x07\x1b[31m\x9b31m\x9d0;t\x9c\u202ey"  # OSC, BEL, CSI, their C1 forms, and a turn of direction
+EVIL = "x\x1b]0;PWNED\x07\x1b[31m\x9b31m\x9d0;t\x9c\u202ey"  # OSC, BEL, CSI, their C1 forms, right-to-left
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 

@@ -23,7 +23,7 @@ CORPUS = Path(__file__).with_name("corpus.json")
 
 
 def replay(name: str, network: str, seed: int) -> None:
-    """Try one example; AssertionError where executors differ."""
+    """Run one example; raises AssertionError if the executors differ."""
     rng, strategy = random.Random(seed), get_strategy(name)
     scenario = any_run(rng, strategy, topologies=NETWORKS[network])
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
@@ -35,14 +35,14 @@ def test_examples_of_campaigns(name: str, network: str, seed: int) -> None:
 
 
 def campaign(seed: int, minutes: float) -> int:
-    """Try random examples for some minutes; returns how many fail."""
+    """Run random examples for some minutes; return the number of failures."""
     rng, until_s, tried, failing = random.Random(seed), time.monotonic() + 60.0 * minutes, 0, []
     while time.monotonic() < until_s:
         one = rng.choice(NAMES), rng.choice(sorted(NETWORKS)), rng.randrange(2**32)
         tried += 1
         try:
             replay(*one)
-        except Exception as error:  # any error is a finding
+        except Exception as error:  # every error is a finding
             print(*one, repr(error)[:300], flush=True)
             failing.append(one)
     corpus = json.loads(CORPUS.read_text("utf-8"))

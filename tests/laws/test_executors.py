@@ -1,4 +1,4 @@
-"""Every executor agrees with the event executor: all strategies, networks, machines, models, prefixes and hosts."""
+"""All executors agree with the event executor for all strategies, networks, machines, models, prefixes and hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NETWORKS = {"own links": ("switch", "chain", "nodes"), "bus": ("bus",)}
 
 
 def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tuple[int, ...]]) -> None:
-    """The executor that Runner chooses, the executor of any program, and the event executor give the same times."""
+    """The executor that Runner chooses, the one for any program, and the event executor must give the same times."""
     program = build_program(scenario, strategy, columns(rows))
     replays = [EventSimulation(program.row(index), scenario.cluster, record=False) for index in range(len(rows))]
     finish_s = np.array([replay.finish_s for replay in replays]).T
@@ -39,7 +39,7 @@ def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tu
 @given(rng=draws())
 @examples(40)
 def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tuple[str, ...], rng: Draws) -> None:
-    """Even chunks are among the rows, so that some messages arrive exactly when a rank begins to wait for them."""
+    """With even chunks, which are among the rows, some messages arrive exactly when a rank begins to wait."""
     strategy = get_strategy(name)
     scenario = any_run(rng, strategy, topologies=topologies)
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
@@ -51,7 +51,7 @@ def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tu
 @given(rng=draws())
 @examples(15)
 def test_many_layers(name: str, topology: str, rng: Draws) -> None:
-    """Layers in steady state are not evaluated one by one."""
+    """Executors that skip layers in steady state agree with the event executor."""
     strategy = get_strategy(name)
     scenario = any_run(rng, strategy, topologies=(topology,), layers=(12, 32), num_gpus=(4, 4))
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 2))

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts whole on all GPUs; ranks exchange tokens, groups do not; memory, bytes and refusals."""
+"""Expert parallelism: GPUs hold whole experts; exchanges of tokens, memory, bytes and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "gpu
 
 
 def spread(rng: Draws, name: str) -> tuple[Scenario, tuple[int, ...]]:
-    """A random mixture on four GPUs, and chunks of any length."""
+    """A random mixture-of-experts model on four GPUs, and random chunks."""
     scenario = any_divisible(rng, kind=rng.choice(["mixtral", "qwen3_moe"]))
     imbalance = rng.choice([None, 1.0, 1.7])
     placed = for_strategy(replace(scenario, expert_parallel=True, expert_imbalance=imbalance), get_strategy(name))
@@ -44,7 +44,7 @@ def program_of(scenario: Scenario, name: str, cut: tuple[int, ...]) -> Program:
 @given(rng=draws())
 @examples(20)
 def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
-    """Each layer with experts has two exchanges, other layers none. All ranks then have the same work."""
+    """Each layer with experts has two exchanges of tokens, other layers have none; all ranks have equal work."""
     placed, cut = spread(rng, name)
     program, ranks = program_of(placed, name, cut), placed.cluster.num_gpus
     for kind, costs in zip(program.layers, placed.layer_costs(), strict=True):
@@ -67,7 +67,7 @@ def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
 @given(rng=draws())
 @examples(20)
 def test_each_expert_is_held_once(rng: Draws) -> None:
-    """All GPUs together hold each expert once, with and without groups; the other weights are as before."""
+    """All GPUs together hold each expert once, with and without groups; other weights do not change."""
     for name in ("kvr-s", "tp", "tp2+kvr-s"):
         placed, cut = spread(rng, name)
         whole = for_strategy(replace(placed.on_gpus(1), group=None), get_strategy("single")).model
@@ -102,7 +102,7 @@ def test_more_imbalance_takes_longer_and_a_single_gpu_knows_none() -> None:
 
 
 def test_groups_send_nothing_more() -> None:
-    """The GPUs of a group have the same tokens: whole experts take their all-reduces alone, as slices do."""
+    """All GPUs of a group have the same tokens, so whole experts need only the all-reduces that slices need."""
     sliced, whole = (
         make_scenario(**QWEN, expert_parallel=one, **({"expert_imbalance": 1.0} if one else {}))[0]
         for one in (False, True)

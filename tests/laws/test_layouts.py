@@ -1,4 +1,4 @@
-"""Layouts: names and sizes are one; weights sum to the model's; closed forms of exchanges between ranks."""
+"""Layouts: names correspond to sizes, weights add up to the model's, exchanges between ranks have closed forms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def on_eight(name: str, **more: Any) -> Scenario:
 @given(rng=draws())
 @examples(100)
 def test_a_layout_is_its_name(rng: Draws) -> None:
-    """The name of a layout is read as the same layout."""
+    """The name of a layout is parsed into the same layout."""
     sizes = {name: rng.choice([1, 2, 4]) for name in ("data", "tensor", "pipeline", "context")}
     scheme = None if sizes["context"] == 1 else rng.choice(["zigzag", "interleave"])
     gpus = sizes["data"] * sizes["tensor"] * sizes["context"]
@@ -81,7 +81,7 @@ def test_names_that_stand_for_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gpus_hold_the_model(name: str) -> None:
-    """Routed experts as often as there are copies; else a matrix once per group of GPUs that splits it."""
+    """Routed experts are stored once per copy; every other matrix once per group of GPUs that splits it."""
     scenario = on_eight(name)
     strategy, layout = get_strategy(name), scenario.layout
     assert layout is not None
@@ -101,7 +101,7 @@ def test_the_gpus_hold_the_model(name: str) -> None:
 @given(rng=draws())
 @examples(40)
 def test_the_executors_agree(rng: Draws) -> None:
-    """Event and batch, on layouts of random mixtures with experts over other ranks."""
+    """The event and the batch executor agree on random mixtures with experts on other ranks."""
     name = rng.choice(["cp", "cp+ep2", "cp-i", "dp2+cp", "dp2+tp2", "pp2+cp2", "dp2+pp2", "dp2+pp2+ep"])
     scenario = replace(any_divisible(rng, kind=rng.choice(["mixtral", "qwen3_moe"])), expert_imbalance=None)
     strategy = get_strategy(name)
@@ -117,7 +117,7 @@ def test_the_executors_agree(rng: Draws) -> None:
 
 
 def test_all_tokens_go_round_twice_in_a_layer() -> None:
-    """An all-gather of the prompt's tokens and a reduce-scatter of what experts make of them, by the ring's form."""
+    """A layer has an all-gather of the tokens and a reduce-scatter of the experts' results, with a ring's time."""
     scenario = on_eight("dp8+ep8")
     strategy = get_strategy("dp8+ep8")
     program = build_program(scenario, strategy, columns((4096,)))
@@ -134,12 +134,12 @@ def test_all_tokens_go_round_twice_in_a_layer() -> None:
 
 
 def test_a_prompt_per_data_group() -> None:
-    """Eight prompts on eight data groups: each GPU attends to one, and its experts compute rows of all."""
+    """With eight prompts on eight data groups, a GPU attends to one prompt, and its experts process tokens of all."""
     one, eight = (on_eight("dp8+ep8", batch=batch) for batch in (1, 8))
     assert (one.request.batch, eight.request.batch) == (1, 1)
     programs = [build_program(placed, get_strategy("dp8+ep8"), columns((4096,))) for placed in (one, eight)]
     own, others = ({op.name: op for op in program.layers[0][0] if isinstance(op, Compute)} for program in programs)
-    assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the clock falls
+    assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the clock is lower
     assert 4 * own["experts"].device_s < others["experts"].device_s < 8.5 * own["experts"].device_s
     tensor = [Search().candidate(make_scenario(**QWEN, batch=batch)[0], get_strategy("tp")).ttft_s for batch in (1, 8)]
     data = [Search().candidate(make_scenario(**QWEN, batch=batch)[0], get_strategy("dp+ep")).ttft_s for batch in (1, 8)]
@@ -147,7 +147,7 @@ def test_a_prompt_per_data_group() -> None:
 
 
 def test_whole_experts_that_do_not_fit_are_spread() -> None:
-    """Strategies that no engine has keep whole experts on each rank where they fit; the name says where they do not."""
+    """Strategies without an engine keep whole experts on each rank if they fit; otherwise the name contains `ep`."""
     small, large = (make_scenario(**QWEN | {"model": model, "cluster": "h200-nvlink"})[0] for model in MODELS)
     kvr, tensor = Degrees(context=None, scheme="kvr-s"), Degrees(tensor=None)
     assert [layout_of(one, kvr).name for one in (small, large)] == ["kvr-s", "kvr-s+ep8"]
@@ -160,7 +160,7 @@ MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 
 
 def test_data_groups_on_two_nodes() -> None:
-    """The ranks of a prompt stay together; stages that neither fill nor divide nodes are refused."""
+    """The ranks of one prompt are on one node; stages that neither fill nor divide a node are refused."""
     two = {"cluster": "h100-2x8-ndr400", "gpus": 16, "model": "qwen3-235b-a22b"}
     placed = on_eight("dp2+tp4+pp2+ep8", **two)
     assert (placed.cluster.num_gpus, placed.cluster.gpus_per_node) == (2, 1)

@@ -1,4 +1,4 @@
-"""Runs under noise: more noise is never faster, a seed repeats a run, and the executors agree."""
+"""Runs with noise: noise never makes a run faster, a seed reproduces a run, and executors agree."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from validate.figures import Predictions, Scope, increases
 SEEDS = st.integers(0, 2**32 - 1)
 SHARED = ("tsp", "kvr-s")
 HYBRIDS = ("tp2+kvr-s", "tp2+ring")
-NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # those two run kvr-e's program
+NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # both run kvr-e's program
 EXACT = 1e-12
-ROUNDED = 1e-9  # where a slot of side traffic begins at a difference of large times
+ROUNDED = 1e-9  # tolerance if the start of a slot is a difference of large times
 
 
 def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
@@ -41,7 +41,7 @@ def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
 
 
 def noise_of(rng: Draws, ttft_s: float) -> Noise:
-    """Any noise; side traffic changes its pair between a few and a few hundred times per prefill."""
+    """Random noise; side traffic changes its pair of ranks 3 to 300 times per prefill."""
     traffic = SideTraffic(
         duty=rng.random(),
         share=rng.random() * 0.95,
@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_timeline(name: str, rng: Draws, seed: int)
 @given(rng=draws(), seed=SEEDS)
 @examples(60)
 def test_side_traffic_only_delays_and_more_of_it_more(name: str, rng: Draws, seed: int) -> None:
-    """This holds in every single run, because the drawn pairs do not depend on the amount of traffic."""
+    """This holds in every run, because the drawn pairs do not depend on the amount of traffic."""
     scenario, program = program_of(rng, name)
     quiet = quiet_s(scenario, program)
     less = SideTraffic(
@@ -150,7 +150,7 @@ def test_side_traffic_only_delays_and_more_of_it_more(name: str, rng: Draws, see
 @given(rng=draws(), seed=SEEDS)
 @examples(15)
 def test_jitter_never_shortens_in_expectation(name: str, rng: Draws, seed: int) -> None:
-    """TTFT is a maximum of sums, so convex in the durations, and jitter keeps their means."""
+    """TTFT is a maximum of sums, so it is convex in the durations, and jitter does not change their means."""
     scenario, program = program_of(rng, name)
     noise = Noise(compute_jitter=0.2, message_jitter=0.2)
     draw = NoiseDraw(noise, program.num_ranks, seed=seed, samples=range(400))
@@ -216,7 +216,7 @@ def test_a_plan_under_noise_shows_every_strategy() -> None:
 
 
 def test_the_papers_noise() -> None:
-    """Means over contexts and GPUs within the margins that were set, and in the paper's order."""
+    """Means over contexts and GPUs are within the margins, and in the paper's order."""
     predictions = Predictions(Scope(noise_samples=100))
     shares, margins = predictions.printed["noisy_network"]["shares"], {"tsp": 0.02, "kvr-s": 0.04, "kvr-e": 0.02}
     cases = increases(predictions).values()
@@ -228,7 +228,7 @@ def test_the_papers_noise() -> None:
 
 @pytest.mark.parametrize("spec", ["slowdown=1000,dwell=100us", "share=0.999,dwell=100us", "slowdown=10,dwell=1ms"])
 def test_a_slowdown_counts_in_the_length_of_a_noise(spec: str) -> None:
-    # Each of these fits into memory for a prefill that the noise does not slow down.
+    # Without the slowdown, the prefill is short enough for each of these noises.
     noise = parse_noise(f"side-traffic:{spec}")
     assert noise.side_traffic is not None
     quiet_s = 0.9 * 2.0**24 * noise.side_traffic.dwell_s / (3 * 200)

@@ -1,4 +1,4 @@
-"""What holds on any machine: more work takes no less time, a better machine no more."""
+"""Laws for any machine: more work never takes less time, and a faster machine never takes more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.building import (
 )
 
 NAMES = ("single", "tsp", "kvr-e", "kvr-s")
-SEARCHED = 1.002  # a search ends within 0.2 % of the best
+SEARCHED = 1.002  # a search is at most 0.2 % above the best
 EXACT = 1 + 1e-9
 
 
@@ -80,7 +80,7 @@ def test_on_a_bus_a_fall_with_context_is_no_more_than_what_sharing_costs(
 
 
 def test_more_work_may_end_earlier_on_a_bus() -> None:
-    """Rank 1 computes a second longer; its message then leaves the bus to that which rank 2 waits for."""
+    """If rank 1 computes one second longer, its message leaves the bus free for the message that rank 2 needs first."""
     cluster = load_cluster("a100-10gbs-bus", num_gpus=3).with_link(1.0, 0.0)
 
     def finish_s(work_s: float, topology: Topology) -> float:

@@ -1,4 +1,4 @@
-"""Laws of cached prefixes that lie elsewhere, over random models, machines and partitions."""
+"""Laws of cached prefixes in other places, for random models, machines and partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ttft_s(scenario: Scenario, strategy: Strategy, cut: tuple[int, ...]) -> floa
 
 
 def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixPlace) -> Scenario | None:
-    """With a prefix there and any access to it; None where the strategy refuses."""
+    """The scenario with a prefix in this place and a random access to it, or None if the strategy refuses it."""
     rate = 10.0 ** rng.uniform(6, 13) if place in ("host", "remote") and rng.random() < 0.8 else None
     placement = PrefixPlacement(place=place, bytes_per_s=rate)
     prefix = 1 + rng.randrange(5000)
@@ -48,7 +48,7 @@ def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixP
 @given(rng=draws())
 @examples(60)
 def test_executors_agree_and_the_prefix_is_no_sooner_there(rng: Draws) -> None:
-    """Both executors agree to rounding. A prefix that must be loaded takes no less time than a local one."""
+    """Both executors agree except for rounding; a prefix that must be loaded takes at least the time of a local one."""
     strategy = STRATEGIES[rng.choice(NAMES)]
     plain, cut = any_placed(rng, strategy)
     scenario = placed_at(plain, strategy, rng, rng.choice(ELSEWHERE))
@@ -66,7 +66,7 @@ def test_executors_agree_and_the_prefix_is_no_sooner_there(rng: Draws) -> None:
 @given(rng=draws())
 @examples(30)
 def test_bounds_hold_wherever_the_prefix_lies(rng: Draws) -> None:
-    """No partition of the chain beats the proven bound, which is printed only where it is proven."""
+    """No partition of the chain is faster than the proven bound."""
     strategy = STRATEGIES["kvr-s"]
     scenario = placed_at(any_scenario(rng), strategy, rng, rng.choice(ELSEWHERE))
     assert scenario is not None
@@ -79,7 +79,7 @@ def test_bounds_hold_wherever_the_prefix_lies(rng: Draws) -> None:
 @given(rng=draws())
 @examples(20)
 def test_limits(rng: Draws) -> None:
-    """Nothing cached, one GPU, or a host that loads in no time: as if the prefix were on every rank."""
+    """Without a cached prefix, on one GPU, or with infinitely fast loading, the place of the prefix has no effect."""
     strategy = STRATEGIES[rng.choice(NAMES)]
     plain, cut = any_placed(rng, strategy)
     base = replace(plain, group=None, cluster=plain.cluster)
@@ -106,7 +106,7 @@ def test_limits(rng: Draws) -> None:
 @given(rng=draws())
 @examples(20)
 def test_bytes_are_conserved(rng: Draws) -> None:
-    """What ranks lack they load: with what they hold, each has its part of the prefix once."""
+    """Ranks load exactly the part of the prefix that they need and do not have."""
     strategy = STRATEGIES["kvr-s"]
     scenario = placed_at(any_scenario(rng), strategy, rng, rng.choice(ELSEWHERE))
     assert scenario is not None
@@ -118,7 +118,7 @@ def test_bytes_are_conserved(rng: Draws) -> None:
     wanted = {
         ("all", "pass-kv"): (ranks - 1) * prefix,
         ("loaded", "whole"): ranks * prefix,
-        ("loaded", "pass-kv"): ranks * prefix,  # from the source or from another rank that has it from there
+        ("loaded", "pass-kv"): ranks * prefix,  # from the source, or from a rank that loaded it
     }
     source = "all" if way.source is None else "loaded"
     assert loaded == pytest.approx(wanted[source, way.access], rel=1e-9)
@@ -126,7 +126,7 @@ def test_bytes_are_conserved(rng: Draws) -> None:
 
 @pytest.mark.parametrize("name", ["tsp", "kvr-s", "ring", "zigzag"])
 def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
-    """Each rank keeps its share; what it gathers is dropped after its layer."""
+    """Each rank keeps its share of the prefix; gathered parts are freed after each layer."""
     about = {"model": "llama-3-8b", "cluster": "h100-nvlink", "ctx": "132k", "cached_prefix": "128k"}
     strategy, cut = STRATEGIES[name], Partition.even(4096, 8)
     kept = {}
@@ -161,7 +161,7 @@ def test_strategies_say_where_a_prefix_must_lie() -> None:
     [("tp2+kvr-s", "host:1000GB/s", "whole"), ("kvr-s", "sharded", "pass-kv"), ("tsp", "all", None)],
 )
 def test_an_answer_says_how_ranks_attend(name: str, place: str, told: str | None) -> None:
-    """The question says where the prefix lies, and the answer says how ranks attend to it."""
+    """The question contains the place of the prefix, and the answer contains the ranks' access to it."""
     about = {"gpus": 4, "ctx": 5000, "cached_prefix": 4096, "prefix_placement": place}
     for answer in (kvrsim.simulate(strategy=name, **about), kvrsim.plan(strategies=[name], **about)):
         content = answer.to_dict()

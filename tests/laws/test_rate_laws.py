@@ -1,4 +1,4 @@
-"""What holds of any rates: more takes no less, nothing beats the datasheet, and twice as fast takes half as long."""
+"""Laws for any rates: time never falls with size, respects the datasheet, and is inversely proportional to rates."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.building import (
 )
 
 FACTORS = st.floats(1e-3, 1e3)
-SLACK = 1e-12  # relative, of rounding
+SLACK = 1e-12  # relative tolerance for rounding
 KERNELS = ("eager", "measured eager", "sdpa", "merged", "flash")
 
 
 def rises(seconds: Array) -> bool:
-    """Whether no value is below the one before."""
+    """Whether no value is smaller than the previous one."""
     return bool((np.diff(seconds) >= -SLACK * seconds[1:]).all())
 
 
@@ -56,7 +56,7 @@ def sizes(rng: Draws) -> Array:
 
 
 def products(rng: Draws) -> tuple[Product, ...]:
-    """One to three, or the experts of a mixture."""
+    """One to three random products, each either of a dense layer or of the experts of a mixture."""
     widths = [8, 64, 300, 4096]
     share = rng.choice([1.0, 0.25])
     return tuple(
@@ -79,7 +79,7 @@ def test_products_never_take_less_with_rows(rng: Draws, element_bytes: int) -> N
 @given(rng=draws())
 @examples(50)
 def test_products_come_one_after_another(rng: Draws) -> None:
-    """They take the sum of their times, or less where one's time would fall with rows while another's rises."""
+    """Products take at most the sum of their single times; products that are listed twice take twice the time."""
     shapes, rows = products(rng), sizes(rng)
     rates = any_gemm(rng, any_gpu(rng))
     apart = sum((rates.seconds(rows, (product,), 2) for product in shapes), np.zeros(1))
@@ -103,7 +103,7 @@ def test_measured_shapes_take_what_was_measured(rng: Draws) -> None:
 
 
 def caller(rng: Draws) -> Callable[[Array, Array], AttentionCall]:
-    """A call of some chunk after some prefix, of a random model, with a window or without."""
+    """A function that makes calls of attention for a random model, with or without a window."""
     kv_heads, queries, head_dim = rng.choice([1, 2, 3, 8, 71]), rng.choice([1, 2, 3, 8]), rng.choice([8, 64, 128, 256])
     window = rng.choice([np.inf, np.inf, 7, 64, 500, 4096])
 
@@ -127,7 +127,7 @@ def caller(rng: Draws) -> Callable[[Array, Array], AttentionCall]:
 
 
 def rates_of(rng: Draws, gpu: GpuSpec, kernel: str) -> AttentionRates:
-    """Rates of any kernel; none beats the datasheet."""
+    """Random rates of a kernel within the datasheet."""
     eager: EagerRates = any_eager(rng, gpu)
     sizes = any_sizes(rng, eager.flops_per_s / gpu.peak_flops["fp16"])
     found: dict[str, AttentionRates] = {
@@ -166,7 +166,7 @@ def test_attention_never_takes_less_with_queries_or_keys(kernel: str, rng: Draws
 @given(rng=draws())
 @examples(100)
 def test_flash_skips_what_no_query_sees(rng: Draws) -> None:
-    """A window never costs more than none, a wide one as much as none, a long chunk in proportion to its queries."""
+    """A smaller window never costs more, and a very wide window costs as much as no window."""
     rates, tokens = any_flash(rng, any_gpu(rng)), sizes(rng)
     call = caller(rng)(tokens, 0.0 * tokens)
     whole = replace(call, reach=None, causal=0.5 * tokens * tokens)
@@ -182,7 +182,7 @@ def test_flash_skips_what_no_query_sees(rng: Draws) -> None:
 @given(rng=draws(), v_head_dim=st.integers(1, 1024))
 @examples(50)
 def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -> None:
-    """Heads with values of another width take as long as heads of the mean width."""
+    """Heads whose keys and values have different widths take the time of heads with the mean width."""
     _, rates, call, (batch, element_bytes) = attention(rng, kernel)
     tokens = sizes(rng)
     plain = call(tokens, tokens[::-1])
@@ -198,7 +198,7 @@ def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -
 @given(rng=draws())
 @examples(200)
 def test_the_least_that_proofs_count_on(kernel: str, rng: Draws) -> None:
-    """Never more than the call takes; at a fixed end, no more for a later start."""
+    """The lower bound is at most the time of the call; with a fixed end, it falls with a later start."""
     gpu, rates, call, (batch, element_bytes) = attention(rng, kernel)
     starts = sizes(rng) - 1
     for end in (starts[-1] + 1, starts[-1] + rng.choice([0.3, 64, 5000])):
@@ -230,7 +230,7 @@ def test_gathering_takes_more_for_more(rng: Draws, num_ranks: int) -> None:
 
 @given(rng=draws())
 def test_short_messages_are_no_slower_end_to_end(rng: Draws) -> None:
-    """max(latency + n / short, n / bandwidth): between the bandwidth alone and latency plus bandwidth."""
+    """Total time is at least n / bandwidth and at most latency + n / bandwidth."""
     cluster = any_cluster(rng, 4)
     nbytes = np.concatenate([[0.0], np.geomspace(1, 1e10, 300)])
     for src, dst in ((0, 1), (1, 2), (0, 3)):
@@ -246,7 +246,7 @@ def test_short_messages_are_no_slower_end_to_end(rng: Draws) -> None:
             assert end_s == pytest.approx(np.maximum(short_s, alone_s), rel=1e-9)
 
 
-# -- all of them
+# -- all rates
 
 
 def everything(rng: Draws, gpu: GpuSpec) -> list[Any]:
@@ -284,7 +284,7 @@ def test_every_rate_times_k_is_every_time_over_k(rng: Draws, factor: float) -> N
 @given(rng=draws())
 @examples(50)
 def test_links_without_measurements_cost_the_same_either_way(rng: Draws) -> None:
-    """A short-message rate that is the bandwidth's own changes nothing."""
+    """A rate of short messages that equals the bandwidth has no effect."""
     cluster = plain(any_cluster(rng, 3, topologies=("switch",)))
     link: LinkSpec = cluster.link
     same = replace(cluster, link=replace(link, short_bytes_per_s=link.bandwidth_bytes_per_s))

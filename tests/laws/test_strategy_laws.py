@@ -1,4 +1,4 @@
-"""Laws of every strategy, hybrids and pipelines included, on random machines and models."""
+"""Laws of every strategy, including hybrids and pipelines, for random machines and models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.simulate import run_simulation
 from tests.building import Draws, any_placed, draws, examples, measured_scenarios, weights_of
 from tests.laws.test_executors import HYBRIDS
 
-NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # those two run kvr-e's program
+NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # both run kvr-e's program
 PARALLEL = tuple(name for name in NAMES if name != "single")
 
 
@@ -37,7 +37,7 @@ def test_one_gpu_makes_all_strategies_equal(scenario: Scenario) -> None:
     for name in STRATEGIES:
         given_chunks = whole if name == "kvr-p" or STRATEGIES[name].pipeline else None
         ttft_s = run_simulation(scenario, strategy=name, search=Search(partition=given_chunks)).ttft_s
-        if name == "kvr-b":  # in blocks, attention may take less on one GPU, too
+        if name == "kvr-b":  # attention in blocks may also be faster on one GPU
             assert ttft_s <= alone_s * (1 + 1e-12)
         else:
             assert ttft_s == pytest.approx(alone_s, rel=1e-12), name
@@ -58,11 +58,11 @@ def _least_attention_flops(mixer: Mixer | None, first: int) -> float:
 @given(rng=draws())
 @examples(20)
 def test_nothing_beats_its_flops(name: str, rng: Draws) -> None:
-    """All GPUs at the datasheet's peak, on products with weights and unmasked attention alone."""
+    """The limit counts products with weights and unmasked attention, on all GPUs at the datasheet's peak."""
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy)
     model, request = placed.model, placed.request
-    first = request.cached_prefix + 1  # keys of the first new token; each later one attends to at least as many
+    first = request.cached_prefix + 1  # keys of the first new token; later tokens have at least as many
     attention = sum(_least_attention_flops(layer.mixer, first) for layer in model.layers)
     flops = request.batch * request.new_tokens * (2 * weights_of(model) + attention)
     least_s = flops / placed.cluster.gpu.peak_flops["fp16"]
@@ -77,7 +77,7 @@ def test_nothing_beats_its_flops(name: str, rng: Draws) -> None:
 @given(rng=draws(), factor=st.floats(1.0, 100.0))
 @examples(15)
 def test_never_rises_with_bandwidth(name: str, rng: Draws, factor: float) -> None:
-    """With the same chunks; their links and those inside a group."""
+    """With the same chunks, faster links between ranks and inside groups never increase TTFT."""
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy)
     program, faster = (program_of(one, strategy, [cut]) for one in (placed, placed.with_slower_links(1 / factor)))
@@ -93,7 +93,7 @@ def meetings(ops: Sequence[Op]) -> list[type[Op]]:
 
 
 def met_by(rank: int, sequences: Sequence[Sequence[Op]]) -> Iterable[int]:
-    """Ranks in a rank's collectives: all ranks, those of its stage, or none where its layers have no attention."""
+    """Ranks in a rank's collectives: all ranks, those of its stage, or none for layers without attention."""
     kinds = meetings(sequences[rank])
     if set(kinds) - {AllGather}:
         return range(len(sequences))

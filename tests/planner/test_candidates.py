@@ -1,4 +1,4 @@
-"""Candidates: what they compute agrees with the executors, once, and follows from the fields alone."""
+"""Candidates: computed values agree with the executors, are computed once, and depend on the fields only."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:
     assert "kvr-s" in compared.not_compared
     assert {"tp4+kvr-s", "pp-s"} <= set(names)
     assert not set(names) & set(compared.not_compared)
-    for name in ("tp8+ring", "kvr-e", "pp2+cp8", "tp16+pp1"):  # partitions that take no search: the sum is exact
+    for name in ("tp8+ring", "kvr-e", "pp2+cp8", "tp16+pp1"):  # no search, so their memory is exact
         one = Search().candidate(scenario, get_strategy(name))
         assert one.fits or name in compared.not_compared
 
@@ -122,7 +122,7 @@ def test_chunked_prefill_fits_where_one_step_does_not() -> None:
 
 
 def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
-    """No time is read: the same question has the same answer with a budget, and a budget of 0 has rough partitions."""
+    """The budget counts no real time, so answers are reproducible; a budget of 0 leaves approximate partitions."""
     scenario = scenario_of(model="llama-3.1-70b", cluster="h100-2x8-ndr400", gpus=16, ctx="32k")
     compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
 

@@ -1,4 +1,4 @@
-"""Launches: the engine documents every flag, its value has the right type, and it agrees with the plan."""
+"""Launches: the engine documents every flag, each value has the right type and agrees with the plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def launched(engine: str, strategy: str, **question: Any) -> Launch:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", DEPLOY_ENGINES)
 def test_flags_are_documented_and_say_the_layout(engine: str) -> None:
-    """Every flag is documented, with a value of its kind; their sizes are the plan's."""
+    """Every flag is documented and its value has the right type; sizes are those of the plan."""
     number = 0
     for what, launch, layout in launches(engine):
         found = options(launch)
@@ -51,7 +51,7 @@ def test_flags_are_documented_and_say_the_layout(engine: str) -> None:
 
 
 def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]) -> tuple[int, int]:
-    """All GPUs, and stages, that an engine starts with these options."""
+    """Number of GPUs and of stages that an engine starts with these options."""
 
     def size(flag: str) -> int:
         return int(found.get(flag) or 1)
@@ -72,7 +72,7 @@ def test_uneven_pieces_are_sglangs() -> None:
     found = options(launch)
     assert (found["--tp-size"], found["--pp-size"]) == ("2", "4")
     assert "--enable-dynamic-chunking" in found
-    assert found["--chunked-prefill-size"] == str(47 * 128)  # a multiple of any page
+    assert found["--chunked-prefill-size"] == str(47 * 128)  # a multiple of every page size
     assert any("6000, 5000, 4000, 1384" in note for note in launch.notes)
     with pytest.raises(InputError, match=r"not tp2\+pp-s .*which sglang 0.5.23 has; here it has single"):
         launch_of(scenario, "vllm", uneven, pieces, model="org/model")
@@ -93,7 +93,7 @@ def test_types_and_experts() -> None:
 
 
 def test_lengths_end_where_the_positions_do() -> None:
-    """A model's positions are the longest sequence; no launch beyond them, or of what does not fit."""
+    """The model's positions limit the length of a sequence; longer prompts and plans that do not fit are refused."""
     assert options(launched("vllm", "tp", **LLAMA, ctx="128k"))["--max-model-len"] == "131072"
     assert options(launched("vllm", "tp", **LLAMA, ctx="64k"))["--max-model-len"] == "65537"
     with pytest.raises(InputError, match="at most 8192 tokens"):
@@ -103,7 +103,7 @@ def test_lengths_end_where_the_positions_do() -> None:
 
 
 def test_sglang_binds_sizes_of_latents() -> None:
-    """Context ranks of latents are single GPUs with experts spread over all; sparse attention alone interleaves."""
+    """Context ranks with latents need experts spread over all GPUs; interleaving needs sparse attention."""
     latent, sparse = (make_scenario(ctx="16k", gpus=8, cluster="h200-nvlink", model=model)[0] for model in DEEPSEEK)
     sglang = deploy_engine("sglang")
     has = {name: [sglang.has(get_strategy(name), one) for one in (latent, sparse)] for name in CONTEXT}

@@ -1,4 +1,4 @@
-"""Plans: the same answer however a question is asked, what the budget leaves, and when advice matters little."""
+"""Plans: equal answers for equivalent questions, effects of the budget, and notes when the partition matters little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.candidates import ForEngine, Search
 
 
 def test_even_chunks_will_do_where_the_host_sets_the_pace() -> None:
-    """1k on 4 GPUs: kernels are issued more slowly than they run."""
+    """With 1k on 4 GPUs, the host launches kernels more slowly than they run."""
     assert any(note.startswith("even chunks are") for note in kvrsim.plan(gpus=4, ctx="1k").warnings)
 
 
@@ -30,7 +30,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("engine", QUESTIONS)
 def test_a_question_has_the_same_best_however_it_is_asked(engine: str) -> None:
-    """The default searches least, `all` everything; an engine only narrows what is compared."""
+    """By default few strategies are searched, with `all` every one; an engine only reduces the compared strategies."""
     question = QUESTIONS[engine]
     default, everything = kvrsim.plan(**question), kvrsim.plan(**question, strategies="all")
     assert default.best.ttft_s <= 1.02 * everything.best.ttft_s
@@ -46,7 +46,7 @@ def test_a_question_has_the_same_best_however_it_is_asked(engine: str) -> None:
 
 
 def test_rows_are_computed_when_they_are_read() -> None:
-    """What nobody reads costs nothing; what is read, compared or pickled is the same."""
+    """Values are computed when they are read; comparing and pickling give the same values."""
     plan = kvrsim.plan(gpus=2, ctx="1k", strategies=["tsp", "kvr-e"])
     row = plan.strategies[-1]
     assert "bounds" in plan.later

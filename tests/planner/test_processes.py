@@ -1,4 +1,4 @@
-"""Tables, maps, plans under noise and fleets: byte for byte the same, whoever works."""
+"""Tables, maps, plans with noise and fleets are byte for byte the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUESTS = "synthetic:poisson,rate=8,requests=60,context=lognormal:600:0.5,max=1
 
 
 def answers(pool: Pool | None) -> dict[str, str]:
-    """What four commands answer, without the seconds that they took."""
+    """JSON of four commands' answers, without the seconds of computing."""
     scenario, _ = make_scenario(ctx=1024, gpus=2)
     noise = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=4, seed=1, pool=pool)
     asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)

@@ -1,4 +1,4 @@
-"""What a plan promises, and what limits it."""
+"""The promise of a plan, and the operations that limit it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_an_idle_promise_is_the_upper_end_of_the_interval() -> None:
 
 
 def share_waiting_at_most(waits: float, load: float) -> float:
-    """Erlang's distribution of waiting in an M/D/1 queue; waits: in services."""
+    """Erlang's distribution of the waiting time in an M/D/1 queue; waits: in units of the service time."""
     terms = (
         (load * (k - waits)) ** k / math.factorial(k) * math.exp(-load * (k - waits)) for k in range(int(waits) + 1)
     )
@@ -61,7 +61,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], str, str], ...] = (
 
 @pytest.mark.parametrize(("asked", "strategy", "top"), QUESTIONS)
 def test_shares_of_the_critical_path_add_up_to_ttft(asked: dict[str, Any], strategy: str, top: str) -> None:
-    """TTFT is proportional to the seconds of all its operations together."""
+    """TTFT is proportional to a common factor of the seconds of all operations."""
     from kvrsim.strategies import get_strategy
 
     scenario, _ = kvrsim.make_scenario(**asked)

@@ -1,4 +1,4 @@
-"""Reference rows are complete, named as kvrsim names things, and left out only by the rules that their file states."""
+"""Reference rows are complete, use kvrsim's names, and are left out only by the rules in their file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_serving_row_is_there_with_its_source() -> None:
 
 
 def test_rows_are_left_out_by_the_rules_alone() -> None:
-    """Rules look at the engine, GPUs and tokens; never at an error."""
+    """Rules depend on the engine, GPUs and tokens, never on an error."""
     for row in ROWS:
         gpus, tokens = int(row["num_gpus"]), int(row["context_len"]) * int(row["batch"])
         vllm = row["engine_name"] == "vllm-2023"

@@ -1,4 +1,4 @@
-"""The page lists what an engine refuses, or lays out otherwise. A small script takes the place of the engine's."""
+"""The page lists launches that an engine refuses or lays out differently; a small script replaces the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures show what the simulator says, beside every published row."""
+"""The figures show predictions next to every published row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = "llama-7b"
 
 @pytest.fixture(scope="module")
 def small() -> Predictions:
-    """One model's rows at two contexts."""
+    """Predictions for one model at two contexts."""
     rows = tuple(row for row in read_rows() if row.model == MODEL and row.context_len in (8192, 12288))
     scope = Scope(
         rows=rows,
@@ -42,7 +42,7 @@ def cells_of(text: str) -> list[list[str]]:
 
 
 def cell(text: str, row: Row) -> str:
-    """The cell of the appendix tables that a row stands in."""
+    """The cell of the appendix tables that contains a row."""
     head = f"**Table {row.table}, {row.model} {'on one GPU' if row.link == 'none' else f'at {row.link}'}.**"
     assert text.count(head) == 1
     heads, _, *rows = cells_of(text.partition(head)[2].partition("\n**Table")[0])
@@ -80,7 +80,7 @@ def test_the_page_has_the_planners_times(small: Predictions) -> None:
 
 
 def test_the_printed_interpolation(small: Predictions) -> None:
-    """10k on four GPUs, from 8k and 12k: near what the paper prints, the first share 1.2 % of the context larger."""
+    """10k on four GPUs, from 8k and 12k: the shares agree with the paper's within 1.3 % of the context."""
     printed = next(one for one in small.printed["partitions"] if one["method"].startswith("interpolated"))
     tokens, gpus = printed["context_len"], printed["num_gpus"]
     looked_up, searched = small.looked_up(tokens, gpus), small.of(MODEL, tokens, gpus, "kvr-s")
@@ -91,5 +91,5 @@ def test_the_printed_interpolation(small: Predictions) -> None:
 
 def test_rounding_is_read_off_the_table() -> None:
     off = {row.case: row.rounding_s for row in read_rows() if row.link == FAST and row.model == MODEL}
-    assert off["llama-7b 2048 kvr-s on 4 GPUs at 300GB/s"] == 0.0005  # printed 0.100 among 0.111 and 0.117
+    assert off["llama-7b 2048 kvr-s on 4 GPUs at 300GB/s"] == 0.0005  # printed as 0.100 next to 0.111 and 0.117
     assert off["llama-7b 4096 kvr-s on 8 GPUs at 300GB/s"] == 0.005

@@ -1,4 +1,4 @@
-"""`make gpu`: a report after each step, and a failed step stops nothing; here on a CPU."""
+"""`make gpu`: a report after each step, and the next step runs after a failure; tested on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def machine(folder: Path, num_gpus: int = 0) -> Machine:
 
 @pytest.mark.slow
 def test_a_quick_run_on_a_cpu_writes_a_report(tmp_path: Path) -> None:
-    """The commands as `make gpu` starts them."""
+    """The test uses the commands of `make gpu`."""
     assert gpu.main(["--quick", "--steps", "environment,long-context", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert "No GPU was available" in page

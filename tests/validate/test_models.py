@@ -1,4 +1,4 @@
-"""The page of model types agrees with what is read."""
+"""The page of model types agrees with the models that are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about profiles: it is what the profiles say, and what it tells to type is taken."""
+"""The page about profiles agrees with the profiles, and its commands are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> Iterator[list[str]]:
-    """Every `kvrsim ...` of the page, without `kvrsim`."""
+    """Every `kvrsim ...` command of the page, without the word `kvrsim`."""
     for block in blocks(""):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("kvrsim "):
@@ -40,7 +40,7 @@ def test_the_page_is_that_of_the_profiles() -> None:
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
 def test_a_command_is_one_that_kvrsim_takes(words: list[str]) -> None:
-    """Its options are parsed; nothing is run, since a fit takes a minute."""
+    """The options are parsed; the command is not run, because a fit takes a minute."""
     command: Any = typer.main.get_command(app)
     context: Any = None
     while hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""The origin of pages of results: a page is stale where its command or a prediction has changed, and only there."""
+"""The origin of a page of results: a page is out of date if its command or a prediction has changed, and only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = ResultsPage(path="docs/results/one.md", command="python -m one", rests_on
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResultsPage:
-    """A page that rests on a prediction of 2 s, in a repository of its own."""
+    """A page that contains a prediction of 2 s, in a separate repository."""
     (tmp_path / PAGE.path).parent.mkdir(parents=True)
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "PAGES", (PAGE,))

@@ -1,4 +1,4 @@
-"""Fits of engines to settings, on made-up settings of known constants."""
+"""Fits of engines to settings that known constants made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRUTH = {"vllm": (5e-3, 1e-6, 2e-5, 1.0), "sglang": (5e-3, 1e-6, 5e-5, 1.02), "t
 
 
 def made_up(model_factor: float = 1.0) -> Settings:
-    """Settings of two models on two GPUs on three engines at two lengths."""
+    """Settings of two models, two GPUs, three engines and two lengths."""
     rng, rows, launches, kernels = np.random.default_rng(1), [], [], []
     for engine, (request_s, token_s, launch_s, scale) in TRUTH.items():
         for model, count in (("dense", 1200.0), ("mixture", 2400.0)):
@@ -166,7 +166,7 @@ def test_launches_and_kernels_are_those_of_the_simulator(tmp_path: Path) -> None
     row |= {"mode": "agg", "context_tokens": 1024, "moe_ep": 1, "precision": "bf16"}
     pandas.DataFrame([row | {"tp": tp, "prefill_s": 0.01} for tp in (1, 2)]).to_csv(tmp_path / "settings.csv")
     settings = read_settings(tmp_path / "settings.csv", tmp_path)
-    assert settings.collectives.round(6).tolist() == [0.0, 9.0]  # two per layer, and the embedding's
+    assert settings.collectives.round(6).tolist() == [0.0, 9.0]  # two per layer, and one for the embedding
     assert settings.launches == pytest.approx([44, 44], rel=1e-3)  # eleven per layer
     seconds = shipped_seconds(settings)
     host = load_engine("vllm").host_of("llama")

@@ -1,4 +1,4 @@
-"""The command line: its options, its JSON, and that every mistake costs one line and exit code 2."""
+"""The command line: options, JSON, and one line with exit code 2 for every mistake."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ CLOSED_STREAMS = [
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(("words", "code"), CLOSED_STREAMS)
 def test_closed_and_full_streams_change_no_exit_code_and_no_file(words: str, code: int, tmp_path: Path) -> None:
-    """A closed stream's number goes to the next file that is opened: what is printed must not end in it."""
+    """The next opened file gets the descriptor of a closed stream; printed text must not go into this file."""
     command = f"exec {sys.executable} -c 'from kvrsim.cli.main import run; run()' {words}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Bad input: exit code 2 and one line with the argument as an option, its value, what is accepted and meant."""
+"""Wrong input gives exit code 2 and one line: the option, its value, accepted values, and a similar name."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def test_mistakes_take_one_line(arguments: tuple[str, ...], named: str, capsys: 
 def test_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # file modes do not stop root
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root can write in spite of file modes
     assert "--trace: got 'trace.json'" in refusal(capsys, *PLAN, "--trace", "trace.json")
 
 
 def test_devices_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """A file is renamed into place, which would replace /dev/null itself."""
+    """Devices are refused as output files, because renaming a file to /dev/null would replace the device."""
     assert "--trace" in refusal(capsys, *PLAN, "--trace", "/dev/null")
 
 
@@ -129,7 +129,7 @@ MEANT = {
     "plan --ctx 8k --emit trt-llm": "trtllm",
     "plan --frobnicate": None,
     "plan --ctx 8k --model gpt-99": None,
-    "plan --ctx 8k --cached-prefix 8k": None,  # a number near to a limit is no name
+    "plan --ctx 8k --cached-prefix 8k": None,  # a number has no similar name
 }
 
 

@@ -1,4 +1,4 @@
-"""Commands and their options: recorded in flags.json, with help in sections and an example that parses."""
+"""Commands and options: recorded in flags.json, with help in sections and a valid example."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_docs import parse
 
 
 def commands(command: Any, path: str = "") -> dict[str, Any]:
-    """Every command under its path."""
+    """Every command by its path."""
     is_group = hasattr(command, "list_commands")
     found = {path: command} if path == "" or not is_group else {}
     for name in command.list_commands(None) if is_group else ():
@@ -59,7 +59,7 @@ LONG = [path for path, command in COMMANDS.items() if any(param.name == "help_al
 
 @pytest.mark.parametrize("path", LONG)
 def test_help_is_short_and_help_all_is_whole(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The short help has eight options, all that are required among them, and the example."""
+    """The short help has few options, among them all required options, and the example."""
     short, whole = screen(capsys, *path.split(), "-h"), screen(capsys, *path.split(), "--help-all")
     options = {param.opts[0] for param in COMMANDS[path].params if param.param_type_name == "option"}
 
@@ -82,7 +82,7 @@ def test_every_command_has_a_summary_and_an_example(path: str) -> None:
     command = COMMANDS[path]
     example = shlex.split(command.help.partition("Example: ")[2])
     first = command.help.splitlines()[0]
-    assert 10 < len(first) <= 66  # columns that a list of commands has for it
+    assert 10 < len(first) <= 66  # width of this column in a list of commands
     assert first.endswith(".")
     if path in cli.COMMANDS:
         assert cli.COMMANDS[path][0] == first

@@ -1,4 +1,4 @@
-"""--format: the table of an answer as CSV and as Markdown, with the names and values of --json."""
+"""--format prints the table of an answer as CSV or Markdown, with the names and values of --json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrsim.cli.output import print_csv
 from tests.building.commands import answer, refusal, run, screen
 
 SETTING = ("--gpus", "2", "--profile", "roofline")
-TABLES = {  # a command's list in its JSON
+TABLES = {  # command -> key of the list in its JSON
     ("plan", "--ctx", "1k", *SETTING): "strategies",
     ("simulate", "--strategy", "kvr-e", "--ctx", "1k", *SETTING): "per_rank",
     ("map", "--ctx", "1k,2k", *SETTING): "points",

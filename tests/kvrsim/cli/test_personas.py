@@ -1,6 +1,7 @@
-"""The first ten commands of three kinds of new users: none is a dead end, and the first gives the answer they came for.
+"""The first ten commands of three kinds of new users.
 
-A command answers, or ends with one line that says what to type instead; the next one is that.
+The first command gives the answer that the user wants. Every command gives an answer or one line that says what to type
+instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def layer(step, rank):
 STRATEGY = Strategy(name="mine", title="no send", source="a test", partition_rule="even", layer=layer, gathers_kv=False)
 """
 FLEET = ("llama-3.1-8b", "8xh100", "--requests", "trace.csv", "--slo-ttft", "2s")
-# Of each persona: command, exit code, and what the output says.
+# For each persona: command, exit code, and parts of the output.
 ENGINEER = (
     ("plan meta-llama/Llama-3.1-8B-Instruct 4xh100 --ctx 16k", 0, ("Run ", "Promise ", "Because ", "Engines today")),
     ("plan -h", 0, ("--help-all", "Example")),

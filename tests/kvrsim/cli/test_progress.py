@@ -1,4 +1,4 @@
-"""Progress: counts and an estimate in one line, on a terminal a bar, elsewhere a line now and then."""
+"""Progress: counts and an estimate; a bar on a terminal, otherwise a line from time to time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvrsim.cli.progress import Progress
 
 @pytest.fixture(autouse=True)
 def _no_progress_lines() -> None:
-    """Elsewhere there are none; these tests are about them."""
+    """Keep progress lines on; the fixture of the same name in tests/conftest.py switches them off."""
 
 
 class Clock:
-    """Seconds that pass only when set."""
+    """A clock that advances only when a test sets it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""What a command loads: a budget for each, in modules, so that no command waits for what it does not use."""
+"""Number of modules that each command loads, so that no command waits for modules that it does not use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvrsim.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOMS = ("kvrsim", "planner", "calibrate", "validate")
-# What no command below uses, beyond what `import numpy` itself loads.
+# Modules that no command below loads, except those that `import numpy` loads.
 UNUSED = {
     *("torch", "transformers", "pandas", "scipy", "matplotlib", "simpy", "joblib", "distributed"),
     *("asyncio", "multiprocessing", "logging", "importlib.metadata", "secrets", "tempfile", "statistics"),
     *("numpy.ma", "numpy.random", "numpy.fft"),
 }
 SETTING = ("--gpus", "2", "--ctx", "1k")
-# Of each command: how many modules of its own it may load, and which large modules of others it uses.
+# For each command: the maximum number of kvrsim's modules, and large modules of other packages.
 BUDGETS = [
     (("--version",), 12, ""),
     (("--help",), 13, ""),
@@ -36,12 +36,12 @@ BUDGETS = [
         ("plan", *SETTING, "--json"),
         170,
         "numpy numpy.ma importlib.metadata tempfile",
-    ),  # strategies of other packages, too
+    ),  # it looks for strategies of other packages
 ]
 
 
 def loaded_by(code: str, *arguments: str, folder: Path = ROOT) -> set[str]:
-    """The modules that are loaded when the code has run in a process of its own."""
+    """The modules that are loaded after the code has run in a new process."""
     whole = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}; print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", whole, *arguments], cwd=folder, capture_output=True, text=True, check=True

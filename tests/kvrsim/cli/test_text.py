@@ -1,6 +1,6 @@
-"""Every answer at 60, 80, 120 and 200 columns and piped: no figure is cut, no line is wider than the terminal.
+"""Output of every command at 60, 80, 120 and 200 columns and piped: no number is cut, no line is too wide.
 
-A command runs once; what it shows is then laid out at each width.
+A command runs once; its output is then formatted for each width.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _RUN: dict[tuple[Path, tuple[str, ...]], list[layout.Part]] = {}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a table."""
+    """A folder with a table."""
     made = tmp_path_factory.mktemp("widths")
     kvrsim.build_table(gpus=[2], ctx=["512", "1k"]).write(made / "table.json")
     return made
 
 
 def parts_of(command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[layout.Part]:
-    """What a command shows; it runs once."""
+    """The parts of a command's output; the command runs only once."""
     if (folder, command) in _RUN:
         return _RUN[folder, command]
     shown: list[layout.Part] = []
@@ -87,13 +87,13 @@ def test_no_figure_is_cut(command: tuple[str, ...], folder: Path, monkeypatch: p
         text = STYLES.sub("", layout.page(shown, width, terminal=True))
         assert [line for line in text.splitlines() if len(line) > width] == []
         assert [line for line in (piped + text).splitlines() if "…" in re.sub(r"\d …( \d|$)", "", line)] == []
-        assert set(figures(text)) <= set(whole)  # the rest of a figure that is cut would be another one
+        assert set(figures(text)) <= set(whole)  # a number that was cut would appear as another number
         if "columns hidden" not in text:
-            assert whole <= figures(text)  # rows one below the other repeat the titles
+            assert whole <= figures(text)  # rows in several lines repeat the titles
 
 
 def test_the_least_important_columns_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan shows at 40 columns has the strategy, its TTFT and its speed-up."""
+    """At 40 columns, the table of a plan still has the strategy, its TTFT and its speed-up."""
     shown = parts_of(("plan", *TINY, "--strategies", "tsp,kvr-e"), folder, monkeypatch)
     titles = ["strategy", "TTFT", "vs TSP"]
     narrow = STYLES.sub("", layout.page(shown, 40, terminal=True))
@@ -103,7 +103,7 @@ def test_the_least_important_columns_go_first(folder: Path, monkeypatch: pytest.
 
 
 def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:
-    """Titles of columns and labels of lines, but for names of strategies."""
+    """Titles of columns and labels of lines, without names of strategies."""
     for part in parts:
         if isinstance(part, layout.Table | layout.Facts):
             titles = part.columns if isinstance(part, layout.Table) else ()
@@ -117,7 +117,7 @@ def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:
 
 
 def defined_terms() -> set[str]:
-    """What the glossary explains: bold terms, and the first cells of its table."""
+    """Terms of the glossary: bold terms, and the first cells of its table."""
     text = (Path(__file__).parents[3] / "docs/reference/glossary.md").read_text("utf-8")
     terms = re.findall(r"^\*\*(.+?)\*\*(?: \(.*\))?$", text, re.M) + re.findall(r"^\| ([^|]+?) \|", text, re.M)
     return {term.strip().lower() for shown in terms for term in shown.split(", ")} | {"gpus"}

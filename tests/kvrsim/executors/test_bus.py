@@ -1,4 +1,4 @@
-"""A shared bus: flows get equal shares, nothing is lost, and a flow alone gets all."""
+"""A shared bus: all flows get equal shares, no bytes are lost, and a single flow gets the whole bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_partition, any_scenario, draws, examples, plain
 
-Flows = list[tuple[float, float]]  # when each arrives (s), and its bytes
+Flows = list[tuple[float, float]]  # start (s) and bytes of each flow
 
 flows = st.lists(
     st.tuples(
@@ -32,14 +32,14 @@ flows = st.lists(
 
 
 def through_the_bus(arriving: Flows, bandwidth: float) -> list[float]:
-    """When each flow has left."""
+    """Time at which each flow ends."""
     env = simpy.Environment()
     bus = FairBus(env)
     bus.bandwidth_bytes_per_s = bandwidth
     left = [0.0] * len(arriving)
 
     def flow(index: int, arrives_s: float, nbytes: float) -> Iterator[simpy.Event]:
-        if arrives_s:  # without a time-out at 0, several flows enter before the first step of the simulation
+        if arrives_s:  # flows at 0 start before the first step of the simulation
             yield env.timeout(arrives_s)
         began_s = yield from bus.transmit(nbytes)
         assert began_s == pytest.approx(arrives_s)
@@ -52,7 +52,7 @@ def through_the_bus(arriving: Flows, bandwidth: float) -> list[float]:
 
 
 def fluid(arriving: Flows, bandwidth: float) -> list[float]:
-    """The same by brute force: from event to event, all flows present lose the same number of bytes."""
+    """The same times by a simple reference: between two events, all active flows lose the same number of bytes."""
     missing = {index: nbytes for index, (_, nbytes) in enumerate(arriving)}
     left = [0.0] * len(arriving)
     now = 0.0
@@ -90,7 +90,7 @@ def test_as_a_fluid(arriving: Flows, bandwidth: float) -> None:
 @given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
 @examples(100)
 def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: float) -> None:
-    """Work conservation: the last flow leaves when a single flow with the bytes of all would leave, in any order."""
+    """Work conservation: the last flow ends when it would if the flows used the bus one after another."""
     busy_until = 0.0
     for arrives_s, nbytes in sorted(arriving):
         busy_until = max(busy_until, arrives_s) + nbytes / bandwidth
@@ -134,7 +134,7 @@ def test_messages_share_the_bus() -> None:
 
 
 def test_messages_of_a_pair_keep_their_order() -> None:
-    """A pair is one flow: its second message waits for the first, however short it is."""
+    """Messages between two ranks are one flow: the second message waits for the first, even if it is shorter."""
     short_after_long = one_layer((send(1, 100.0), send(1, 10.0)), (Recv(src=0), compute(5.0), Recv(src=0)))
     for topology in ("switch", "bus"):
         replay = EventSimulation(short_after_long, replace(bus_cluster(2), topology=topology))
@@ -148,7 +148,7 @@ def test_latency_does_not_hold_the_bus() -> None:
 
 
 def test_a_ring_on_a_bus() -> None:
-    """Three ranks pass a piece each at a time, twice: 3 x 100 bytes, twice."""
+    """Three ranks send 100 bytes each in both steps of the ring, so the bus carries 2 x 300 bytes."""
     gather = (AllGather(nbytes=np.array([100.0])),)
     assert EventSimulation(one_layer(gather, gather, gather), bus_cluster(3)).finish_s == pytest.approx((60, 60, 60))
 
@@ -177,7 +177,7 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
 @given(rng=draws())
 @examples(60)
 def test_one_flow_at_a_time_is_as_on_a_switch(rng: Draws) -> None:
-    """Two ranks of a KVR chain have one flow, and messages that hold both ranks do not overlap."""
+    """With two ranks and messages that hold both of them, at most one flow is active."""
     scenario = any_scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
     cut = any_partition(rng, scenario.request.new_tokens, 2)
     program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])

@@ -1,4 +1,4 @@
-"""Executors: a program runs the same each time and is not changed. tests/laws states what all strategies share."""
+"""Executors: repeated runs of a program agree, and a run does not change the program. tests/laws has common laws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program_of(scenario: Scenario, name: str, cuts: list[tuple[int, ...]]) -> Pr
 @given(rng=draws())
 @examples(20)
 def test_running_a_program_does_not_change_it(rng: Draws) -> None:
-    """The executor works in place; the program's own arrays are the caller's."""
+    """The executor computes in place, but not in the arrays of the program."""
     scenario = any_scenario(rng)
     cuts = [any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus) for _ in range(3)]
     for name in SHARED:
@@ -39,7 +39,7 @@ def test_running_a_program_does_not_change_it(rng: Draws) -> None:
 
 @pytest.mark.parametrize("rendezvous", [False, True])
 def test_a_layer_may_end_with_an_operation_that_the_host_issues_late(rendezvous: bool) -> None:
-    """The next layer begins when the host is there, though its own computes never wait for the host."""
+    """The next layer starts after the host has issued the last operation of the layer, here a message."""
     compute = Compute(name="compute", device_s=np.array([1.0]), host_s=0.5)
     sends = (compute, Send(dst=1, nbytes=np.array([1.0]), host_s=5.0, rendezvous=rendezvous))
     receives = (Recv(src=0, host_s=3.0, rendezvous=rendezvous), compute)
@@ -59,7 +59,7 @@ def test_a_layer_may_end_with_an_operation_that_the_host_issues_late(rendezvous:
 )
 @examples(200)
 def test_operations_in_a_row_are_one_segment(seconds: list[tuple[float, float]], clock_s: float, host_s: float) -> None:
-    """`end = max(max(device, host_begin) + device_s, host_begin + host_s)`, operation by operation."""
+    """A segment equals `end = max(max(device, host_begin) + device_s, host_begin + host_s)`, operation by operation."""
     segment = segment_of([Compute(name="work", device_s=np.array([one]), host_s=host) for one, host in seconds])
     at_once_s = np.maximum(clock_s + segment.device_s, host_s + segment.floor_s)
     for device_s, own_host_s in seconds:

@@ -1,4 +1,4 @@
-"""Pipelines: many layouts of the stages at once are those of their programs, on slow GPUs, too."""
+"""Pipelines: a batch of several stage layouts gives the times of the single programs, also with slow GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = np.array([[10, 10, 12], [1, 1, 30], [30, 1, 1], [10, 10, 12]])
 @pytest.mark.parametrize("topology", ["switch", "bus"])
 @pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
 def test_a_batch_of_layouts_equals_each_program(profile: str, topology: str) -> None:
-    """Messages hold the streams or overlap, hosts issue operations, and one GPU and one link are slow."""
+    """Cases: messages that hold streams or overlap, host time of operations, one slow GPU and one slow link."""
     scenario, _ = make_scenario(ctx=1000, gpus=3, profile=profile, topology=topology, link_bandwidth=1e9)
     scenario = for_strategy(scenario, SEARCHED)
     links = [SlowLink(first=0, second=1, factor=16)] if topology == "switch" else []

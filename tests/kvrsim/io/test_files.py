@@ -1,4 +1,4 @@
-"""Whole files: the old content or the new one, through links, with the mode that the user wants, and on the disk."""
+"""Written files: either the old or the new content, through links, with the user's file mode, and on the disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path, there: bo
 
 
 def unusable(folder: Path) -> Iterator[Path]:
-    """Paths that no file can be written to."""
+    """Paths that cannot be written as files."""
     os.mkfifo(folder / "fifo")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "to fifo").symlink_to(folder / "fifo")
@@ -90,7 +90,7 @@ def test_every_name_that_the_system_takes_is_written(tmp_path: Path, name: str) 
 
 
 def test_the_content_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut after the rename must not leave an empty file: the journal that could repair it is removed next."""
+    """A power failure after the rename must not leave an empty file, because the journal is removed next."""
     seen: list[str] = []
     sync, rename = os.fsync, os.replace
 

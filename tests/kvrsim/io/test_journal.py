@@ -1,4 +1,4 @@
-"""Journals: results of interrupted work are read again; what is not theirs stays as it was."""
+"""Journals: results of interrupted work are read again; files of other work are not changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen dataclasses go to JSON and come back; what does not fit is refused by file, key path and accepted values."""
+"""Frozen dataclasses become JSON and are read back; an error names the file, the key path and the accepted values."""
 
 from __future__ import annotations
 

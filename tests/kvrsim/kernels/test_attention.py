@@ -1,4 +1,4 @@
-"""Attention by hand: steps over keys, rectangles and halves, latent attention, merging of blocks."""
+"""Attention times computed by hand: steps over keys, rectangles and halves, latent attention, merging of blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens(*values: float) -> Array:
     return np.array(values, dtype=float)
 
 
-STEPS = FlashRates(  # a second a step, nothing else
+STEPS = FlashRates(  # one second per step, no other costs
     tile_rows=64,
     key_block=64,
     concurrent_tiles=1,
@@ -50,7 +50,7 @@ STEPS = FlashRates(  # a second a step, nothing else
 
 
 def call_of(chunk: Array, prefix: Array, heads: int, kv_heads: int, head_dim: int) -> AttentionCall:
-    """Causal attention of a chunk behind a prefix, with the score bytes of eager code."""
+    """Causal attention of a chunk after a prefix, with the bytes per score of eager code."""
     return AttentionCall(
         chunk=chunk,
         prefix=prefix,
@@ -68,7 +68,7 @@ def flash_s(rates: FlashRates, chunk: float, prefix: float, **shape: int) -> flo
 
 
 def test_tiles_step_over_the_keys_that_they_see() -> None:
-    """Two tiles of 64 queries: 1 + 2 steps from the start, 2 + 3 after a block, 2 + 2 where nothing is skipped."""
+    """Two tiles of 64 queries take 1 + 2 steps, 2 + 3 after a block of keys, and 2 + 2 if no masked step is skipped."""
     assert flash_s(STEPS, 128, 0) == pytest.approx(3)
     assert flash_s(STEPS, 128, 64) == pytest.approx(5)
     assert flash_s(STEPS, 65, 0) == pytest.approx(3)
@@ -77,7 +77,7 @@ def test_tiles_step_over_the_keys_that_they_see() -> None:
 
 
 def test_few_tiles_run_side_by_side() -> None:
-    """The longest tile alone, where each has a multiprocessor; faster where it has one for itself."""
+    """With at most one tile per slot, the longest tile counts; with one tile per multiprocessor it is twice as fast."""
     wide = replace(STEPS, concurrent_tiles=16, num_sms=8, alone_share=0.5)
     assert flash_s(wide, 256, 0) == pytest.approx(2)
     assert flash_s(wide, 256, 0, heads=2, kv_heads=2) == pytest.approx(2)
@@ -85,7 +85,7 @@ def test_few_tiles_run_side_by_side() -> None:
 
 
 def test_a_wave_may_wait_for_its_longest_tile() -> None:
-    """Three tiles of four steps on two slots: six if slots are always busy, eight in two waves."""
+    """Three tiles of four steps on two slots take six steps if no slot is idle, and eight in two waves."""
     rates = replace(STEPS, concurrent_tiles=2, num_sms=2, causal=False)
     for share, want in ((0.0, 6), (0.5, 7), (1.0, 8)):
         rates = replace(rates, barrier_share=share)
@@ -100,14 +100,14 @@ def test_narrow_heads_wait_for_softmax(head_dim: int, steps: float) -> None:
 
 
 def test_packed_heads_share_a_tile() -> None:
-    """Eight query heads of one KV head: a tile has eight queries of each."""
+    """With eight query heads per KV head, a packed tile holds eight queries of each head."""
     packed = replace(STEPS, packs_heads=True)
     assert flash_s(packed, 8, 56, heads=8) == pytest.approx(1)
     assert flash_s(STEPS, 8, 56, heads=8) == pytest.approx(8)
 
 
 def test_split_keys_keep_idle_slots_busy() -> None:
-    """A tile of 64 steps over eight slots, and the joining; not where tiles fill the slots."""
+    """Eight slots share the 64 steps of one tile and join the results; with a tile on every slot, nothing is split."""
     split = replace(STEPS, concurrent_tiles=8, num_sms=8, splits_keys=True, split_s=0.25)
     assert flash_s(split, 1, 64 * 64 - 1) == pytest.approx(8.25)
     assert flash_s(replace(split, split_share=0.5), 1, 64 * 64 - 1) == pytest.approx(16.25)
@@ -115,7 +115,7 @@ def test_split_keys_keep_idle_slots_busy() -> None:
 
 
 def test_what_else_a_flash_call_takes() -> None:
-    """Launch, a start a tile, K and V of the chunk in the cache, and queries whatever their keys."""
+    """Further costs of a call: launch, start per tile, append of K and V, time per query, diagonal, limit of FLOPs."""
     assert flash_s(replace(STEPS, launch_s=7.0), 64, 0) == pytest.approx(8)
     assert flash_s(replace(STEPS, tile_s=3.0), 128, 0) == pytest.approx(3 + 6)
     assert flash_s(replace(STEPS, query_s=0.5), 64, 0, heads=2) == pytest.approx(2 + 64)
@@ -135,7 +135,7 @@ def test_eager_covers_the_rectangle() -> None:
         assert rates.least_seconds(call, batch, element_bytes) == pytest.approx([want])
 
 
-BLOCKED = BlockedRates(  # a second an element of a head of 16, nothing else
+BLOCKED = BlockedRates(  # one second per element of the score matrix with head_dim 16, no other costs
     causal_flops_per_s=64.0, rectangle_flops_per_s=64.0, start_s=0.0, query_s=0.0, key_block=1, skips_masked=False
 )
 
@@ -145,7 +145,7 @@ def blocked_s(rates: BlockedRates, chunk: float, prefix: float, heads: int = 1, 
 
 
 def test_a_mask_costs_the_whole_rectangle() -> None:
-    """A causal half without a prefix; behind one 6 x 16 with the mask, 6 x 10 and the half where that is skipped."""
+    """6 tokens cover a causal half; after 10 others, 6 x 16 with the mask, or 6 x 10 and the half if it is skipped."""
     assert blocked_s(BLOCKED, 6, 0) == pytest.approx(18)
     assert blocked_s(BLOCKED, 6, 10) == pytest.approx(96)
     merged = replace(BLOCKED, skips_masked=True)
@@ -162,11 +162,11 @@ def test_halves_and_rectangles_have_their_own_rates() -> None:
         assert blocked_s(merged, 6, 0) == pytest.approx(18 * half)
         assert blocked_s(merged, 6, 10) == pytest.approx(18 * half + 60 * rest + 6 * 7)
     dear = replace(BLOCKED, causal_flops_per_s=32.0, rectangle_flops_per_s=128.0)
-    assert blocked_s(dear, 6, 10) == pytest.approx(2 * 96)  # a mask makes nothing cheaper
+    assert blocked_s(dear, 6, 10) == pytest.approx(2 * 96)  # a mask never makes a call faster
 
 
 def test_blocks_that_the_diagonal_cuts_are_whole() -> None:
-    """Of blocks of four keys, three more an element of the diagonal, on average one and a half."""
+    """With blocks of four keys, each row of a causal half has on average 1.5 masked elements more."""
     whole = replace(BLOCKED, key_block=4)
     assert blocked_s(whole, 8, 0) == pytest.approx(32 + 12)
     assert blocked_s(whole, 2, 0) == pytest.approx(4)
@@ -230,7 +230,7 @@ def test_a_latent_call_takes_them_and_no_other_does() -> None:
 
 @pytest.mark.parametrize("name", [name for name in builtin_profiles() if name.endswith("-flash")])
 def test_shipped_profiles_price_it_below_the_peak(name: str) -> None:
-    """A long prefill: between 40 % and all of the datasheet's FLOPs of what is not masked."""
+    """A long prefill reaches 40 % to 100 % of the peak FLOP/s; only unmasked elements count."""
     profile = load_profile(name)
     latent = profile.kernels.latent
     assert latent is not None
@@ -245,7 +245,7 @@ RINGS = ("ring", "striped", "zigzag-ring")
 
 
 def test_bytes_by_hand() -> None:
-    """Kernel by kernel for one token of 32 heads of 128: elements of the output, and a log-sum-exp a head."""
+    """Bytes and kernels for one token of 32 heads of 128: elements of the output, and one log-sum-exp per head."""
     mixer = load_model("llama-3-8b").main_mixer
     assert isinstance(mixer, Attention)
     output, heads = 32 * 128, 32
@@ -271,7 +271,7 @@ def test_bytes_by_hand() -> None:
 )
 @examples(100)
 def test_work_beside_a_message(work: float, flight: float, longer: float, share: float, more: float) -> None:
-    """At 1 - share of its rate while the message is in flight, at its own after that."""
+    """Work runs at 1 - share of its rate during a message, and at its full rate afterwards."""
     took_s = float(beside_message_s(np.array(work), np.array(flight), share))
     slow_s = min(took_s, flight)
     assert slow_s * (1 - share) + (took_s - slow_s) == pytest.approx(work, rel=1e-9, abs=1e-9)

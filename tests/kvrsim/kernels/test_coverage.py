@@ -1,4 +1,4 @@
-"""Notes about what a profile has no rates for, and about quantised models."""
+"""Notes about missing rates in a profile and about quantised models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_counted_is_said(model: str, missing: list[str]) -> None:
 
 
 def test_a_decoded_token_absorbs_once() -> None:
-    """Where attention to the latents is the shorter, and where reading them is: one absorption either way."""
+    """A decoded token never takes longer than absorbed attention to its context."""
     scenario, _ = kvrsim.make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="h200-nvlink")
     mixing = scenario.layer_costs()[0].mixer
     assert isinstance(mixing, LatentCost)
@@ -66,7 +66,7 @@ def quantized(folder: Path, config: dict[str, Any], model: str = "llama-3-8b") -
 
 
 def profile_with(name: str = "h100-flash", **factors: float) -> CalibrationProfile:
-    """A shipped profile with products of these types so many times faster than in half precision."""
+    """A shipped profile in which products of these types are `factors` times as fast as in half precision."""
     profile = load_profile(name)
     types = {name: scale(profile.kernels.gemm, 1 / factor) for name, factor in factors.items()}
     return replace(profile, kernels=replace(profile.kernels, clock=None, gemm_types=types))
@@ -80,7 +80,7 @@ def made(profile: CalibrationProfile, **asked: Any) -> tuple[Scenario, list[str]
 
 
 def products_s(scenario: Scenario) -> Any:
-    """Seconds of the products of a layer: the element-wise kernels cost nothing."""
+    """Seconds of the products of a layer; element-wise kernels take practically no time."""
     assert scenario.profile is not None
     elementwise = scale(scenario.profile.kernels.elementwise, 1e-12)
     kernels = replace(scenario.profile.kernels, elementwise=elementwise)
@@ -89,7 +89,7 @@ def products_s(scenario: Scenario) -> Any:
 
 
 def test_products_take_their_types_time(tmp_path: Path) -> None:
-    """Attention and the head stay as they are."""
+    """Products of the layers use the rates of FP8; attention and the head do not change."""
     profile = profile_with(fp8=2.0)
     plain, _ = made(profile, model="llama-3-8b")
     fp8, notes = made(profile, model=quantized(tmp_path, FP8))
@@ -109,7 +109,7 @@ def test_products_take_their_types_time(tmp_path: Path) -> None:
 
 
 def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
-    """Four a layer: before Q, K, V, the output projection, gate and up, and down; none where weights alone are."""
+    """FP8 adds four kernels: before Q, K, V, the output, gate and up, and down; weight-only formats add none."""
     kernels, other = [], tmp_path / "other"
     other.mkdir()
     for model in ("llama-3-8b", quantized(tmp_path, AWQ), quantized(other, FP8)):
@@ -154,7 +154,7 @@ def test_before_hopper_fp8_is_computed_in_half_precision(tmp_path: Path) -> None
 
 
 def test_part_of_a_layer_may_be_quantised(tmp_path: Path) -> None:
-    """The sum of what each matrix takes at its own rates; a step of either type ends where that type's tile ends."""
+    """Matrices in half precision and in FP8 each take the time of their own type."""
     profile = profile_with(fp8=2.0)
     plain, _ = made(profile, model="llama-3-8b")
     whole, _ = made(profile, model=quantized(tmp_path, FP8))
@@ -166,7 +166,7 @@ def test_part_of_a_layer_may_be_quantised(tmp_path: Path) -> None:
 
 
 def test_costs_with_different_steps_add_up() -> None:
-    """Tiles of 64 and of 256 rows: at the end of every short step both are exact."""
+    """With tiles of 64 and of 256 rows, the sum is exact at multiples of 64 rows within the table."""
     tile = Tile(rows=64, cols=128, flops_share=1.0, start_s=0.0)
     fine = GemmRates(flops_per_s=1e9, bytes_per_s=1e30, launch_s=1e-3, concurrent_tiles=4, tiles=(tile,))
     coarse = replace(fine, tiles=(replace(tile, rows=256),), launch_s=2e-3)
@@ -183,7 +183,7 @@ def test_costs_with_different_steps_add_up() -> None:
 
 
 def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
-    """The products of the layers; activations, K and V stay in half precision."""
+    """With dtype fp8 the products of the layers are in FP8; activations, K and V stay in half precision."""
     profile = profile_with(fp8=2.0)
     fp8, notes = made(profile, model="llama-3-8b", dtype="fp8")
     assert fp8.request.dtype_bytes == 2
@@ -195,7 +195,7 @@ def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
 
 
 def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
-    """Twice the peak on an H100; attention has half precision's."""
+    """On an H100, FP8 has twice the peak; attention has the peak of half precision."""
     asked: dict[str, Any] = {"ctx": "2k", "gpus": 1, "cluster": "h100-nvlink", "profile": "roofline"}
     plain, fp8, file = (
         kvrsim.make_scenario(**asked, **more)[0]
@@ -221,7 +221,7 @@ def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
 
 
 def test_a_quantised_product_is_measured_where_its_own_type_was() -> None:
-    """A shape with a table in half precision is not thereby known in FP8."""
+    """A shape that was measured in half precision does not count as measured in FP8."""
     kernels = load_profile("h100-flash").kernels
     half = {(shape.in_features, shape.out_features) for shape in kernels.gemm.measured}
     eight = {(shape.in_features, shape.out_features) for shape in kernels.gemm_types["fp8"].measured}

@@ -1,4 +1,4 @@
-"""Routed experts as grouped products: laws that hold of any rates, and the imbalance over GPUs."""
+"""Routed experts as grouped products: laws for any rates, and the imbalance between GPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def any_call(rng: Draws) -> ExpertsCall:
 
 @given(rng=draws(), batch=st.integers(1, 4))
 def test_laws_of_grouped_products(rng: Draws, batch: int) -> None:
-    """More tokens never take less; nothing beats the datasheet; twice as fast takes half as long; load counts."""
+    """Time never falls with tokens or imbalance, respects the datasheet, and is proportional to the rates' scale."""
     gpu = any_gpu(rng)
     call = any_call(rng)
     if (measured := any_experts(rng, gpu).of(call)) is None:
@@ -68,7 +68,7 @@ def test_a_type_without_rates_is_priced_as_the_most_similar() -> None:
 
 @pytest.mark.parametrize("name", [name for name in builtin_profiles() if name.endswith("-flash")])
 def test_shipped_rates(name: str) -> None:
-    """Each flash profile has them; in FP8, experts take at most a quarter longer than in half precision."""
+    """Each flash profile has rates of experts; in FP8 they take at most 25 % longer than in half precision."""
     profile = load_profile(name)
     rates = profile.kernels.experts
     assert rates is not None
@@ -91,7 +91,7 @@ def test_shipped_rates(name: str) -> None:
 
 
 def test_imbalance_over_gpus() -> None:
-    """1 on one GPU; more over more GPUs, less where each has more experts; never more than all rows on one."""
+    """The imbalance is 1 on one GPU, grows with the GPUs, and falls with the number of experts per GPU."""
     assert mean_imbalance(256, 8, 1) == 1.0
     over_gpus = [mean_imbalance(256, 8, num_gpus) for num_gpus in (2, 4, 8, 16, 32)]
     assert over_gpus == sorted(over_gpus)

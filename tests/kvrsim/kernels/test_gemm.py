@@ -1,4 +1,4 @@
-"""Matrix products by hand: tiles and waves, measured shapes."""
+"""Times of matrix products computed by hand: tiles, waves and measured shapes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def tokens(*values: float) -> Array:
     return np.array(values, dtype=float)
 
 
-# A wave of four tiles takes 2 x 64 x 128 x 128 x 4 FLOPs: eight seconds.
+# A wave of four tiles takes 2 x 64 x 128 x 128 x 4 FLOPs at 2^20 FLOP/s: eight seconds.
 WIDE = Tile(rows=128, cols=128, flops_share=1.0, start_s=0.0)
 GEMM = GemmRates(flops_per_s=2.0**20, bytes_per_s=1e30, launch_s=0.0, concurrent_tiles=4, tiles=(WIDE,), measured=())
 SQUARE = Product(64, 256)
 
 
 def test_time_rises_by_waves() -> None:
-    """Two tiles a 128 rows: 256 rows fill a wave of four."""
+    """128 rows have two tiles, so 256 rows fill a wave of four tiles."""
     assert GEMM.seconds(tokens(0, 1, 128, 256, 257, 512, 513), (SQUARE,), 2) == pytest.approx([0, 8, 8, 8, 16, 16, 24])
 
 
@@ -43,7 +43,7 @@ def test_waves_and_launches_have_a_start() -> None:
 
 
 def test_the_library_takes_the_fastest_tile() -> None:
-    """A tile of a quarter of the area fills the device with 64 rows, at half the rate."""
+    """A tile with a quarter of the area and half of the rate is faster for up to 64 rows."""
     small = Tile(rows=64, cols=64, flops_share=0.5, start_s=0.0)
     both = replace(GEMM, tiles=(WIDE, small))
     assert both.step == 64
@@ -51,7 +51,7 @@ def test_the_library_takes_the_fastest_tile() -> None:
 
 
 def test_weights_and_activations_cross_memory() -> None:
-    """64 x 256 weights and 64 + 256 a row, of rows as the tile has them."""
+    """64 x 256 weights cross memory once, and 64 + 256 activations per row; rows are rounded up to whole tiles."""
     slow = replace(GEMM, bytes_per_s=1.0)
     for size in (1, 2):
         want = [size * (64 * 256 + 128 * 320), size * (64 * 256 + 256 * 320)]
@@ -66,7 +66,7 @@ def test_operands_may_have_different_widths(name: str) -> None:
 
 
 def test_experts_share_a_launch_and_their_waves() -> None:
-    """Eight experts of a quarter of the tokens: 16 tiles up to 512 tokens, in one launch."""
+    """Eight experts, each with a quarter of the tokens, have 16 tiles for up to 512 tokens, in one launch."""
     late = replace(GEMM, launch_s=0.5)
     experts = Product(64, 256, 8, 0.25)
     assert experts.flops_per_row == 2 * SQUARE.flops_per_row
@@ -75,7 +75,7 @@ def test_experts_share_a_launch_and_their_waves() -> None:
 
 
 def test_measured_shapes_correct_the_form() -> None:
-    """Between its rows by the ratio to the form, on a log scale; beyond them by the outermost."""
+    """The ratio measured / formula is interpolated on a log scale between the rows and constant outside of them."""
     shape = MeasuredShape(in_features=64, out_features=256, rows=(256, 1024), seconds=(4.0, 128.0))
     rates = replace(GEMM, measured=(shape,))
     assert rates.measured_shape(SQUARE) is not None
@@ -89,7 +89,7 @@ def test_measured_shapes_correct_the_form() -> None:
 def test_more_rows_never_take_less_than_was_measured_for_fewer() -> None:
     shape = MeasuredShape(in_features=64, out_features=256, rows=(256, 512), seconds=(100.0, 10.0))
     rates = replace(GEMM, measured=(shape,))
-    assert rates.seconds(tokens(128, 256, 512), (SQUARE,), 2) == pytest.approx([55, 55, 55])  # between the two
+    assert rates.seconds(tokens(128, 256, 512), (SQUARE,), 2) == pytest.approx([55, 55, 55])  # the mean of 100 and 10
 
 
 def test_products_of_one_input_merge() -> None:

@@ -1,4 +1,4 @@
-"""Costs of a layer: what attention covers, what is moved and launched, and that no profile beats the datasheet."""
+"""Costs of a layer: attention, copies, kernel launches; no profile is faster than the datasheet."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def tokens(*values: float) -> Array:
 
 
 def flops_alone(flops_per_s: float) -> GemmRates:
-    """Matrix products without tiles, launches or bytes."""
+    """Rates of matrix products with time for FLOPs only."""
     return GemmRates(flops_per_s=flops_per_s, bytes_per_s=1e30, launch_s=0.0, concurrent_tiles=1, tiles=())
 
 
-# One second per FLOP, and next to nothing for what else a kernel does.
+# One second per FLOP; the time of steps is negligible.
 UNMASKED = replace(STEPS, flops_per_s=1.0, block_s=1e-30)
 
 
 @pytest.fixture(scope="module")
 def scenario(config: Any) -> Scenario:
-    """A small model on a GPU whose every rate is one: seconds are FLOPs or bytes."""
+    """A small model on a GPU with all rates equal to one, so that seconds are FLOPs or bytes."""
     rng = random.Random(0)
     cluster = any_cluster(rng, 2, topologies=("switch",))
     profile: CalibrationProfile = any_profile(rng, cluster.gpu, sends="overlap", host=False)
@@ -78,7 +78,7 @@ def with_rates(scenario: Scenario, **rates: Any) -> Scenario:
 
 
 def with_slow_bytes(scenario: Scenario, *, fused: bool = False) -> Scenario:
-    """Element-wise kernels take a second a byte."""
+    """The scenario with one second per byte of element-wise kernels."""
     return with_rates(scenario, elementwise=ElementwiseRates.uniform(1.0, fused=fused))
 
 
@@ -108,7 +108,7 @@ def test_the_score_matrix_moves_through_memory(scenario: Scenario) -> None:
 @given(chunk=st.integers(1, 60), prefix=st.integers(0, 60), window=st.integers(1, 80))
 @examples(100)
 def test_windows(scenario: Scenario, config: Any, chunk: int, prefix: int, window: int) -> None:
-    """Flash covers what is not masked, half of the diagonal; eager the chunk's square and the window's tail."""
+    """Flash computes unmasked elements, half of the diagonal; eager the chunk and the window's part of the prefix."""
     model = config(model_type="mistral", sliding_window=window)
     flash = costs_of(replace(scenario, kernel="flash"), model).mixer.attention_s(tokens(chunk), tokens(prefix))
     seen = sum(min(query + 1, window) for query in range(prefix, prefix + chunk))
@@ -158,7 +158,7 @@ def test_shared_experts_compute_for_every_token(scenario: Scenario, config: Any)
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_each_kernel_has_its_own_rate(fused: bool, scenario: Scenario) -> None:
-    """A second a byte for one operation and none for the others, and half a second a kernel."""
+    """One operation takes one second per byte, the others none; every kernel takes half a second more."""
     model = scenario.model
     before = before_mixer(model, model.layers[0], fused=fused)
     after = after_mixer(model, model.layers[0], fused=fused, intermediate=96)
@@ -187,7 +187,7 @@ def test_each_kernel_has_its_own_rate(fused: bool, scenario: Scenario) -> None:
 def test_every_norm_of_a_layer_is_costed(
     keys: dict[str, Any], before: int, after: int, fused: bool, scenario: Scenario, config: Any
 ) -> None:
-    """At a second a byte: so many norms over the hidden size, and, where there are such, those of queries and keys."""
+    """At one second per byte, the time counts norms over the hidden size and norms of queries and keys."""
     model = config(**keys)
     step = 4 if fused or model.final_norm_parameters == 2 * model.hidden_size else 34
     rates = replace(ElementwiseRates.uniform(1e30, fused=fused), norm=1.0)
@@ -200,7 +200,7 @@ def test_every_norm_of_a_layer_is_costed(
 
 
 def test_fused_products_are_one(scenario: Scenario) -> None:
-    """Q, K and V of one input in one launch, gate and up in another; apart where nothing is fused."""
+    """With fusion, Q, K and V are one launch, and so are gate and up; otherwise each matrix is one launch."""
     tile = Tile(rows=64, cols=64, flops_share=1.0, start_s=0.0)
     gemm = replace(flops_alone(1e30), tiles=(tile,), launch_s=1.0)
     for fused, launches in ((False, (3, 4)), (True, (1, 3))):
@@ -210,7 +210,7 @@ def test_fused_products_are_one(scenario: Scenario) -> None:
 
 
 def test_a_batch_fills_tiles_together(scenario: Scenario) -> None:
-    """Ten sequences of six tokens are sixty rows: a tile of 64, not ten."""
+    """Ten sequences of six tokens are sixty rows and fill one tile of 64."""
     tile = Tile(rows=64, cols=64, flops_share=1.0, start_s=1.0)
     here = with_rates(scenario, gemm=replace(flops_alone(1e30), tiles=(tile,)))
     many = replace(here, request=Request(context_len=1000, batch=10))
@@ -219,7 +219,7 @@ def test_a_batch_fills_tiles_together(scenario: Scenario) -> None:
 
 
 def smooth(scenario: Scenario) -> Scenario:
-    """The same with rates that know no fixed cost and no tiles."""
+    """The scenario with rates without tiles and without fixed costs."""
     assert scenario.profile is not None
     kernels = scenario.profile.kernels
     return with_rates(
@@ -235,7 +235,7 @@ def smooth(scenario: Scenario) -> Scenario:
 @given(rng=draws(), batch=st.integers(2, 9))
 @examples(40)
 def test_a_batch_costs_as_many_times_as_much(rng: Draws, batch: int) -> None:
-    """Where rates know no fixed cost; nowhere less than one sequence. Messages carry all sequences."""
+    """A batch takes `batch` times as long if there are no fixed costs, and never less than one sequence."""
     scenario = any_scenario(rng, roofline=False, host=False)
     chunk, prefix = tokens(1, 50), tokens(0, 90)
     for here, least, most in ((smooth(scenario), batch, batch), (scenario, 1, np.inf)):
@@ -282,7 +282,7 @@ def test_streams_resume_after_communication(gpus: int, scenario: Scenario) -> No
 @given(rng=draws())
 @examples(60)
 def test_no_profile_beats_the_datasheet(rng: Draws) -> None:
-    """Attention and element-wise work at rates below the peaks take longer than the roofline says."""
+    """With rates below the peaks, attention and element-wise work take at least the time of the roofline."""
     scenario = any_scenario(rng, roofline=False)
     roofline = replace(scenario, profile=None)
     chunk, prefix = tokens(5000, 9000), tokens(0, 70000)
@@ -313,14 +313,14 @@ def test_a_gpu_refuses_what_it_cannot_compute(scenario: Scenario) -> None:
 
 
 def test_a_chunk_may_be_written_into_place(scenario: Scenario) -> None:
-    """Once read and written, with one start, wherever its prefix is; on top of other copies."""
+    """The chunk is read and written once with one start, for any prefix; other copies are added."""
     free = with_rates(scenario, elementwise=replace(ElementwiseRates.uniform(1.0, fused=False), start_s=0.5))
     for copies, of_all in (
         (CacheCopies(keep=0, append=0, gather=0, own=1), 0),
         (CacheCopies(keep=1, append=0, gather=0, own=1), 1),
     ):
         costs = costs_of(with_rates(free, copies=copies))
-        token = 2 * 2 * 64 * 2  # K and V of four heads of 16, two bytes each, read and written
+        token = 2 * 2 * 64 * 2  # bytes of K and V of four heads of 16, read and written
         for part in (costs.mixer.append_s, costs.mixer.concat_s):
             seconds = part(tokens(5), tokens(7)) - costs.setting.resync_s
             assert seconds == pytest.approx([5 * token + 0.5 + of_all * 12 * token])
@@ -334,7 +334,7 @@ def test_one_tokens_logits_stream_their_weights(scenario: Scenario) -> None:
     here = with_rates(scenario, gemm=replace(gemm, head_bytes_per_s=2.0))
     assert head_of(here, 50) == pytest.approx(64 * 101 * 2 / 2)
     many = replace(here, request=Request(context_len=1000, batch=8))
-    assert head_of(many, 50) == pytest.approx(64 * 101 * 2 / 2)  # no faster than one
+    assert head_of(many, 50) == pytest.approx(64 * 101 * 2 / 2)  # no faster than with a batch of one
     few = with_rates(scenario, gemm=replace(gemm, head_bytes_per_s=1e30))
     assert head_of(replace(few, request=Request(context_len=1000, batch=8)), 50) == pytest.approx(5)
 
@@ -363,7 +363,7 @@ def test_masked_kernels_cover_all_that_is_gathered(scenario: Scenario) -> None:
 
 @pytest.mark.parametrize(("kernel", "mask"), [("eager", 1), ("flash", 0)])
 def test_what_a_prefill_does_once(kernel: str, mask: int, scenario: Scenario) -> None:
-    """So long whatever the tokens, and every element of a mask, where the kernel takes one."""
+    """A request and a step take constant times; the mask takes a time per element if the kernel uses a mask."""
     assert scenario.profile is not None
     assert [op.name for op in ops_of(scenario, "tsp", 10, 20)[0]] == ["embedding"]
     rates = replace(scenario.profile.kernels.elementwise, mask_element_s=0.25)
@@ -382,12 +382,12 @@ def test_what_a_prefill_does_once(kernel: str, mask: int, scenario: Scenario) ->
 
 
 def ops_of(scenario: Scenario, name: str, *chunks: float) -> list[tuple[Any, ...]]:
-    """What each rank does before its first layer."""
+    """Operations of each rank before its first layer."""
     return list(build_program(scenario, STRATEGIES[name], [tokens(chunk) for chunk in chunks]).prologue)
 
 
 def built_in_costs(model: str, profile: str, host: HostRates | None = None) -> LayerCosts:
-    """Costs of the model's layers on one GPU, with the profile's host or another."""
+    """Costs of a layer of the model on one GPU, with the host of the profile or the given host."""
     scenario, _ = make_scenario(ctx=1024, gpus=1, model=model, profile=profile)
     if host is not None:
         assert scenario.profile is not None
@@ -398,10 +398,10 @@ def built_in_costs(model: str, profile: str, host: HostRates | None = None) -> L
 @pytest.mark.parametrize(
     ("model", "kernels"),
     [
-        ("llama-7b", (17, 8, 15)),  # 6 of a norm, 3 products, 8 of rotary; 7 and the stacked cache; 15
-        # keys and values repeated
-        ("falcon-7b", (22, 9, 7)),  # one norm, one product, 8 and 12 of rotary; one norm for attention and MLP
-        ("falcon-1b", (2, 9, 8)),  # ALiBi instead of rotary
+        ("llama-7b", (17, 8, 15)),  # before: norm 6, products 3, rotary 8; attention 7 and the stacked cache; after: 15
+        # shared keys and values are repeated
+        ("falcon-7b", (22, 9, 7)),  # one norm, one product, rotary 8 and 12; one norm for attention and MLP
+        ("falcon-1b", (2, 9, 8)),  # ALiBi instead of rotary embedding
     ],
 )
 def test_kernels_of_a_layer_in_eager_code(model: str, kernels: tuple[int, int, int]) -> None:
@@ -409,7 +409,7 @@ def test_kernels_of_a_layer_in_eager_code(model: str, kernels: tuple[int, int, i
 
 
 def test_code_that_repeats_cos_and_sin_waits_for_the_device() -> None:
-    """Falcon's with rotary embedding, by the profile of that code alone."""
+    """Only Falcon's eager code with rotary embedding waits for the device."""
     host = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=5.0)
     chunk = np.array([64.0])
     for model, profile, waits in (
@@ -425,7 +425,7 @@ def test_code_that_repeats_cos_and_sin_waits_for_the_device() -> None:
 
 
 def test_engines_launch_fewer_kernels() -> None:
-    """One kernel a norm, one product for Q, K and V, two for all experts and their routing."""
+    """An engine has one kernel per norm, one product for Q, K and V, and two for all experts and their routing."""
     assert built_in_costs("llama-7b", "a100-flash").kernels == (3, 1, 7)
     assert built_in_costs("mixtral-8x7b", "a100-flash").kernels.after == 14
 

@@ -1,4 +1,4 @@
-"""Profiles: what is written can be read, and a bad value is refused by its key path."""
+"""Profiles: a written profile can be read, and an error names the key path of the wrong value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ALL_REDUCE = AllReduceRates(
 
 @pytest.fixture(scope="module")
 def fields() -> dict[str, Any]:
-    """The JSON of a profile with every key."""
+    """The JSON of a profile in which every key is present."""
     rng = random.Random(0)
     gpu = any_gpu(rng)
     profile = any_profile(rng, gpu)
@@ -86,7 +86,7 @@ def read(fields: dict[str, Any]) -> CalibrationProfile:
 
 
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The same with another value at a dotted path, as messages have it; ... takes the key away."""
+    """The fields with another value at a dotted path; a value of ... removes the key."""
     new = copy.deepcopy(fields)
     *outer, last = path.replace("[", ".").replace("]", "").split(".")
     place: Any = new

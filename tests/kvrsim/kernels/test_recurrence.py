@@ -1,4 +1,4 @@
-"""Recurrences: what a scan is made of, counted and by rates."""
+"""Recurrences: FLOPs, bytes and steps of a scan, and their rates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def call(tokens: object = 4096.0, kind: str = "gated_delta", **shape: int) -> Re
 
 
 def test_flops_of_a_delta_rule_are_those_of_its_products() -> None:
-    """One head, one chunk: the products of 64 keys, queries and values, one by one."""
+    """FLOPs of one head and one chunk are counted product by product, for 64 keys, queries and values."""
     chunk, keys, values = 64, 128, 96
     inside = [(chunk, keys, chunk), (chunk, chunk, keys), (chunk, chunk, values), (chunk, keys, chunk)]
     inside += [(chunk, chunk, values)]
@@ -77,7 +77,7 @@ def test_more_tokens_or_heads_never_take_less(tokens: list[int], kind: str, head
 
 
 def test_what_the_cache_holds_does_not_cross_memory() -> None:
-    """Up to cached_bytes only FLOPs and steps count; a token beyond takes its bytes too."""
+    """Up to cached_bytes only FLOPs and steps take time; more tokens also take time for their bytes."""
     moved = call().scan_elements * 2
     rates = replace(SCAN, cached_bytes=4096 * moved)
     within = rates.seconds(call(4096.0), 1, 2)

@@ -1,4 +1,4 @@
-"""Sparse attention: what a call covers, what its kernels take, and what holds of any rates."""
+"""Sparse attention: elements that a call covers, times of its kernels, and laws for any rates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALL = SparseCall(
     index_heads=4,
     index_head_dim=8,
 )
-# A second per FLOP of scores and of attention.
+# One second per FLOP of scores and of attention.
 KERNELS = SparseKernels(
     score=ScoreRates(start_s=1.0, flops_per_s=1.0, full_heads=0.0),
     attend=AttendRates(start_s=100.0, flops_per_s=1.0, query_keys=5.0, full_queries=0.0, least_heads=1),
@@ -57,7 +57,7 @@ def test_a_call_of_chosen_keys() -> None:
 
 
 def test_no_limit_counts_more_than_queries_see() -> None:
-    """The mean of min(keys, top_k) over the queries, as the sum over them has it."""
+    """The count equals the mean of min(keys, top_k) over all queries."""
     for prefix, chunk in ((0, 400), (20, 100), (300, 100)):
         call = replace(CALL, prefix=tokens(prefix), chunk=tokens(chunk))
         seen = np.minimum(prefix + np.arange(chunk) + 0.5, 50).sum()
@@ -131,7 +131,7 @@ def test_shipped_rates_rise_and_stay_below_the_datasheet(name: str, block: int) 
 
 @pytest.mark.parametrize("name", ["a100-flash", "l40s-flash", "a100-eager"])
 def test_without_rates_it_is_counted(name: str) -> None:
-    """Above the limit of the datasheet, and in proportion to the profile's rates."""
+    """Without rates, sparse attention takes more than the datasheet's limit, in proportion to the profile's rates."""
     profile = load_profile(name)
     assert profile.kernels.sparse is None
     kernel = profile.attention_kernels[0]

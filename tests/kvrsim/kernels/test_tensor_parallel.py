@@ -1,4 +1,4 @@
-"""What one GPU of a tensor-parallel group holds, by kind of mixer."""
+"""Weights that one GPU of a tensor-parallel group holds, for each kind of mixer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUILT_IN = ("llama-3-8b", "deepseek-v3", "deepseek-v3.2", "qwen3.5-27b", "gpt-os
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("size", [2, 8])
 def test_shares_add_up(name: str, size: int) -> None:
-    """As many GPUs as there are hold at least the whole, and more only by what lies on every GPU."""
+    """All GPUs together hold the whole layer; weights that are replicated on every GPU count several times."""
     model = kvrsim.load_model(name)
     for layer, share in zip(model.layers, share_of(model, size).layers, strict=True):
         pairs = zip(layer.matrices, share.matrices, strict=True)
@@ -42,7 +42,7 @@ def test_shares_add_up(name: str, size: int) -> None:
 
 
 def test_index_heads_lie_with_their_kv_heads() -> None:
-    """Of MiniMax M3 each chooses for one KV head; a KV head that lies on several GPUs takes its index head along."""
+    """In MiniMax M3 each index head belongs to one KV head and is replicated with it."""
     model = read_config(JsonObject(fields=M3, where="test"), "m3")
     for size, heads in ((2, 2), (4, 1), (8, 1)):
         mixer = share_of(model, size).layers[1].mixer

@@ -1,4 +1,4 @@
-"""Files of models: what a user may get wrong is refused by file and key, and a model has the name of its file."""
+"""Files of models: a mistake is refused with file and key, and a model has the name of its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import builtin_models, config_path, load_model, read_config
 from tests.kvrsim.model.model_configs import GQA, LLAMA, SMALL, load
 
-# What a user may get wrong
+# Mistakes of users
 
 
 def refusal(folder: Path, config: object) -> str:
@@ -139,12 +139,12 @@ def test_a_text_model_without_a_type_is_that_of_the_outer_file(tmp_path: Path) -
 
 
 def test_keys_that_nested_files_leave_out_have_transformers_defaults(tmp_path: Path) -> None:
-    """As the files of Gemma 3 do."""
+    """Files of Gemma 3 leave such keys out."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     model = load(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {}})
     assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (8, 4, 256)
     assert (model.vocab_size, model.tie_word_embeddings) == (262208, True)
-    assert model.num_parameters == 3_880_263_168  # of google/gemma-3-4b-pt without its vision tower
+    assert model.num_parameters == 3_880_263_168  # parameters of google/gemma-3-4b-pt without its vision tower
 
 
 def test_a_mistake_is_told_by_its_place(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_mistake_is_told_by_its_place(tmp_path: Path) -> None:
         load(tmp_path, {"model_type": "some", "is_encoder_decoder": True, "text_config": LLAMA})
 
 
-# Configurations as published, most of types whose code is not in transformers, with their published parameters
+# Published configurations, most of them without code in transformers, with their published numbers of parameters
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text("utf-8"))
 
@@ -165,7 +165,7 @@ def test_published_models_are_read_without_torch(tmp_path: Path, monkeypatch: py
     for name, row in PUBLISHED.items():
         model = load(tmp_path, row["config"])
         assert model.num_parameters == pytest.approx(row["billions"] * 1e9, rel=0.03), name
-        if row["active"] is not None:  # reports round, and some leave out embeddings
+        if row["active"] is not None:  # reports round, and some do not count embeddings
             assert model.active_parameters == pytest.approx(row["active"] * 1e9, rel=0.12), name
 
 
@@ -192,7 +192,7 @@ def test_alibi_of_baichuan_13b_and_blocks_of_minicpm(tmp_path: Path) -> None:
     assert notes == ("attention to chosen blocks of keys is counted as attention to all keys",)
 
 
-# A configuration with a value that makes no sense is read or refused; nothing else happens.
+# A configuration with a senseless value is either read or refused with an error.
 
 CONFIGS = {name: json.loads(Path(config_path(name, "model")).read_text("utf-8")) for name in builtin_models()}
 JUNK: list[Any] = [
@@ -209,7 +209,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     return [(content, key) for key in keys] + [place for key in keys for place in places(content[key])]
 
 
-@pytest.mark.slow  # many a structure is read from its class
+@pytest.mark.slow  # slow, because many configurations need the class of transformers
 @given(
     name=st.sampled_from(sorted(CONFIGS)), number=st.integers(0, 10_000), junk=st.sampled_from(JUNK), gone=st.booleans()
 )

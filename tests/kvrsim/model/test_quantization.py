@@ -1,4 +1,4 @@
-"""quantization_config: which matrices are stored in which format, the bytes of them all, and what is refused."""
+"""quantization_config: the format of each matrix, the bytes of all weights, and refused formats."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def group(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **keys:
 
 
 def matrices(layer: LayerSpec) -> tuple[Gemm, ...]:
-    """Of the attention and the MLP."""
+    """Matrices of the attention and of the MLP."""
     assert layer.mixer is not None
     return (*layer.mixer.matrices, *layer.mlp)
 
@@ -63,7 +63,7 @@ INT8, FLOAT8 = {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 FLOAT4 = {"num_bits": 4, "type": "float", "group_size": 16}
 TENSORS = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
-# compute, bits, bits of scales, group of outputs and inputs
+# kind of product, bits, bits of scales, size of a group in outputs and inputs
 METHODS: list[tuple[dict[str, Any], tuple[str, int, int, int | None, int | None]]] = [
     ({"quant_method": "fp8", "activation_scheme": "static"}, ("fp8", 8, 32, None, None)),
     ({"quant_method": "fp8", "weight_block_size": [128, 64]}, ("fp8_block", 8, 32, 128, 64)),
@@ -103,7 +103,7 @@ METHODS: list[tuple[dict[str, Any], tuple[str, int, int, int | None, int | None]
 def test_every_method_has_its_format(
     config: dict[str, Any], stored: tuple[str, int, int, int | None, int | None], tmp_path: Path
 ) -> None:
-    """All matrices of the layers; embedding, norms and head in the request's dtype."""
+    """All matrices of the layers are quantised; embedding, norms and head have the dtype of the request."""
     model = loaded(tmp_path, **config)
     compute, bits, scale_bits, outputs, inputs = stored
     weights = WeightFormat(
@@ -127,9 +127,9 @@ def test_every_method_has_its_format(
 @pytest.mark.parametrize(
     ("model", "config", "published"),
     [
-        ("gpt-oss-20b", None, 13_761_264_768),  # total_size of openai/gpt-oss-20b's index of weights
-        ("llama-3-8b", {"quant_method": "fp8"}, 9.08e9),  # the weights of 8B FP8 checkpoints
-        ("llama-3-70b", {"quant_method": "awq", "bits": 4, "group_size": 128}, 39.77e9),  # and of 70B AWQ
+        ("gpt-oss-20b", None, 13_761_264_768),  # total_size in the index of openai/gpt-oss-20b's weights
+        ("llama-3-8b", {"quant_method": "fp8"}, 9.08e9),  # weights of FP8 checkpoints of the 8B model
+        ("llama-3-70b", {"quant_method": "awq", "bits": 4, "group_size": 128}, 39.77e9),  # weights of AWQ checkpoints
     ],
 )
 def test_checkpoints_have_these_sizes(
@@ -182,13 +182,13 @@ def test_modules_that_stay_as_they_are(model: str, config: dict[str, Any], kept:
 
 
 def test_layers_may_differ(tmp_path: Path) -> None:
-    """One layer in half precision is a kind of its own."""
+    """A layer in half precision forms a separate kind of layer."""
     model = loaded(tmp_path, **AWQ, modules_to_not_convert=["model.layers.3", "layers.5.mlp.up_proj"])
     assert model.layer_kind_index == (0, 0, 0, 1, 0, 2, *[0] * 26)
 
 
 def test_a_head_is_quantised_where_the_file_says(tmp_path: Path) -> None:
-    """And a shared expert's gate of one feature and a head that is the embedding never are."""
+    """A head that shares the embedding's weights is never quantised."""
     head = loaded(tmp_path, **{**TENSORS, **group(INT8), "ignore": []}).lm_head
     assert head.compute == "int8_wo"
     assert loaded(tmp_path, quant_method="gptq", bits=4, lm_head=True).lm_head.compute == "int4_wo"
@@ -225,7 +225,7 @@ def test_an_unknown_method_is_refused(method: str | None, tmp_path: Path) -> Non
 
 
 def weights_of(model: ModelSpec) -> dict[str, int | None]:
-    """Bits of a weight of each matrix of the layers, by its place."""
+    """Bits per weight of each matrix, by the number of the layer and the name of the matrix."""
     return {
         f"{number}.{gemm.name}": None if gemm.weights is None else gemm.weights.bits
         for number, layer in enumerate(model.layers)
@@ -234,7 +234,7 @@ def weights_of(model: ModelSpec) -> dict[str, int | None]:
 
 
 def test_modules_with_a_format_of_their_own(tmp_path: Path) -> None:
-    """GPTQModel's dynamic by patterns, AutoRound's extra_config by names, and what fp8 leaves out."""
+    """Formats by GPTQModel's patterns `dynamic`, by AutoRound's names `extra_config`, and layers that fp8 ignores."""
     dynamic = {"+:.*layers\\.0\\..*down_proj": {"bits": 8}, "-:.*q_proj": {}}
     bits = weights_of(loaded(tmp_path, quant_method="gptq", bits=4, group_size=128, dynamic=dynamic))
     assert (bits["0.mlp.down_proj"], bits["1.mlp.down_proj"], bits["5.self_attn.q_proj"]) == (8, 4, None)
@@ -351,7 +351,7 @@ def test_the_answer_and_the_model_name_the_quantisation(tmp_path: Path, capsys: 
 
 
 def test_a_file_of_quantisation_beside_the_configuration(tmp_path: Path) -> None:
-    """hf_quant_config.json counts where config.json says nothing itself."""
+    """hf_quant_config.json is used if config.json has no quantization_config."""
     content = json.loads(Path(config_path("llama-3-8b", "model")).read_text())
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -365,7 +365,7 @@ def test_a_file_of_quantisation_beside_the_configuration(tmp_path: Path) -> None
 
 
 def test_mixed_precision_by_names(tmp_path: Path) -> None:
-    """A name holds for what is in it; one expert stands for all; what is not named stays."""
+    """A name applies to all modules inside it, one expert represents all; other modules are not quantised."""
     layers = {
         f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w1": {"quant_algo": "W4A16_NVFP4"}
         for layer in range(32)
@@ -387,7 +387,7 @@ def test_mixed_precision_by_names(tmp_path: Path) -> None:
 
 
 def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
-    """As DeepSeek-V4 has them."""
+    """DeepSeek-V4 has this combination."""
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     path = quantized(tmp_path, "mixtral-8x7b", quantization_config=config, expert_dtype="fp4")
     (layer,) = kvrsim.load_model(path).layer_kinds
@@ -413,7 +413,7 @@ def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
     ids=["glm_moe_dsa", "deepseek_v4", "kimi_k3"],
 )
 def test_what_engines_keep_in_half_precision(tmp_path: Path, config: dict[str, Any], kept: set[str]) -> None:
-    """Though the file names none of it."""
+    """These matrices are in half precision, although the file does not list them."""
     model = load(tmp_path, {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     stored = {gemm.name: gemm.weights for layer in model.layers for gemm in (*layer.matrices, *layer.mlp)}
     unquantised = {name for name, weights in stored.items() if weights is None}

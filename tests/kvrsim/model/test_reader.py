@@ -1,4 +1,4 @@
-"""Model types: what their layers are, by the data of the type and as transformers' class has them."""
+"""Model types: their layers, read with the tables of types and from the classes of transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES: list[dict[str, Any]] = [
     NEXT,
     {**NEXT, "mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True},
     {**SMALL, **EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [0]},
-    {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "num_hidden_layers": 30},  # every sixth sees all
+    {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "num_hidden_layers": 30},  # every sixth layer has no window
     {"model_type": "qwen3_5_text", **DELTA},
     {"model_type": "qwen3_5_moe_text", **{key: DELTA[key] for key in DELTA if key != "intermediate_size"}, **EXPERTS},
     HYBRID,
@@ -76,7 +76,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", CASES, ids=[f"{case['model_type']}-{index}" for index, case in enumerate(CASES)])
 def test_the_description_is_that_of_the_class(tmp_path: Path, config: dict[str, Any]) -> None:
-    """By the data of the type, or from the class, whose parameters and FLOPs gates compare."""
+    """The model read with the table of types equals the model read from the class of transformers."""
     model = load(tmp_path, config)
     text, _ = read_text_part(JsonObject(fields=config, where="test"))
     plain = translated(text).fields
@@ -87,7 +87,7 @@ def test_the_description_is_that_of_the_class(tmp_path: Path, config: dict[str, 
 
 
 def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:
-    """A full gate for a gate of rank head_dim, one on latent attention, experts in a latent, scored residuals."""
+    """K3 adds full gates, a gate on latent attention, experts in a latent space, and scored residuals."""
     before, after = load(tmp_path, {**KIMI, "q_lora_rank": 28}), load(tmp_path, K3)
     hidden, width, rank = 64, 48, 8
     gates = 3 * (hidden * width - (hidden * rank + rank * width)) + hidden * 40
@@ -110,7 +110,7 @@ MIXED = {"layer_types": ["linear_attention", "full_attention"], "num_local_exper
 
 
 @pytest.mark.parametrize(
-    ("config", "state", "token"),  # bytes of the first layer's state, and of a token in the K and V of all layers
+    ("config", "state", "token"),  # bytes of the first layer's state; bytes per token of K and V in all layers
     [
         ({**SCAN, "model_type": "mamba"}, 64 * 8 * 4 + 3 * 64 * 2, 0),
         ({**SCAN, "model_type": "falcon_mamba"}, 64 * 8 * 4 + 3 * 64 * 2, 0),
@@ -130,7 +130,7 @@ MIXED = {"layer_types": ["linear_attention", "full_attention"], "num_local_exper
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_bytes_of_states(config: dict[str, Any], state: int, token: int) -> None:
-    """A state in fp32 and the last inputs of a convolution; a short convolution is a scan of one element."""
+    """A state consists of fp32 elements and the last inputs of the convolution."""
     model = read_class(config, "small")
     first = model.layers[0].mixer
     assert first is not None
@@ -138,7 +138,7 @@ def test_bytes_of_states(config: dict[str, Any], state: int, token: int) -> None
 
 
 def test_a_state_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate on what the class's cache keeps."""
+    """The size of the state is compared with the cache of the class."""
     kept = SimpleNamespace(recurrent_states=[torch.empty((1, 4, 16, 9), device="meta")])
     monkeypatch.setattr("kvrsim.model.reader._Reader._cached", lambda *_: kept)
     with pytest.raises(RefusedError, match="512 elements of the state of mixer, of 576 of the class"):
@@ -177,7 +177,7 @@ def test_layers_of_deepseek_v4(tmp_path: Path) -> None:
 
 
 def test_gpt2_has_learned_positions(tmp_path: Path) -> None:
-    """transformers has its matrices the other way round."""
+    """In transformers, the matrices of GPT-2 are transposed."""
     config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 101, "n_positions": 32}
     model = load(tmp_path, config)
     assert (model.learned_positions, model.tie_word_embeddings, model.rotary) == (32, True, False)
@@ -232,7 +232,7 @@ def test_step_gates_each_head_and_takes_its_experts_from_a_list(tmp_path: Path) 
 
 
 def test_nemotron_of_architecture_search_has_layers_of_their_own(tmp_path: Path) -> None:
-    """An MLP is 2/3 of ffn_mult hidden sizes wide, rounded up to a multiple of 256; a block may lack."""
+    """An MLP is 2/3 of ffn_mult hidden sizes wide, rounded up to a multiple of 256; a layer may lack a block."""
     blocks = [
         {"attention": {"n_heads_in_group": 2, "no_op": False}, "ffn": {"ffn_mult": 10.5, "no_op": False}},
         {"attention": {"n_heads_in_group": None, "no_op": True}, "ffn": {"ffn_mult": 0.1, "no_op": False}},

@@ -1,4 +1,4 @@
-"""Architectures: their parameters, shapes and windows as transformers has them."""
+"""Architectures: parameters, shapes and windows agree with transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kvrsim.model.model_configs import BLOOM, FALCON, GPTJ, GQA, LLAMA, MO
 _COUNTS = json.loads(Path(__file__).with_name("published_parameters.json").read_text("utf-8"))
 PARAMETERS: dict[str, int] = {name: count for name, count in _COUNTS.items() if name != "_about"}
 
-# Small models of each architecture, counted by building them with transformers 5.23.
+# Small models of each architecture; transformers 5.23 has counted their parameters.
 COUNTED: list[tuple[int, dict[str, Any]]] = [
     (
         207_232,
@@ -97,7 +97,7 @@ def test_architectures_count_as_transformers_does(tmp_path: Path, count: int, co
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),  # as the model's name or its report has them
+    ("name", "billions"),  # from the name of the model or its report
     [
         *(
             ("qwen3-235b-a22b", 22),
@@ -110,7 +110,7 @@ def test_architectures_count_as_transformers_does(tmp_path: Path, count: int, co
     ],
 )
 def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
-    """Reports leave out one of embedding and head, or both."""
+    """Reports leave out the embedding, the head, or both."""
     model = load_model(name)
     embedding = model.vocab_size * model.hidden_size / 1e9
     active = model.active_parameters / 1e9
@@ -133,7 +133,7 @@ def test_kv_bytes() -> None:
 
 
 def test_positions_of_older_architectures(tmp_path: Path) -> None:
-    """ALiBi and learned positions replace the rotary embedding; a built-in model says its longest context."""
+    """ALiBi and learned positions replace the rotary embedding; built-in models have their longest context."""
     assert (load_model("bloom-176b").rotary, load_model("gpt-j-6b").rotary) == (False, True)
     learned = load(tmp_path, OPT)
     assert (learned.rotary, learned.learned_positions) == (False, 130)
@@ -141,7 +141,7 @@ def test_positions_of_older_architectures(tmp_path: Path) -> None:
 
 
 def test_internlm_2_is_llama_with_one_matrix(tmp_path: Path) -> None:
-    """One key switches all biases of attention."""
+    """In both versions one key controls all biases of attention; InternLM 2 has one matrix for Q, K and V."""
     counts = []
     for model_type in ("internlm", "internlm2"):
         for bias in (True, False):
@@ -165,7 +165,7 @@ def test_layers_of_a_mixture(tmp_path: Path) -> None:
     assert sparse.num_parameters - sparse.active_parameters == 6 * 3 * 24 * 64
 
 
-# Sliding windows, as transformers 5.23 places them
+# Positions of layers with sliding windows agree with transformers 5.23
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_windows(tmp_path: Path, config: dict[str, Any], expected: list[int | No
     assert windows(load(tmp_path, config)) == expected
 
 
-# Falcon's first names for its keys
+# The oldest names of Falcon's keys
 
 
 def test_old_falcon_7b(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Timelines: spans that can have happened, and the trace that Perfetto reads."""
+"""Timelines: consistent spans, and a trace that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
-NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # whose ranks are single GPUs on any model
+NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # strategies with one GPU per rank for every model
 
 
 def replayed(rng: Draws, name: str, **options: Any) -> tuple[Scenario, Program, EventSimulation]:
@@ -117,7 +117,7 @@ def test_chrome_trace(timeline: Timeline, tmp_path: Path) -> None:
 @given(rng=draws())
 @examples(10)
 def test_what_perfetto_needs(name: str, rng: Draws) -> None:
-    """Every track is named and ordered, has one thing at a time, and each message has an arrow with both its ends."""
+    """Each track has a name, an order and no overlapping spans; each message has an arrow with both ends."""
     timeline = replayed(rng, name, num_gpus=(1, 4), topologies=("switch", "bus"))[2].timeline
     events = timeline.chrome_events()
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}

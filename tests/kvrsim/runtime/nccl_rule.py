@@ -1,7 +1,7 @@
-"""NCCL's rule on top of gloo, for tests without a GPU; started processes import this file by its name.
+"""NCCL's blocking rules on top of gloo, for tests without a GPU; new processes import this file by its name.
 
-A group's first use blocks the host until all of its ranks have come, as NCCL makes a communicator then. Operations of a
-group, which are not batched, run one after another in the order in which they were posted.
+The first use of a group blocks the host until all of its ranks have reached it, because NCCL then creates a
+communicator. Unbatched operations of a group run one after another in the order of their calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Work:
 
 
 class NcclRule:
-    """Replaces torch.distributed's operations."""
+    """Replacements of torch.distributed's operations."""
 
     def __init__(self) -> None:
         self.queues: dict[Any, ThreadPoolExecutor] = {}
@@ -51,12 +51,12 @@ class NcclRule:
 
 
 def _run(operation: Any) -> None:
-    with torch.inference_mode():  # inference mode is per thread
+    with torch.inference_mode():  # inference mode holds for a single thread
         operation()
 
 
 class RuleRank(LaunchedRank):
-    """The runtime's rank."""
+    """The runtime's rank with NCCL's rules."""
 
     def __init__(self, **settings: Any) -> None:
         NcclRule().install()
@@ -64,7 +64,7 @@ class RuleRank(LaunchedRank):
 
 
 class RuleLinkRank(LinkRank):
-    """The link bench's rank."""
+    """The link bench's rank with NCCL's rules."""
 
     def __init__(self, **settings: Any) -> None:
         NcclRule().install()
@@ -72,7 +72,7 @@ class RuleLinkRank(LinkRank):
 
 
 def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Every strategy, then the bench; edges are made when a plan needs them."""
+    """Run every strategy, then the bench; groups of edges are created when a plan needs them."""
     results = exactness(transport, models)
     if transport.size == 2:
         assert len(benched(transport).timings) == 4
@@ -80,7 +80,7 @@ def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]
 
 
 def receives_first(transport: Any) -> None:
-    """The first use of the edges in a circle: every rank waits for the one before it."""
+    """Use edges in a circle for the first time: every rank first receives from the previous rank."""
     size, rank = transport.size, transport.rank
     links = groups_of(transport, [(one, (one + 1) % size) for one in range(size)])
     coming = links.irecv(((rank - 1) % size, rank), torch.zeros(1))
@@ -89,7 +89,7 @@ def receives_first(transport: Any) -> None:
 
 
 def shares_a_group(transport: Any) -> None:
-    """Both directions in one group: each rank's send waits behind its receive."""
+    """Send in both directions within one group: each rank's send waits for its receive."""
     links = groups_of(transport, [(0, 1)])
     group, other = links._edges[0, 1], 1 - transport.rank
     coming = dist.irecv(torch.zeros(1), other, group=group)

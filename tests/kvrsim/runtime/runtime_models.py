@@ -1,4 +1,4 @@
-"""Tiny models of every kind that the runtime supports, as the keys of their config.json."""
+"""Tiny models of every kind that the runtime supports; each has the keys of its config.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Models whose layers keep something else than K and V of all tokens, or that have experts.
+# Models with experts, or with layers that keep something other than K and V of all tokens.
 KINDS: dict[str, dict[str, Any]] = {
     "mistral-window": dict(**_GATED, model_type="mistral", num_key_value_heads=2, sliding_window=6),
     "mistral-wide": dict(**_GATED, model_type="mistral", num_key_value_heads=2, sliding_window=4096),
@@ -86,7 +86,7 @@ EAGER_ONLY = ("gemma2", "gpt_oss")
 
 
 def variants() -> list[tuple[str, str]]:
-    """Every model with every kernel that it can run, those of one kernel together."""
+    """Every model with every kernel that can run it, grouped by kernel."""
     found = [(name, kernel) for kernel in ("eager", "sdpa", "flash") for name in CONFIGS | KINDS]
     return [(name, kernel) for name, kernel in found if kernel == "eager" or _runs(name, kernel)]
 

@@ -1,4 +1,4 @@
-"""What the tests of several ranks run on each of them; started processes import this file by its name."""
+"""Functions that tests run on each of several ranks; new processes import this file by its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 CONTEXT_LEN = 23
 EVEN_LEN = 24  # a multiple of every number of ranks
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
-PLAIN = ("kvr", "kvr_direct", "tsp", "zigzag", "ring", "striped", "zigzag_ring", "ulysses")  # a chunk per rank
+PLAIN = ("kvr", "kvr_direct", "tsp", "zigzag", "ring", "striped", "zigzag_ring", "ulysses")  # one chunk per rank
 
 LLAMA = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
 
@@ -33,7 +33,7 @@ Result = tuple[str, str, str, Difference]  # model, kernel, plan
 
 
 def exact(difference: Difference, tolerance: float = 1e-4) -> bool:
-    """Whether logits, relative to the largest, and what layers keep differ little."""
+    """Whether the errors of the logits, relative to the largest one, and of kept tensors are within the tolerance."""
     return difference.logits <= tolerance * difference.logits_scale and difference.kv_cache <= tolerance
 
 
@@ -50,14 +50,14 @@ def kvr(*chunk_lens: int, **settings: Any) -> RunPlan:
 
 
 def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunPlan]:
-    """One rank alone, TSP and KVR with even chunks: what any other partition is compared with."""
+    """One rank, and TSP and KVR with even chunks: the plans that other partitions are compared with."""
     even = Partition.even(context_len, num_ranks)
     plans = [RunPlan(strategy=name, partition=even, batch=batch) for name in ("tsp", "kvr")]
     return [run_plan("single", context_len, batch=batch), *plans]
 
 
 def plans_of(size: int, geometry: Geometry) -> list[RunPlan]:
-    """Every strategy that the model can run: with even and uneven chunks, one and two prompts, all choices."""
+    """Plans for every strategy that the model can run: even and uneven chunks, one and two prompts, all settings."""
     least = geometry.least_chunk
     uneven = tuple(max(least, one) for one in UNEVEN[size])
     even = Partition.even(CONTEXT_LEN, size).chunk_lens
@@ -83,7 +83,7 @@ def plans_of(size: int, geometry: Geometry) -> list[RunPlan]:
 
 
 def refused(plan: RunPlan, geometry: Geometry, size: int = 2) -> str:
-    """Why the model cannot run the plan on so many ranks; "" where it can."""
+    """The reason why the model cannot run the plan on `size` ranks, or "" if it can."""
     exchange = exchange_of(plan.strategy)
     try:
         exchange.check(plan, geometry)
@@ -98,7 +98,7 @@ def refused(plan: RunPlan, geometry: Geometry, size: int = 2) -> str:
 
 
 def compare(transport: Any, model: Any, plans: list[RunPlan]) -> list[tuple[str, Difference]]:
-    """The difference of each plan from one process, with the plan's label."""
+    """Label of each plan and its difference from the result of one process."""
     results = []
     for batch in sorted({plan.batch for plan in plans}):
         alike = [plan for plan in plans if plan.batch == batch]
@@ -110,7 +110,7 @@ def compare(transport: Any, model: Any, plans: list[RunPlan]) -> list[tuple[str,
 
 
 def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Every plan of these models with their kernels."""
+    """Differences of every plan for these models and kernels."""
     results = []
     for name, kernel in models:
         model = model_of(name, kernel)
@@ -120,14 +120,14 @@ def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
 
 
 def over_other_transports(transport: Any, *, staged: bool) -> list[tuple[str, Difference]]:
-    """Messages over this transport, or by way of host memory, as for GPUs that gloo cannot reach."""
+    """Differences if messages use this transport, or host memory for GPUs that gloo cannot access."""
     model = model_of("llama-gqa")
     transport.staged = staged
     return compare(transport, model, plans_of(transport.size, Geometry.of(model))[:: 1 if staged else 2])
 
 
 def spoil(transport: Any) -> None:
-    """Let messages arrive as zeros."""
+    """Make all messages arrive as zeros."""
     irecv = transport.irecv
 
     def zeroing(tensor: Any, src: int) -> Any:
@@ -145,7 +145,7 @@ def _shift(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def spoilt(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Prefills whose messages arrive as zeros; then a chain whose later chunks stand in the wrong place."""
+    """Differences if messages arrive as zeros, and if later chunks of a chain have wrong positions."""
     results, whole = [], ("single", "tp", "pp")
     for name, kernel in models:
         model = model_of(name, kernel)
@@ -160,7 +160,7 @@ def spoilt(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
 
 
 def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[int]], dict[str, Timeline]]:
-    """By strategy: bytes of K and V that each rank keeps; and a timeline."""
+    """For each strategy: bytes of K and V on each rank, and a timeline."""
     forward, sizes = ModelForward(model_of(name)), {}
     plans = [RunPlan(strategy=one, partition=Partition.even(EVEN_LEN, transport.size)) for one in PLAIN]
     report = measure(transport, forward, Job(model=LLAMA, plans=tuple(plans), repeats=1, warmups=0, check_logits=False))
@@ -173,7 +173,7 @@ def memory_and_messages(transport: Any, name: str) -> tuple[dict[str, list[int]]
 
 
 def trouble(kind: str) -> None:
-    """What may happen to a rank."""
+    """Cause a failure of this rank."""
     if kind == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "hangs":
@@ -187,7 +187,7 @@ def trouble(kind: str) -> None:
 
 
 def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "kvr", name: str = "llama-gqa") -> Any:
-    """A prefill on which one rank gets into trouble when it comes to a layer."""
+    """Run a prefill in which one rank fails when it reaches a layer."""
     note = transport.note
 
     def troubled_note(reached: int) -> None:
@@ -202,18 +202,18 @@ def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "
     plan = RunPlan(strategy=strategy, partition=chunks)
     forward = ModelForward(model_of(name))
     trace = make_exchange(forward, transport, plan).prefill(prompt_of(forward, plan, 0))
-    transport.barrier()  # which a rank that nobody waits for must come to, too
+    transport.barrier()  # a failed rank must reach the barrier, too, even if no rank waits for its messages
     return trace.emits_token
 
 
 def mismatched(transport: Any, changed: dict[str, Any]) -> None:
-    """The last rank has other arguments than the rest."""
+    """Run a job whose arguments differ on the last rank."""
     job = Job(model=LLAMA, plans=(kvr(11, 12),), repeats=2, warmups=1, check_logits=False)
     run_job(transport, replace(job, **changed) if transport.rank == transport.size - 1 else job)
 
 
 def silent(transport: Any, rank: int) -> int:
-    """One rank never answers, and nobody waits for it."""
+    """One rank never answers, although no rank waits for it."""
     if transport.rank == rank:
         time.sleep(1000)
     return int(transport.rank)
@@ -234,14 +234,14 @@ def reporting(transport: Any, steps: int) -> int:
 
 
 def benched(transport: Any, name: str = "llama-gqa") -> Report:
-    """Measurements of four plans."""
+    """Measure four plans."""
     plans = [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
     job = Job(model=LLAMA, plans=tuple(plans), repeats=4, check_logits=False)
     return measure(transport, ModelForward(model_of(name)), job)
 
 
 def sharing(transport: Any) -> tuple[int, bool]:
-    """Bytes of K and V that all plans of a measurement hold; whether results agree with those of each plan alone."""
+    """Bytes of K and V of all plans together, and whether the results equal those of each plan alone."""
     forward, plans = ModelForward(model_of("llama-gqa")), [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
     watch, storages, same = Stopwatch(transport, forward, plans), {}, True
     for plan in plans:
@@ -257,7 +257,7 @@ def sharing(transport: Any) -> tuple[int, bool]:
 
 
 def listening(transport: Any) -> tuple[list[str], str, bool]:
-    """Addresses at which this process listens, gloo's interface, and whether there is a process group."""
+    """Addresses on which this process listens, gloo's interface, and whether a process group exists."""
     own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     addresses = []
     for name in ("tcp", "tcp6"):
@@ -269,7 +269,7 @@ def listening(transport: Any) -> tuple[list[str], str, bool]:
 
 
 class Evil:
-    """A pickle that makes a folder when it is read."""
+    """An object whose pickle creates a folder when it is read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -279,5 +279,5 @@ class Evil:
 
 
 def sends_a_pickle(transport: Any, path: str) -> None:
-    """The last rank sends a pickle that runs code when it is read."""
+    """Send a pickle from the last rank that runs code when it is read."""
     transport.exchange(Evil(path) if transport.rank == transport.size - 1 else {"rank": transport.rank})

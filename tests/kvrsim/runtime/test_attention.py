@@ -1,4 +1,4 @@
-"""Attention that leaves out the masked half is attention."""
+"""Attention that skips the masked half gives the same result as full attention with a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kvrsim.runtime.runtime_models import CONFIGS
 def masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None = None
 ) -> torch.Tensor:
-    """By the definition: all scores, those to the right of the diagonal and left of the window hidden."""
+    """Attention by its definition: all scores, masked to the right of the diagonal and to the left of the window."""
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -57,7 +57,7 @@ def test_attention_in_a_window_in_blocks_is_masked_attention(
     window: int, chunk: int, prefix: int, groups: int, times: int, seed: int, spread: float, scale: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_LEAST_BLOCK", 7)  # several blocks in a short chunk
+        patch.setattr(attention, "_LEAST_BLOCK", 7)  # so that a short chunk has several blocks
         query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
         found = attention.chunk_attention(query, key, value, scale, window)
     torch.testing.assert_close(found, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
@@ -91,7 +91,7 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
 
 
 class CudaKernels(TorchDispatchMode):
-    """CUDA's kernels as their documentation has them, on any tensors; keeps every call and what it returned."""
+    """CUDA's kernels, simulated on any tensors by their documentation; all calls and results are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class CudaKernels(TorchDispatchMode):
             return func(*args, **kwargs)
         given = {one.name: one.default_value for one in func._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
-        found = masked(*args[:3], given["scale"])  # FlashAttention 2.1 aligns its causal mask to the lower right
+        found = masked(*args[:3], given["scale"])  # FlashAttention 2.1 aligns its causal mask to the lower right corner
         assert given["is_causal"]
         beside = func(*(part.to("meta") for part in args[:3]), *args[3:], **kwargs)[1:]  # sums and seeds, not read
         return (found, *beside)
@@ -132,7 +132,7 @@ def test_what_runs_on_cuda_is_the_same(
 
 
 def on_fake_cuda(dtype: torch.dtype, chunk: int, prefix: int) -> list[Any]:
-    """Q, K and V of llama-3-8b on a device that is not there; they hold no memory."""
+    """Q, K and V of llama-3-8b on a fake device, without memory."""
     shapes = [(1, 32, chunk, 128), (1, 8, prefix + chunk, 128), (1, 8, prefix + chunk, 128)]
     return [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
 

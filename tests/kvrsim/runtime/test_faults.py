@@ -1,4 +1,4 @@
-"""Faults: the likeliest cause first, in plain words."""
+"""Faults: the most likely cause comes first, in simple words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Geometry: what each architecture keeps of tokens, and where its parts are; models that cannot run are refused."""
+"""Geometry: what each architecture keeps per token, and the places of its modules; other models are refused."""
 
 from __future__ import annotations
 

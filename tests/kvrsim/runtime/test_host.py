@@ -1,4 +1,4 @@
-"""Other processes on this host are noticed, by measures that suit its size."""
+"""Other busy processes on this host are noticed; the limit depends on the number of cores."""
 
 from __future__ import annotations
 

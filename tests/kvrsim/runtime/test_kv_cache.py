@@ -1,4 +1,4 @@
-"""Caches of chunks: layers hold and send what later tokens need, and no more."""
+"""Caches of chunks: layers keep and send exactly what later tokens need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks: in order, the device's time apart from the host's, and the timeline that they give."""
+"""Marks: their order, time of the device and of the host, and the resulting timeline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_cuda_marks_tell_device_from_host(fake_cuda: Any) -> None:
 
 
 def test_the_clock_waits_for_its_own_stream_alone(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pending receive on another stream would never let the whole device end."""
+    """Waiting for the whole device would never end while another stream has a pending receive."""
 
     class Stream:
         def synchronize(self) -> None:

@@ -1,4 +1,4 @@
-"""Measured TTFT, and the timeline of a real prefill in the simulator's words."""
+"""Measured TTFT, and the timeline of a real prefill with the simulator's names."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_messages_are_as_long_as_the_prefix_they_carry(report: Report) -> None:
         (layer, 1, 15 * 2 * 2 * 16 * 4) for layer in range(3)
     ]
     assert all(span.end_s >= span.start_s for span in transfers)
-    # By the clock of the marks, which on CUDA is the device's: a transfer begins when its K and V are there.
+    # By the clock of the marks (on CUDA the device's), a transfer begins when its K and V have been written.
     written = {span.layer: span.end_s for span in report.timings[3].timeline.of(0, "compute") if span.name == "append"}
     assert [span.start_s for span in transfers] == [written[span.layer] for span in transfers]
 
 
 def test_plans_share_their_buffers_and_compute_what_they_did_alone() -> None:
-    whole = 3 * workers.CONTEXT_LEN * 2 * 2 * 16 * 4  # tsp holds all tokens
+    whole = 3 * workers.CONTEXT_LEN * 2 * 2 * 16 * 4  # tsp keeps all tokens
     assert launch(workers.sharing, how=Launch(num_ranks=2)) == [(whole, True)] * 2

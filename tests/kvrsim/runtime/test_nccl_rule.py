@@ -1,4 +1,4 @@
-"""The runtime and the link bench where a link's first use blocks, as with NCCL."""
+"""The runtime and the link bench if the first use of a link blocks, as with NCCL."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_rule_finds_what_nccl_would_not_stand(mistake: object) -> None:
 
 
 def test_an_edge_has_few_blocks_a_stream_of_its_own_and_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings of NCCL's groups; this build of torch need not have NCCL."""
+    """Options of NCCL groups are tested without NCCL."""
     made: list[tuple[list[int], str, timedelta, Any]] = []
 
     def new_group(ranks: list[int], *, backend: str, timeout: timedelta, pg_options: Any = None) -> tuple[int, ...]:

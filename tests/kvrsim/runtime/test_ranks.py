@@ -1,4 +1,4 @@
-"""Ranks: they answer, end with the process that started them, and one that fails is named soon."""
+"""Ranks: they answer, end together with their parent process, and a failed rank is named quickly."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that starts two ranks, whose temporary files are all in tmp_path / tmp."""
+    """A process that starts two ranks; all temporary files are in tmp_path / tmp."""
     script = tmp_path / "start.py"
     script.write_text(SCRIPT)
-    (tmp_path / "idlers.py").write_text(IDLERS)  # the ranks import it, and nothing else
+    (tmp_path / "idlers.py").write_text(IDLERS)  # the only module that the ranks import
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
@@ -79,7 +79,7 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """The processes with this temporary folder, whatever their parent is now."""
+    """Processes whose temporary folder is this one, even if their parent has ended."""
     word, found = f"TMPDIR={folder / 'tmp'}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -115,14 +115,14 @@ def test_ranks_at_work_end_with_their_parent(
     stops: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also a rank that was stopped."""
+    """Ranks that were stopped by SIGSTOP end, too."""
     assert wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 300)
     for path in list(tmp_path.glob("*.pid"))[:stops]:
         os.kill(int(path.stem), signal.SIGSTOP)
     os.kill(started.pid, number)
     assert wait_for(lambda: started.poll() is not None, 300)
     assert wait_for(lambda: processes_of(tmp_path) == [], 300)
-    if number == signal.SIGKILL:  # the next run removes what is left
+    if number == signal.SIGKILL:  # the next run removes the folder of a killed run
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
         monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: tempfile.mkdtemp(prefix="pymp-"))
         folder = ranks._own_folder()
@@ -146,7 +146,7 @@ def test_ranks_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(function: Any, *arguments: Any, num_ranks: int = 2, **how: Any) -> RankError:
-    """The error that a launch ends in."""
+    """The RankError of a launch that must fail."""
     with pytest.raises(RankError) as caught:
         launch(function, *arguments, how=Launch(num_ranks=num_ranks, **how))
     return caught.value
@@ -157,7 +157,7 @@ def failing(function: Any, *arguments: Any, num_ranks: int = 2, **how: Any) -> R
     [("kvr", 2, 1, "llama-gqa"), ("ring", 1, 1, "llama-gqa"), ("tp", 0, 1, "llama-mqa"), ("tsp", 0, 0, "qwen3_next")],
 )  # fmt: skip
 def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, layer: int, name: str) -> None:
-    """Closed connections and pipes tell, long before any time-out."""
+    """Closed connections and pipes show the death long before any time-out."""
     num_ranks = 2 if strategy == "tp" else 3
     error = failing(workers.troubled, "dies", rank, layer, strategy, name, num_ranks=num_ranks, timeout_s=600)
     assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (rank, "died", layer)
@@ -167,7 +167,7 @@ def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, laye
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rank", "layer", "num_ranks"), [("kvr", 1, 1, 3), ("pp", 1, 2, 2)])
 def test_a_rank_that_hangs_is_named_with_its_layer(strategy: str, rank: int, layer: int, num_ranks: int) -> None:
-    """The others wait for its messages in vain."""
+    """The other ranks report that they wait for a message of this rank."""
     error = failing(workers.troubled, "hangs", rank, layer, strategy, num_ranks=num_ranks, timeout_s=15.0)
     assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (rank, "silent", layer)
     waiting = [fault for fault in error.faults if fault.kind == "link"]
@@ -210,7 +210,7 @@ def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], me
 
 @pytest.mark.slow
 def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> None:
-    launch(workers.rank_of, how=Launch(num_ranks=2))  # loads torch, once for all tests
+    launch(workers.rank_of, how=Launch(num_ranks=2))  # all later tests reuse the loaded torch
     assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=15))
 
 
@@ -249,17 +249,17 @@ def test_an_interrupt_while_ranks_start_is_one_line_and_leaves_nothing(tmp_path:
     start = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvrsim.cli.main as m; m.run()"
     )
-    command = [sys.executable, "-c", start, *words]  # a shell's background job would ignore the signal
+    command = [sys.executable, "-c", start, *words]  # a background job of a shell would ignore the signal
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
     while not list(tmp_path.glob("pymp-*/kvrsim-*")):
         assert process.poll() is None
         time.sleep(0.01)
-    time.sleep(1.0)  # the server imports torch
+    time.sleep(1.0)  # time for the server to import torch
     os.killpg(process.pid, signal.SIGINT)
     out, errors = process.communicate()
     assert (process.returncode, out) == (130, "")
-    (line,) = (line for line in errors.splitlines() if "other processes" not in line)  # a note of a busy machine
+    (line,) = (line for line in errors.splitlines() if "other processes" not in line)  # a busy machine causes a note
     assert "interrupted" in line
     assert left_in(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Transports: values are data and nothing else; emulated links take their time; the backend suits the devices."""
+"""Transports: only data is unpickled, emulated links take their time, the backend suits the devices."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_what_another_rank_pickles_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1 has sent something unexpected"):
         launch(workers.sends_a_pickle, str(trap), how=Launch(num_ranks=2))
     assert not trap.exists()
-    with pytest.raises(FileNotFoundError):  # the trap works
+    with pytest.raises(FileNotFoundError):  # reading the pickle would indeed run code
         pickle.loads(pickle.dumps(workers.Evil(str(trap / "deeper"))))
 
 
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [
-        ([f"GPU-{number}" for number in range(16)], "nccl"),  # two nodes of 8, of which each rank sees 8 or 1
+        ([f"GPU-{number}" for number in range(16)], "nccl"),  # two nodes of 8 GPUs; a rank sees 8 or 1 of them
         (["GPU-a", "GPU-b"], "nccl"),
         (["GPU-a", "GPU-a"], "gloo"),
         (["GPU-a", None], "gloo"),

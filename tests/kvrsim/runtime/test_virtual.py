@@ -1,4 +1,4 @@
-"""Virtual ranks compute what real ones do."""
+"""Virtual ranks compute the same values as real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTEXT_LEN = 23
 
 
 class Alone(Transport):
-    """A transport of one rank."""
+    """A transport with a single rank."""
 
     rank, size, name = 0, 1, "none"
 
@@ -60,7 +60,7 @@ def test_logits_are_one_processs(name: str, kernel: str, batch: int) -> None:
         assert timing.difference is not None
         assert timing.difference.logits <= 1e-5 * max(1.0, timing.difference.logits_scale), timing.plan.label
         assert timing.difference.kv_cache <= 1e-4
-        assert timing.difference.logits_scale > 1  # so that the tolerance means something
+        assert timing.difference.logits_scale > 1  # a tolerance needs large logits
 
 
 def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:

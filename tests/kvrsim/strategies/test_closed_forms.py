@@ -1,4 +1,4 @@
-"""Strategies on a quiet network take what their papers' formulas say, written here apart from the code."""
+"""Without contention, strategies take the time of their papers' formulas, which are written here independently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINKS = ["300GB/s", "1GB/s"]
 
 
 def scenario_of(model: str, gpus: int, ctx: int, bandwidth: str, latency: str = "20us") -> Scenario:
-    """Rates of the datasheet and messages that overlap: no host, no short messages, one path per pair."""
+    """A scenario with datasheet rates and overlapping messages: no host time, no short messages, one path per pair."""
     scenario, _ = kvrsim.make_scenario(
         ctx=ctx, gpus=gpus, model=model, profile="roofline", link_bandwidth=bandwidth, link_latency=latency
     )
@@ -35,7 +35,7 @@ def number(value: Array) -> float:
 
 
 class Layer:
-    """Seconds of the parts of a layer, and of a message, as the formulas name them."""
+    """Seconds of the parts of a layer and of a message, with the names of the formulas."""
 
     def __init__(self, scenario: Scenario, tokens: float) -> None:
         (self.costs,) = scenario.layer_costs()
@@ -45,7 +45,7 @@ class Layer:
 
     @property
     def rest(self) -> float:
-        """Projections, MLP and what comes with them, and the chunk's own K, V put away."""
+        """Seconds of projections, MLP, element-wise kernels, and of the copy of the chunk's K, V into the cache."""
         nothing = np.zeros(1)
         parts = self.costs.qkv_s(self.tokens), self.costs.output_mlp_s(self.tokens)
         return sum(map(number, parts)) + number(self.costs.mixer.append_s(self.tokens, nothing))
@@ -60,7 +60,7 @@ class Layer:
         return self._output_s(6.0)
 
     def merge(self, tokens: float | None = None, *, part: bool = False) -> float:
-        """One kernel at the rate of memory reads and writes the fp32 output and log-sum-exp, and reads a block's."""
+        """Seconds of a kernel that reads and writes fp32 output and log-sum-exp, and reads the results of a block."""
         spec = self.scenario.model
         queries = self.tokens if tokens is None else np.array([tokens])
         expected = self._output_s(10.0, queries) + self._output_s(12.0 / spec.head_dim, queries)
@@ -84,7 +84,7 @@ class Layer:
 
 
 def around(scenario: Scenario, tokens: float) -> float:
-    """Embedding and head."""
+    """Seconds of embedding and head."""
     program = build_program(scenario, get_strategy("kvr-e"), [np.array([tokens])] * scenario.cluster.num_gpus)
     return sum(number(op.device_s) for op in (*program.prologue[-1], *program.epilogue[-1]) if isinstance(op, Compute))
 
@@ -199,7 +199,7 @@ def test_tensor_parallel(model: str, gpus: int, ctx: int, bandwidth: str) -> Non
 
 
 def _around_tensor_parallel(scenario: Scenario) -> float:
-    """The embedding read and written, the head's rows read, the logits gathered."""
+    """Seconds to read and write the embedding, to read the head's rows, and to gather the logits."""
     spec, gpu, link, gpus = scenario.model, scenario.cluster.gpu, scenario.cluster.link, scenario.cluster.num_gpus
     embedding = scenario.request.new_tokens * 4 * spec.hidden_size / gpu.hbm_bytes_per_s
     head = spec.hidden_size * spec.vocab_size / gpus * 2 / gpu.hbm_bytes_per_s
@@ -208,7 +208,7 @@ def _around_tensor_parallel(scenario: Scenario) -> float:
 
 
 def test_ulysses() -> None:
-    """Jacobs et al. (2023): Q, K, V and the output cross all-to-all, 1 / p of them to each; heads of a p-th."""
+    """Jacobs et al. (2023): each rank sends 1 / p of Q, K, V and output to every other rank and has 1 / p of heads."""
     scenario = scenario_of("llama-2-7b", 4, 8192, "10GB/s")
     layer = Layer(scenario, 2048)
     spec, gpus = scenario.model, 4
@@ -221,7 +221,7 @@ def test_ulysses() -> None:
 
 
 def test_kvr_direct_sends_as_much_as_the_chain_receives() -> None:
-    """Each rank sends its K and V once to every later rank: p (p - 1) / 2 chunks, as many as the chain sends."""
+    """Each rank sends its K and V once to every later rank: p (p - 1) / 2 chunks, the same number as in the chain."""
     scenario = scenario_of("llama-2-7b", 4, 8192, "300GB/s")
     chain, direct = (
         run_simulation(scenario, strategy=name, search=Search(partition=[2048] * 4)) for name in ("kvr-s", "kvr-direct")
@@ -262,7 +262,7 @@ def test_pipeline(stages: int, context: int, pieces: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_an_all_reduce_takes_what_two_simulated_rings_take(size: int) -> None:
-    """The closed form for a group against both executors: a reduce-scatter and an all-gather, step by step."""
+    """The closed form equals a reduce-scatter and an all-gather, simulated step by step by both executors."""
     scenario = scenario_of("llama-2-7b", size, 4096, "50GB/s")
     nbytes = np.array([3e8])
     ring = AllGather(nbytes=nbytes / size)
@@ -276,7 +276,7 @@ def test_an_all_reduce_takes_what_two_simulated_rings_take(size: int) -> None:
 
 
 def test_an_all_reduce_over_nodes_uses_every_gpus_network() -> None:
-    """Reduce-scatter inside, all-reduce of an eighth across, all-gather inside."""
+    """The steps are a reduce-scatter inside nodes, an all-reduce of 1/8 of the bytes across, an all-gather inside."""
     scenario, _ = kvrsim.make_scenario(
         ctx="8k", gpus=16, model="llama-3-70b", cluster="h100-2x8-ndr400", profile="roofline"
     )

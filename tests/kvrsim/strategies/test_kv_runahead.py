@@ -1,4 +1,4 @@
-"""Attention in query blocks: what it covers, what it takes, and in how many calls."""
+"""Attention in query blocks: covered elements, times, and numbers of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KVR_B = STRATEGIES["kvr-b"]
 
 
 def in_calls(*counts: int) -> Strategy:
-    """KVR-B with these numbers of calls only."""
+    """KVR-B with only these numbers of calls."""
     return replace(KVR_B, name="in-calls", query_blocks=counts)
 
 
@@ -90,7 +90,7 @@ def test_each_rank_takes_the_fastest_number() -> None:
         assert own.query_blocks[0] == count
         for other in alone:
             op = attention_of(program_of(scenario, in_calls(other), cut), rank)
-            assert own.device_s <= op.device_s or op.host_s > op.device_s  # which the host launches too slowly
+            assert own.device_s <= op.device_s or op.host_s > op.device_s  # the host launches other blocks too slowly
     assert KVR_S.query_blocks == (1,)
     assert program_of(scenario, KVR_S, cut).query_blocks is None
 

@@ -68,13 +68,13 @@ def test_its_chunks_are_searched(own: Strategy) -> None:
     assert plan.best.ttft_s < even.ttft_s
     assert plan.search.method == "auto"
     assert plan.search.evaluations > 100
-    assert plan.to_dict()["bounds"]["best"] is None  # the bound is of KVR's chain
+    assert plan.to_dict()["bounds"]["best"] is None  # the bound is that of KVR's chain
     grid = kvrsim.plan(ctx="1k", gpus=2, strategies=[own], method="grid")
     assert grid.search.method == "grid"
 
 
 def test_memory_counts_both_pieces(own: Strategy) -> None:
-    """A rank holds the K, V of all tokens up to the end of its late piece."""
+    """A rank keeps K, V of all tokens up to the end of its late piece."""
     scenario, _ = make_scenario(ctx=4096, gpus=4)
     found = memory_of(scenario, own, kvrsim.Partition(chunk_lens=(1024,) * 4))
     kept = [rank.kv_cache for rank in found]
@@ -108,7 +108,7 @@ def test_a_table_of_a_file_is_built_by_several_processes(named: str, tmp_path: P
 
 
 def test_a_fleet_runs_it(own: Strategy) -> None:
-    """Links are so fast that the strategy with the most even work wins on two GPUs."""
+    """With very fast links the strategy with the most even work wins on two GPUs."""
     answer = kvrsim.capacity(
         model="llama-7b",
         cluster="a100-nvlink",
@@ -208,13 +208,13 @@ def test_tables_and_fleets_take_searched_strategies_over_single_gpus(strategy: o
     assert caught.value.parameter == "strategy"
 
 
-# Strategies from other packages: found by their entry points, only where they are asked for, as the docs show.
+# Strategies of other packages: found by their entry points, and only if a name is unknown, as the docs describe.
 
 ENTRY = re.search(r"```toml\n(.*?)```", PAGE, re.S)
 
 
 def install(folder: Path, code: str, entry: str) -> None:
-    """What pip leaves of a package: a module, and the metadata with its entry points."""
+    """Write what pip installs for a package: a module, and metadata with entry points."""
     (folder / "my_strategies.py").write_text(code, "utf-8")
     metadata = folder / "my_strategies-1.0.dist-info"
     metadata.mkdir()
@@ -232,7 +232,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def example() -> tuple[str, str]:
-    """The docs' strategy, and its entry point in the form of entry_points.txt."""
+    """The strategy of the docs, and its entry point in the format of entry_points.txt."""
     assert ENTRY is not None
     lines = [line for line in ENTRY[1].splitlines() if "=" in line]
     return FILES["my_strategies.py"], "\n".join(line.replace('"', "") for line in lines)
@@ -268,7 +268,7 @@ def test_what_is_wrong_with_an_entry_point_is_said(folder: Path, code: str, entr
 
 
 def test_nothing_is_looked_for_where_names_are_known() -> None:
-    """importlib.metadata reads every installed package: not for a plan of kvrsim's own strategies."""
+    """importlib.metadata reads every installed package; a plan of kvrsim's strategies does not import it."""
     code = (
         "import sys, kvrsim; kvrsim.plan(ctx='1k', gpus=2, strategies=['tsp', 'tp2+kvr-s', 'ring']);"
         "print('importlib.metadata' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Pipelines whose stages split the context: what they are with one stage or one context rank, and what they hold."""
+"""Pipelines whose stages split the context: cases with one stage or one context rank, and their memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_context_ranks_hold_the_whole_cache_of_their_layers() -> None:
 
 
 def test_hybrids_that_fill_the_machine() -> None:
-    """No stage with context ranks spans nodes."""
+    """Stages with several context ranks never cross the border of a node."""
 
     def with_context(gpus: int, cluster: str) -> set[str]:
         return {one for one in hybrids(make_scenario(ctx="8k", gpus=gpus, cluster=cluster)[0]) if "cp" in one}

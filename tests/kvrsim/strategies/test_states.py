@@ -1,4 +1,4 @@
-"""Layers with a state: scans run one after another along the chain, and the wait is paid once."""
+"""Layers with a state: scans run one after another along the chain, and TTFT contains this wait once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrsim.strategies import STRATEGIES
 
 
 def of_states_alone(num_gpus: int, ctx: int, bandwidth: str) -> Scenario:
-    """Qwen3.5's layers with a state and no others: rates of the datasheet, one path per pair."""
+    """A scenario with Qwen3.5's layers with a state only: rates of the datasheet, one path per pair."""
     scenario, _ = kvrsim.make_scenario(
         ctx=ctx,
         gpus=num_gpus,
@@ -56,7 +56,7 @@ def test_the_wait_for_states_is_paid_once(num_gpus: int, bandwidth: str) -> None
 
 
 def test_uneven_chunks_gain_nothing_where_all_layers_have_a_state() -> None:
-    """Work is in proportion to tokens: what makes one chunk shorter makes another longer."""
+    """Work is proportional to tokens, so a shorter chunk makes another chunk longer."""
     scenario = of_states_alone(4, 16384, "300GB/s")
     strategy, even = STRATEGIES["kvr-s"], [4096] * 4
     rng = np.random.default_rng(0)

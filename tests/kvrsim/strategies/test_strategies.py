@@ -1,4 +1,4 @@
-"""The paper's counts: dot-products and K, V entries of its figures, traffic of its equations."""
+"""Counts of the paper: dot products and K, V entries of its figures, and traffic of its equations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.building import examples
 
 
 def scenario_of(tokens: int, gpus: int, **options: Any) -> Scenario:
-    """Llama 7B whose attention costs a second an element of the score matrix, its traffic none."""
+    """Llama 7B whose attention takes one second per element of the score matrix and no time for traffic."""
     scenario, _ = kvrsim.make_scenario(ctx=tokens, gpus=gpus, **options)
     assert scenario.profile is not None
     model = scenario.model
@@ -42,7 +42,7 @@ def dot_products(program: Program, rank: int) -> float:
 
 
 def moved_tokens(scenario: Scenario, program: Program) -> float:
-    """Tokens whose K, V cross links in one layer, all ranks together; a gathered piece crosses p - 1."""
+    """Tokens whose K, V cross links in one layer, over all ranks; a gathered piece crosses p - 1 links."""
     ranks = program.num_ranks
     nbytes = 0.0
     for rank in range(ranks):
@@ -92,7 +92,7 @@ def test_dot_products_of_any_chunks(chunks: list[int], cached: int) -> None:
 
 
 def test_what_a_cached_prefix_saves() -> None:
-    """Every rank holds it already: nobody sends it."""
+    """Every rank holds the prefix, so no rank sends it."""
     scenario = scenario_of(109, 3, cached_prefix=100)
     assert moved_tokens(scenario, program_of(scenario, "kvr-s", (4, 3, 2))) == 11
     assert moved_tokens(scenario, program_of(scenario, "tsp", (3, 3, 3))) == 18
@@ -107,7 +107,7 @@ def test_a_window_sends_only_its_tail(config: Any) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_the_closed_form(gpus: int) -> None:
-    """TTFT*(p) = TTFT(1) / 2 x (1 / p + 1 / p^2) (Eq. 4), and nothing of ours is below its own bound."""
+    """TTFT*(p) = TTFT(1) / 2 x (1 / p + 1 / p^2) (Eq. 4); results are never below the lower bound."""
     plan = kvrsim.plan(ctx="4k", gpus=gpus, strategies=["single", "kvr-s"])
     single = next(result for result in plan.strategies if result.strategy == "single")
     assert plan.bounds.ttft_star_s == pytest.approx(single.ttft_s / 2 * (1 / gpus + 1 / gpus**2))
@@ -118,7 +118,7 @@ def test_the_closed_form(gpus: int) -> None:
 
 
 def test_the_story_of_a_kvr_layer() -> None:
-    """Project, wait for the cache, append, hand it on, attend, MLP (Fig. 7)."""
+    """A layer projects, receives the cache, appends, sends the cache on, attends, and runs the MLP (Fig. 7)."""
     program = program_of(scenario_of(9, 3), "kvr-s", (4, 3, 2))
     steps = [
         [op.name if isinstance(op, Compute) else type(op).__name__ for layer, op in program.ops(rank) if layer == 0]
@@ -176,7 +176,7 @@ def test_gpus_that_do_not_do(name: str, gpus: int, says: str) -> None:
 
 
 def test_all_ranks_what_can_run() -> None:
-    """Fits before what does not, then by TTFT; what cannot run is said."""
+    """Strategies that fit come first, then TTFT decides; a warning names strategies that cannot run."""
     plan = kvrsim.plan(ctx="2k", gpus=6, strategies=["all"], model="llama-30b")
     order = [(not one.fits, one.ttft_s) for one in plan.strategies]
     assert order == sorted(order)
@@ -192,7 +192,7 @@ def test_all_ranks_what_can_run() -> None:
 
 @pytest.mark.parametrize("name", ["ring", "zigzag-ring", "zigzag", "tp", "pp", "tp2+kvr-s", "ulysses", "kvr-direct"])
 def test_a_shared_bus_and_a_breakdown(name: str) -> None:
-    """Flows share the bus; parts and waits sum to when each rank has finished."""
+    """Flows share the bus; the parts and waits of the last rank add up to TTFT."""
     options: dict[str, Any] = {"strategy": name, "ctx": "1k", "gpus": 4}
     slow = options | {"profile": "roofline", "link_bandwidth": "10GB/s"}
     slow |= {"partition": [256] * 4} if name == "kvr-direct" else {}

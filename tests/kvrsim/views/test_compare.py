@@ -1,4 +1,4 @@
-"""Saved answers side by side: what differs, by how much, and files that are none."""
+"""Comparison of saved answers: differences, their sizes, and files that are not answers."""
 
 from __future__ import annotations
 

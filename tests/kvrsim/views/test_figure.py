@@ -1,4 +1,4 @@
-"""Saving figures: the suffix says the format, however it is written, and a failure leaves the old picture."""
+"""Saving figures: the suffix sets the format, and a failure keeps the old picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Gantt chart: every kind of picture, the same bytes each time, and nothing half-written."""
+"""The Gantt chart: all formats, reproducible bytes, and no half-written files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_strategy_can_be_drawn(strategy: str, gpus: int, tmp_path: Path) -
     assert (tmp_path / "gantt.PNG").stat().st_size > 10_000
 
 
-# What each strategy's messages are, and what its ranks do besides projecting, appending, attending and the MLP.
+# Messages of each strategy, and operations of its ranks other than projection, append, attention and MLP.
 CHAIN, RING = ({"KV"}, set[str]()), ({"KV"}, {"merge"})
 DOES: dict[str, tuple[set[str], set[str]]] = {
     **{"single": (set(), set()), "tsp": ({"all-gather"}, set()), "zigzag": ({"all-gather"}, set())},
@@ -65,7 +65,7 @@ def test_operations_are_drawn_as_what_they_are(strategy: str) -> None:
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
-    """However thin the bars are, the pixels of two colours hold their time."""
+    """The pixels of two colours add up to the time of all bars, even of very thin ones."""
     rng = np.random.default_rng(seed)
     moments = np.sort(rng.random(4 * rng.integers(1, 40)))
     times = list(zip(moments[::2], moments[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""The shell of a page: its policy names what it holds, and no text leaves its place."""
+"""The frame of a page: the content policy lists its scripts and styles, and texts are escaped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = st.text() | st.sampled_from(
 
 
 class Elements(HTMLParser):
-    """The names of all elements, and the policy."""
+    """Names of all elements of a page, and its content policy."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

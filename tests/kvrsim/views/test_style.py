@@ -1,4 +1,4 @@
-"""The table of colours: every strategy and operation has one, told apart by colour-blind readers, on either ground."""
+"""Colours: every strategy and operation has one; colour-blind readers can distinguish them, on both backgrounds."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvrsim.views.style import (
     strategy_colour,
 )
 
-# Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as each kind of colour blindness sees it.
+# Machado, Oliveira and Fernandes 2009, severity 1: linear RGB for each kind of colour blindness.
 SEEN = {
     "normal": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
     "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
 }
-# Ottosson 2020, OKLab: a distance of 0.02 is just visible.
+# Ottosson 2020, OKLab: the smallest visible distance is 0.02.
 LMS = [[0.41222147, 0.53633254, 0.05144599], [0.2119035, 0.68069955, 0.10739696], [0.08830246, 0.28171884, 0.62997870]]
 LAB = [
     [0.21045426, 0.79361779, -0.00407205],
@@ -40,7 +40,7 @@ LAB = [
     [0.0259040, 0.78277177, -0.80867577],
 ]
 APART = 0.055
-OPAQUE = {name: operation.colour for name, operation in OPERATIONS.items() if name != "waiting"}  # it is hatched
+OPAQUE = {name: operation.colour for name, operation in OPERATIONS.items() if name != "waiting"}  # waiting is hatched
 HYBRIDS = ["tp2+kvr-s", "tp8+ring", "pp4", "pp2+cp4", "tp2+pp2-s", "tp4+pp2+cp2", "mine"]
 
 
@@ -55,7 +55,7 @@ def seen_as(colour: str, sight: str) -> npt.NDArray[np.float64]:
 
 
 def contrast(colour: str, ground: str) -> float:
-    """As WCAG 2 defines it."""
+    """Contrast by the definition of WCAG 2."""
     lights = sorted(float(np.array([0.2126, 0.7152, 0.0722]) @ linear(one)) + 0.05 for one in (colour, ground))
     return lights[1] / lights[0]
 
@@ -71,7 +71,7 @@ def test_colours_differ_for_everyone(table: dict[str, Colour], ground: Ground, s
 
 @pytest.mark.parametrize("ground", get_args(Ground))
 def test_colours_stand_out_from_the_ground(ground: Ground) -> None:
-    """3 to 1 of shapes, 4.5 to 1 of text."""
+    """The contrast is at least 3 to 1 for shapes and 4.5 to 1 for text."""
     shapes = {**STRATEGY_COLOURS, **OPAQUE, **{name: strategy_colour(name) for name in HYBRIDS}}
     assert {name for name, one in shapes.items() if contrast(one.on(ground), GROUND.on(ground)) < 3} == set()
     assert all(contrast(one.on(ground), GROUND.on(ground)) >= 4.5 for one in (TEXT, FAINT_TEXT))

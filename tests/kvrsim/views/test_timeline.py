@@ -1,4 +1,4 @@
-"""Timelines in pages: what the script reads back is what was simulated."""
+"""Timelines in pages: the data that the script reads equals the simulated spans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPANS = st.builds(
 
 
 def read_back(data: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """As assets/spans.js does."""
+    """Read the data in the same way as assets/spans.js."""
     found = []
     for lane in data["lanes"]:
         clock = 0

@@ -1,4 +1,4 @@
-"""What results show of themselves: figures with the answer on top, pages, and tables in notebooks."""
+"""Representations of results: figures with the answer as title, pages, and tables in notebooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAGES = ("plan with timelines", "simulation", "map", "capacity")
 
 
 def boxes(figure: Figure) -> Iterator[tuple[str, Bbox]]:
-    """Every text that is seen, and its place in pixels; a tick beyond its axis is not drawn."""
+    """Every visible text and its box in pixels; ticks outside of their axis are not drawn."""
     FigureCanvasAgg(figure).draw()
     unseen = set()
     for axes in figure.axes:

@@ -1,6 +1,6 @@
-"""Pools as SimPy processes, the reference for planner/capacity/fleet.py: prompts that run one by one.
+"""Pools as SimPy processes, the reference for planner/capacity/fleet.py; groups run prompts one by one.
 
-At each instant the dispatcher runs after all other events of that instant.
+At each instant the dispatcher runs after all other events.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from simpy.events import EventPriority
 
 from planner.capacity.fleet import Pool, PoolRun
 
-LAST = EventPriority(2)  # after all events of an instant, which have SimPy's priorities 0 and 1
+LAST = EventPriority(2)  # after all other events of an instant; these have SimPy's priorities 0 and 1
 
 
 class SimpyPool:
-    """One pool, simulated event by event."""
+    """A pool, simulated event by event."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.service, count = pool, pool.service, len(pool.arrival_s)
-        self.env, self.now_s = simpy.Environment(), -np.inf  # SimPy's clock, and one without rounding of delays
+        self.env, self.now_s = simpy.Environment(), -np.inf  # SimPy's clock, and a clock without rounding errors
         self.queue: list[tuple[int, int]] = []  # position, request
-        self.idle = dict.fromkeys(range(pool.replicas), -np.inf)  # group -> since when its first rank is free
-        self.ranks_s = [[-np.inf] * self.service.overlap.num_ranks] * pool.replicas  # when each is free
+        self.idle = dict.fromkeys(range(pool.replicas), -np.inf)  # group -> time at which its first rank became free
+        self.ranks_s = [[-np.inf] * self.service.overlap.num_ranks] * pool.replicas  # time at which each rank is free
         self.begin_s, self.end_s, self.group = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         self.busy_s = 0.0
 
     def run(self) -> PoolRun:
-        """Serve all requests."""
+        """Serve all requests and return the times."""
         for request, position in enumerate(self.pool.positions().tolist()):
             place = (position, request)
             self._at(float(self.pool.arrival_s[request]), lambda place=place: heappush(self.queue, place))  # type: ignore[misc]
@@ -39,7 +39,7 @@ class SimpyPool:
         return PoolRun(begin_s=self.begin_s, end_s=self.end_s, group=self.group, busy_s=self.busy_s)
 
     def _at(self, time_s: float, then: Callable[[], None]) -> None:
-        """Do something at a time, and dispatch after everything else of that instant."""
+        """Call `then` at this time, and dispatch after all other events of that instant."""
 
         def process() -> Generator[simpy.Event, Any, Any]:
             yield self.env.timeout(max(0.0, time_s - self.env.now))

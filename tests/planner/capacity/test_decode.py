@@ -1,4 +1,4 @@
-"""The fleet that decodes, and the transfer of the KV-cache to it."""
+"""The decoding fleet, and transfers of the KV-cache to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_step_reads_weights_and_caches_once() -> None:
     assert weights_s < alone < 3 * weights_s
     read_s = 64 * (per_rank.share.cache_bytes(8000, 2) - per_rank.share.cache_bytes(1000, 2)) / bytes_per_s
     assert read_s < longer - more < 2.5 * read_s
-    assert more < 3 * alone  # of 64 sequences, which share the weights
+    assert more < 3 * alone  # 64 sequences share the weights
 
 
 def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
@@ -92,7 +92,7 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
     assert plan.decode_fleet.step_s <= plan.decode_fleet.tpot_s == 0.05
     assert plan.decode_fleet.cost_per_hour == 2.0 * plan.decode_fleet.num_gpus
     assert plan.answer.growth is not None
-    assert plan.answer.growth.decode_gpus > 0  # the next step needs GPUs that decode, too
+    assert plan.answer.growth.decode_gpus > 0  # a larger fleet needs more GPUs for decoding, too
     assert plan.kv_transfer is not None
     assert plan.answer.p50_kv_transfer_s is not None
     assert plan.answer.p99_kv_transfer_s is not None
@@ -113,7 +113,7 @@ def test_a_tpot_that_no_group_keeps_is_exit_code_1(capsys: pytest.CaptureFixture
 
 def test_sequences_at_once_and_their_mean_context() -> None:
     decoded = sequences(10, every_s=1.0)
-    assert decoded.most_at_once(0.04) == 4  # 100 steps take 4 s: the fifth begins as the first ends
+    assert decoded.most_at_once(0.04) == 4  # 100 steps take 4 s: the fifth sequence begins when the first ends
     assert decoded.most_at_once(0.001) == 1
     assert decoded.mean_context == 1051
     never = Sequences(

@@ -1,4 +1,4 @@
-"""Queues of groups against SimPy and queueing theory; nothing is ever lost."""
+"""Queues of groups agree with SimPy and with queueing theory; no request is lost."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.building import examples
 from tests.planner.capacity.simpy_pool import SimpyPool
 
 KINDS = 3
-quarters = st.integers(1, 40).map(lambda number: number / 4)  # exact in binary, so that ties are ties
+quarters = st.integers(1, 40).map(lambda number: number / 4)  # exact in binary, so that equal times stay equal
 
 
 @st.composite
 def handovers(draw: st.DrawFn) -> Overlap:
-    """Early ranks are free before the last one, and later ones wait first."""
+    """Random hand-overs: early ranks become free before the last rank, and later ranks may begin later."""
     eighths = st.integers(0, 8).map(lambda number: number / 8)
     finish, slack = [], []
     for _ in range(KINDS):
@@ -35,7 +35,7 @@ def handovers(draw: st.DrawFn) -> Overlap:
 
 @st.composite
 def pools(draw: st.DrawFn) -> Pool:
-    """Pools with few requests and all features."""
+    """Random pools with few requests and all features."""
     count = draw(st.integers(1, 30))
 
     def column(values: st.SearchStrategy[float]) -> list[float]:
@@ -87,7 +87,7 @@ def test_every_request_is_served_and_takes_its_time(pool: Pool) -> None:
 @examples(60)
 @given(pool=pools())
 def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
-    # Begins only move earlier with more servers, where nothing depends on which server (Kiefer and Wolfowitz).
+    # If all servers are equal, an additional server makes no start later (Kiefer and Wolfowitz).
     service = replace(pool.service, overlap=Overlap.whole(), length_class=0 * pool.service.length_class)
     plain = replace(pool, service=service, order="first-come")
     more = replace(plain, replicas=plain.replicas + 1)
@@ -114,7 +114,7 @@ def fleet_workload(count: int = 60) -> Workload:
 
 
 def services(workload: Workload, fits: int) -> dict[GroupType, Service]:
-    """Times in proportion to length, twice as fast on two GPUs; one GPU takes contexts up to `fits`."""
+    """Service times proportional to length, half as long on two GPUs; one GPU takes at most `fits` tokens."""
     alone_s = workload.context_len / 50.0
     one = Service.plain(np.where(workload.context_len <= fits, alone_s, np.inf))
     return {GroupType(1): one, GroupType(2): Service.plain(alone_s / 2)}

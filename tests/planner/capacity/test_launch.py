@@ -1,4 +1,4 @@
-"""Launches of fleets: a server for each kind of group with documented flags, and one for the fleet that decodes."""
+"""Launches of fleets: one server per kind of group with documented flags, and one for the decoding fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.capacity.times import StrategyPolicy
 from planner.deploy_engines import deploy_engine
 from tests.building.flags import read_flags
 
-# Short prompts fit groups of one GPU; the few long ones need groups of four.
+# Short prompts fit groups of one GPU; the few long prompts need groups of four.
 ASK = ("--model", "llama-3.1-8b", "--cluster", "h100-nvlink", "--slo-ttft", "2s", "--group-sizes", "1,4")
 CHEAP = ("--price-per-gpu-hour", "1=1,4=3", "--objective", "cost", "--strategies", "single,tp")
 ROWS = [(0.01 * number, 48_000 if number % 100 == 0 else 700, 20) for number in range(400)]
@@ -54,7 +54,7 @@ def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp
         "trtllm": ("--max_num_tokens", "--max_seq_len", "--config", "--max_batch_size"),
     }[engine]
     longest, step = groups[0]["context_range"][1], int(read["prefill-1"][steps] or 0)
-    assert longest <= step < longest + 256  # a step is whole pages of the cache
+    assert longest <= step < longest + 256  # a step is a whole number of cache pages
     assert step < int(read["prefill-2"][steps] or 0)
     assert {int(one[lengths] or 0) for one in read.values()} == {48_020}
     assert all(roles in one for one in read.values())

@@ -1,4 +1,4 @@
-"""Packed steps: the prompts of a step, its time compared with a simulated program, and queues of packed prompts."""
+"""Packed steps: their prompts, their time compared with a simulated program, and queues of packed prompts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_steps_are_filled_in_order(new: list[int], cached: int, budget: int, mos
 @pytest.mark.parametrize(("name", "gpus"), LAYOUTS)
 @pytest.mark.parametrize("engine", ["none", "mooncake-vllm-0.11"])
 def test_one_prompt_in_one_step_takes_its_ttft(name: str, gpus: int, engine: str) -> None:
-    """Within 1.5 %: host times are summed per step, and times of logits and prefixes are interpolated."""
+    """The error is up to 1.5 %: host times are summed per step; times of logits and prefixes are interpolated."""
     for new, cached in ((2500, 500), (40, 9000)):
         scenario, strategy = per_rank(name, gpus, ctx=new + cached, cached_prefix=cached, engine=engine)
         ttft_s = run_partition(scenario, strategy, Partition.even(new, 1)).ttft_s

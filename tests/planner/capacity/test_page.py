@@ -1,4 +1,4 @@
-"""The page of a capacity plan, without a browser: its data, its text and its file."""
+"""The page of a capacity plan, without a browser: data, text and file."""
 
 from __future__ import annotations
 

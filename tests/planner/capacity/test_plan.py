@@ -1,4 +1,4 @@
-"""`kvrsim capacity` and `kvrsim.capacity`: JSON, exit codes, files, and mistakes that name their option."""
+"""`kvrsim capacity` and `kvrsim.capacity`: JSON, exit codes, files, and errors with the name of the option."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 
 
 def trace(path: Path, count: int = 800, seed: int = 0) -> Path:
-    """A small CSV: mostly short prompts, now and then a long one, prefixes cached."""
+    """Write a small CSV with many short and some long prompts, half of them with cached prefixes."""
     rng = np.random.default_rng(seed)
     arrival_s = np.cumsum(rng.exponential(0.25, count))
     context = np.where(rng.random(count) < 0.1, rng.integers(3000, 8000, count), rng.integers(10, 1500, count))
@@ -105,7 +105,7 @@ def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixt
     assert found["nearest_miss"]["unserved"] == 50
     assert found["nearest_miss"]["p99_ttft_s"] is None
     assert found["infeasible"][0]["code"] == "memory"
-    assert not any("do not fit in the memory" in note for note in found["warnings"])  # `infeasible` has it
+    assert not any("do not fit in the memory" in note for note in found["warnings"])  # `infeasible` says it
     assert {group["weights"] for group in answer(capsys, *asked)["answer"]["groups"]} <= {"tp2", "pp2"}
     assert any("60000 tokens exceed the max_position_embeddings" in note for note in found["warnings"])
 

@@ -1,4 +1,4 @@
-"""Sampling intervals of a percentile of TTFT."""
+"""Confidence intervals of a percentile of TTFT."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
     true = -np.log(0.05)
     rows = np.random.default_rng(0).exponential(1.0, (120, 4000))
     covered = [low_s <= true <= high_s for low_s, high_s in filter(None, (trace_interval(row, 95, 0) for row in rows))]
-    assert 0.67 <= np.mean(covered) <= 0.93  # 80 %, within three and a half standard errors of 120 trials
+    assert 0.67 <= np.mean(covered) <= 0.93  # 80 % within three and a half standard errors of 120 trials
 
 
 def test_the_interval_of_replications_is_students() -> None:

@@ -1,4 +1,4 @@
-"""The search: its fleets meet the target, nothing cheaper of the same design does; and the fleets around the best."""
+"""The search: its fleets meet the target, no cheaper fleet of the same design does; and the fleets next to the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Service times: what groups may run, times near a full search, a hand-over that changes no finish time, memory."""
+"""Service times: strategies per group, times close to a full search, overlapping prompts, memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scenario(profile: str, gpus: int = 1, ctx: int = 1024, cached: int = 0) -> S
 
 
 def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
-    """TTFT of the best strategy with its best partition."""
+    """TTFT of the fastest strategy with its best partition."""
     asked = scenario(profile, gpus, new + cached, cached)
     found = [search(asked, KVR).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
@@ -60,7 +60,7 @@ def test_times_are_near_those_of_a_full_search(profile: str, gpus: int) -> None:
 
 
 def delayed(program: Program, delays_s: np.ndarray) -> Program:
-    """Each rank begins so much later, host and device."""
+    """The program with a delay before each rank's first operation, on host and device."""
     waits = [Compute(name="before", device_s=np.array([delay]), host_s=float(delay)) for delay in delays_s]
     prologue = tuple((wait, *ops) for wait, ops in zip(waits, program.prologue, strict=True))
     return replace(program, prologue=prologue)
@@ -104,8 +104,8 @@ def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None
         behind = times.seconds(GroupType(gpus), new, cached)
         whole = times.seconds(GroupType(gpus), new + cached, 0 * cached)
         assert (np.diff(alone) > 0).all()
-        assert (behind >= alone).all()  # the same new tokens attend to more
-        assert (behind < whole).all()  # the same context, less of it to compute
+        assert (behind >= alone).all()  # new tokens attend to a prefix in addition
+        assert (behind < whole).all()  # same context, but fewer tokens to compute
 
 
 def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
@@ -164,13 +164,13 @@ def test_times_at_a_power_of_two_are_those_of_a_plan(name: str) -> None:
     for knot, ttft_s in zip(knots.tolist(), times.ttft_s.tolist(), strict=True):
         placed = for_strategy(large(8, knot), strategy)
         planned_s = run_partition(placed, strategy, partition_of(placed, strategy)).ttft_s
-        if knot.bit_count() == 1:  # other lengths take the clock and the partition of a longer prompt
+        if knot.bit_count() == 1:  # other lengths use the clock and the partition of a longer prompt
             assert ttft_s == pytest.approx(planned_s, rel=0.015)
         assert ttft_s == pytest.approx(planned_s, rel=0.05)
 
 
 def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None:
-    """Stages that begin within their slack end no later (event executor). Therefore prompts can overlap."""
+    """Stages that start later, within their slack, end at the same time, so prompts can overlap."""
     strategy = get_strategy("pp")
     prefills = Prefills(large(4), strategy)
     times = prefills.times(0, np.array([4096], dtype=np.int64))

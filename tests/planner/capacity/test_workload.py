@@ -1,4 +1,4 @@
-"""Workloads: what scaling keeps, what is drawn at random, what a summary says, and how traces are read."""
+"""Workloads: scaling, random draws, summaries, and files of traces."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_diurnal_rate_swings_between_peak_and_trough() -> None:
     drawn = Synthetic.parse(spec).draw(np.random.default_rng(2))
     phase = drawn.arrival_s % 100
     trough, peak = ((phase < 10) | (phase > 90)).sum(), ((phase > 40) & (phase < 60)).sum()
-    assert peak / trough == pytest.approx((1 + 0.6 * 0.935) / (1 - 0.6 * 0.935), rel=0.06)  # means over a tenth
+    assert peak / trough == pytest.approx((1 + 0.6 * 0.935) / (1 - 0.6 * 0.935), rel=0.06)  # means of 0.1 periods
     assert len(drawn) / drawn.duration_s == pytest.approx(50, rel=0.02)
 
 
@@ -140,7 +140,7 @@ def test_mooncake_lines_count_leading_blocks_seen_before(tmp_path: Path) -> None
     trace = read_trace(written(tmp_path, MOONCAKE))
     assert trace.arrival_s.tolist() == [0.0, 2.0, 2.0, 3.0]
     assert trace.context_len.tolist() == [1000, 1500, 600, 700]
-    # The third begins with a block that is new; the fourth has all its blocks seen, and keeps a token to compute.
+    # The third prompt begins with a new block; the fourth has only known blocks, and one token is still computed.
     assert trace.cached_prefix.tolist() == [0, 2 * BLOCK_TOKENS, 0, 699]
     assert "fully cached" in trace.notes[0]
 
@@ -185,7 +185,7 @@ def test_what_is_read_is_what_was_written(
     lines = ["arrival_s,context_tokens,cached_tokens,output_tokens"]
     lines += [",".join(map(str, row)) for row in rows]
     trace = read_trace(written(tmp_path_factory.mktemp("trace"), "\n".join(lines) + "\n"))
-    ordered = sorted(rows, key=lambda row: row[0])  # stable, like the reader's sort
+    ordered = sorted(rows, key=lambda row: row[0])  # a stable sort, as in the reader
     assert trace.arrival_s.tolist() == [row[0] - ordered[0][0] for row in ordered]
     assert trace.context_len.tolist() == [row[1] for row in ordered]
     assert trace.cached_prefix.tolist() == [min(row[2], row[1] - 1) for row in ordered]

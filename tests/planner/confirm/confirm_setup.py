@@ -1,4 +1,4 @@
-"""A tiny model and an invented profile: what commands for this machine need, in a folder."""
+"""A folder with a tiny model and an invented profile for commands that run on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrsim.runtime.host import device_name
 from kvrsim.units import scale
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 
-BUSY = ("--max-error", "1000", "--max-regret", "1000")  # times are not what these tests are about
+BUSY = ("--max-error", "1000", "--max-regret", "1000")  # these tests do not check times
 
 
 def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
@@ -41,7 +41,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
     return replace(
         base,
         name="made-up",
-        gpu=device_name("cpu"),  # of this machine
+        gpu=device_name("cpu"),  # the name of this machine
         kernels=replace(
             kernels,
             gemm=scale(kernels.gemm, 1000.0),
@@ -58,7 +58,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
 
 
 def folder_with(folder: Path, name: str = "llama-gqa", dtypes: tuple[str, ...] = ("fp32",)) -> Path:
-    """Write model.json and profile.json."""
+    """Write model.json and profile.json into a folder."""
     (folder / "model.json").write_text(json.dumps(CONFIGS[name] | {"initializer_range": 0.2}))
     made_up_profile(dtypes).write(folder / "profile.json")
     return folder

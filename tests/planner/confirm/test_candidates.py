@@ -1,4 +1,4 @@
-"""Candidates are measured where they fit in memory, and buffers are shared."""
+"""Candidates are measured if they fit in memory; they share buffers."""
 
 from __future__ import annotations
 

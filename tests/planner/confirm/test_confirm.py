@@ -1,4 +1,4 @@
-"""`kvrsim confirm` and `kvrsim run`, from the command line to the ranks and back, with a tiny model."""
+"""`kvrsim confirm` and `kvrsim run` with real ranks and a tiny model."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_named_strategies_are_measured_beside_their_predictions(folder: Path) ->
     assert all(one["predicted_ttft_s"] > 0 and one["measured_ttft_s"] > 0 for one in found["candidates"])
     assert found["max_logit_error"] <= 1e-5
     assert sum(found["candidates"][-1]["layers"]) == 3
-    assert found["orders"]["significant"] == 0  # one sample says nothing
+    assert found["orders"]["significant"] == 0  # one sample cannot be significant
 
 
 def test_a_rank_that_fails_is_a_reason_too(folder: Path) -> None:

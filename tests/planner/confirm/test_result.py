@@ -1,4 +1,4 @@
-"""What holds of confirmations whatever the machine does."""
+"""Laws of confirmations that do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx
 
 
 def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
-    """A program's own device times, as virtual ranks would bring them."""
+    """Device times of a program, in the form in which virtual ranks return them."""
     found = []
     for rank in range(program.num_ranks):
         parts: dict[tuple[int | None, str], float] = {}
         for layer, op in program.ops(rank):
             if isinstance(op, Compute):
-                names = {"step": "embedding", "mask": "embedding"}  # as virtual ranks measure
+                names = {"step": "embedding", "mask": "embedding"}  # names that virtual ranks use
                 key = (layer, names.get(op.name, op.name))
                 parts[key] = parts.get(key, 0.0) + op.device_s.item()
         found.append(parts)

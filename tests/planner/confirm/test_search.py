@@ -1,4 +1,4 @@
-"""The search on the machine: what it decides, and the table that it writes."""
+"""The search on the machine: its decisions, and the table that it writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.planner.confirm.confirm_setup import arguments, folder_with, made_up_
 
 
 def bowl(best: Chunks, each_s: float = 1.0) -> Callable[[Chunks], tuple[float, float]]:
-    """A machine whose TTFT grows with the distance from its best partition."""
+    """A simulated machine whose TTFT grows with the distance from the best partition."""
     seconds = 0.0
 
     def measure(chunks: Chunks) -> tuple[float, float]:

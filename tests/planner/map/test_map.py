@@ -1,4 +1,4 @@
-"""Maps: winners that nothing beats, break-even lengths between what was simulated, and what the command prints."""
+"""Maps: winners are fastest, break-even lengths lie between simulated lengths, and the command prints both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARGUMENTS = ("map", "--ctx", "1k:8k:x2", "--gpus", "2,4", "--link-bandwidths", "
 
 
 def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) -> StrategyMap:
-    """One bandwidth, two GPUs, contexts of 1k, 2k, 4k, ..."""
+    """A map of one bandwidth, two GPUs and contexts of 1k, 2k, 4k, ..."""
     points = [
         MapPoint(
             context_len=1024 << index,
@@ -75,7 +75,7 @@ def test_more_bandwidth_never_hurts(found: StrategyMap) -> None:
 def test_break_even_lies_where_the_lines_cross() -> None:
     (even,) = map_of({"single": [1.0, 2.0, 4.0], "tsp": [2.0, 4.0, 2.0]}).break_evens()
     assert (even.strategy, even.over, even.known) == ("tsp", "single", "interpolated")
-    assert even.context_len == round(2048 * 2**0.5)  # gains of log 1/2 and log 2: half way
+    assert even.context_len == round(2048 * 2**0.5)  # the gains are log 1/2 and log 2, so half way
 
 
 @pytest.mark.parametrize(

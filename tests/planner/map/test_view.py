@@ -1,4 +1,4 @@
-"""The page of a map, without a browser: its data, its text and its file."""
+"""The page of a map, without a browser: data, text and file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_place_of_the_data_is_that_of_the_map(found: StrategyMap) -> None:
                 assert bool(one["fits"][index]) is point.fits
             else:
                 assert one["ttft_s"][index] is None
-    assert any(not found.at(length, rate, count) for rate, length, count in places)  # 2 tokens on 4 GPUs
+    assert any(not found.at(length, rate, count) for rate, length, count in places)  # e.g. 2 tokens on 4 GPUs
 
 
 def test_names_of_others_are_text_and_the_data_come_back(found: StrategyMap) -> None:

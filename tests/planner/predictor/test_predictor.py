@@ -1,4 +1,4 @@
-"""Predictors: they are the simulator on their knots, near it between them, and refuse what lies outside."""
+"""Predictors equal the simulator at their knots, are close between them, and refuse values outside."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
 
 
 def test_what_does_not_fit_is_not_told() -> None:
-    """Tensor parallelism holds the weights, but not many long prompts."""
+    """With tensor parallelism the weights fit in memory, but many long prompts do not."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
     found = kvrsim.build_predictor(strategy="tp", ctx="64k", batch=8, **near)
     most = found.strategies[0].most_new_tokens

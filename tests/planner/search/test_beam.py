@@ -1,4 +1,4 @@
-"""The beam search over pieces: its times are the executor's, and it finds the best pieces between nodes."""
+"""The beam search over pieces: its times are the executor's, and it finds the best pieces on its nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODES = np.array([0.0, 500, 900, 1600, 2200, 3000, 3400, 4096])
 
 
 def scenario_of(profile: str, engine: str) -> Scenario:
-    """Three GPUs, one of them slow; eager profiles have messages that hold the stages."""
+    """Three GPUs, one of them slow; with eager profiles, messages hold the stages."""
     scenario, _ = kvrsim.make_scenario(ctx=4096, gpus=3, model="falcon-7b", profile=profile, engine=engine)
     scenario = for_strategy(scenario, SEARCHED)
     return replace(scenario, cluster=UnevenCluster.of(scenario.cluster, [SlowGpu(rank=1, factor=1.5)], []))
@@ -38,7 +38,7 @@ def scenario_of(profile: str, engine: str) -> Scenario:
     ],
 )
 def test_finds_the_best_of_all_pieces_at_the_times_of_the_executor(profile: str, engine: str) -> None:
-    """But for the seconds of the request, which all pieces share."""
+    """The times differ only by the seconds per request, which are equal for all pieces."""
     scenario, layers = scenario_of(profile, engine), (12, 9, 11)
     runner = Runner(scenario, replace(SEARCHED, stage_layers=layers))
     ttft_s = {}
@@ -54,7 +54,7 @@ def test_finds_the_best_of_all_pieces_at_the_times_of_the_executor(profile: str,
 
 
 def test_pieces_are_within_the_limits() -> None:
-    """At least `least` tokens, at most those of the node at which they begin."""
+    """Each piece has at least `least` tokens and at most the limit of the node at which it begins."""
     scenario = scenario_of("a100-flash", "none")
     found = Beam(scenario, SEARCHED, NODES, 600.0, np.full(len(NODES), 1500.0)).best([(11, 10, 11), (16, 8, 8)])
     for one in found:

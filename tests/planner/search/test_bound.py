@@ -1,4 +1,4 @@
-"""The printed bound is proven: whatever the partition, and whatever is known beforehand, none is faster."""
+"""The printed bound is proven: no partition is faster, for any known TTFT."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.building import Draws, any_scenario, as_measured, draws, examples, sc
 KVR = STRATEGIES["kvr-s"]
 BLOCKS = replace(STRATEGIES["kvr-b"], query_blocks=(1, 3, 8), refuses=None)
 EXACT = 1 + 1e-9
-SEEDS = st.integers(0, 2**32)  # of the partitions tried
+SEEDS = st.integers(0, 2**32)  # seeds of random partitions
 CASES = Path(__file__).parent / "cases"
 REFUTED = (
-    "last-message-holds-the-stream",  # counted before the drain and in it
-    "end-leaves-no-room",  # an end pushed so far that the next rank has no room for a token
+    "last-message-holds-the-stream",  # a message counted before the drain and in it
+    "end-leaves-no-room",  # an end so late that the next rank has no room for a token
     "message-in-fill-and-received",  # a message counted as part of the fill and as received
-    "hidden-latency",  # counted on top of what hides it
+    "hidden-latency",  # latency counted in addition to the work that hides it
     "later-start-saves-less",  # a later start saves less computing than it costs in receiving
 )
 
 
 def partitions(scenario: Scenario, seed: int, count: int) -> Array:
-    """Even, all but one rank with a single token, and shares from nearly even to nearly all on one rank."""
+    """Partitions: even, one long chunk and single tokens, and random shares from nearly even to very uneven."""
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     rng = np.random.default_rng(seed)
     alpha = rng.choice([0.05, 0.3, 1.0, 5.0], size=count)
@@ -49,9 +49,9 @@ def partitions(scenario: Scenario, seed: int, count: int) -> Array:
 
 
 def in_whole_steps(scenario: Scenario, rows: Array) -> Array:
-    """The nearest that fill the tiles of the matrix products, first with the rest on the last rank, then on the first.
+    """The nearest partitions of whole tiles of the matrix products; the last or the first rank gets the rest.
 
-    One token more would take a step longer.
+    One more token would need another tile.
     """
     gemm = scenario.profile.kernels.gemm if scenario.profile else None
     if gemm is None or not gemm.tiles:
@@ -67,7 +67,7 @@ def in_whole_steps(scenario: Scenario, rows: Array) -> Array:
 
 
 def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int, strategy: Strategy = KVR) -> None:
-    """The bound from an ordinary and a bad TTFT; from the best one it is below by construction."""
+    """Test bounds from an ordinary and from a bad TTFT; a bound from the best TTFT is below it by construction."""
     cuts = partitions(scenario, seed, count)
     ttft_s = Evaluator(scenario, strategy).ttft_s(cuts)
     best_s, best = float(ttft_s.min()), cuts[ttft_s.argmin()]
@@ -82,7 +82,7 @@ def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int, st
 
 @strategy_of
 def anything(rng: Draws) -> Scenario:
-    """Two to twelve GPUs, fast or slow links, now and then a bus."""
+    """A random scenario with two to twelve GPUs, fast or slow links, sometimes a bus."""
     options: dict[str, Any] = {"num_gpus": (2, 12) if rng.random() < 0.6 else (2, 5)}
     if rng.random() < 0.15:
         options |= {"topologies": ("bus",), "num_gpus": (2, 4)}
@@ -107,7 +107,7 @@ def test_what_refuted_an_earlier_bound(case: str) -> None:
 @given(rng=draws(), seed=SEEDS)
 @examples(25)
 def test_slow_links_few_ranks(sends: str, rng: Draws, seed: int) -> None:
-    """Where a message takes longer than the work that it feeds, a rank does best to be left out."""
+    """If a message takes longer than the work that it allows, a rank should get a single token."""
     scenario = any_scenario(rng, num_gpus=(2, 4), roofline=False, sends=sends, decades=(5, 9))
     assert_nothing_beats_the_bound(scenario, seed, 300)
 
@@ -123,7 +123,7 @@ def test_every_kind_of_layer(kind: str, rng: Draws, seed: int) -> None:
 @given(rng=draws(), scenario=anything(), seed=SEEDS)
 @examples(25)
 def test_what_own_measurements_tell(rng: Draws, scenario: Scenario, seed: int) -> None:
-    """Kernels by what they cover, masked rectangles, sizes that were measured, copies in place."""
+    """Kernels with measured sizes, masked rectangles, and copies in place."""
     scenario = as_measured(rng, scenario)
     assert_nothing_beats_the_bound(scenario, seed, 15 if scenario.cluster.topology == "bus" else 300)
 
@@ -131,7 +131,7 @@ def test_what_own_measurements_tell(rng: Draws, scenario: Scenario, seed: int) -
 @given(rng=draws(), seed=SEEDS, measured=st.booleans())
 @examples(8)
 def test_query_blocks(rng: Draws, seed: int, measured: bool) -> None:
-    """Of any number a rank."""
+    """Each rank may have any number of query blocks."""
     scenario = any_scenario(rng, num_gpus=(2, 4))
     scenario = as_measured(rng, scenario) if measured else scenario
     assert_nothing_beats_the_bound(scenario, seed, 60, BLOCKS)
@@ -164,7 +164,7 @@ def test_one_gpu_reaches_it(scenario: Scenario) -> None:
     ],
 )
 def test_the_bound_is_close(most: float, options: dict[str, Any]) -> None:
-    """Messages that overlap or hold the streams, fast links, little bandwidth, latency, layers of two kinds."""
+    """Cases: messages that overlap or hold streams, fast links, low bandwidth, latency, two kinds of layers."""
     scenario = for_strategy(make_scenario(**options)[0], KVR)
     found = search(scenario, KVR)
     assert found.lower_bound_s is not None

@@ -1,4 +1,4 @@
-"""The paper's hierarchical grid search: its worked example, how much it evaluates, and what may be pruned."""
+"""The paper's hierarchical grid search: its worked example, number of evaluations, and allowed pruning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.building import Draws, draws, examples
 
 
 class Counted:
-    """An objective that remembers what was asked for, call by call."""
+    """An objective that records the boundaries of each call."""
 
     def __init__(self, objective: Any) -> None:
         self.objective = objective
@@ -34,18 +34,18 @@ class Counted:
 
 
 def near(*target: int) -> Any:
-    """Least at the target, and rising with the distance from it."""
+    """An objective with its minimum at the target."""
     return lambda *row: 1.0 + sum((at - want) ** 2 for at, want in zip(row, target, strict=True))
 
 
 def slowest(num_tokens: int, *target: int) -> Any:
-    """As a TTFT: the slowest rank counts, and at the target all take equally long."""
+    """An objective like TTFT: the maximum over ranks of chunk / target chunk."""
     want = chunk_lens(target, num_tokens)
     return lambda *row: max(chunk / share for chunk, share in zip(chunk_lens(row, num_tokens), want, strict=True))
 
 
 def follow(counted: Counted, center: tuple[int, ...], strides: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """Check each level: five values a boundary, all combinations but those that leave a chunk empty."""
+    """Check each level: five values per boundary, in all combinations without an empty chunk."""
     assert counted.calls[0].tolist() == [list(center)]
     assert len(counted.calls) == 1 + len(strides)
     for stride, call in zip(strides, counted.calls[1:], strict=True):
@@ -73,7 +73,7 @@ def test_the_papers_worked_example(objective: Any) -> None:
 
 @pytest.mark.parametrize("num_ranks", [3, 5])
 def test_five_values_a_boundary_and_level(num_ranks: int) -> None:
-    """5^(p - 1) candidates a level, less those in which two boundaries meet."""
+    """A level has 5^(p - 1) candidates, without those in which two boundaries meet."""
     tokens = 4096 * num_ranks
     even = tuple(4096 * rank for rank in range(1, num_ranks))
     counted = Counted(near(*(boundary + 700 for boundary in even)))
@@ -97,7 +97,7 @@ def test_only_candidates_that_leave_every_rank_a_token(rng: Draws, ranks: int) -
 @given(tokens=st.integers(2, 100_000), stride=st.integers(1, 512), share=st.floats(0, 1))
 @examples(100)
 def test_two_ranks_take_a_binary_search(tokens: int, stride: int, share: float) -> None:
-    """O(log C) evaluations find the lowest point of what falls, then rises."""
+    """O(log C) evaluations find the minimum of a function that first falls and then rises."""
     stride = min(stride, tokens // 2)
     places = max(1, (tokens - 1) // stride)
     lowest = 1 + share * (tokens - 2)
@@ -109,7 +109,7 @@ def test_two_ranks_take_a_binary_search(tokens: int, stride: int, share: float) 
 
 
 def test_many_ranks_move_a_few_boundaries_at_a_time() -> None:
-    """All combinations of 15 boundaries are 5^15 a level: windows of four are tried in their place."""
+    """All combinations of 15 boundaries would be 5^15 per level; the search moves only four boundaries at a time."""
     counted = Counted(near(*(100 * rank + 20 for rank in range(1, 16))))
     boundaries, _ = Grid(num_tokens=1600, num_ranks=16, evaluate=counted).search(1)
     assert boundaries == tuple(100 * rank + 20 for rank in range(1, 16))

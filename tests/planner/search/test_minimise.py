@@ -1,4 +1,4 @@
-"""Boundaries on a grid, as chunks, and around a centre."""
+"""Boundaries on a grid: as chunks, and around a centre."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.search.minimise import around, chunks_between, distinct, rounded, v
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[int, int, int, list[float]]:
-    """Ranks, a stride and tokens with room for a multiple a boundary, and real-valued chunks of any size."""
+    """Number of ranks, a stride, enough tokens for a multiple of it per boundary, and real-valued chunks."""
     ranks = draw(st.integers(2, 9))
     stride = draw(st.integers(1, 64))
     tokens = draw(st.integers(ranks * stride, 4096))
@@ -26,7 +26,7 @@ def test_rounding_leaves_every_chunk_a_token(cut: tuple[int, int, int, list[floa
     assert (found % stride == 0).all()
     assert chunks_between(found, tokens).sum() == tokens
     assert len(chunks_between(found, tokens)) == ranks
-    assert (distinct(found, stride, tokens) == found).all()  # what is right stays
+    assert (distinct(found, stride, tokens) == found).all()  # valid boundaries do not change
 
 
 @given(st.integers(1, 6), st.integers(1, 64), st.integers(100, 4096))

@@ -1,4 +1,4 @@
-"""Searched pipelines: close to the best of all, no slower than even pieces, on grids of pages and above floors."""
+"""Searched pipelines: close to the best, never slower than even pieces, multiples of the stride, not too short."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from planner.search.minimise import Evaluator
 from planner.search.pipeline import search_even_pieces, search_pipeline, with_step_time
 
 SEARCHED = get_strategy("pp-s")
-STEPPING = "tensorrt-llm-0.5"  # an engine whose steps cost 1.5 ms, uncertain by more than twice
+STEPPING = "tensorrt-llm-0.5"  # a step of this engine costs 1.5 ms, with an uncertainty of more than a factor of two
 
 
 def placed(**asked: object) -> Scenario:
-    """On eight H100 unless it says otherwise, as a pipeline sees it."""
+    """A scenario prepared for the pipeline; eight H100 by default."""
     about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"} | asked
     return for_strategy(kvrsim.make_scenario(**about)[0], SEARCHED)  # type: ignore[arg-type]
 
 
 def with_layers(scenario: Scenario, count: int) -> Scenario:
-    """The first layers of the model alone."""
+    """The scenario with only the first `count` layers of the model."""
     return replace(
         scenario, model=replace(scenario.model, layers=scenario.model.layers[:count], num_hidden_layers=count)
     )
 
 
 def best_of_all(scenario: Scenario, stride: int) -> float:
-    """TTFT of the best of all pieces that are multiples of the stride, on all stages."""
+    """TTFT of the best pieces that are multiples of the stride, for all layers of the stages."""
     tokens, layers = scenario.request.new_tokens, len(scenario.share.layer_kind_index)
     cuts, best_s = list(range(stride, tokens, stride)), float("inf")
     for held in itertools.combinations(range(1, layers), scenario.cluster.num_gpus - 1):
@@ -55,7 +55,7 @@ def best_of_all(scenario: Scenario, stride: int) -> float:
 @pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "deepseek-v3"])
 @pytest.mark.parametrize(("gpus", "layers", "ctx", "engine"), [(2, 5, 8192, "none"), (3, 6, 65536, "serving")])
 def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, ctx: int, engine: str) -> None:
-    """Of all pieces of eighths of the context, on all stages of a few layers."""
+    """The best is taken over all pieces of eighths of the context and all stages of a few layers."""
     scenario = with_layers(placed(model=model, gpus=gpus, ctx=ctx, engine=engine), layers)
     found = search_pipeline(scenario, SEARCHED, stride=ctx // 8)
     assert found.ttft_s <= best_of_all(scenario, ctx // 8) * 1.005
@@ -63,7 +63,7 @@ def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, c
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
 def test_no_slower_than_even_pieces(model: str) -> None:
-    """In the mean over what a step may take."""
+    """Times are means over the uncertain seconds of a step."""
     scenario = with_step_time(placed(model=model, ctx="128k"), "mean")
     even = search_even_pieces(scenario, get_strategy("pp")).partition
     even_s = Evaluator(scenario, get_strategy("pp")).one(even.chunk_lens)
@@ -73,7 +73,7 @@ def test_no_slower_than_even_pieces(model: str) -> None:
 @pytest.mark.parametrize("model", ["qwen2.5-7b"])
 @pytest.mark.parametrize("steps", [lambda scenario: scenario, lambda scenario: with_step_time(scenario, "mean")])
 def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Scenario], Scenario]) -> None:
-    """At 128k on eight GPUs, where even pieces may be any number of 4096 tokens and more."""
+    """The gain holds for 128k on eight GPUs; even pieces may have any number, but at least 4096 tokens."""
     scenario = steps(placed(model=model, ctx="128k"))
     even = Evaluator(scenario, get_strategy("pp"))
     even_s = min(even.one(Partition.even(131072, number).chunk_lens) for number in (4, 8, 12, 16, 20, 24, 28, 32))
@@ -84,7 +84,7 @@ def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Sce
 
 @pytest.mark.parametrize(("stride", "least"), [(256, 1024), (1000, None)])
 def test_pieces_are_multiples_and_above_the_floor(stride: int, least: int | None) -> None:
-    """All but the last one, which has what is left over."""
+    """The last piece has the rest and may be another number of tokens."""
     found = search_pipeline(placed(ctx=20000), SEARCHED, stride=stride, least_piece=least)
     pieces = found.partition.chunk_lens
     assert all(piece % stride == 0 for piece in pieces[:-1])
@@ -103,7 +103,7 @@ def test_groups_that_are_no_power_of_two_divide_the_pieces() -> None:
 
 
 def test_layers_of_a_stage_are_of_equal_time() -> None:
-    """Three dense layers are cheaper than layers of experts; the last stage has fewer where its head is dear."""
+    """Balanced stages are not slower than equal numbers of layers, for a model with dense layers and experts."""
     scenario = placed(model="deepseek-v3", ctx="32k")
     found = search_pipeline(scenario, SEARCHED)
     layers = found.strategy.stage_layers
@@ -114,7 +114,7 @@ def test_layers_of_a_stage_are_of_equal_time() -> None:
 
 
 def test_stages_suit_slow_gpus_and_slow_links() -> None:
-    """A slow GPU has fewer layers; behind a slow link, what its messages hide costs nothing."""
+    """A slow GPU gets fewer layers; computing that is hidden by the messages of a slow link costs nothing."""
     even = with_layers(placed(model="llama-7b", gpus=3, ctx=2048), 12)
     slow = replace(even, cluster=UnevenCluster.of(even.cluster, [SlowGpu(rank=1, factor=1.9)], []))
     layers = search_pipeline(slow, SEARCHED).strategy.stage_layers
@@ -138,7 +138,7 @@ def test_a_stage_holds_the_weights_of_its_layers() -> None:
 
 
 def test_the_plan_says_pieces_and_layers() -> None:
-    """In JSON for every pipeline, with the bound for the searched one."""
+    """The JSON has pieces and layers of every pipeline, and a bound of the searched pipeline."""
     about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"}
     plan = kvrsim.plan(strategies=["pp", "pp-s", "kvr-e"], **about).to_dict()  # type: ignore[arg-type]
     rows = {row["strategy"]: row for row in plan["strategies"]}
@@ -157,7 +157,7 @@ def test_the_plan_says_pieces_and_layers() -> None:
 
 
 def pipeline(**asked: object) -> tuple[kvrsim.Scenario, list[int]]:
-    """A long prefill on eight H100, and its pieces."""
+    """A long prefill on eight H100 and its even pieces."""
     about = {"ctx": "128k", "gpus": 8, "model": "llama-3-70b", "cluster": "h100-nvlink"} | asked
     scenario, _ = kvrsim.make_scenario(**about)  # type: ignore[arg-type]
     strategy = get_strategy("pp")
@@ -166,7 +166,7 @@ def pipeline(**asked: object) -> tuple[kvrsim.Scenario, list[int]]:
 
 
 def test_pieces_are_of_a_length_that_engines_run() -> None:
-    """From 2048 tokens, the smallest step that engines are set to, to 16k, where a step costs something."""
+    """Pieces have between 2048 tokens, the smallest step of engines, and 16k, because a step has a cost."""
     scenario, pieces = pipeline(model="llama-3-8b", engine=STEPPING)
     assert scenario.host.step_s > 0
     assert 2048 <= pieces[0] <= 16384
@@ -174,7 +174,7 @@ def test_pieces_are_of_a_length_that_engines_run() -> None:
 
 
 def test_pieces_are_the_best_for_a_dear_step() -> None:
-    """No power of two is better at the upper end of the step's interval, but for what the search calls equal."""
+    """At the upper end of the step's interval, no power of two is better by more than the search's tolerance."""
     scenario, pieces = pipeline(engine=STEPPING)
     dear = with_step_time(scenario, "p90")
     assert dear.host.step_s > 2 * scenario.host.step_s

@@ -1,4 +1,4 @@
-"""The bound of pipelines is proven: whatever the pieces and the layers of the stages, none is faster."""
+"""The bound of pipelines is proven: no pieces and no layers of the stages are faster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EXACT = 1 + 1e-9
 
 
 def any_layers(rng: Draws, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """A layer at least on every stage, the others anywhere."""
+    """Random layers of the stages, at least one per stage."""
     ends = sorted(rng.sample(range(1, num_layers), num_stages - 1)) if num_stages > 1 else []
     return tuple(int(end) for end in np.diff([0, *ends, num_layers]))
 
 
 def never_beaten(rng: Draws, scenario: Scenario) -> None:
-    """By searched pieces, and by any pieces on any stages."""
+    """Check that neither searched nor random pieces and stages are faster than the bound."""
     bound_s = pipeline_bound_s(scenario)
     tokens, kinds = scenario.request.new_tokens, len(scenario.share.layer_kind_index)
     found = search_pipeline(scenario, SEARCHED, stride=rng.choice([1, 16, 64]))
@@ -45,28 +45,28 @@ def never_beaten(rng: Draws, scenario: Scenario) -> None:
         pieces = tuple(int(piece) for piece in np.diff([0, *inner, tokens]))
         ttft_s = Evaluator(scenario, strategy).one(pieces) * EXACT
         assert ttft_s >= bound_s, (pieces, strategy.stage_layers)
-        if attempt == 0:  # the bound of pieces at least as long as these
+        if attempt == 0:  # the bound for pieces of at least this length
             assert ttft_s >= pipeline_bound_s(scenario, min(pieces)), (pieces, strategy.stage_layers)
 
 
 @given(rng=draws())
 @examples(40)
 def test_no_pipeline_is_faster(rng: Draws) -> None:
-    """On random machines, models with layers of unlike kinds, engines and cached prefixes."""
+    """The bound holds on random machines, for models with several kinds of layers, engines and cached prefixes."""
     if rng.random() < 0.5:
         scenario, _ = any_placed(rng, SEARCHED)
     else:
         scenario = any_scenario(rng, num_gpus=(1, 4), layers=(4, 8), topologies=("switch", "chain", "bus"))
         scenario = for_strategy(as_measured(rng, scenario) if rng.random() < 0.5 else scenario, SEARCHED)
     if scenario.cluster.shares_bandwidth and scenario.request.new_tokens > 64:
-        return  # each pipeline would be replayed event by event
+        return  # a bus replays each pipeline event by event, which is slow
     never_beaten(rng, scenario)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("engine", ["none", "serving"])
 def test_no_pipeline_of_published_models_is_faster(model: str, engine: str) -> None:
-    """Of latents, windows, states, experts and first dense layers."""
+    """The models have latents, windows, states, experts and dense first layers."""
     scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4, model=model, cluster="h100-nvlink", engine=engine)
     never_beaten(random.Random(model), scenario)
 
@@ -86,14 +86,14 @@ def test_the_theorem(stages: list[float], pieces: list[float]) -> None:
 
 
 def test_the_bound_is_close() -> None:
-    """Within 10 % of what the search finds, for a long prompt on eight GPUs."""
+    """The bound is within 10 % of the search's result, for a long prompt on eight GPUs."""
     scenario, _ = kvrsim.make_scenario(ctx="64k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
     found = search_pipeline(scenario, SEARCHED)
     assert 1.0 <= found.ttft_s / pipeline_bound_s(scenario) <= 1.1
 
 
 def test_long_pieces_of_eager_attention_are_not_faster_than_the_bound() -> None:
-    """Masked scores make long pieces dear, so that pieces of a wave of tiles take less than the whole prompt."""
+    """Masked scores make long pieces slow, so several pieces take less time than the whole prompt."""
     scenario, _ = kvrsim.make_scenario(ctx=54214, gpus=1, model="llama-7b", profile="a100-eager")
     model = replace(scenario.model, layers=scenario.model.layers[:1], num_hidden_layers=1)
     scenario = for_strategy(replace(scenario, model=model), SEARCHED)
@@ -102,7 +102,7 @@ def test_long_pieces_of_eager_attention_are_not_faster_than_the_bound() -> None:
 
 
 def test_the_bound_is_close_where_messages_hold_the_stages() -> None:
-    """A stage has the messages of both its links."""
+    """Each message holds both stages of its link while it is sent."""
     scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4, model="llama-7b", profile="a100-eager", link_bandwidth=1e7)
     scenario = for_strategy(scenario, SEARCHED)
     assert not scenario.sends_overlap
@@ -110,7 +110,7 @@ def test_the_bound_is_close_where_messages_hold_the_stages() -> None:
 
 
 def test_links_of_several_kinds_bound_a_pipeline() -> None:
-    """Over a network that is slower than all else, no pipeline is much faster than its bytes."""
+    """With a slow network, the bound exceeds the time of the bytes and is within 5 % of the search's result."""
     scenario, _ = kvrsim.make_scenario(ctx="8k", model="llama-3-8b", cluster="h100-2x8-ndr400", gpus=16, engine="none")
     placed = for_strategy(scenario, SEARCHED)
     assert placed.cluster.network is not None
@@ -122,7 +122,7 @@ def test_links_of_several_kinds_bound_a_pipeline() -> None:
 
 @pytest.mark.parametrize("slow", [{"step_s": 10.0, "prepare_s": 1e-3}, {"layer_s": 1.0}, {"latency_s": 10.0}])
 def test_the_bound_is_reached_where_one_part_takes_all_the_time(slow: dict[str, float]) -> None:
-    """The engine's steps, the launches of layers, or the latency of the links."""
+    """The part is the engine's step, the launch of layers, or the latency of links."""
     scenario, _ = kvrsim.make_scenario(ctx="1k", gpus=4, model="llama-3-8b", cluster="h100-nvlink", engine="none")
     if "latency_s" in slow:
         scenario = replace(scenario, cluster=scenario.cluster.with_link(**slow))

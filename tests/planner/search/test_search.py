@@ -1,4 +1,4 @@
-"""The search: within 0.1 % of trying all, on any machine, and its mistakes named."""
+"""The search is within 0.1 % of the best partition on any machine, and an error names its parameter."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CLOSE = 1.001  # within 0.1 %
 
 
 def all_partitions(tokens: int, ranks: int, stride: int) -> Array:
-    """Every one whose boundaries are multiples of the stride."""
+    """All partitions whose boundaries are multiples of the stride."""
     places = range(stride, tokens, stride)
     rows = [(0, *row, tokens) for row in itertools.combinations(places, ranks - 1)]
     return np.diff(np.array(rows, dtype=float), axis=1)
 
 
 def neighbours(chunks: tuple[int, ...], stride: int) -> Array:
-    """The partition with each boundary, and each group of neighbouring ones, a stride to the left or right."""
+    """Partitions in which one boundary or several neighbouring ones move by a stride."""
     rows = []
     for first, last in itertools.combinations(range(len(chunks)), 2):
         for step in (-stride, stride):
@@ -69,7 +69,7 @@ def test_as_good_as_trying_all(rng: Draws) -> None:
 @given(rng=draws())
 @examples(8)
 def test_nothing_near_or_random_is_better(rng: Draws) -> None:
-    """At the default stride, of up to eight ranks, whether or not some of the context is cached."""
+    """No random or neighbouring partition is better than the result with the default stride, for up to eight ranks."""
     scenario = any_scenario(rng, num_gpus=(2, 8))
     found = search(scenario, KVR)
     stride = default_stride(scenario.request.new_tokens, scenario.cluster.num_gpus)
@@ -82,7 +82,7 @@ def test_nothing_near_or_random_is_better(rng: Draws) -> None:
 @example(scenario=scenario_in(Path(__file__).parent / "cases" / "slow-links-one-token"))
 @examples(8)
 def test_the_default_stride_is_fine_enough(scenario: Scenario) -> None:
-    """Also where links are so slow that every token sent counts, and all but one rank do best with a single one."""
+    """This includes very slow links, where all but one rank should have a single token."""
     assert search(scenario, KVR).ttft_s <= search(scenario, KVR, stride=1).ttft_s * CLOSE
 
 
@@ -127,7 +127,7 @@ def test_mistakes_name_the_argument(about: Any, gpus: int, asked: Any, parameter
 @given(rng=draws())
 @examples(8)
 def test_on_a_bus(rng: Draws) -> None:
-    """No worse than random partitions, nor than leaving GPUs out with a token each."""
+    """The result is not worse than random partitions or than single tokens on all but one GPU."""
     scenario = any_scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(6, 10), layers=(1, 2))
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     found = search(scenario, KVR)
@@ -163,7 +163,7 @@ def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatc
 
 @pytest.mark.parametrize("name", ["kvr-b", "kvr-direct"])
 def test_a_search_near_the_chain_begins_from_its_best_partition(name: str) -> None:
-    """Given or searched first, it is the same; and the result is no slower than the chain's chunks."""
+    """The result is the same with a given and with a searched start, and not slower than the chain's chunks."""
     scenario, _ = make_scenario(gpus=4, ctx=4096)
     chain, strategy = search(scenario, STRATEGIES["kvr-s"]), STRATEGIES[name]
     found, given = search(scenario, strategy), search(scenario, strategy, warm_start=chain.partition)

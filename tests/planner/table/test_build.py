@@ -1,4 +1,4 @@
-"""Building tables: the same bytes whoever works, entries that are searched ones, work that goes on, KVR-P."""
+"""Building tables: equal bytes for any number of processes, searched entries, resumed work, KVR-P."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ttft_s(scenario: Scenario, partition: Sequence[int]) -> float:
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, PartitionTable]:
-    """4k to 12k by 4k, with a profile of each kind."""
+    """Tables for 4k, 8k and 12k, one for each kind of profile."""
     return {name: make_table(scenario_of(name), (2, 4), (4096, 8192, 12288)) for name in PROFILES}
 
 
@@ -157,7 +157,7 @@ def test_beyond_the_last_entry_shares_go_on(tables: dict[str, PartitionTable]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("num_gpus", [2, 4, 8])
 def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
-    """A search ends at any of many equals there; a table must not, or its neighbours suffer."""
+    """If many partitions are equally fast, the table has a balanced one, because lookups interpolate entries."""
     entry = make_table(scenario_of("a100-eager"), (num_gpus,), (1024,)).entries[0]
     draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
     assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus

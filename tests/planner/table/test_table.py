@@ -1,4 +1,4 @@
-"""Lookup tables: laws of what is looked up, and that a file is what it says."""
+"""Lookup tables: laws of lookups, and checks of a table's file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table
 
 
 def staircase(rng: Draws) -> QuantizationSteps:
-    """No jumps or many, of any height, with and without a prefix."""
+    """Random steps: none or many, of any height, with and without a prefix."""
     lens = sorted(rng.sample(range(1, 5000), rng.choice([0, 1, 5, 60])))
     heights = [sorted(rng.random() * 10 ** rng.uniform(-6, 0) for _ in lens) for _ in range(2)]
     return QuantizationSteps(
@@ -44,13 +44,13 @@ def staircase(rng: Draws) -> QuantizationSteps:
 
 
 def chunks_of(rng: Draws, num_gpus: int, tokens: int) -> tuple[int, ...]:
-    """Uneven chunks, often of a single token."""
+    """Uneven random chunks, many of a single token."""
     cuts = sorted(rng.sample(range(1, tokens), num_gpus - 1)) if rng.random() < 0.7 else list(range(1, num_gpus))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
 
 
 def entry(rng: Draws, num_gpus: int, context_len: int, cached: int) -> TableEntry:
-    """Any partition, with levels and costs that belong to nothing: laws must hold all the same."""
+    """An entry with a random partition and unrelated levels and costs; laws must hold for it, too."""
     partition = chunks_of(rng, num_gpus, context_len - cached)
     return TableEntry(
         num_gpus=num_gpus,
@@ -69,7 +69,7 @@ def entry(rng: Draws, num_gpus: int, context_len: int, cached: int) -> TableEntr
 
 
 def a_table(rng: Draws) -> PartitionTable:
-    """A table of anything, and the dice that it was made with."""
+    """A random table."""
     cached = rng.choice([0, 0, 100])
     setting = TableSetting(
         model="m",
@@ -146,7 +146,7 @@ def test_extrapolation_is_flagged_and_keeps_to_the_last_shares(rng: Draws) -> No
 
 @given(rng=draws())
 def test_the_longest_chunk_of_a_level(rng: Draws) -> None:
-    """It is within the level, and one token more is not."""
+    """The longest chunk is within the level; a chunk that is one token longer is not."""
     steps, cost, prefix = staircase(rng), 10 ** rng.uniform(-6, -2), rng.choice([0.0, 5000 * rng.random()])
     level = rng.choice([rng.uniform(-5, 10), rng.uniform(0, 50_000)])
     longest = steps.longest(level, cost, prefix)
@@ -182,7 +182,7 @@ def test_a_reader_without_packages_finds_the_same(rng: Draws) -> None:
 
 
 def wrong_tables() -> list[tuple[str, Any]]:
-    """The key that is to be named, and what to do to the file's content."""
+    """Changes of the file's content, each with the key that the error must name."""
     return [
         ("format", lambda t: t.pop("format")),
         ("schema_version", lambda t: t.update(schema_version=2)),
@@ -227,7 +227,7 @@ def scenario_of(**about: Any) -> Scenario:
 
 
 def refitted(scenario: Scenario) -> Scenario:
-    """The same rates with everything else that a profile and a cluster say written anew."""
+    """The scenario with the same rates and new descriptions, dates, sources and errors."""
     assert scenario.profile is not None
     profile, cluster = scenario.profile, scenario.cluster
     operations = {name: replace(fit, source="another table", mape=0.5) for name, fit in profile.operations.items()}
@@ -251,7 +251,7 @@ def refitted(scenario: Scenario) -> Scenario:
 
 @pytest.mark.parametrize("cluster", ["a100-nvlink", "h100-nvlink", "h100-2x8-ndr400", "a100-10gbs-bus"])
 def test_dates_and_citations_do_not_count(cluster: str) -> None:
-    """Nor does the context, the number of GPUs, or a share of the memory."""
+    """The fingerprint ignores dates, sources, the context, the number of GPUs and the share of the memory."""
     scenario = scenario_of(cluster=cluster)
     assert fingerprint(refitted(scenario)) == fingerprint(scenario)
     assert TableSetting.of(scenario).differences(refitted(scenario)) == []
@@ -262,7 +262,7 @@ def test_dates_and_citations_do_not_count(cluster: str) -> None:
 @given(rng=draws())
 @examples(20)
 def test_every_rate_counts(rng: Draws) -> None:
-    """Any number of the profile's kernels and host, of the model's shapes and of the links, made another one."""
+    """Each change of a rate, of a shape of the model or of the batch changes the fingerprint."""
     scenario = any_scenario(rng, num_gpus=(2, 4))
     assume(scenario.profile is not None)
     assert scenario.profile is not None
@@ -281,7 +281,7 @@ def test_every_rate_counts(rng: Draws) -> None:
 
 
 def test_a_datasheet_counts_where_there_is_no_profile() -> None:
-    """With a profile its rates stand for the GPU."""
+    """With a profile, the profile's rates are used instead."""
     for profile, counts in (("roofline", True), ("a100-eager", False)):
         scenario = scenario_of(profile=profile)
         gpu = replace(scenario.cluster.gpu, hbm_bytes_per_s=1e12)

@@ -1,4 +1,4 @@
-"""A breakdown accounts for every second of every rank, once."""
+"""A breakdown contains every second of every rank exactly once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_ranks_rows_sum_to_its_finish(name: str, rng: Draws) -> None:
     assert found.ttft_s == run.ttft_s
     for rank, end_s in enumerate(run.finish_s):
         rows = [row for row in found.rows if row.rank == rank]
-        assert sum(row.seconds for row in rows) == pytest.approx(end_s, rel=1e-4)  # each product's steps alone
+        assert sum(row.seconds for row in rows) == pytest.approx(end_s, rel=1e-4)  # products are priced one by one
         assert all(row.seconds > 0 for row in rows)
         assert all(row.share == pytest.approx(row.seconds / found.ttft_s) for row in rows)
 
@@ -53,7 +53,7 @@ def test_bases_say_what_was_measured() -> None:
     assert near["gemm", "4096→22016"] == "measured"
     assert near["attention", "flash"] == "interpolated"
     assert far["gemm", "4096→22016"] == far["attention", "flash"] == "extrapolated"
-    assert bases("mistral-7b", "3k")["gemm", "4096→28672"] == "measured"  # Llama 3 8B's shape
+    assert bases("mistral-7b", "3k")["gemm", "4096→28672"] == "measured"  # the shape of Llama 3 8B
     assert bases("qwen2.5-7b", "3k")["gemm", "18944→3584"] == "interpolated"
 
 

@@ -1,4 +1,4 @@
-"""Intervals hold the prediction, widen where less is known, and come from the profile's errors."""
+"""Intervals contain the prediction, are wider if less is known, and follow from the profile's errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KVR = STRATEGIES["kvr-e"]
 
 
 def of(scenario: Scenario) -> Interval:
-    """Around 1 s."""
+    """The interval of even chunks around a prediction of 1 s."""
     return interval(scenario, KVR, Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus), 1.0)
 
 
@@ -57,14 +57,14 @@ def test_what_an_operation_does_not_move_does_not_widen_it() -> None:
     log_sd = above(flash())
     assert {"gemm", "attention", "elementwise", "host", "links", "run to run"} <= set(log_sd)
     assert log_sd["gemm"] > 0.005
-    assert log_sd["host"] < 0.001  # long chunks: the host is far ahead
+    assert log_sd["host"] < 0.001  # long chunks hide the host time
     fits = flash().profile.operations  # type: ignore[union-attr]
-    assert log_sd["attention"] < fits["attention"].log_sd  # a part of TTFT
-    assert log_sd["gemm"] < fits["gemm"].log_sd  # several shapes, each on its own
+    assert log_sd["attention"] < fits["attention"].log_sd  # attention is a part of TTFT
+    assert log_sd["gemm"] < fits["gemm"].log_sd  # errors of several shapes are independent
 
 
 def with_systematic(scenario: Scenario, log_sd: float | None) -> Scenario:
-    """Products and attention from a table that may be off as a whole."""
+    """The scenario with a common error of products and attention."""
     profile = scenario.profile
     assert profile is not None
     fits = {kind: replace(fit, systematic_log_sd=None) for kind, fit in profile.operations.items()}
@@ -73,7 +73,7 @@ def with_systematic(scenario: Scenario, log_sd: float | None) -> Scenario:
 
 
 def test_an_error_of_the_table_moves_all_products_and_attention_together() -> None:
-    """It is not averaged away over shapes: nearly all of TTFT moves by it."""
+    """The error is common to all shapes, so nearly all of TTFT changes by it."""
     scenario = flash(gpus=1)
     assert "table and clock" not in of(with_systematic(scenario, None)).by_source
     move = of(with_systematic(scenario, 0.05)).by_source["table and clock"]
@@ -88,7 +88,7 @@ def test_an_error_of_the_table_moves_all_products_and_attention_together() -> No
 
 
 def test_links_that_hold_nothing_up_can_only_make_it_longer() -> None:
-    """Faster links help little where messages are hidden behind computation."""
+    """If messages are hidden behind computation, slower links cost more than faster links gain."""
     move = of(flash(ctx=16384, link_bandwidth="30GB/s")).by_source["links"]
     assert move.high > -move.low >= 0
 
@@ -102,7 +102,7 @@ def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
 
 @pytest.mark.parametrize("asked", [{"ctx": 131072}, {"link_bandwidth": 1e9}])
 def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
-    """By a cause of its own: other GPUs may hide what another cause moves."""
+    """Extrapolation is a separate cause, or the links have a larger effect."""
     inside, outside = above(flash()), above(flash(**asked))
     assert "extrapolation" not in inside
     assert outside.get("extrapolation", 0.0) > 0 or outside["links"] > inside["links"]
@@ -123,7 +123,7 @@ def test_a_roofline_is_a_limit() -> None:
 @given(rng=draws())
 @examples(40)
 def test_any_profile_has_one(rng: Draws) -> None:
-    """Finite, around the prediction, and none where nothing errs."""
+    """The interval is finite and contains the prediction; without errors of the profile it has no causes from it."""
     scenario = any_scenario(rng, roofline=False, topologies=("switch", "chain", "bus"))
     assert 0 < width(scenario) < 50
     profile = scenario.profile
@@ -190,7 +190,7 @@ def test_what_is_slower_ties_less(
 
 
 def test_what_only_the_slower_one_has_makes_a_tie() -> None:
-    """Links may be better than thought, and only the slower strategy waits for them."""
+    """The strategies tie if faster links could make the slower strategy as fast; only this one waits for links."""
     alone = Sensitivities(by_source={"host": Sensitivity(-0.5, 0.5)}, ratio_log_sd=0.0)
     waits = Sensitivities(by_source={"host": Sensitivity(-0.5, 0.5), "links": Sensitivity(-0.1, 0.1)}, ratio_log_sd=0.0)
     assert tied(alone, waits, 1.0, math.exp(0.09))

@@ -1,4 +1,4 @@
-"""Noise of a plan: slow GPUs and links are known to the search and to the bound."""
+"""Plans with noise: the search and the bound know slow GPUs and links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
     assert aware.partition.chunk_lens[slow] < clean.partition.chunk_lens[slow]
     unaware_s = Evaluator(uneven, KVR).one(clean.partition.chunk_lens)
     assert aware.ttft_s < 0.9 * unaware_s
-    # A quarter of the GPUs' speed less a third of one: no plan can be as fast as on even GPUs.
+    # With a slow GPU, no plan is as fast as on equal GPUs.
     assert clean.ttft_s < aware.ttft_s
 
 

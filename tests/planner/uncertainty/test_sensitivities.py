@@ -1,4 +1,4 @@
-"""What an engine adds widens an interval as far as it is not known, and never below the kernels alone."""
+"""Uncertain terms of an engine widen the interval, but its lower end stays above the time of the kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPARED = EngineFit(
 
 
 def with_engine(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[Scenario, Partition]:
-    """As the strategy sees it, with even chunks."""
+    """The scenario prepared for the strategy, and even chunks."""
     known = {"ctx": 2048, "gpus": 4, "profile": "a100-flash", "model": "llama-2-7b"}
     placed = for_strategy(make_scenario(**(known | asked), engine=engine)[0], STRATEGIES[strategy])
     return placed, Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
@@ -47,7 +47,7 @@ def ttft_s(scenario: Scenario, strategy: str, partition: Partition) -> float:
 
 
 def around(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[float, Interval]:
-    """TTFT and its interval."""
+    """TTFT with even chunks, and its interval."""
     scenario, even = with_engine(engine, strategy, **asked)
     seconds = ttft_s(scenario, strategy, even)
     return seconds, interval(scenario, STRATEGIES[strategy], even, seconds)
@@ -68,7 +68,7 @@ def test_an_interval_holds_its_prediction_whatever_the_engine(name: str) -> None
 @pytest.mark.parametrize("strategy", ["kvr-e", "tp", "pp"])
 @pytest.mark.parametrize("term", TERMS)
 def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: str) -> None:
-    """Also of those that are added up and not simulated."""
+    """This includes terms that are added to TTFT and not simulated."""
     host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
     engine = replace(NOTHING, host=host, spread={term: 0.5})
     scenario, even = with_engine(engine, strategy)
@@ -85,7 +85,7 @@ def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: st
 
 
 def test_what_an_engine_adds_cannot_be_less_than_nothing() -> None:
-    """However uncertain: the kernels alone are the least."""
+    """For any uncertainty, the lower end stays above the time of the kernels alone."""
     host = replace(NO_HOST, request_s=0.05)
     kernels_s, _ = around(NOTHING, "single", ctx=512, gpus=1)
     sure_of_kernels = replace(load_profile("a100-flash"), operations={}, run_to_run_log_sd=0.0)
@@ -109,7 +109,7 @@ def test_an_engine_that_nobody_measured_may_run_other_kernels_than_the_table_has
 
 
 def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
-    """What is then left of single kernels counts between strategies alone."""
+    """With errors of whole prefills, errors of single kernels count only in differences between strategies."""
     widths = {"setting": (0.05, 0.3), "short": (0.1, 0.2)}
     fit = replace(COMPARED, left_out="engine", widths=widths, coverage=0.75, short_coverage=0.5)
     prior = replace(NOTHING, spread={"kernel_scale": 0.1}, fit=fit)
@@ -152,8 +152,8 @@ KINDS = {"qwen3.5-35b-a3b": "gated delta rule", "nemotron-3-nano-30b-a3b": "Mamb
     ("model", "profile", "basis"),
     [
         ("qwen3.5-35b-a3b", "h200-flash", "interpolated"),
-        ("nemotron-3-nano-30b-a3b", "h200-flash", "extrapolated"),  # no table has Mamba-2's scan
-        ("qwen3.5-35b-a3b", "a100-flash", "extrapolated"),  # counted
+        ("nemotron-3-nano-30b-a3b", "h200-flash", "extrapolated"),  # no table has the scan of Mamba-2
+        ("qwen3.5-35b-a3b", "a100-flash", "extrapolated"),  # counted without rates
     ],
 )
 def test_the_basis_of_a_scan(model: str, profile: str, basis: str) -> None:
@@ -183,7 +183,7 @@ def test_a_kind_that_another_stands_for_is_known_less_well() -> None:
 
 @pytest.mark.parametrize("engine", ["none", "vllm-2023"])
 def test_an_interval_widens_by_the_recurrence(engine: str) -> None:
-    """With an engine whose whole prefills were compared, too, but for those that measured such models."""
+    """The recurrence widens intervals of engines with compared prefills, too, unless these had such models."""
     asked = {"strategy": "kvr-e", "ctx": "16k", "gpus": 2, "cluster": "h200-nvlink", "engine": engine}
     run = kvrsim.simulate(model="qwen3.5-27b", **asked)
     assert "recurrence" not in kvrsim.simulate(model="qwen3.5-27b", **asked | {"engine": "sglang"}).interval_causes
@@ -195,7 +195,7 @@ def test_an_interval_widens_by_the_recurrence(engine: str) -> None:
 
 
 def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> None:
-    """They count between strategies alone."""
+    """Errors of single kernels count only in differences between strategies."""
     compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03}, fit=replace(COMPARED, log_sd=0.03))
     _, sure = around(compared)
     assert set(sure.by_source) == {"kernels", "model"}

@@ -1,4 +1,4 @@
-"""The evidence holds: published rows are read as they stand, and accuracy does not get worse."""
+"""Published rows are read unchanged, and the accuracy of predictions does not get worse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fit finds the constants by which rows were made, and reports errors of rows it has not seen."""
+"""The fit recovers the constants that made the rows, and reports errors of rows that were left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from validate.published.fit import (
 
 
 def rows_of(*models: str) -> list[Row]:
-    """Rows without a searched partition."""
+    """Rows of these models with strategies that need no searched partition."""
     rows = [row for row in read_rows() if row.model in models and row.used_for_calibration]
     return [row for row in rows if row.strategy in ("tsp", "single") and row.context_len in (1024, 8192)]
 
@@ -60,7 +60,7 @@ def test_speedups_and_coverage_of_left_out_rows() -> None:
 
 
 def test_each_model_counts_the_same_in_the_interval() -> None:
-    """Nine rows of one model without an error, one of another with one: more than a fifth of the weight."""
+    """Models have equal weights, so the error of one row counts as much as nine rows of another model."""
     many = [row for row in read_rows() if row.model == "llama-7b" and row.link == "300GB/s"][:9]
     one = next(row for row in read_rows() if row.model == "falcon-7b")
     assert p80_ape({**dict.fromkeys(many, 0.0), one: np.log(1.2)}) == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""`kvrsim calibrate`: profiles from measurement files, and one line for every mistake."""
+"""`kvrsim calibrate` makes profiles from measurement files; every mistake gives a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvrsim strategies` and `kvrsim models`: what is listed and shown, as text and as JSON."""
+"""`kvrsim strategies` and `kvrsim models`: lists and pages, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_are_listed_as_they_are_shown(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("name", [*STRATEGIES, "tp2+zigzag", "tp2+kvr-s", "tp2+pp2+cp2"])
 def test_engines_are_those_of_a_plan(name: str) -> None:
-    """With models whose context vLLM or SGLang splits: latent attention, sparse attention, a mixture with GQA."""
+    """The listed engines are those that run the strategy with latent attention, sparse attention or GQA and experts."""
     if name != "single":
         found: set[str] = set()
         for model in ("deepseek-v3", "deepseek-v3.2", "qwen3-235b-a22b"):
@@ -57,7 +57,7 @@ def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert (found["name"], found["runs_here"], found["engines"], found["docs"]) == ("mine", False, [], None)
 
 
-# `kvrsim models` shows what a model has, as text and as JSON.
+# `kvrsim models` shows the properties of a model, as text and as JSON.
 
 
 def test_a_model_has_the_fields_of_its_configuration_and_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_kinds_of_layers_are_counted(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_is_approximated_is_told(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the model's page, by JSON and by every plan."""
+    """The model's page, its JSON and every plan name the approximation."""
     path = tmp_path / "seeing.json"
     text = {"model_type": "qwen3_vl_text", **GQA}
     path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 2}}))

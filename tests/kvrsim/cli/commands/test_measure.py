@@ -1,4 +1,4 @@
-"""`kvrsim calibrate compute`, `links` and `all`, on a made-up machine whose constants are known, and on this one."""
+"""`kvrsim calibrate compute`, `links` and `all` on a made-up machine with known rates, and on this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LINK_BYTES_PER_S, LATENCY_S = 2e9, 1e-4
 
 
 class MadeUpBench(ComputeBench):
-    """Layers of a machine that takes just so long."""
+    """Layers on a made-up machine whose times follow from known rates."""
 
     def points(self) -> Sequence[Point]:
         return grid(self.setup.max_context, self.setup.kernels)
@@ -96,7 +96,7 @@ def _product_s(tokens: int, gemm: Gemm) -> float:
 
 
 class MadeUpLinks(LinkBench):
-    """Links that no two messages share."""
+    """Made-up links on which messages do not share bandwidth."""
 
     def sample(self, point: LinkPoint) -> Mapping[str, float]:
         found = point

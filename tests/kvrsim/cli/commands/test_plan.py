@@ -1,4 +1,4 @@
-"""What an answer says of itself: the question, the machine, what it bounds, what it cannot tell apart."""
+"""Answers of `kvrsim plan` about themselves: the question, the machine, bounds, ties."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLUSTERS = ("switch", "bus", "chain")
 
 
 def cluster_file(folder: Path, **changes: Any) -> str:
-    """a100-nvlink as a file, with changes."""
+    """Write the cluster a100-nvlink with changes to a file; return the path."""
     path = folder / "mine.json"
     path.write_text(json.dumps(to_json(replace(load_cluster("a100-nvlink"), name="mine", **changes))))
     return str(path)
@@ -82,7 +82,7 @@ def test_an_approximate_strategy_is_never_the_best(monkeypatch: pytest.MonkeyPat
 
 
 def test_speed_ups_are_over_something_that_can_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama-3-70B: TSP holds all weights on every GPU, which none has room for."""
+    """Llama-3-70B with TSP has all weights on every GPU, which does not fit into memory."""
     arguments = ("plan", "--gpus", "8", "--ctx", "16k", "--model", "llama-3-70b", "--cluster", "h100-nvlink")
     arguments = (*arguments, "--strategies", "tsp,tp,tp2+pp")
     plan = answer(capsys, *arguments)
@@ -100,7 +100,7 @@ NOTHING_FITS = ("plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-3-70b",
 
 
 def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each remedy is a command, which is then run."""
+    """Each remedy is a list of options; the plan with these options fits."""
     plan = answer(capsys, *NOTHING_FITS, code=1)
     peaks = {row["strategy"]: max(row["peak_bytes"]) for row in plan["strategies"]}
     short = plan["shortfall"]
@@ -150,7 +150,7 @@ def test_a_little_more_memory_is_a_remedy() -> None:
 
 @pytest.mark.parametrize("strategies", [None, ["all"], ["tsp", "kvr-e", "kvr-s"]])
 def test_ties_are_the_best_ones_neighbours(strategies: list[str] | None) -> None:
-    """a100-eager says how far off speed-ups are; on one cluster nothing else tells strategies apart."""
+    """Strategies tie with the best one if the error of speed-ups in profile a100-eager can explain the difference."""
     plan = kvrsim.plan(ctx="1k", gpus=4, strategies=strategies)
     residual = load_profile("a100-eager").residual
     assert residual is not None
@@ -264,7 +264,7 @@ def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: 
     arguments = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s,tp", "--emit", "vllm")
     launch = answer(capsys, *arguments)
     assert (launch["engine"], launch["strategy"]) == ("vllm", "tp")
-    assert launch["plan"]["best"]["strategy"] == "tp"  # what is launched is promised
+    assert launch["plan"]["best"]["strategy"] == "tp"  # the plan promises the strategy that is launched
     out, _ = run(capsys, *arguments)
     assert out.startswith("vllm serve")
     assert "Run tp " in out

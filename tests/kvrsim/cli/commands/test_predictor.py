@@ -1,4 +1,4 @@
-"""`kvrsim predictor`: build, look up, and mistakes in one line."""
+"""`kvrsim predictor`: building, lookups, and one-line errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUILD = [
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """A small predictor's file."""
+    """The file of a small predictor."""
     monkeypatch.chdir(tmp_path)
     told = answer(capsys, *BUILD, "-o", "ttft.json")
     assert (told["output"], told["strategies"], told["longest_context"]) == ("ttft.json", ["tp"], 1024)

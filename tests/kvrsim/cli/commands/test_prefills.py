@@ -1,4 +1,4 @@
-"""`kvrsim calibrate prefills`: from rows to a profile that plans, the check, and one line for every mistake."""
+"""`kvrsim calibrate prefills`: profiles from measured prefills, the check, and a one-line error for every mistake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ llama-2-7b,H100,1,single,4000,1,0,fp16,0.118
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With rows.csv and engine.json, and the working directory."""
+    """The working directory, with rows.csv and engine.json."""
     (tmp_path / "rows.csv").write_text(ROWS, encoding="utf-8")
     Engine(
         name="prior",

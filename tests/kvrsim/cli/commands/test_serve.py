@@ -1,4 +1,4 @@
-"""The server of `kvrsim serve`, asked over HTTP."""
+"""HTTP requests to the server of `kvrsim serve`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def address() -> Iterator[str]:
 
 
 def get(url: str, host: str = "127.0.0.1") -> tuple[int, str]:
-    """Status and text of a page."""
+    """Status and text of the answer to a request."""
     try:
         with urlopen(Request(url, headers={"Host": host})) as response:
             return response.status, response.read().decode()

@@ -1,4 +1,4 @@
-"""`kvrsim table`, and `--table` of plan and simulate: JSON, text, mistakes, and what a kill or a Ctrl-C leaves."""
+"""`kvrsim table` and `--table` of plan and simulate: JSON, text, mistakes, and files after a kill or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def table(capsys: pytest.CaptureFixture[str]) -> str:
-    """A small table's file."""
+    """The file of a small table."""
     assert cli.main([*BUILD, "-o", "table.json"]) == 0
     capsys.readouterr()
     return "table.json"
@@ -142,12 +142,12 @@ def test_interrupted_work_resumes(capsys: pytest.CaptureFixture[str], monkeypatc
     assert not Path("table.json.partial").exists()
 
 
-# In a shell's background job SIGINT is ignored, by whatever it starts, too.
+# A background job of a shell, and every process that it starts, ignores SIGINT by default.
 START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvrsim.cli.main as m; m.run()"
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """A command in a process group of its own."""
+    """Start a command in a new process group."""
     command = [sys.executable, "-c", START, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -156,7 +156,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def wait_for_the_end_of_its_group(group: int) -> None:
-    """Of workers, whose first process is gone."""
+    """Wait until the workers in this process group have ended; their parent has already ended."""
     until_s = time.monotonic() + 300
     while time.monotonic() < until_s:
         try:
@@ -169,7 +169,7 @@ def wait_for_the_end_of_its_group(group: int) -> None:
 
 
 def children(pid: int) -> list[str]:
-    """Command lines of a process's children."""
+    """Command lines of the children of a process."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [Path(f"/proc/{child}/cmdline").read_text() for child in found if Path(f"/proc/{child}").exists()]
 
@@ -177,7 +177,7 @@ def children(pid: int) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's account of processes")
 @pytest.mark.parametrize(("number", "after_s"), [(signal.SIGKILL, 0.0), (signal.SIGTERM, 0.4), (signal.SIGINT, 0.4)])
 def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: float) -> None:
-    """They have had no call yet: nothing but their start can tell them to look after their parent."""
+    """Workers without a call so far watch their parent from their start."""
     process = start(*LONG, "--jobs", "2")
     until_s = time.monotonic() + 300
     while not any("loky" in line and "tracker" not in line for line in children(process.pid)):
@@ -186,7 +186,7 @@ def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: f
         time.sleep(0.005)
     time.sleep(after_s)
     process.send_signal(number)
-    _, err = process.communicate(timeout=300)  # until nobody holds its standard output
+    _, err = process.communicate(timeout=300)  # until no process has its standard output open
     wait_for_the_end_of_its_group(process.pid)
     assert not Path("table.json").exists()
     if number == signal.SIGINT:

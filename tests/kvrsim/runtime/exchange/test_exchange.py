@@ -1,4 +1,4 @@
-"""Every strategy on real ranks: one process's logits, and the memory and messages that are planned."""
+"""Every strategy on real ranks gives the logits of one process, with the planned memory and messages."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def strategies_of(results: list[Result]) -> set[str]:
     ("num_ranks", "models", "without"),
     [
         (2, [("llama-gqa", "sdpa"), ("gemma3", "eager")], set()),
-        (3, [("llama-mqa", "flash"), ("qwen3_next", "sdpa")], {"ulysses", "tp"}),  # four heads
+        (3, [("llama-mqa", "flash"), ("qwen3_next", "sdpa")], {"ulysses", "tp"}),  # the models have four heads
     ],
 )
 def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, str]], without: set[str]) -> None:
     *others, results = launch(workers.exactness, models, how=Launch(num_ranks=num_ranks))
     assert others == [results] * (num_ranks - 1)
     assert [one for one in results if not exact(one[-1])] == []
-    assert all(difference.logits_scale > 1 for *_, difference in results)  # so that the tolerance means something
+    assert all(difference.logits_scale > 1 for *_, difference in results)  # a tolerance needs large logits
     assert strategies_of(results) == {run.replace("_", "-") for run in RUN_STRATEGIES.values()} - without
     assert any(" blocks" in plan for _, _, plan, _ in results)
 
@@ -54,7 +54,7 @@ def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> None:
-    """Each pair of a model and a kernel on one of these numbers of ranks."""
+    """Every pair of model and kernel runs on one of these numbers of ranks."""
     models = variants()[num_ranks - 2 :: 3]
     results = launch(workers.exactness, models, how=Launch(num_ranks=num_ranks))[-1]
     assert {(name, kernel) for name, kernel, *_ in results} == set(models)
@@ -80,13 +80,13 @@ def test_messages_over_other_transports_are_the_same(link: LinkSpec | None) -> N
 def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(CONFIGS["llama-gqa"]))
-    # Two prompts with elements of two bytes take as many bytes as the ranks' one prompt in fp32.
+    # Two prompts with two-byte elements need as many bytes as one fp32 prompt on the ranks.
     scenario, _ = make_scenario(ctx=workers.EVEN_LEN, gpus=num_ranks, model=path, profile="roofline", batch=2)
     even = Partition.even(workers.EVEN_LEN, num_ranks)
     sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=Launch(num_ranks=num_ranks))[0]
     for run in set(workers.PLAIN) - {"kvr", "tsp"}:
         planned = memory_of(scenario, get_strategy(NAMES[run]), even)
-        if run == "zigzag":  # engines keep the whole context on every rank, these ranks gather it anew in each layer
+        if run == "zigzag":  # engines keep the whole context; these ranks gather it again in each layer
             assert [num_ranks * kept for kept in sizes[run]] == [rank.kv_cache for rank in planned]
             continue
         assert sizes[run] == [rank.kv_cache for rank in planned], run
@@ -94,8 +94,8 @@ def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> N
 
 
 def _check_messages(scenario: Scenario, run: str, even: Partition, timeline: Timeline) -> None:
-    """Every message of the program is in the timeline, and ends where the receiver waits for it."""
-    if run == "zigzag":  # all-gathers are shown as waiting
+    """Every message of the program is in the timeline and ends when the receiver waits for it."""
+    if run == "zigzag":  # all-gathers appear as waits
         assert all(any(span.name == "all-gather" for span in timeline.of(rank, "wait")) for rank in range(2))
         return
     chunks = [np.array([float(length)]) for length in even.chunk_lens]

@@ -1,4 +1,4 @@
-"""Parts of a model hold as much as planned; a model without such parts is refused by name."""
+"""Parts of a model hold the planned number of weights; a model that has no such parts is refused by name."""
 
 from __future__ import annotations
 
