@@ -74,7 +74,7 @@ class Command(TyperCommand):
         write_options(self, ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """The example."""
+        """Write the example."""
         if example := " ".join((self.help or "").partition(_EXAMPLE)[2].split()):
             with formatter.section("Example"):
                 formatter.write(f"{' ' * formatter.current_indent}{example}\n")
@@ -122,7 +122,7 @@ def made(name: str) -> Any:
     module, _, attribute = where.partition(":")
     command = getattr(import_module(f"{_ROOM}.{module}"), attribute)
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.callback()(lambda: None)  # keeps a single command in a group
+    program.callback()(lambda: None)  # keeps the group even if it has a single command
     if isinstance(command, typer.Typer):
         for one in command.registered_commands:
             one.cls = Command
@@ -133,7 +133,7 @@ def made(name: str) -> Any:
 
 
 def write_options(command: Any, ctx: Any, formatter: Any) -> None:
-    """The parameters that help shows, by section."""
+    """Write the parameters that the help shows, by section."""
     from kvrsim.choices import ALL_OPTIONS
 
     for title, records in sections_of(command, ctx, every=ALL_OPTIONS in ctx.meta):
@@ -151,7 +151,7 @@ def sections_of(command: Any, ctx: Any, *, every: bool = True) -> Iterator[tuple
     params = [param for param in command.get_params(ctx) if param.get_help_record(ctx)]
     places = {param.name.rstrip("_") for param in params if param.param_type_name != "option"}
     options = [param for param in params if param.param_type_name == "option"]
-    if is_long := len(options) > FEW_OPTIONS + 2:  # --help and --help-all
+    if is_long := len(options) > FEW_OPTIONS + 2:  # then --help shows few options, and --help-all all
         matters = {param.name for param in options if param.required}
         others = {param.name for param in options} - matters - places
         first = [name for name in FIRST_OPTIONS if name in others]
@@ -198,7 +198,7 @@ def run() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # escapes characters that the terminal's encoding lacks
     code = main(sys.argv[1:])
-    gc.freeze()  # the interpreter's end would walk through every object of torch, for a second
+    gc.freeze()  # else the exit visits every object of torch, which takes a second
     sys.exit(code)
 
 

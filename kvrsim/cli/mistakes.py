@@ -1,4 +1,4 @@
-"""Errors for users of the command line: parameters as options (`gpus` is --gpus), Click's errors in the same form."""
+"""Errors on the command line: parameters are spelled as options (`gpus` is --gpus), Click's errors look the same."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 def error_line(error: KvrsimError, command: Any) -> str:
     """One line for an error; parameters that are options of `command` (Click's) are spelled as options.
 
-    This includes an InputError that a rank has reported, which `faults` names. If an accepted value is near, the line
-    suggests it.
+    This includes an InputError that a rank has reported, which `faults` names. The line suggests a
+    similar accepted value, if there is one.
     """
     options = options_of(command)
 
@@ -78,7 +78,7 @@ def click_exception() -> type[Exception]:
 
 
 def usage_line(error: Any, command: Any) -> str:
-    """Click's error about a command in kvrsim's form: argument, value, what is accepted, what was meant."""
+    """Click's error about a command in kvrsim's form: argument, value, accepted values, suggestion."""
     context: Any = getattr(error, "ctx", None)
     message = error.format_message()
     full = "" if context is None else context.command_path

@@ -55,7 +55,7 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command for Typer of a function whose first parameters are these groups.
 
-    The command has an option for each of their fields, but for those with a `fixed` value, and for each further
+    The command has an option for each of their fields, except those with a `fixed` value, and for each further
     parameter, whose default is an `option`, a `switch` or an `argument`. The model and the cluster of a question may
     also be given as the first and second argument.
     """
@@ -170,7 +170,7 @@ def _completion(name: str, metavar: str) -> Callable[[str], list[str]]:
 def writable(value: object, parameter: str) -> str:
     """Check that a file can be written, before the work starts."""
     path = str(value)
-    if path.startswith("-"):  # standard output of other commands, or a missing file name
+    if path.startswith("-"):  # "-", which is standard output in other programs, or the next option
         raise InputError(parameter, path, f"a file; ./{path} is one of this name")
     from kvrsim.io.files import check_writable
 
@@ -323,7 +323,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
     if hardware.backend == "nccl" and (device == "cpu" or emulated):
         raise InputError("backend", hardware.backend, "gloo, on a CPU and over emulated links")
     measured = None if scenario.profile is None else scenario.profile.cluster
-    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # threads when measured
+    threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # threads of the measurement
     return Hardware(
         config=args.model,
         device=device,

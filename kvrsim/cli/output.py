@@ -38,7 +38,7 @@ def print_answer(
 ) -> None:
     """Print an answer: its content as JSON, its rows (or a list in the content) as CSV, or its screen.
 
-    Markdown has the tables of the screen. With CSV and Markdown, notes go to standard error.
+    Markdown contains the tables of the screen. With CSV and Markdown, notes go to standard error.
     """
     if args.json:
         print_json(content())

@@ -11,20 +11,20 @@ from typing import Self
 
 _CLEAR = "\r\x1b[K"  # go to the beginning of the line and erase it
 PATIENCE_S = 0.5  # shorter work prints nothing on a terminal
-FIRST_LINE_S = 10.0  # until the first line without a terminal; each later line takes twice as long
+FIRST_LINE_S = 10.0  # until the first line if there is no terminal; each later line takes twice as long
 
 
 class Progress:
     """A line that is rewritten on a terminal; elsewhere a line at 10 s, 20 s, 40 s, ...
 
-    Work calls it with the part that is done, the total (None: unknown) and a text. Inside `with`, a thread prints the
-    line, also while the work reports nothing.
+    The work calls this object with the part that is done, the total (None: unknown) and a text. Inside `with`, a thread
+    prints the line, also while the work reports nothing.
     """
 
     def __init__(self, text: str = "", *, is_timed: bool = False) -> None:
         """Show a text at once; without a text, wait for PATIENCE_S.
 
-        is_timed: no thread, which would disturb a measurement.
+        is_timed: start no thread, because a thread would disturb a measurement.
         """
         self._started_s = time.monotonic()
         self._patience_s = 0.0 if text else PATIENCE_S
@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since this object was made."""
         return time.monotonic() - self._started_s
 
     def __call__(self, done: float, total: float | None, text: str) -> None:
@@ -72,7 +72,7 @@ class Progress:
                 wait_s = 1.0
 
     def _line(self) -> str:
-        """The text, what is done, and how long the rest takes at the same pace."""
+        """The text, the part that is done, and the remaining time at the same pace."""
         done, total, text = self._state
         if total is None:
             return text

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.question import Question
 
-_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style's escape code
+_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # blanks at the end, also before codes of styles
 _NO_TERMINAL = 118  # width of output to a file or a pipe
 _WIDE = 100  # width from which two blanks separate the columns of a table
 _PROSE = 24  # least width of a cell of several words
@@ -55,11 +55,11 @@ def facts(*rows: Row, style: str = "bold") -> Facts:
 
 
 def show(*parts: Part) -> None:
-    """Print to standard output without trailing blanks; no figure is cut.
+    """Print to standard output without trailing blanks; no number is cut off.
 
     Control characters in names are escaped.
     Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider than a terminal loses its optional
-    columns; where that is not enough, its rows are shown one below the other. Elsewhere it stays whole.
+    columns; where that is not enough, its rows are shown one below the other. Without a terminal the table stays whole.
     """
     typer.echo(page(parts, _console().width, terminal=sys.stdout.isatty()))
 
@@ -125,7 +125,7 @@ def _stacked(table: Table) -> Iterator[str | Facts]:
 
 
 def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
-    """Smallest width that cuts no figure; prose: the width to which cells of words wrap."""
+    """Smallest width that cuts off no number; `prose`: width to which cells of words wrap."""
     from rich.cells import cell_len
 
     rows, total = table.texts(), gap * (len(table.columns) - 1)
@@ -139,7 +139,7 @@ def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
 
 
 def _drawn(part: str | Table | Facts, gap: int) -> Any:
-    """Make what Rich draws."""
+    """Make the object that Rich draws."""
     from rich.table import Table as Grid
     from rich.text import Text as Styled
 
@@ -224,7 +224,7 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
 
 
 def headline(text: str) -> Text:
-    """Emphasise the answer."""
+    """Mark up the answer so that it is emphasised."""
     return Text(text, style="bold")
 
 
@@ -288,5 +288,5 @@ def misfit_row(strategy: str, memory: Sequence[RankMemory], limit_bytes: int) ->
 
 def mean_change(noisy: Distribution) -> str:
     """Note on the mean TTFT under noise, relative to that without noise."""
-    more = round(noisy.mean.value_s / noisy.quiet_s - 1, 4) + 0.0  # no "-0.0%"
+    more = round(noisy.mean.value_s / noisy.quiet_s - 1, 4) + 0.0  # avoids "-0.0%"
     return f"mean {more:+.1%} over noise-free"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvrsim.errors import InputError
 
-_NAME_CHARS = 40  # of the file's name in the temporary name, which must not be longer than the system allows
+_NAME_CHARS = 40  # characters of the file's name in the temporary name; a system's names have limits
 
 
 def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) -> str:
-    """The text of a file in UTF-8, a byte order mark left out.
+    """Read the text of a file in UTF-8, without a byte order mark.
 
     what: the file, for messages, such as "a CSV file". Raises InputError naming `argument` where the file cannot be
     read, has more than `most_bytes`, or is not text.
@@ -39,7 +39,7 @@ def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) ->
 def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
     """Write to a temporary file in the same folder, then rename: a reader sees the old file or the new one.
 
-    A symbolic link keeps pointing where it points, and its target is written. A file that exists keeps its mode; a new
+    Through a symbolic link, its target is written. A file that exists keeps its mode; a new
     one gets what the umask leaves of 0666. When this returns, the content is on the disk. Raises InputError naming
     `argument` where the folder is missing or not writable, or the path is a folder, a pipe or a device.
     """
@@ -63,14 +63,14 @@ def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
 
 
 def check_writable(path: str | Path, argument: str) -> None:
-    """Raise what write_atomically would raise, before the work rather than after it."""
+    """Raise the InputError that write_atomically would raise, before the work instead of after it."""
     target, _ = _target(path, argument)
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise InputError(argument, path, "a file in a folder that can be written")
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's list of files on the disk; some file systems cannot, and need not."""
+    """Write a folder's list of files to the disk; file systems that cannot do this do not need it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

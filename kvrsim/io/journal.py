@@ -66,12 +66,12 @@ class Journal:
         os.close(self._handle)
 
     def append(self, result: Any) -> None:
-        """Write a result; when this returns, neither a kill nor a power cut takes it away."""
+        """Write a result; when this returns, neither a kill nor a power cut can lose it."""
         self.results.append(result)
         append(self.path, result)
 
     def remove(self) -> None:
-        """Remove the file: its results are elsewhere now."""
+        """Remove the file, after its results were saved elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def _lock(self) -> None:

@@ -38,15 +38,15 @@ from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
 
 T = TypeVar("T")
-MAX_FILE_BYTES = 2**24  # no configuration is larger; a file of weights that is given by mistake is not read whole
+MAX_FILE_BYTES = 2**24  # larger than any configuration; a file of weights given by mistake is not read whole
 MAX_DEPTH = 50  # most levels of nested arrays and objects; files of kvrsim have far fewer
-_FIELD = re.compile(r"[.\[]")  # what ends the field in a key path
+_FIELD = re.compile(r"[.\[]")  # characters that end the name of a field in a key path
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """What a number may be; `above` excludes its own value."""
+    """Limits of a number; `above` is a lower limit that is itself excluded."""
 
     least: float | None = None
     above: float | None = None
@@ -70,7 +70,7 @@ class Range:
 class Check:
     """A condition on a value, in addition to its type."""
 
-    accepted: str  # for messages
+    accepted: str  # the condition in words, for messages
     holds: Callable[[Any], bool]
 
 
@@ -162,7 +162,7 @@ class JsonObject:
         return cls(fields=content, where=f"{argument} {name}")
 
     def error(self, key: str, accepted: str, value: object = _REQUIRED) -> InputError:
-        """The error for a key whose value is not accepted; `value`: the part of it that is not, if it is a part."""
+        """Error for a key whose value is not accepted; `value`: the wrong part, if only a part is wrong."""
         value = self.fields.get(key, "nothing") if value is _REQUIRED else value
         text = value if isinstance(value, str) else json.dumps(value)
         return InputError(f"{self.where}: {self.key_path}{key}", text, accepted)
@@ -247,7 +247,7 @@ def shipped_files(folder: Path) -> dict[str, Path]:
 def named_object(
     name_or_path: str | Path, argument: str, shipped: Mapping[str, Path] | Mapping[str, JsonObject], also: str = ""
 ) -> JsonObject:
-    """The JSON object that a shipped name or a file means; InputError names `argument` and the names.
+    """Load the JSON object of a shipped name or a file. Raises InputError with `argument` and the names.
 
     also: what else the caller accepts, for the message.
     """
@@ -271,7 +271,7 @@ def _is_finite(number: float) -> bool:
 
 
 def read(cls: type[T], data: JsonObject, **given: Any) -> T:
-    """An object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
+    """Make an object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """

@@ -1,1 +1,1 @@
-"""What kvrsim answers with: the question, results, timelines and breakdowns."""
+"""The answers of kvrsim: the question, results, timelines and breakdowns."""

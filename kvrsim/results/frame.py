@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
-_LARGEST = ("wait_s", "peak_bytes")  # lists per GPU that become their largest value
+_LARGEST = ("wait_s", "peak_bytes")  # lists per GPU that are replaced by their largest value
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:

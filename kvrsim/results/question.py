@@ -23,12 +23,12 @@ class Question:
 
     model: str
     profile: str
-    cluster: Cluster  # with the GPUs that take part
+    cluster: Cluster  # cluster of the GPUs that take part
     num_gpus: int
     context_len: int  # tokens, the cached prefix included
     batch: int
     cached_prefix: int  # tokens
-    prefix_placement: str  # where their K and V lie, as the option is written
+    prefix_placement: str  # where the prefix's K and V are stored, as the option is written
     dtype: str
     quantization: str | None  # such as "awq, 4 bits"; None: not quantised
     attention: str  # kernel
@@ -85,7 +85,7 @@ class Question:
         return {"question": content, "version": __version__, "cluster": cluster}
 
     def request(self) -> str:
-        """The request in words, but for the batch: "16k (16384) tokens, 4k (4096) of them cached"."""
+        """The request in words, without the batch: "16k (16384) tokens, 4k (4096) of them cached"."""
         return ", ".join((f"{_length(self.context_len)} tokens", *self.cached()))
 
     def cached(self) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ class Answer(Displayed):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that take part."""
+        """Number of GPUs that take part."""
         return self.question.num_gpus
 
     @property
@@ -141,12 +141,12 @@ class Answer(Displayed):
 class Remedy:
     """A change of the question after which a strategy fits."""
 
-    change: str  # by options of the command line, such as "--gpus 16 --strategies pp"
+    change: str  # options of the command line, such as "--gpus 16 --strategies pp"
     strategy: str
     num_gpus: int
     dtype: str
     memory_fraction: float
-    peak_bytes: int  # of the GPU that needs the most
+    peak_bytes: int  # peak memory of the GPU that needs the most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +154,9 @@ class Shortfall:
     """Memory that the nearest strategy lacks, and remedies."""
 
     strategy: str  # the compared strategy that comes nearest to fitting
-    peak_bytes: int  # of the strategy's GPU that needs the most
-    over_bytes: int  # bytes above the memory limit
-    would_fit: tuple[Remedy, ...]  # empty: no change that was tried fits
+    peak_bytes: int  # peak memory of its GPU that needs the most
+    over_bytes: int  # bytes of that peak above the memory limit
+    would_fit: tuple[Remedy, ...]  # empty: with none of the changes tried, a strategy fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,10 +164,10 @@ class Prediction:
     """A predicted TTFT with its interval, and whether the prefill fits: the part that all results share."""
 
     ttft_s: float
-    ttft_low_s: float  # of the 80 % prediction interval
+    ttft_low_s: float  # lower end of the 80 % prediction interval
     ttft_high_s: float
-    fits: bool  # in the memory of every GPU
-    memory: tuple[RankMemory, ...] = ()  # peak of each GPU; empty: not part of the result
+    fits: bool  # whether every GPU has enough memory
+    memory: tuple[RankMemory, ...] = ()  # peak memory of each GPU; empty: not part of the result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,11 +175,11 @@ class StrategyPrediction(Prediction):
     """A prediction for one strategy with one partition."""
 
     strategy: str
-    partition: tuple[int, ...]  # new tokens per rank; a pipeline's pieces
-    layers: tuple[int, ...] | None = None  # per stage of a pipeline; None: it is no pipeline
+    partition: tuple[int, ...]  # new tokens per rank, or per piece of a pipeline
+    layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: it is no pipeline
     prefix_access: PrefixAccess | None = None  # access of ranks to a cached prefix; None: every rank has what it needs
-    query_blocks: tuple[int, ...] | None = None  # per rank, of the layer that has the most; None: one attention call
-    mean_ttft_s: float | None = None  # of closed-loop users; None if not requested
+    query_blocks: tuple[int, ...] | None = None  # attention calls per rank, in the layer with the most; None: one
+    mean_ttft_s: float | None = None  # mean TTFT of closed-loop users; None if not requested
 
     def layout_to_dict(self) -> dict[str, Any]:
         """A pipeline's stages, query blocks, and the access to a cached prefix that lies elsewhere, as JSON values."""
@@ -206,7 +206,7 @@ class RankReport:
     compute_s: float  # device time of its own operations
     wait_s: float  # finish time minus compute_s: waits for data, links or the host
     sent_bytes: float
-    loaded_bytes: float  # of the cached prefix, from outside or from other ranks
+    loaded_bytes: float  # bytes of the cached prefix that come from outside or from other ranks
     memory: RankMemory
 
     def to_dict(self) -> dict[str, Any]:
@@ -256,25 +256,25 @@ class SimResult(StrategyPrediction, Answer):
 class PipelineBound:
     """Lower bound on the TTFT of any pieces and stages of a pipeline over the same ranks."""
 
-    lower_bound_s: float  # proven
+    lower_bound_s: float  # seconds; proven
     gap: float  # TTFT / lower_bound_s - 1
-    gap_as_chosen: float  # the gap with the step time that the pieces were chosen for
+    gap_as_chosen: float  # the same gap, at the step time for which the pieces were chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StrategyResult(StrategyPrediction, OnFirstUse):
     """One strategy in a plan, with its best partition."""
 
-    title: str  # one line for people
+    title: str  # description in one line
     is_tied: bool  # whether its difference from the best is within the interval of differences
     speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP is not compared
     speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
     exposed_comm_s: float  # TTFT minus that of the same partition with free links
-    wait_s: tuple[float, ...]  # per GPU; see RankReport
+    wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
     approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
     bound: PipelineBound | None = None  # only where pieces and stages were searched
-    layout: Layout  # of all GPUs
+    layout: Layout  # layout of all GPUs
     searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
@@ -302,7 +302,7 @@ class ChainBound:
     """Lower bound on the TTFT of any partition of a strategy that is a KV-Runahead chain."""
 
     strategy: str
-    lower_bound_s: float  # proven
+    lower_bound_s: float  # seconds; proven
     gap: float  # the strategy's TTFT / lower_bound_s - 1
 
 
@@ -322,11 +322,11 @@ class Bounds:
 class SearchReport:
     """Effort of a search, or of all searches of a plan together."""
 
-    method: str  # of KVR-S: "auto", "analytical" or "grid"
+    method: str  # search method of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
     limit: int | None = None  # number of partitions at which a search on a bus ended early; None: none did
-    unsearched: tuple[str, ...] = ()  # that could be the best but exceed the budget; likeliest first
+    unsearched: tuple[str, ...] = ()  # strategies that could be the best but exceed the budget; likeliest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,19 +348,19 @@ class Limit:
     """A kind of operation on the critical path."""
 
     operation: str
-    share: float  # of TTFT
+    share: float  # share of TTFT
     remedy: str  # change that makes it faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """A TTFT that a share of prefills keeps."""
+    """A TTFT that a given share of prefills does not exceed."""
 
     ttft_s: float | None  # None: more prompts arrive than the GPUs can prefill
-    share: float  # of prefills that keep it
-    rate_per_s: float | None  # of prompts; None: the GPUs are idle
-    slo_s: float | None  # target; None: no target
-    meets: bool | None  # the target
+    share: float  # share of prefills that do not exceed it
+    rate_per_s: float | None  # rate of prompts; None: the GPUs are idle
+    slo_s: float | None  # target of TTFT; None: no target
+    meets: bool | None  # whether the target is met
     most_rate_per_s: float | None  # prompts per second up to which the target is met
 
 
@@ -379,11 +379,11 @@ class Plan(Answer, OnFirstUse):
     rests_on: str  # the profile's measurements and errors
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
-    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
-    timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of all strategies
-    noise: NoiseReport | None = None  # if planned under noise
-    promise: Promise | None = None  # of the best strategy; None: nothing fits
-    limits: tuple[Limit, ...] = ()  # of its TTFT, the largest share first
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # timeline of the best
+    timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # all timelines
+    noise: NoiseReport | None = None  # noise of the ranking, if any
+    promise: Promise | None = None  # promise for the best strategy; None: nothing fits
+    limits: tuple[Limit, ...] = ()  # limits of the best strategy's TTFT, the largest share first
     shortfall: Shortfall | None = None  # if nothing fits: the missing memory, and settings that would fit
     users: ClosedLoop | None = None  # the users of every strategy's `mean_ttft_s`
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
@@ -425,7 +425,7 @@ class Plan(Answer, OnFirstUse):
         return self.first
 
     def best_on(self, engine: str) -> StrategyResult | None:
-        """The fastest strategy that fits and that an engine has; within 2 %, the one with the least effort.
+        """The fastest strategy that fits and that an engine has; within 2 %, the easiest to deploy.
 
         None: the engine has no strategy that fits.
         """

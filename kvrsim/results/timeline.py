@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas
 
 SpanKind = Literal["compute", "wait", "transfer"]
-# all-gather: of the ranks' K and V; collective: among the GPUs of one rank
+# all-gather: gathering of the ranks' K and V; collective: exchange among the GPUs of one rank
 SpanOp = WorkKind | Payload | Literal["all-gather", "collective", "stall"]
 
 
@@ -42,8 +42,8 @@ class Span:
     layer: int | None  # decoder layer, None for embedding and head
     start_s: float
     end_s: float
-    peer: int | None = None  # of a transfer, the receiver
-    nbytes: float | None = None  # of a transfer
+    peer: int | None = None  # receiver of a transfer
+    nbytes: float | None = None  # bytes of a transfer
 
     @property
     def duration_s(self) -> float:
@@ -62,7 +62,7 @@ class BreakdownRow:
     kind: str  # an operation, such as "gemm" or "recurrence", "resume" (after communication) or "wait"
     what: str  # the matrix product, the kind of recurrence, or the cause of a wait
     seconds: float
-    share: float  # of TTFT
+    share: float  # share of TTFT
     roofline_share: float | None  # shortest time by the datasheet over `seconds`; None: no work of the device
     basis: Basis  # basis of the seconds
 
@@ -203,7 +203,7 @@ class _Stream:
         self.ends = [end for _, end in self.spans]
 
     def from_(self, moment_ns: int) -> int | None:
-        """The first moment from then on that is inside a span; None: the rank has finished."""
+        """First time from `moment_ns` on that is inside a span; None: the rank has finished."""
         place = bisect_right(self.ends, moment_ns)
         return None if place == len(self.spans) else max(moment_ns, self.spans[place][0])
 

@@ -29,10 +29,10 @@ class SavedStrategy(Prediction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedAnswer:
-    """A plan or a simulation, as its JSON has it."""
+    """A plan or a simulation, read from its JSON."""
 
     name: str
-    question: Mapping[str, str]  # parts in words, by label
+    question: Mapping[str, str]  # parts of the question in words, by label
     strategies: tuple[SavedStrategy, ...]
     best: SavedStrategy | None  # None: nothing fits
     limits: Mapping[str, float]  # shares of the best strategy's TTFT by kind of operation
@@ -47,7 +47,7 @@ class SavedAnswer:
         """Read the object that `--json` prints; a launch (`--emit`) contains its plan."""
         data = data.child("plan") if data.has("plan") else data
         question = data.child("question")
-        if data.has("strategy"):  # a simulation
+        if data.has("strategy"):  # the answer is a simulation
             ranks = [rank.number("peak_bytes", allow_zero=True) for rank in data.children("per_rank")]
             strategies = [SavedStrategy.of(replace(data, fields={**data.fields, "peak_bytes": ranks}))]
             best = strategies[0].strategy

@@ -32,7 +32,7 @@ _RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim"}
 
 
 def check_suffix(path: str | Path, argument: str = "plot", *, page: bool = False) -> str:
-    """The path's suffix in lower case; InputError naming `argument` where it is not one of SUFFIXES.
+    """Return the path's suffix in lower case. Raises InputError naming `argument` if it is not one of SUFFIXES.
 
     page: PAGE is accepted, too.
     """
@@ -82,7 +82,7 @@ class Head:
     title: str
     subtitle: str
     width: float
-    entries: Mapping[str, str] = field(default_factory=dict)  # of the legend: labels and colours
+    entries: Mapping[str, str] = field(default_factory=dict)  # labels and colours of the legend
 
     @property
     def height(self) -> float:
@@ -120,7 +120,7 @@ class Head:
 
     @property
     def _rows(self) -> list[list[str]]:
-        """Labels by row; a row has as many as fit."""
+        """Labels of the legend by row; a row has as many as fit."""
         rows: list[list[str]] = []
         left = 0.0
         for label in self.entries:

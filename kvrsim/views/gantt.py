@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin
-_PIXELS = 2800  # columns of a lane; a picture has about half of them
-_HATCHED = 12  # columns; a longer wait is hatched
-_LINK_ROWS = 100  # ranks; with more, lanes have no room for links
-# A rank's lane reaches from -0.5 to 0.5 around its number; down is later in the context.
+_PIXELS = 2800  # columns of a lane; a picture has about half as many pixels
+_HATCHED = 12  # largest wait that is not hatched, in columns
+_LINK_ROWS = 100  # largest number of ranks for which lanes have room for links
+# A rank's lane reaches from -0.5 to 0.5 around its number; lower lanes are later in the context.
 _BAR = (-0.36, 0.22)
 _LINK_BAR = (0.27, 0.38)
 
@@ -38,7 +38,7 @@ def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: s
 
 
 def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
-    """Ranks x seconds; the interactive page (views/timeline.py) zooms."""
+    """Draw ranks x seconds; the interactive page (views/timeline.py) can zoom."""
     with styled():
         ranks, entries = timeline.num_ranks, legend_entries(timeline.spans, alternates=not is_pipeline(timeline))
         head = Head(title=title, subtitle=subtitle, width=WIDTH, entries=entries)
@@ -69,7 +69,7 @@ def is_solid(span: Span) -> bool:
 
 
 def is_pipeline(timeline: Timeline) -> bool:
-    """Whether no layer is on all ranks."""
+    """Whether the timeline is a pipeline's: no layer is on all ranks."""
     ranks: dict[int, set[int]] = {}
     for span in timeline.spans:
         if span.layer is not None and span.kind == "compute":

@@ -1,4 +1,4 @@
-"""The shell of every page: header, sections, data and scripts, put into one HTML file.
+"""The frame of every page: header, sections, data and scripts in one HTML file.
 
 A page is made in three steps:
 
@@ -7,11 +7,11 @@ A page is made in three steps:
    of kvrsim/views/assets.
 2. `write_page` writes it, atomically. Styles and scripts are inside. The policy in its head names their hashes and
    allows nothing else: no other script, no `style` attribute, no request.
-3. In the browser, assets/base.js gives scripts the object `kv`; its head says what is in it. A script begins with
-   `kv.ready((data) => { ... })`, gets `data`, and draws into elements of its sections.
+3. In the browser, assets/base.js gives scripts the object `kv`, whose members are listed at the top of that file. A
+   script begins with `kv.ready((data) => { ... })`, gets `data`, and draws into elements of its sections.
 
 Colours are CSS variables (assets/base.css, kvrsim/views/style.py): `--ink`, `--dim`, `--paper`, `--card`, `--line`,
-`--accent`, and one of each strategy and kind of operation, such as `--strategy-kvr-s` and `--op-attention`, from
+`--accent`, and one for each strategy and kind of operation, such as `--strategy-kvr-s` and `--op-attention`, from
 kvrsim/views/style.py. `kv.colour("--ink")` reads one; a listener of `kv.onTheme` draws anew when the reader switches
 between light and dark.
 
@@ -50,7 +50,7 @@ _STYLES = {
 }  # styles of scripts
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
-_LONG = 28  # longer facts take the width of two
+_LONG = 28  # letters; a longer fact takes the width of two
 _SHORT = 3  # number of facts that are always visible; the rest is folded
 
 
@@ -85,7 +85,7 @@ def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
 
 
 def render(page: Page) -> str:
-    """The whole file."""
+    """Return the text of the whole file."""
     scripts = [asset(name) for name in ("base.js", *page.scripts)]
     styles = [
         asset("base.css") + rules(page.strategies),
@@ -114,13 +114,13 @@ def render(page: Page) -> str:
 
 
 def packed(data: Mapping[str, Any]) -> str:
-    """Data as a page holds it: JSON, compressed (RFC 1950), in base64, which no text in it can leave."""
+    """Encode data for a page: JSON, compressed (RFC 1950), in base64, so that no text can end the HTML element."""
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(content.encode(), 9)).decode()
 
 
 def unpacked(page: str) -> dict[str, Any]:
-    """The data of a page that `render` made."""
+    """Return the data of a page that `render` made."""
     held = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
     found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(held)))
     return found
@@ -135,7 +135,7 @@ def asset(name: str) -> str:
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str], *, live: bool) -> str:
-    """The policy: only these scripts and styles; no request, except by a live page to its own server."""
+    """Content security policy: only these scripts and styles; no request, except by a live page to its own server."""
     parts = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:"]
     parts += ["connect-src 'self'", "frame-src 'self'"] if live else []
     return "; ".join((*parts, f"script-src {_hashes(scripts)}", f"style-src {_hashes(styles)}"))

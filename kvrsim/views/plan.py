@@ -35,9 +35,9 @@ def figure(plan: Plan) -> Figure:
 
 
 def _draw_ttfts(plan: Plan, line: str) -> Figure:
-    """One bar per strategy in its colour, what fits first, each with its prediction interval.
+    """Draw one bar per strategy in its colour, with its prediction interval; strategies that fit come first.
 
-    A bar that does not fit is drawn in outline, and cut off where it is far longer than those that fit.
+    The bar of a strategy that does not fit is an outline, and is cut off if it is far longer than those that fit.
     """
     rows = sorted(plan.strategies, key=lambda one: (not one.fits, one.ttft_s))
     longest_s = _LONGEST * max((one.ttft_high_s for one in rows if one.fits), default=math.inf)
@@ -133,7 +133,7 @@ def plan_page(plan: Plan) -> html.Page:
             html.Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
             memory_section(plan.memory_limit),
         ],
-        notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table says what does not fit
+        notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table shows which strategies do not fit
         data=timelines_data(shown) | {"memory": memory_data(memory, plan.memory_limit)},
         scripts=SCRIPTS,
         strategies=[one.strategy for one in plan.strategies],

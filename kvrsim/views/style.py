@@ -1,7 +1,7 @@
 """Style of all figures and pages: a colour per strategy and per kind of operation, font and text colours.
 
-The colours can be told apart with normal vision and with each of the three kinds of colour blindness, and stand out
-from the ground (tests/kvrsim/views/test_style.py). This module does not need matplotlib.
+The colours differ clearly for normal vision and for each of the three kinds of colour blindness, and have contrast to
+the background (tests/kvrsim/views/test_style.py). This module does not need matplotlib.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "hatch.linewidth": 0.6, "te
 def strategy_colour(name: str) -> Colour:
     """The colour of a strategy, the same in every figure and page.
 
-    cp4 is zigzag, tp4 tp, pp4 pp. A hybrid has the colour of the strategy between its groups, mixed with that of tp or
-    pp, the more the larger the groups. A strategy of one's own has a mix of two colours, chosen by its name.
+    cp4 has the colour of zigzag, tp4 of tp, pp4 of pp. A hybrid mixes the colour of the strategy between its groups
+    with that of tp or pp, whose share grows with the groups. A user's strategy mixes two colours chosen by its name.
     """
     if name in STRATEGY_COLOURS:
         return STRATEGY_COLOURS[name]
@@ -113,7 +113,7 @@ def _mixed(one: str, other: str, share: float) -> str:
 
 @contextmanager
 def styled(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
-    """Within this context figures have kvrsim's style, and `more` settings of matplotlib."""
+    """Context in which figures have kvrsim's style, and the further settings `more` of matplotlib."""
     import matplotlib
 
     with matplotlib.rc_context(_RC | dict(more or {})):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
-_CLAIMED = 0.7, 0.9  # intervals with such a coverage are called 80 % intervals
-_FEW = 8  # up to this number, all chunks are written
+_CLAIMED = 0.7, 0.9  # intervals with a coverage in this range are called 80 % intervals
+_FEW = 8  # largest number of chunks that are all written out
 _ROUNDING_S = 1e-12  # smaller differences are rounding errors
 
 
@@ -37,7 +37,7 @@ class Cell:
     """A cell that is sorted by something other than its text."""
 
     shown: str
-    value: float | str | None = None  # to sort by; None: after all others
+    value: float | str | None = None  # value to sort by; None: after all others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Table:
 
     columns: list[Column] = field(default_factory=list)
     rows: list[tuple[str | Cell, ...]] = field(default_factory=list)
-    styles: list[str] = field(default_factory=list)  # of each row, such as "bold"
+    styles: list[str] = field(default_factory=list)  # style of each row, such as "bold"
 
     def add_column(self, title: str) -> None:
         """Add a column of prose."""
@@ -134,7 +134,7 @@ def format_wait(seconds: float) -> str:
 
 
 def fits_text(fits: bool) -> Text:
-    """Say "yes", or "NO" in red."""
+    """Return "yes", or "NO" in red."""
     return Text("yes") if fits else Text("NO", style="red")
 
 
@@ -153,7 +153,7 @@ def baseline_title(strategy: str) -> str:
     return "1 GPU" if strategy == "single" else strategy.upper()
 
 
-MOST_ROWS = 5  # of the first screen
+MOST_ROWS = 5  # rows of the first screen
 
 
 def strategies_table(plan: Plan, *, short: bool = False) -> Table:

@@ -37,11 +37,11 @@ class LabelledTimeline:
     title: str  # above its lanes
     timeline: Timeline
     basis: str | None = None  # basis of all seconds; None: each span's own
-    memory: str | None = None  # key of its memory on the page; None: `name`
+    memory: str | None = None  # key of its entry in the memory data; None: `name`
 
 
 def gantt_section(*, several: bool) -> Section:
-    """The chart, its keys, and a table of its times. several: a reader selects two of the timelines."""
+    """Section of the chart, its keyboard keys and a table of times. several: a reader selects two timelines to show."""
     chart = tag("div", id="gantt", class_="chart")
     times = tag("details", tag("summary", "Seconds by rank and kind"), tag("div", id="times"))
     title = "Timelines" if several else "Timeline"
@@ -91,7 +91,7 @@ def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
 
 
 def _with_keys(words: str) -> Iterator[str]:
-    """Mark up a text in which names of keys are in brackets."""
+    """Mark up a text in which names of keyboard keys are in brackets."""
     for number, part in enumerate(re.split(r"[][]", words)):
         yield tag("kbd", part) if number % 2 else part
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _ROWS = "Write the measurements as CSV."
-_COMPUTE_SHARE = 0.75  # share of `--minutes` in `calibrate all`
+_COMPUTE_SHARE = 0.75  # share of `--minutes` that `calibrate all` spends on layers
 _NO_DATASHEET = "pcie4-x16"  # assumed link of a device that no built-in cluster has
 
 
@@ -109,7 +109,7 @@ class LayerArgs(Arguments):
     threads: Any = THREADS
 
     def setup(self) -> ComputeSetup:
-        """What is measured; torch finds the devices."""
+        """Return the setup of the measurement of layers; torch finds the devices."""
         require_torch()
         from calibrate.measure.forward import ComputeSetup
         from kvrsim.io.schema import JsonObject
@@ -150,13 +150,13 @@ class RankArgs(Arguments):
     timeout: Any = entry(quantity(parse_seconds), "60s")
 
     def number(self, device: str, threads: int) -> int:
-        """The given number of ranks; by default as many as the machine has room for."""
+        """Return the given number of ranks, by default as many as the machine has room for."""
         from kvrsim.runtime.host import devices
 
         return self.ranks or devices(device, threads)
 
     def setup(self, device: str, threads: int, max_bytes: int) -> LinkSetup:
-        """What links are measured between; raises InputError for a single rank."""
+        """Return the setup of the measurement of links. Raises InputError for a single rank."""
         from calibrate.measure.ranks import LinkSetup
 
         num_ranks = self.number(device, threads)
@@ -320,7 +320,7 @@ def calibrate_all(
 
 
 def _datasheet_link(compute: str) -> str | None:
-    """None if a built-in cluster has the device; else a link that the device is likely to have."""
+    """Return a link that the device is likely to have; None if a built-in cluster has the device."""
     from calibrate.data import read_origins
     from kvrsim.hardware import builtin_clusters, load_cluster
 
@@ -396,7 +396,7 @@ def import_(
 
 
 def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: str | None = None) -> None:
-    """Fit a profile to the rows of sources, given by argument; also write the rows if requested."""
+    """Fit a profile to the rows of sources (argument: source); also write the rows if requested."""
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 

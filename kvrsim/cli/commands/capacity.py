@@ -75,8 +75,8 @@ def capacity(
         raise typer.Exit(1)
 
 
-_SHOWN = 6  # fleets
-_FIRST = ("interval:", "engines:", "traffic:", "would meet:")  # details next to the answer
+_SHOWN = 6  # number of fleets shown
+_FIRST = ("interval:", "engines:", "traffic:", "would meet:")  # labels of the details that are next to the answer
 
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:

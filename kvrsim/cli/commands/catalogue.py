@@ -1,4 +1,4 @@
-"""What ships by name: `kvrsim strategies`, `models`, `clusters`, `profiles`, `engines`, each with list and show."""
+"""Commands for shipped names: `kvrsim strategies`, `models`, `clusters`, `profiles`, `engines`, with list and show."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBERS = ("parameters", "active", "context", "before", "layer")  # columns tha
 
 @dataclass(frozen=True, kw_only=True)
 class Shelf:
-    """Loader and printers of one kind of things."""
+    """Loader and printers for one kind of shipped things, such as models."""
 
     names: Iterable[str]
     load: Callable[..., Any]  # loads a thing by name or path; errors name `argument`
@@ -79,7 +79,7 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
 
 
 def _facts(rows: Mapping[str, str | None]) -> Facts:
-    """Labels and their texts; a label without a text is left out."""
+    """Facts of labels and their texts; a label without a text is left out."""
     return Facts(rows=[(label, text) for label, text in rows.items() if text])
 
 
@@ -149,7 +149,7 @@ def show_strategy(one: Mapping[str, Any]) -> None:
 
 
 def about(name: str) -> dict[str, Any]:
-    """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
+    """A strategy as JSON, with the fields of docs/reference/json.md. Raises InputError if there is no such strategy."""
     from kvrsim.runtime.plan import RUN_STRATEGIES
     from kvrsim.strategies import get_strategy
     from planner.deploy_engines import engines_for
@@ -307,7 +307,7 @@ def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
 
 
 def _matrices(gemms: Sequence[Gemm]) -> str:
-    """Names and widths, and the bits of quantised weights."""
+    """Names and widths of matrices, and the bits of quantised weights."""
     return "\n".join(
         f"{gemm.name} {gemm.in_features} to {gemm.out_features}"
         + (" with bias" if gemm.bias else "")
@@ -318,7 +318,7 @@ def _matrices(gemms: Sequence[Gemm]) -> str:
 
 
 def summary(model: ModelSpec) -> dict[str, Any]:
-    """A model's numbers, its layers by kind."""
+    """A model's numbers as JSON values, with its layers by kind."""
     from kvrsim.io.schema import fields_to_json, to_json
     from kvrsim.model.spec import mixers_of
 
@@ -414,7 +414,7 @@ profiles = _commands(
 
 
 def show_profile(profile: CalibrationProfile) -> None:
-    """All its values, with measured shapes in place of their tables."""
+    """Print all values of a profile; a table of measured times is replaced by its shape."""
     content = profile.to_dict()
     products = content["kernels"]["gemm"], *content["kernels"]["gemm_types"].values()
     rates = profile.kernels.gemm, *profile.kernels.gemm_types.values()
@@ -494,7 +494,7 @@ _UNKNOWN = {  # kinds of uncertainty in ranges of whole TTFTs, as in EngineFit.w
 
 
 def show_engine(engine: Engine) -> None:
-    """Every term with its range, and what the record rests on."""
+    """Print every term of an engine with its range, and the basis of the record."""
     table = columns("term")
     columns("value", "80 % range", numbers=True, into=table)
     table.add_column("meaning")

@@ -178,7 +178,7 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
 
 
 def _measured(result: Confirmation) -> str:
-    """The plan's choice: what was measured and predicted, and whether it meets the targets."""
+    """The plan's choice: its measured and predicted TTFT, and whether all targets are met."""
     choice, gpus = result.choice, f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.timing.iqr_s)})"
     said = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
@@ -188,7 +188,7 @@ def _measured(result: Confirmation) -> str:
 
 
 def _order(result: Confirmation) -> str:
-    """Count the pairs that the measurement orders, and those that the prediction orders alike."""
+    """Count the pairs of candidates that differ significantly, and those that the prediction orders in the same way."""
     from planner.confirm.result import LEAST_SAMPLES
 
     number, significant, wrong = len(result.candidates), len(result.significant_pairs), result.wrong_pairs

@@ -146,7 +146,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
 
 
 def _explained(plan: Plan) -> lines.Facts:
-    """All other facts of the plan."""
+    """All further facts of the plan, for --explain."""
     search, limit, best = plan.search, plan.memory_limit, plan.first
     ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
     partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"

@@ -45,7 +45,7 @@ FIELDS = {  # fields of the form: the parameter of kvrsim.plan, its label, and a
 }
 _NAMES = {"model": "models", "cluster": "clusters", "engine": "engines"}  # folders with suggested values
 _DATA = Path(__file__).parents[2] / "data"
-_MOST_ANSWERS = 64  # in memory
+_MOST_ANSWERS = 64  # largest number of answers in memory
 
 
 class SupersededError(Exception):
@@ -67,9 +67,9 @@ class Answers:
         *,
         timeline: bool = False,
     ) -> Plan:
-        """The plan for a question.
+        """Return the plan for a question.
 
-        tell: called with progress and candidates as plain JSON values; it makes the question the newest.
+        tell: called with progress and candidates as plain JSON values. A question with `tell` ends an older search.
         Raises InputError, and SupersededError if a newer question arrives during the search.
         """
         if unknown := sorted(set(question) - set(FIELDS)):
