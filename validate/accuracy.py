@@ -1,6 +1,6 @@
-"""The accuracy page, of a part on the paper and one on serving engines: `python -m validate.accuracy`.
+"""The accuracy page, with a part on the paper and a part on serving engines: `python -m validate.accuracy`.
 
-Rewrites docs/results/accuracy.md. A part is Markdown lines under a heading of the second level.
+Rewrites docs/results/accuracy.md. A part is a list of Markdown lines that begins with a heading of the second level.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE = RESULTS / "accuracy.md"
 
 
 def page(parts: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of the page, Markdown."""
+    """Markdown lines of the page."""
     return fill("accuracy", parts=[line for part in parts for line in part])
 
 

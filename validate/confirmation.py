@@ -1,9 +1,9 @@
-"""Plans against this machine, from a fresh calibration: docs/results/confirmation.md.
+"""Plans compared with measurements on this machine, after a fresh calibration: docs/results/confirmation.md.
 
     python -m validate.confirmation [--quick]
 
-It calibrates small-llama, then measures every strategy on two ranks over loopback, and the baselines over emulated
-links, at 2k and 4k tokens: about 20 minutes. --quick: loopback and 2k alone, about 4 minutes.
+The command calibrates small-llama. At 2k and 4k tokens it then measures every strategy on two ranks over loopback, and
+the baselines over emulated links: about 20 minutes. --quick: only loopback and 2k tokens, about 4 minutes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from validate.report import RESULTS, fill, kvrsim, output_of, write_page
 
 MODEL = Path(__file__).parent / "models" / "small-llama.json"
-LINKS: dict[str, tuple[str, ...]] = {  # options of each setting
+LINKS: dict[str, tuple[str, ...]] = {  # options of `kvrsim confirm` for each setting
     "loopback": ("--strategies", "all"),
     "emulated 1 Gb/s": ("--link-bandwidth", "125MB/s", "--link-latency", "200us"),
     "emulated 250 Mb/s": ("--link-bandwidth", "31.25MB/s", "--link-latency", "200us"),
 }
-_LIMIT_S = 3600.0  # of a command
+_LIMIT_S = 3600.0  # time limit of a command
 
 
 def sections(profile: Path, quick: bool) -> Iterator[str]:
-    """Yield what `kvrsim confirm` prints of each setting, under a heading."""
+    """Yield the output of `kvrsim confirm` for each setting, under a heading."""
     for ctx in ("2k",) if quick else ("2k", "4k"):
         for name, options in LINKS.items():
             if name == "loopback" or not quick:
@@ -36,7 +36,7 @@ def sections(profile: Path, quick: bool) -> Iterator[str]:
 
 
 def main(quick: bool) -> None:
-    """Calibrate, confirm, write the page."""
+    """Calibrate, confirm, and write the page."""
     with tempfile.TemporaryDirectory() as folder:
         profile, minutes = Path(folder, "here.json"), 1 if quick else 2
         words = ("--model", MODEL, "--attention", "sdpa", "--minutes", minutes, "-o", profile)

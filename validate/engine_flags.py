@@ -49,22 +49,22 @@ QUESTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 SIZES = ("tensor", "pipeline", "context", "data", "expert_parallel", "expert_data")
 TRAFFIC = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
-ENGINES = ("vllm", "sglang")  # that resolve_launches.py can resolve
+ENGINES = ("vllm", "sglang")  # engines whose launches resolve_launches.py can resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What an engine's code made of the launches."""
+    """Result of resolving the launches with an engine's code."""
 
     engine: DeployEngine
-    version: str  # of the engine's package
+    version: str  # version of the engine's package
     launches: int
-    refused: Mapping[str, str]  # by launch: why
-    differs: Mapping[str, str]  # by launch: sizes that differ from the plan's
+    refused: Mapping[str, str]  # reason of the refusal, by launch
+    differs: Mapping[str, str]  # sizes that differ from the plan's, by launch
 
 
 def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
-    """Yield a name, a launch and its layout for each question; then launches of fleets, without a layout."""
+    """Yield a name, a launch and its layout for each question, then launches of fleets, without a layout."""
     for question, names in QUESTIONS:
         scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
         for strategy in map(get_strategy, names):
@@ -91,7 +91,7 @@ def _fleet(engine: str, model: str) -> Launch:
 
 
 def resolve_all(engine: DeployEngine, python: str) -> Resolved:
-    """Resolve all launches of single servers with an interpreter's engine; InputError where it cannot be imported."""
+    """Resolve all single-server launches with an interpreter's engine; InputError if the engine cannot be imported."""
     listed = [(what, launch, layout) for what, launch, layout in launches(engine.name) if layout is not None]
     asked = {"engine": engine.name, "launches": [_asked(what, launch) for what, launch, _ in listed]}
     process = subprocess.run(
@@ -108,7 +108,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     refused, differs = {}, {}
     for (what, _, layout), answer in zip(listed, content["answers"], strict=True):
         planned = {name: getattr(layout, name) for name in SIZES}
-        if not layout.is_mixture:  # a dense model has no experts, but an engine resolves these sizes
+        if not layout.is_mixture:  # an engine resolves these sizes for dense models, too, which have no experts
             answer = answer | {name: 1 for name in ("expert_parallel", "expert_data") if name in answer}
             planned |= {"expert_parallel": 1, "expert_data": 1}
         other = {name: answer[name] for name in SIZES if name in answer and answer[name] != planned[name]}
@@ -135,7 +135,7 @@ def _asked(what: str, launch: Launch) -> dict[str, Any]:
 
 
 def page(engines: Sequence[Resolved]) -> list[str]:
-    """Lines of the page, Markdown."""
+    """Markdown lines of the page."""
     heads = ("engine", "version", "launches", "refused", "other layout than planned")
     rows = [(one.engine.name, one.version, one.launches, len(one.refused), len(one.differs)) for one in engines]
     found = [
@@ -149,7 +149,7 @@ def page(engines: Sequence[Resolved]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Resolve all launches and write the page; return 1 if an engine refuses one or resolves it differently."""
+    """Resolve all launches and write the page; return 1 if an engine refuses a launch or resolves another layout."""
     engines = []
     for argument in arguments:
         name, _, python = argument.partition("=")

@@ -1,6 +1,6 @@
 """The paper's figures 8 to 11, simulated: `python -m validate.figures` rewrites docs/results/figures.md.
 
-Every number of the page is computed or read from a data file.
+Every number on the page is computed or read from a data file.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from validate.report import RESULTS, fill, numbers_table, write_page
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
-MODELS = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # the paper's figures, and grouped KV heads
+MODELS = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # models in the paper's figures, and one with grouped KV heads
 STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """The published rows and the cases that are simulated."""
+    """The published rows, and the simulated cases."""
 
     rows: tuple[Row, ...] = field(default_factory=read_rows)
     gpu_counts: tuple[int, ...] = (2, 4, 8)
     scaling_context_len: int = 16384  # tokens
     scaling_gpu_counts: tuple[int, ...] = (1, 2, 4, 8)
-    model: str = "llama-7b"  # of scalability and partitions
-    entries: tuple[int, ...] = (4096, 8192, 12288, 16384)  # tokens; contexts of the lookup table
+    model: str = "llama-7b"  # model for scalability and partitions
+    entries: tuple[int, ...] = (4096, 8192, 12288, 16384)  # contexts of the lookup table, in tokens
     table_gpu_counts: tuple[int, ...] = (4, 8)
     noise_samples: int = 400  # runs per strategy
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Those of MODELS with published TTFTs over NVLink."""
+        """The models of MODELS with published TTFTs over NVLink."""
         return tuple(model for model in MODELS if self.contexts(model))
 
     def reported(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
@@ -80,7 +80,7 @@ class Predictions:
         return self._results[key]
 
     def of(self, model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
-        """Simulate a strategy with its own partition; kvr-s searches it."""
+        """Simulate a strategy with its own partition, which kvr-s searches for."""
         key = (model, context_len, num_gpus, strategy)
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
         result: SimResult = self._once(key, lambda: run_simulation(scenario, strategy=strategy))
@@ -97,13 +97,13 @@ class Predictions:
         return result
 
     def is_inside(self, row: Row) -> bool:
-        """Whether the reported TTFT lies in the predicted interval, rounding considered."""
+        """Whether the reported TTFT, considering its rounding, lies in the predicted interval."""
         result = self.of_row(row)
         return row.is_inside(result.ttft_low_s, result.ttft_high_s)
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The paper's strategies and the bounds, by number of GPUs."""
+        """Plans with the paper's strategies and the bounds, one per number of GPUs."""
         case = dict(ctx=self.scope.scaling_context_len, model=self.scope.model, profile=PROFILE)
         strategies = ["single", *STRATEGIES]
         return [kvrsim.plan(gpus=count, strategies=strategies, **case) for count in self.scope.scaling_gpu_counts]
@@ -120,7 +120,7 @@ class Predictions:
         return kvrsim.simulate(strategy="kvr-p", table=self.table, **case)
 
     def noisy(self, context_len: int, num_gpus: int, strategy: str) -> Distribution:
-        """Return TTFTs of a strategy with its quiet partition on the paper's noisy network."""
+        """Return noisy TTFTs of a strategy on the paper's network, with the partition for the network without noise."""
         model = self.printed["noisy_network"]["model"]
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
         disturbance = Disturbance(noise=parse_noise("paper"), num_samples=self.scope.noise_samples)
@@ -131,7 +131,7 @@ class Predictions:
 
 
 def page(predictions: Predictions) -> list[str]:
-    """Return the lines of the page."""
+    """Return the Markdown lines of the page."""
     scope, printed = predictions.scope, predictions.printed
     noisy = printed["noisy_network"]
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
@@ -159,7 +159,7 @@ def page(predictions: Predictions) -> list[str]:
 
 
 def _speedups(predictions: Predictions) -> list[str]:
-    """Return KVR-S's speedup over TSP, printed / predicted, by context; empty where a row is missing."""
+    """Return KVR-S's speedup over TSP, printed / predicted, by context; empty if a row is missing."""
     scope, rows = predictions.scope, []
     contexts = sorted({tokens for model in scope.models for tokens in scope.contexts(model)})
     for model, num_gpus in product(scope.models, scope.gpu_counts):
@@ -177,7 +177,7 @@ def _speedups(predictions: Predictions) -> list[str]:
 
 
 def series(plan: Plan) -> dict[str, float]:
-    """Return a plan's TTFTs: its strategies, then TTFT(p) and the closed form TTFT*(p)."""
+    """Return a plan's TTFTs by strategy, then TTFT(p) and the closed form TTFT*(p)."""
     by_name = {result.strategy: result.ttft_s for result in plan.strategies}
     bounds = {"TTFT(p)": plan.bounds.ttft_no_comm_s, "TTFT*(p)": plan.bounds.ttft_star_s}
     return {name: by_name[name] for name in STRATEGIES} | bounds
@@ -198,7 +198,7 @@ def _scalability(predictions: Predictions) -> list[str]:
 
 
 def _printed(predictions: Predictions, plan: Plan) -> dict[str, float]:
-    """Return the printed TTFTs of a plan's case, by strategy."""
+    """Return the TTFTs that the paper prints for a plan's case, by strategy."""
     rows = {name: predictions.scope.reported(plan.model, plan.num_gpus, name) for name in STRATEGIES}
     return {name: own[plan.context_len].ttft_s for name, own in rows.items() if plan.context_len in own}
 
@@ -239,12 +239,12 @@ def _looked_up(predictions: Predictions) -> list[str]:
 
 
 def shares_text(partition: Sequence[int]) -> str:
-    """Return .350 .255 .210 .185, as the paper prints partitions."""
+    """Format the shares of a partition as the paper does: .350 .255 .210 .185."""
     return " ".join(f"{chunk / sum(partition):.3f}".removeprefix("0") for chunk in partition)
 
 
 def increases(predictions: Predictions) -> dict[tuple[int, int], dict[str, tuple[float, float, float]]]:
-    """Return by GPUs and context, then strategy: mean noisy TTFT over the quiet one, minus 1, and its 95 % limits."""
+    """Return mean noisy TTFT / TTFT without noise - 1 and its 95 % limits, by GPUs and context, then by strategy."""
     noisy = predictions.printed["noisy_network"]
     found: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
     for num_gpus, tokens, strategy in product(noisy["num_gpus"], noisy["context_lens"], STRATEGIES):
@@ -268,7 +268,7 @@ def _increases(predictions: Predictions) -> list[str]:
 
 
 def appendix(predictions: Predictions) -> list[str]:
-    """Return one table per table of the paper, model and link: every TTFT, reported / predicted, by context."""
+    """Return one table per table of the paper, model and link: all TTFTs, reported / predicted, by context."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in predictions.scope.rows:
         groups.setdefault((row.table, row.model, row.link), []).append(row)

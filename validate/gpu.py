@@ -1,8 +1,8 @@
 """The first hour on a GPU node: `python -m validate.gpu [--quick] [--steps a,b] [--output FOLDER]`.
 
-Every step runs commands of kvrsim in processes of their own, with a time-out; a failure does not stop the other steps.
-report.md is rewritten after each step; docs/how-to/gpu.md says what each must show, and the remedy. Without a GPU the
-steps run on the CPU with a tiny model. Exit code 1 where a step failed.
+Every step runs commands of kvrsim in separate processes, with a time limit; a failure does not stop the other steps.
+report.md is rewritten after each step. docs/how-to/gpu.md says what each step must show, and what to do if it does not.
+Without a GPU the steps run on the CPU with a tiny model. The exit code is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from statistics import median_high
 
 from validate.report import CommandError, kvrsim, table, write_page
 
-TINY = Path(__file__).parent / "models" / "tiny.json"  # small enough for two busy cores
+TINY = Path(__file__).parent / "models" / "tiny.json"  # a model small enough for two busy cores
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
-LOGITS = {"fp16": 2e-2, "fp32": 1e-3}  # accepted differences by dtype, as a share of the largest logit
-MOST_ERROR = 0.10  # accepted median error of predicted TTFTs
+LOGITS = {"fp16": 2e-2, "fp32": 1e-3}  # largest accepted differences by dtype, as a share of the largest logit
+MOST_ERROR = 0.10  # largest accepted median error of predicted TTFTs
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
     " fast or how right kvrsim is on a GPU."
@@ -31,11 +31,11 @@ _NO_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine, and the sizes of what the steps run on it."""
+    """One machine, and the sizes of the steps' work."""
 
-    folder: Path  # of the report and of the files of the steps
-    num_gpus: int  # 0: the steps run on the CPU
-    quick: bool = False  # checks only whether the steps run
+    folder: Path  # folder of the report and of the steps' files
+    num_gpus: int  # number of GPUs; 0: the steps run on the CPU
+    quick: bool = False  # whether to check only that the steps run
 
     @property
     def on_gpu(self) -> bool:
@@ -49,12 +49,12 @@ class Machine:
 
     @property
     def dtype(self) -> str:
-        """Element type of all measurements."""
+        """Dtype of all measurements."""
         return "fp16" if self.on_gpu else "fp32"
 
     @property
     def words(self) -> list[object]:
-        """Options of every command: the device, and the model that it runs."""
+        """Options of every command: the device, and the model."""
         return ["--device", "cuda" if self.on_gpu else "cpu", "--model", "llama-7b" if self.on_gpu else TINY]
 
     @property
@@ -67,18 +67,18 @@ class Machine:
 class Finding:
     """The result of a step."""
 
-    lines: list[str] = field(default_factory=list)  # for people
-    faults: list[str] = field(default_factory=list)  # what the step found wrong
+    lines: list[str] = field(default_factory=list)  # lines of the report
+    faults: list[str] = field(default_factory=list)  # faults that the step found
     skipped: bool = False
 
     @property
     def status(self) -> str:
-        """failed, skipped or passed."""
+        """Status of the step: failed, skipped or passed."""
         return "failed" if self.faults else "skipped" if self.skipped else "passed"
 
 
 def environment(machine: Machine) -> Finding:
-    """Driver, clocks, power, topology, other processes."""
+    """Report driver, clocks, power, topology and other processes."""
     if not machine.on_gpu:
         return Finding(lines=["No GPU is available: the steps below run on the CPU."])
     settings = _smi(
@@ -96,7 +96,7 @@ def environment(machine: Machine) -> Finding:
 
 
 def _smi(*words: str) -> list[str]:
-    """Return the lines of nvidia-smi; none where it is missing or fails."""
+    """Return the lines of nvidia-smi; none if the program is missing or fails."""
     form = ["--format=csv,noheader"] if words[0].startswith("--") else []
     try:
         done = subprocess.run(["nvidia-smi", *words, *form], capture_output=True, text=True, check=True, timeout=30)
@@ -106,7 +106,7 @@ def _smi(*words: str) -> list[str]:
 
 
 def links(machine: Machine) -> Finding:
-    """Messages and all-gathers between all ranks."""
+    """Measure messages and all-gathers between all ranks."""
     from calibrate.data import read_measurements
 
     if machine.most_ranks < 2:
@@ -131,7 +131,7 @@ def links(machine: Machine) -> Finding:
 
 
 def logits(machine: Machine) -> Finding:
-    """Each of the paper's strategies against one process, on two ranks and on all."""
+    """Compare the logits of each of the paper's strategies, on two ranks and on all, with those of one process."""
     finding, tokens = Finding(), 4096 if machine.on_gpu else 256
     for strategy in STRATEGIES:
         for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
@@ -152,7 +152,7 @@ def logits(machine: Machine) -> Finding:
 
 
 def calibrate(machine: Machine) -> Finding:
-    """A profile of this machine."""
+    """Measure a profile of this machine."""
     words: list[object] = ["--minutes", 0.3 if machine.quick else 10 if machine.on_gpu else 0.5]
     if not machine.on_gpu:
         words += ["--ctx", "1k", "--ranks", 2, "--attention", "sdpa"]
@@ -169,7 +169,7 @@ def calibrate(machine: Machine) -> Finding:
 
 
 def confirm(machine: Machine) -> Finding:
-    """Plan with that profile on every power of two of GPUs, and measure the candidates."""
+    """Plan with the profile for 1, 2, 4 and 8 GPUs, as far as there are, and measure the candidates."""
     if not machine.profile.exists():
         return Finding(lines=["`calibrate` has left no profile"], skipped=True)
     finding = Finding()
@@ -191,7 +191,7 @@ def confirm(machine: Machine) -> Finding:
 
 
 def long_context(machine: Machine) -> Finding:
-    """One prefill of the longest context, on one device."""
+    """Run one prefill of the longest context on one device."""
     ctx = "128k" if machine.on_gpu else "1k" if machine.quick else "4k"
     words = ["--strategy", "single", "--gpus", 1, "--ctx", ctx, "--attention", "flash", "--repeats", 1]
     words += [*machine.words[:2], "--model", "llama-3-8b" if machine.on_gpu else TINY, "--dtype", machine.dtype]
@@ -205,7 +205,7 @@ STEPS: dict[str, Callable[[Machine], Finding]] = {
 
 
 def lines_of(machine: Machine, done: Sequence[tuple[str, Finding, float]]) -> list[str]:
-    """The report of the steps that have run, each with its seconds."""
+    """The report on the finished steps, with the seconds of each."""
     lines = ["# Report", "", *([] if machine.on_gpu else [_NO_GPU, ""])]
     lines += table(("step", "result", "time"), ((name, one.status, f"{seconds:.0f} s") for name, one, seconds in done))
     for name, finding, _ in done:
@@ -215,7 +215,7 @@ def lines_of(machine: Machine, done: Sequence[tuple[str, Finding, float]]) -> li
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the steps; the report is written after each, and progress goes to standard error."""
+    """Run the steps; write the report after each step, and progress to standard error."""
     from kvrsim.runtime.host import num_gpus
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start_s = time.monotonic()
         try:
             finding = STEPS[name](machine)
-        except Exception as error:  # any error of a step is a result for the report
+        except Exception as error:  # any error of a step is a result in the report
             finding = Finding(faults=[f"{type(error).__name__}: {' '.join(str(error).split())}"])
         done.append((name, finding, time.monotonic() - start_s))
         print("\n  ".join([f"{finding.status} ({done[-1][2]:.0f} s)", *finding.faults]), file=sys.stderr)

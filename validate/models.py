@@ -1,7 +1,7 @@
 """Which model types kvrsim describes: `python -m validate.models` rewrites docs/results/support.md.
 
-Each type of transformers with a causal language model is built with the defaults of its configuration and read, or
-refused with the submodule that kvrsim cannot describe. Needs torch and transformers.
+Each type of transformers with a causal language model is built with the defaults of its configuration. It is read, or
+refused with the name of the submodule that kvrsim cannot describe. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Support:
     """One model type."""
 
     model_type: str
-    model: ModelSpec | None  # None: refused
+    model: ModelSpec | None  # None: the type is refused
     reason: str = ""  # reason of the refusal
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A row of the page."""
+        """Cells of the type's row on the page."""
         if self.model is None:
             return self.model_type, f"refused: {self.reason}", "", ""
         origin = "catalogue" if model_type_data(self.model.model_type) is not None else "class"
@@ -37,7 +37,7 @@ class Support:
 
 
 def support(model_type: str) -> Support:
-    """Read a type with the defaults of its configuration and the values that these lack."""
+    """Read a type with the defaults of its configuration, and with the values that the defaults lack."""
     from calibrate.catalogue import needed
     from kvrsim.model.reader import RefusedError, read_class
 

@@ -19,7 +19,7 @@ def page(profiles: Sequence[CalibrationProfile]) -> list[str]:
 
 
 def _about(profile: CalibrationProfile) -> str:
-    """One profile: where it holds, and what it does not cover."""
+    """Describe a profile: its range of validity, and what it does not cover."""
     low, high = map(format_tokens, profile.valid.context_len)
     fewest, most = profile.valid.num_gpus
     where = f"{profile.gpu}, {low} to {high} tokens, {fewest} to {most} GPUs, {' and '.join(profile.valid.dtypes)}"
@@ -27,7 +27,7 @@ def _about(profile: CalibrationProfile) -> str:
 
 
 def _errors(profiles: Sequence[CalibrationProfile]) -> str:
-    """Held-out errors: a row per profile, a column per operation that any of them measured."""
+    """Table of held-out errors: one row per profile, and one column per operation that a profile measured."""
     measured = {
         profile.name: {kind for kind, fit in profile.operations.items() if fit.num_rows} for profile in profiles
     }

@@ -20,44 +20,44 @@ _TEMPLATES = Path(__file__).parent / "pages"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, rule: str = "---") -> list[str]:
-    """Lines of a Markdown table and an empty line; `rule` aligns all columns but the first ("---:" to the right)."""
+    """Lines of a Markdown table and an empty line; `rule` aligns the columns after the first ("---:": to the right)."""
     rules = ["---", *[rule] * (len(heads) - 1)]
     return [*(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows)), ""]
 
 
 def numbers_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """A table with all columns but the first aligned right."""
+    """Lines of a table in which all columns after the first are aligned right."""
     return table(heads, rows, rule="---:")
 
 
 def fill(name: str, **values: object) -> list[str]:
-    """Lines of the template validate/pages/NAME.md, with values in place of its {fields}; a list is joined as lines."""
+    """Lines of the template validate/pages/NAME.md with values in place of its {fields}; a list gives several lines."""
     texts = {key: "\n".join(value).rstrip() if isinstance(value, list) else value for key, value in values.items()}
     return [*(_TEMPLATES / f"{name}.md").read_text("utf-8").format(**texts).rstrip().split("\n"), ""]
 
 
 def write_page(path: Path, lines: Iterable[str], command: str | None = None) -> None:
-    """Write a page with its origin, whole or not at all. Raises InputError where the file cannot be written.
+    """Write a page with its origin, completely or not at all. Raises InputError if the file cannot be written.
 
-    command: that wrote it, where it is not the one in validate/results.py.
+    command: the command that wrote the page, if it is not the one in validate/results.py.
     """
     text = "\n".join(with_origin(path, lines, command)).rstrip() + "\n"
     write_atomically(path, text.encode(), argument="page")
 
 
 def write_benchmark(name: str, lines: Iterable[str], command: str | None = None) -> None:
-    """Write and print the results of a benchmark; arguments as `write_page`."""
+    """Write and print the results of a benchmark; for the arguments see `write_page`."""
     path = ROOT / BENCHMARKS / f"{name}.md"
     write_page(path, [f"# {name}", "", *lines], command)
     print(path.read_text("utf-8"))
 
 
 class CommandError(Exception):
-    """A command that failed; the message says how."""
+    """A command that failed; the message gives the reason."""
 
 
 def kvrsim(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> dict[str, Any]:
-    """Run a kvrsim command and return its JSON object. Raises CommandError as `output_of`, or without JSON."""
+    """Run a kvrsim command and return its JSON object. Raises CommandError as `output_of` does, or without JSON."""
     try:
         answer: dict[str, Any] = json.loads(output_of(*words, "--json", timeout_s=timeout_s, accepted=accepted))
     except ValueError:
@@ -66,10 +66,10 @@ def kvrsim(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> 
 
 
 def output_of(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) -> str:
-    """Run a kvrsim command and return its standard output. The processes that it started end with it.
+    """Run a kvrsim command and return its standard output. Processes that the command started end with it.
 
-    Raises CommandError, with the last line of standard error, where its exit code is not accepted, or it has not ended
-    in time.
+    Raises CommandError, with the last line of standard error, if the exit code is not accepted or the time limit is
+    exceeded.
     """
     command = [sys.executable, "-m", "kvrsim", *map(str, words)]
     process = subprocess.Popen(
@@ -90,7 +90,7 @@ def output_of(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) 
 
 
 def run_command(command: Callable[[], object]) -> int:
-    """Run a command of this package and return its exit code; a user's mistake is one line on standard error."""
+    """Run a command of this package and return its exit code; a user's mistake gives one line on standard error."""
     try:
         command()
     except KvrsimError as error:

@@ -1,8 +1,9 @@
-"""Resolve launches by an engine's own code, in an interpreter that has the engine: run by validate.engine_flags.
+"""Resolve launches by an engine's own code, in an interpreter that has the engine; validate.engine_flags runs it.
 
-Standard input: JSON, the engine and its launches: arguments, a config.json, the GPU's compute capability and count per
-node. Standard output: JSON, for each launch the resolved sizes, or why the engine refuses it. No GPU is needed:
-the platform's facts are given, and stand-ins take the place of compiled modules that are missing.
+Standard input is a JSON object with the engine and its launches: arguments, a config.json, the GPU's compute
+capability, and the number of GPUs per node. Standard output is a JSON object with the resolved sizes of each launch, or
+the reason why the engine refuses it. No GPU is needed: the platform's properties are given, and stand-ins replace
+compiled modules that are missing.
 """
 
 import argparse
@@ -57,7 +58,7 @@ class Anything:
 
 
 class StandIn(types.ModuleType):
-    """A module that is not installed."""
+    """A stand-in for a module that is not installed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -72,7 +73,7 @@ class StandIn(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for MISSING modules; the last finder, so that what is installed comes first."""
+    """Finder of stand-ins for MISSING modules; it is the last finder, so that installed modules come first."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         is_missing = any(fullname == name or fullname.startswith(f"{name}.") for name in MISSING)
@@ -107,7 +108,7 @@ def resolve_vllm(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]
     platforms._current_platform = Gpu()
     import vllm.config.vllm as settings  # type: ignore[import-not-found]
 
-    settings.HAS_TRITON = True  # would need a driver
+    settings.HAS_TRITON = True  # the check of Triton would need a driver
     registry._run_in_subprocess = lambda function: function()
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
     from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]
@@ -130,7 +131,7 @@ def resolve_vllm(arguments: list[str], launch: dict[str, Any]) -> dict[str, Any]
 
 
 def stand_in_for_operators() -> None:
-    """Let torch have operators that compiled modules would register."""
+    """Let torch accept operators that missing compiled modules would register."""
     import torch
     from torch import library
 
@@ -202,7 +203,7 @@ def resolve_sglang(arguments: list[str], launch: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    """Resolve each launch; a refusal is the last line of what the engine raised."""
+    """Resolve each launch; a refusal has the last lines of the engine's error."""
     import torch._inductor.config
     import torch.utils.flop_counter  # noqa: F401  # before stand-ins
 

@@ -3,11 +3,11 @@
     python -m validate.results              write each page that needs only this checkout (`make results`)
     python -m validate.results NAME...      write these pages, such as `speed`
     python -m validate.results --check      list stale pages; the exit code is 1 if there are any (`make check`)
-    python -m validate.results --freeze NAME...     state on stale pages that later versions predict otherwise
+    python -m validate.results --freeze NAME...     mark these pages: later versions of kvrsim predict other values
 
-A page ends with a comment that holds its command, its commit, its date, its machine, and the values of some predictions
-(`PREDICTIONS`) at that time. It is stale if its command has changed since, or if one of these values differs now by
-more than _TOLERANCE. Pages that only hold times of a machine rest on no prediction. Frozen pages are not checked.
+A page ends with a comment that holds its command, commit, date, machine, and the values of some predictions
+(`PREDICTIONS`) at that time. It is stale if its command has changed since, or if one of these values now differs by
+more than _TOLERANCE. Pages that contain only times of a machine depend on no prediction. Frozen pages are not checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import kvrsim
 ROOT = Path(__file__).parents[1]
 DOCS, BENCHMARKS = "docs/results", "benchmarks/results"  # folders of pages
 _DATA = ROOT / "kvrsim" / "data"
-_TOLERANCE = 1e-3  # relative; a smaller change of a prediction leaves a page valid
+_TOLERANCE = 1e-3  # relative tolerance; a smaller change of a prediction leaves a page valid
 _MARK = "<!-- results "
 
 Value = float | str
@@ -43,43 +43,43 @@ Value = float | str
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the figures of a page come from."""
+    """Origin of the figures on a page."""
 
     command: str
-    commit: str  # "+" after it: with changes that were not committed
+    commit: str  # commit of the checkout, followed by "+" if the checkout had other changes
     date: str
     machine: str
     predictions: Mapping[str, Value]
-    is_frozen: bool = False  # whether predictions have changed since, and the page was left as it is
+    is_frozen: bool = False  # whether predictions have changed since, and the page was kept
 
     def describe(self) -> str:
-        """The line below the title of a page."""
+        """Format the line below the title of a page."""
         text = f"`{self.command}` on {self.date} at commit {self.commit}: {self.machine}."
         return text + " Frozen: some predictions have changed since." * self.is_frozen
 
     def enclose(self, lines: Iterable[str]) -> list[str]:
-        """The lines of a page with this origin below the title and as the last line."""
+        """Add this origin to the lines of a page: below the title, and as the last line."""
         title, *rest = "\n".join(lines).rstrip().split("\n")
         return [title, "", self.describe(), *rest, "", f"{_MARK}{json.dumps(asdict(self))} -->"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsPage:
-    """A page, the command that writes it, and what its figures rest on."""
+    """A page, the command that writes it, and the predictions that its figures depend on."""
 
-    path: str  # from the root of the repository
+    path: str  # path from the root of the repository
     command: str
     rests_on: tuple[str, ...] = ()  # keys of PREDICTIONS
-    needs: str = ""  # what this checkout and some minutes do not provide; "": `make results` writes the page
+    needs: str = ""  # requirements besides this checkout and some minutes; "": `make results` writes the page
 
     @property
     def name(self) -> str:
-        """The name in a command."""
+        """Name of the page in a command."""
         return Path(self.path).stem
 
     @property
     def file(self) -> Path:
-        """The file of the page."""
+        """Path of the page."""
         return ROOT / self.path
 
     def write(self) -> int:
@@ -89,7 +89,7 @@ class ResultsPage:
         return subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode
 
     def freeze(self) -> None:
-        """State on the page that predictions have changed since."""
+        """State on the page that predictions have changed since it was written."""
         text = self.file.read_text("utf-8")
         origin = origin_of(text)
         assert origin is not None, f"{self.path} does not say where it comes from"
@@ -97,7 +97,7 @@ class ResultsPage:
         self.file.write_text("\n".join(frozen.enclose(body(text).splitlines())) + "\n", "utf-8")
 
     def staleness(self) -> str | None:
-        """Say why the page must be written again; None: it need not be."""
+        """The reason why the page must be written again; None: it is up to date."""
         if not self.file.exists():
             return None if self.needs else "the page is missing"
         if (origin := origin_of(self.file.read_text("utf-8"))) is None:
@@ -118,7 +118,7 @@ def _seconds(strategy: str, model: str, cluster: str, **options: Any) -> float:
 
 
 def _digest(pattern: str) -> str:
-    """A digest of the data files of kvrsim that match."""
+    """Digest of the data files of kvrsim that match a pattern."""
     digest = hashlib.sha256()
     for path in sorted(_DATA.glob(pattern)):
         digest.update(path.read_bytes())
@@ -134,7 +134,7 @@ def _fleet_s() -> float:
 
 _LLAMA_7B = {"model": "llama-7b", "cluster": "a100-nvlink"}
 _LLAMA_8B = {"model": "llama-3.1-8b", "cluster": "8xh100"}
-PREDICTIONS: Mapping[str, Callable[[], Value]] = {  # each in some hundredths of a second
+PREDICTIONS: Mapping[str, Callable[[], Value]] = {  # each takes some hundredths of a second
     "eager": partial(_seconds, "tsp", **_LLAMA_7B, ctx="8k", gpus=4),
     "eager-searched": partial(_seconds, "kvr-s", **_LLAMA_7B, ctx="16k", gpus=4),
     "falcon": partial(_seconds, "single", "falcon-7b", "a100-nvlink", ctx="4k", gpus=1),
@@ -222,10 +222,10 @@ PAGES = (
         needs="installed engines",
     ),
 )
-FROZEN = {  # pages that no command writes any more: each names the commit that did
+FROZEN = {  # pages that no command writes any more; each names the commit whose command wrote it
     f"{DOCS}/closed_loop.md",
     f"{DOCS}/studies.md",
-    f"{DOCS}/trust.md",  # a summary of the other pages, written by hand
+    f"{DOCS}/trust.md",  # a summary of other pages, written by hand
 }
 
 
@@ -242,9 +242,9 @@ def _is_equal(before: Value | None, now: Value) -> bool:
 
 
 def with_origin(path: Path, lines: Iterable[str], command: str | None = None) -> list[str]:
-    """The lines of a page with its origin, below the title and as the last line; unchanged if it is not one of PAGES.
+    """Add the origin to the lines of a page; return the lines unchanged if it is not one of PAGES.
 
-    command: that wrote it, where it is not the usual one.
+    command: the command that wrote the page, if it is not the one in PAGES.
     """
     page = next((one for one in PAGES if one.file == path.resolve()), None)
     if page is None:
@@ -260,7 +260,7 @@ def with_origin(path: Path, lines: Iterable[str], command: str | None = None) ->
 
 
 def origin_of(text: str) -> Origin | None:
-    """The origin that a page states in its last line; None where there is none."""
+    """The origin in the last line of a page; None if there is none."""
     last = text.rstrip().rsplit("\n", 1)[-1]
     if not last.startswith(_MARK):
         return None
@@ -268,13 +268,13 @@ def origin_of(text: str) -> Origin | None:
 
 
 def body(text: str) -> str:
-    """A page without its origin, as its command made it."""
+    """A page without its origin, as its command wrote it."""
     title, _, _, *rest = text.rstrip().split("\n")
     return "\n".join([title, *rest[:-1]]).rstrip() + "\n"
 
 
 def machine() -> str:
-    """Describe this machine: processor, cores, Python, numpy."""
+    """Describe this machine by processor, cores, and versions of Python and numpy."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -285,12 +285,12 @@ def machine() -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, smallest and largest value."""
+    """Format the median, the smallest and the largest value."""
     return f"{np.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def _commit() -> str:
-    """The commit of this checkout; "+" if the code differs from it."""
+    """The commit of this checkout, followed by "+" if files other than pages have changed."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -300,7 +300,7 @@ def _commit() -> str:
 
 
 def stale() -> Iterator[str]:
-    """One line for each page that must be written again, or that this module does not know."""
+    """Yield one line for each page that must be written again, or that is missing in PAGES."""
     known = {page.path for page in PAGES} | FROZEN
     for page in PAGES:
         if reason := page.staleness():

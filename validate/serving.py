@@ -28,7 +28,7 @@ from validate.report import fill, run_command, table
 
 PATH = DATA / "serving_prefills.csv"
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
-_OPERATORS = ("ring-flash-attention",)  # attention alone, not whole prefills
+_OPERATORS = ("ring-flash-attention",)  # operators that were measured alone: attention, not whole prefills
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +41,10 @@ class ServingRow:
     num_gpus: int
     strategy: str
     context_len: int  # tokens of each prompt
-    batch: int  # prompts
+    batch: int  # number of prompts
     dtype: str
     ttft_s: float
-    left_out: str  # the rule that leaves the row out; empty: the row is compared
+    left_out: str  # rule that leaves the row out; empty: the row is compared
     source: str
 
     @property
@@ -54,7 +54,7 @@ class ServingRow:
 
     @property
     def case(self) -> str:
-        """The row in words."""
+        """Description of the row."""
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {self.cluster}"
         batch = f" x {self.batch}" if self.batch > 1 else ""
         return f"{self.model} {self.context_len}{batch} {self.strategy} on {gpus}"
@@ -66,7 +66,7 @@ class ServingRow:
 
 
 def read_rows(*, compared: bool = True) -> tuple[ServingRow, ...]:
-    """All rows of whole prefills, or those that no rule leaves out."""
+    """All rows of whole prefills, or only the rows that no rule leaves out."""
     texts = ("model", "cluster", "strategy", "dtype", "left_out", "source")
     rows = [
         ServingRow(
@@ -94,22 +94,22 @@ class ServingError:
 
     row: ServingRow
     predicted_s: float
-    low_s: float  # of the 80 % prediction interval
+    low_s: float  # lower end of the 80 % prediction interval
     high_s: float
 
     @property
     def rel_error(self) -> float:
-        """predicted / measured - 1."""
+        """Relative error: predicted / measured - 1."""
         return self.predicted_s / self.row.ttft_s - 1
 
     @property
     def inside(self) -> bool:
-        """Whether the interval holds the measurement."""
+        """Whether the measurement lies inside the interval."""
         return self.low_s <= self.row.ttft_s <= self.high_s
 
     @property
     def is_short(self) -> bool:
-        """Whether the prompts are so short that the engine may add most of the time."""
+        """Whether the prompts have so few tokens that the engine may cause most of the time."""
         return self.row.tokens < SHORT_TOKENS
 
 
@@ -137,20 +137,20 @@ def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
 
 
 ENGINES = ("vllm-2023", "tensorrt-llm-0.5", "lmdeploy-0.1", "loongserve-2024", "mooncake-vllm-0.11")
-_LENGTHS = ((0, 512), (512, 2048), (2048, 8192), (8192, 10**9))  # tokens of all prompts together
+_LENGTHS = ((0, 512), (512, 2048), (2048, 8192), (8192, 10**9))  # ranges of the tokens of all prompts together
 FIGURES = DATA / "serving_figures.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Every row under its engine's own record."""
+    """All rows, predicted with their engine's own record."""
 
     own: tuple[ServingError, ...]
     left_out: tuple[ServingError, ...]  # rows that a rule leaves out
-    fits: Mapping[str, EngineFit]  # by engine, with each setting left out
+    fits: Mapping[str, EngineFit]  # fits of the records, by engine
 
     def figures(self) -> dict[str, Any]:
-        """The page's first table, as plain JSON values."""
+        """The figures of the page's first table, as plain JSON values."""
         return {
             length: summary(error for error in self.own if error.is_short is is_short)
             for length, is_short in (("512 tokens and more", False), ("below 512 tokens", True))
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def compare() -> Comparison:
-    """Compare with the records that ship."""
+    """Compare all rows with predictions by the shipped records."""
     engines = {name: load_engine(name) for name in ENGINES}
     errors = {
         name: errors_of([row for row in read_rows(compared=False) if row.engine == name], engine)
@@ -173,7 +173,7 @@ def compare() -> Comparison:
 
 
 def part(comparison: Comparison) -> list[str]:
-    """Part of the accuracy page on serving engines, as Markdown lines."""
+    """Markdown lines of the accuracy page's part on serving engines."""
     settings = (
         (name, f"{fit.left_out}s", f"{fit.left_out_median_ape:.1%}", f"{fit.left_out_mape:.1%}", f"{fit.coverage:.0%}")
         for name, fit in comparison.fits.items()
@@ -217,7 +217,7 @@ def _summaries(title: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def summary(errors: Iterable[ServingError]) -> dict[str, Any]:
-    """Number of rows, median and mean absolute error, the median with its sign, and the share inside the intervals."""
+    """Number of rows, median and mean absolute error, median signed error, and share of rows inside the intervals."""
     known = list(errors)
     if not known:
         return {"n": 0, "median_ape": None, "mape": None, "median": None, "coverage": None}
@@ -232,7 +232,7 @@ def summary(errors: Iterable[ServingError]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print every row; rewrite the figures."""
+    """Print every row, and rewrite the figures."""
     comparison = compare()
     for error in comparison.own:
         row = error.row

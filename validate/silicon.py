@@ -1,16 +1,17 @@
 """Prefills on engines of 2025 and 2026: fit the records of vLLM, SGLang and TensorRT-LLM, and score any predictor.
 
-`python -m validate.silicon SETTINGS.csv --configs FOLDER` scores kvrsim next to the estimate of a peer in the file, and
-writes docs/results/silicon.md. `--predictions FILE.csv` adds a predictor: a column `prefill_s`, one row per setting.
-`--prefills FILE.csv` adds prefills of other sources, which no fit uses. `--fit` fits the engines first and rewrites
-their records in kvrsim/data/engines. SETTINGS.csv has columns model, config, system, cluster, engine, engine_version,
-precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOLDER has each config as
-NAME_config.json. Neither ships with kvrsim.
+`python -m validate.silicon SETTINGS.csv --configs FOLDER` scores kvrsim and another estimator in the file, and writes
+docs/results/silicon.md. `--predictions FILE.csv` adds a predictor: a column `prefill_s`, one row per setting.
+`--prefills FILE.csv` adds prefills of other sources, which no fit uses. `--fit` first fits the engines and rewrites
+their records in kvrsim/data/engines. SETTINGS.csv has the columns model, config, system, cluster, engine,
+engine_version, precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOLDER has each config as
+NAME_config.json. kvrsim ships neither of them.
 
-A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels, and transfer_s more where
-another server decodes. The constants of the engines are shrunken towards their common mean, which is the record
-`serving`. Then each model_type has a factor on the seconds of a launch, of all engines and around it of each; then each
-version has a factor. Each width is that of prefills left out: of the engine or of all engines, whichever is wider.
+A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels, plus transfer_s if another
+server decodes. Each engine's constants are shrunk towards the common mean of all engines: the record `serving` has this
+mean. Each model_type then has a factor on the seconds of a launch, common to all engines, and one per engine that is
+shrunk towards the common one. Each version then has a factor. Widths come from errors of prefills that were left out:
+those of the engine or those of all engines, whichever are wider.
 """
 
 from __future__ import annotations
@@ -46,35 +47,35 @@ ENGINES = ("vllm", "sglang", "trtllm")
 TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
 _PRIOR = np.log(
     [6e-3, 1.2e-6, 9e-6, 1.0]
-)  # logarithms of TERMS of the engines' common mean; kernels are taken as the tables have them
+)  # logarithms of the engines' mean TERMS; kernel times of the profiles are assumed to be right
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
-_ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # of an engine around the mean
-_MODEL_SD = 1.5  # of log factors of model types: around 0, and of one engine around all engines
-_VERSION_ROWS = 5.0  # prior rows with which the factor of a version is pulled towards 1
-_NOISE = 0.25  # of log(predicted / measured); settings with larger errors have less weight
+_ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
+_MODEL_SD = 1.5  # spread of log factors of model types: all engines' factor around 0, one engine's around it
+_VERSION_ROWS = 5.0  # prior rows that shrink a version's factor towards 1
+_NOISE = 0.25  # scale of log(predicted / measured); settings with larger errors have less weight
 # Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
 _TRANSFER, _TRANSFER_SD = math.log(0.05), 0.5
-_DISAGGREGATED = 0.7  # weight of disaggregated fleets, whose prefills scatter 1.4 times as far around the fit
+_DISAGGREGATED = 0.7  # weight of settings with disaggregated servers, which scatter 1.4 times as far around the fit
 _PROBE_S = 1e-6  # seconds of a launch in the run that counts launches
 SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU with an engine
 _HALVES = 8
-_LEAST_ROWS = 5  # errors from which widths are computed
+_LEAST_ROWS = 5  # least errors from which widths are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The measured settings with kvrsim's kernel seconds and launches of each; arrays of shape (settings,)."""
+    """The measured settings, with kvrsim's seconds of kernels and launches for each; arrays of shape (settings,)."""
 
     rows: pandas.DataFrame
     kernels_s: Array
-    launches: Array  # of the decoder layers
-    collectives: Array  # seconds of tensor parallelism's collectives
+    launches: Array  # launches of the decoder layers
+    collectives: Array  # collectives of tensor parallelism
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def of(self, name: str) -> Array:
-        """A column."""
+        """One column of all settings."""
         return np.asarray(self.rows[name])
 
     def group(self, split: str) -> Array:
@@ -87,7 +88,7 @@ class Settings:
 
 
 def read_settings(path: Path, configs: Path) -> Settings:
-    """The settings of a file with the kernels and launches of each. Raises InputError naming what is missing."""
+    """Read settings, and compute the kernels and launches of each. Raises InputError naming a missing column."""
     import pandas
 
     rows = pandas.read_csv(path)
@@ -104,9 +105,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
     keys = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows.itertuples():
-            dtype = (
-                "fp8" if getattr(row, "precision", "") == "fp8" else None
-            )  # because some configurations name no type
+            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # some configurations name no dtype
             key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep, dtype)
             keys.append(key)
             if key not in seconds:
@@ -129,7 +128,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
 
 
 def _model_folder(folder: Path, configs: Path, name: str) -> Path:
-    """Make the folder of a model from files of configurations."""
+    """Make the folder of a model from the files of its configuration."""
     model = folder / name
     if not model.exists():
         model.mkdir()
@@ -145,12 +144,12 @@ def _model_folder(folder: Path, configs: Path, name: str) -> Path:
 class EngineConstants:
     """Constants of all engines."""
 
-    mean: Array  # logarithms of TERMS that the engines have in common, shape (4,)
-    by_engine: dict[str, Array]  # the same of each engine
-    transfer_s: float  # see Engine
-    shared_types: dict[str, float] = field(default_factory=dict)  # log factor on launch_s by model_type, of all engines
-    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # the same of each engine
-    versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factor on all seconds
+    mean: Array  # logarithms of the engines' mean TERMS, shape (4,)
+    by_engine: dict[str, Array]  # logarithms of TERMS by engine
+    transfer_s: float  # see Engine.transfer_s
+    shared_types: dict[str, float] = field(default_factory=dict)  # log factors on launch_s by model_type
+    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # by engine and model_type
+    versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factors on all seconds
 
     def seconds(self, settings: Settings, rows: Flags) -> Array:
         """Predict the prefills of some settings."""
@@ -162,7 +161,7 @@ class EngineConstants:
         return np.asarray((own + launches_s * np.expm1(models)) * np.exp(versions))
 
     def type_factor(self, engine: str, model_type: str) -> float:
-        """Log factor on launch_s."""
+        """Log factor on launch_s for an engine and a model_type."""
         return self.model_types.get((engine, model_type), self.shared_types.get(model_type, 0.0))
 
     def _without_models(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
@@ -171,7 +170,7 @@ class EngineConstants:
 
 
 def _predicted(terms: Array, transfer_s: float, settings: Settings, rows: Flags) -> tuple[Array, Array]:
-    """Predicted seconds of settings, and the seconds of launches in them; `terms` has shape (settings, 4)."""
+    """Predicted seconds of settings, and their seconds of launches; `terms` has shape (settings, 4)."""
     request_s, token_s, launch_s, scale = terms.T
     launches_s = launch_s * settings.launches[rows]
     request_s = request_s + transfer_s * (settings.of("mode")[rows] == "disagg")
@@ -180,7 +179,7 @@ def _predicted(terms: Array, transfer_s: float, settings: Settings, rows: Flags)
 
 
 def fit(settings: Settings, rows: Flags) -> EngineConstants:
-    """Constants fitted to some of the settings; `rows` is a mask."""
+    """Fit constants to some of the settings; `rows` is a mask."""
     from scipy.optimize import least_squares
 
     log_s = np.log(settings.of("prefill_s")[rows])
@@ -224,7 +223,7 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
 
 
 def left_out(settings: Settings, split: str) -> Array:
-    """Predictions for each setting, fitted without its model, GPU or version; for "engine", by the others' mean."""
+    """Predictions for each setting by fits without its group; for "engine", by the mean of the other engines."""
     groups, seconds = settings.group(split), np.zeros(len(settings))
     for group in np.unique(groups):
         own = groups == group
@@ -233,7 +232,7 @@ def left_out(settings: Settings, split: str) -> Array:
 
 
 def half_left_out(settings: Settings, seed: int = 0) -> Array:
-    """Log errors of settings by fits to the other half, over all splits into halves."""
+    """Log errors of settings by fits to the other half of the settings, over several random halves."""
     columns = ["model", "gpu", "engine", "engine_version", "precision", "tp", "moe_ep"]
     groups, rng = settings.rows.groupby(columns).ngroup().to_numpy(), np.random.default_rng(seed)
     logs = []
@@ -245,7 +244,7 @@ def half_left_out(settings: Settings, seed: int = 0) -> Array:
 
 
 def log_errors(settings: Settings, seconds: Array, rows: Flags | slice = slice(None)) -> Array:
-    """log(predicted / measured)."""
+    """Log errors: log(predicted / measured)."""
     return np.asarray(np.log(seconds) - np.log(settings.of("prefill_s")[rows]))
 
 
@@ -255,7 +254,7 @@ def log_errors(settings: Settings, seconds: Array, rows: Flags | slice = slice(N
 def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
     """Widths of errors: the 90 % quantiles of log(predicted / measured) and of log(measured / predicted).
 
-    own: mask of one engine's errors; its widths are used where they are wider and rest on 5 errors at least.
+    own: mask of one engine's errors; its widths are used if they are wider and come from at least 5 errors.
     """
     below, above = np.quantile(logs, [0.1, 0.9])
     widths = _rounded(max(0.0, float(above))), _rounded(max(0.0, float(-below)))
@@ -266,7 +265,7 @@ def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
 
 
 def records(settings: Settings) -> list[Engine]:
-    """The engines' records and `serving`."""
+    """Make the records of the engines and of `serving`."""
     every = np.ones(len(settings), dtype=bool)
     constants = fit(settings, every)
     splits = {split: log_errors(settings, left_out(settings, split)) for split in SPLITS}
@@ -293,7 +292,7 @@ def records(settings: Settings) -> list[Engine]:
     return made
 
 
-_LEAST = (0.5, 0.5, 0.3, 0.12)  # standard deviations of terms between engines, because there are only three engines
+_LEAST = (0.5, 0.5, 0.3, 0.12)  # least standard deviations of terms between engines, of which there are only three
 _PROVENANCE = {
     "command": "python -m validate.silicon SETTINGS.csv --configs FOLDER --fit",
     "launches": "added to the kernels: what a prefill takes more than its kernels is about the same at 1k and at 8k"
@@ -313,7 +312,7 @@ def _record(
     name: str,
     splits: dict[str, Array],
 ) -> Engine:
-    """One engine's record."""
+    """Make one engine's record."""
     own = settings.of("engine") == name
     widths = {split: widths_of(logs, own) for split, logs in splits.items()}
     frame = settings.rows[own]
@@ -354,7 +353,7 @@ def _rounded(value: Any) -> float:
 
 
 def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
-    """Share of settings inside the widths that follow from the errors of all other groups."""
+    """Share of settings inside the widths that are computed from the errors of all other groups."""
     inside = []
     for group, engine in set(zip(groups.tolist(), engines.tolist(), strict=True)):
         others = groups != group
@@ -368,7 +367,7 @@ def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
 
 
 def read_predictions(path: Path, count: int) -> Array:
-    """Another predictor's seconds, one per setting, empty where it has none. Raises InputError naming what is wrong."""
+    """Another predictor's seconds, one per setting, or nan. Raises InputError for other numbers of rows or columns."""
     import pandas
 
     rows = pandas.read_csv(path)
@@ -378,7 +377,7 @@ def read_predictions(path: Path, count: int) -> Array:
 
 
 def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
-    """Median errors of predictors by engine, model, GPU, precision, length and TP, over settings that all predict."""
+    """Table of predictors' median errors by engine, model and other fields, over settings that all of them predict."""
     measured_s = settings.of("prefill_s")
     errors = {name: np.abs(seconds / measured_s - 1) for name, seconds in predictors.items()}
     known = np.all([np.isfinite(one) for one in errors.values()], axis=0)
@@ -395,7 +394,7 @@ def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
 
 
 def page(settings: Settings, predictors: dict[str, Array], others: Sequence[OtherPrefill] = ()) -> list[str]:
-    """Lines of docs/results/silicon.md."""
+    """Markdown lines of docs/results/silicon.md."""
     measured_s = settings.of("prefill_s")
     splits = {f"{split} left out": left_out(settings, split) for split in SPLITS}  # "setting left out" first
     half = np.abs(np.expm1(half_left_out(settings)))
@@ -428,14 +427,14 @@ class OtherPrefill:
     """A prefill of another source, predicted by the record of its engine."""
 
     case: str
-    tokens: int  # of all prompts
+    tokens: int  # tokens of all prompts together
     measured_s: float
     ttft_s: float
-    inside: bool  # the 80 % interval
+    inside: bool  # whether the measurement lies inside the 80 % interval
 
 
 def read_others(path: Path) -> list[OtherPrefill]:
-    """Prefills that kvrsim can predict, by the engines of ENGINES, from a file with prefills_2026.csv's columns."""
+    """Read prefills that kvrsim can predict with ENGINES, from a file with the columns of prefills_2026.csv."""
     import pandas
 
     found = []
@@ -471,10 +470,11 @@ def read_others(path: Path) -> list[OtherPrefill]:
 
 
 def steps_of(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Strategy and search of a prefill: prompts longer than a step of the engine take several steps.
+    """Strategy and search of a prefill: a prompt longer than the engine's step takes several steps.
 
-    Defaults of engines: vLLM takes 2048 tokens before 0.8 (where max_model_len is above 32k) and 8192 from then on;
-    SGLang 4096 on GPUs of less than 60 GB, else 8192; TensorRT-LLM 8192. A row's note may name another number.
+    Default steps of engines: vLLM takes 2048 tokens before version 0.8 (if max_model_len is above 32k), and 8192 from
+    0.8 on; SGLang takes 4096 on GPUs of less than 60 GB, else 8192; TensorRT-LLM takes 8192. A row's note may give
+    another number.
     """
     named = re.search(r"max_num_batched_tokens ([0-9]+)", str(row["note"]))
     old, small = re.match(r"0\.[0-7]\.", str(row["engine_version"])), "40GB" in row["gpu"]
@@ -502,14 +502,14 @@ _LEAST_SHORT = (0.3, 0.7)  # least widths below 512 tokens
 
 
 def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
-    """Width below 512 tokens, where no setting lies, from prefills of other sources."""
+    """Widths below 512 tokens, a range without settings, from prefills of other sources."""
     logs = np.array([math.log(one.ttft_s / one.measured_s) for one in others if one.tokens < SHORT_TOKENS])
     shorter, longer = widths_of(logs) if len(logs) else _LEAST_SHORT
     return max(shorter, _LEAST_SHORT[0]), max(longer, _LEAST_SHORT[1])
 
 
 def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
-    """Their median errors, then a table of all."""
+    """Lines with the median errors of other prefills, and a table of all."""
     lines = []
     for title, own in (
         (f"{SHORT_TOKENS} tokens and more", [one for one in others if one.tokens >= SHORT_TOKENS]),
@@ -527,7 +527,7 @@ def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
 
 
 def shipped_seconds(settings: Settings) -> Array:
-    """Predictions by the records that ship."""
+    """Predictions by the shipped records."""
     every = np.ones(len(settings), dtype=bool)
     engines = {name: load_engine(name) for name in ENGINES}
     logs = {
@@ -545,7 +545,7 @@ def shipped_seconds(settings: Settings) -> Array:
 
 
 def _write(engines: Sequence[Engine], short: tuple[float, float]) -> None:
-    """Write the records with a width for prompts below 512 tokens."""
+    """Write the records, and add widths for prompts below 512 tokens."""
     for engine in engines:
         assert engine.fit is not None
         fit_of = replace(engine.fit, widths={**engine.fit.widths, "short": short})
@@ -553,7 +553,7 @@ def _write(engines: Sequence[Engine], short: tuple[float, float]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fit the records with --fit, and write the page."""
+    """Fit the records if --fit is given, and write the page."""
     parser = ArgumentParser(prog="python -m validate.silicon", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
     parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER")

@@ -1,7 +1,7 @@
 """Campaign: the points of a bench, measured round-robin until their medians are precise or the time budget is used up.
 
-Round-robin, so that clock drift affects all points equally. A journal next to the CSV keeps each sample, so that an
-interrupted campaign resumes.
+Points are measured round-robin so that clock drift affects all of them equally. A journal next to the CSV keeps each
+sample, so that an interrupted campaign can resume.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvrsim.interp import median_error
 from kvrsim.io.journal import Journal
 from kvrsim.runtime.host import busy_note
 
-LEAST_SAMPLES = 3  # of a point
-_MOST_SAMPLES = 25  # samples per point
+LEAST_SAMPLES = 3  # least samples per point
+_MOST_SAMPLES = 25  # most samples per point
 _ERROR = 0.01  # accepted relative standard error of a median
 _MOST_OF_BUDGET = 0.2  # share of the budget that one point may take
 
@@ -48,7 +48,7 @@ class Bench(Protocol):
         """Return one repetition: seconds by name of the timed part. Raises Skipped where the point does not fit."""
 
     def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:
-        """Return medians and spreads."""
+        """Return rows with medians and spreads."""
 
     def close(self) -> None:
         """Release memory and processes."""
@@ -56,17 +56,17 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Campaign:
-    """What is measured, and where the rows are written."""
+    """What is measured, and the file for the rows."""
 
     title: str  # for messages
     build: Callable[[], Bench]
-    about: Mapping[str, Any]  # command, versions, machine and date: the CSV and the journal begin with it
-    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # further origin of the rows for the CSV
-    output: Path  # the CSV
-    gpus: Sequence[int] = ()  # CUDA's numbers of the GPUs that are timed, whose clock and power are logged
+    about: Mapping[str, Any]  # command, versions, machine and date, with which the CSV and the journal begin
+    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # the rest of the rows' origin for the CSV
+    output: Path  # path of the CSV
+    gpus: Sequence[int] = ()  # CUDA's numbers of the timed GPUs, whose clock and power are logged
 
     def journal(self) -> Journal:
-        """Journal of this campaign's samples; the user of the CSV removes it."""
+        """Journal of this campaign's samples; the caller that uses the CSV removes the journal."""
         about = {key: value for key, value in self.about.items() if key != "date"}
         return Journal(Path(f"{self.output}.journal"), {"campaign": self.title} | about)
 
@@ -76,10 +76,10 @@ class Outcome:
     """Result of a campaign."""
 
     rows: list[Measurement]
-    samples: int  # total number
+    samples: int  # total number of samples
     skipped: Mapping[str, str]  # points that were not measured, and why
     device: Mapping[str, Any]  # clock, power and throttling of the GPUs; empty if unknown
-    notes: tuple[str, ...]  # such as that other processes use the machine
+    notes: tuple[str, ...]  # notes, such as that other processes use the machine
 
     @property
     def median_spread(self) -> float | None:
@@ -103,8 +103,8 @@ def within_budget(bench: Bench, budget_s: float) -> list[Point]:
 def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None = None) -> Outcome:
     """Measure every point LEAST_SAMPLES times, then those with imprecise medians until the budget is used up.
 
-    Writes the CSV. on_progress: called with the seconds done, the budget, and what is measured. Samples and seconds of
-    an interrupted campaign count; the journal stays, until the caller removes it.
+    Writes the CSV. on_progress: called with the seconds done, the budget, and the name of the point. Samples and
+    seconds of an interrupted campaign count. The journal stays until the caller removes it.
     """
     notes = busy_note()
     with (

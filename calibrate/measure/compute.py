@@ -1,4 +1,4 @@
-"""ComputeBench: the points of a model's layers, each timed by a ForwardTimer, and the measurements that they become."""
+"""ComputeBench: the points of a model's layers, each timed by a ForwardTimer, and measurements from their times."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.scenario import dtype_bytes
 
 SOURCE = "kvrsim calibrate compute"
-BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
+BARE_LAYER = "bare layer"  # name of a sample's seconds of a whole layer without marks inside
 
 _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of a first forward that measures the device's speed
-_MARKED_S = 2e-2  # shorter forwards are also timed without marks, because marks would take a large part of the seconds
-_HOST = ("host_layer", "host_prepare")  # parts of the host; others are of the device
+_MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, which would add a large part of the time
+_HOST = ("host_layer", "host_prepare")  # parts that the host spends; the device spends the others
 _BY_POINT = (
     "attention",
     "before_attention",
     "after_attention",
     "layer",
     "prepare",
-)  # parts that depend on prefix or kernel, too
-_OUTSIDE = ("prepare", "embedding", "head")  # of the layers
-_FENCE = 1.5  # interquartile ranges
-_LEAST_S = 1e-9  # below this nothing was measured
+)  # parts that also depend on the prefix or the kernel
+_OUTSIDE = ("prepare", "embedding", "head")  # parts outside the layers
+_FENCE = 1.5  # distance of the fences from the quartiles, in interquartile ranges
+_LEAST_S = 1e-9  # shorter medians mean that nothing was measured
 
 
 def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:
-    """Times of the model's layers."""
+    """Campaign that times the model's layers."""
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
         return {
@@ -62,17 +62,17 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
 
 
 def layer_kv_bytes(setup: ComputeSetup) -> int:
-    """K and V of one layer for the longest context: the longest message of a prefill."""
+    """Bytes of K and V of one layer for the longest context: the longest message of a prefill."""
     return setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
 
 
 def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
     """Points up to `max_context` tokens for each attention kernel, most informative first.
 
-    Chunk sizes are powers of two from 64, plus one non-tile-aligned size between each pair. Each is timed without a
-    prefix (projections and the causal triangle) and with prefixes of half, one and three times its length and of the
-    rest of the context (the rectangle over the prefix). Later kernels differ from the first only in attention and get
-    every other chunk size. Powers of two, alone and at the end of the context, come first.
+    Chunk sizes are powers of two from 64, plus one non-tile-aligned size between each pair. Each chunk is timed without
+    a prefix (projections and the causal triangle) and with prefixes of half, one and three times its length and of the
+    rest of the context (the rectangle over the prefix). Kernels after the first get every other chunk size, because
+    they differ only in attention. Powers of two come first, without a prefix and at the end of the context.
     """
     ranked: dict[Point, tuple[int, int, int]] = {}
     chunks = _chunks(max_context)
@@ -88,7 +88,7 @@ def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
 
 
 def _chunks(max_context: int) -> list[int]:
-    """64, 96, 128, 192 ...: powers of two, and the sizes half-way between them at odd indices."""
+    """64, 96, 128, 192 ...: powers of two, and the sizes half-way between them (at odd indices)."""
     chunks, chunk = [], _LEAST_CHUNK
     while chunk <= max_context:
         chunks += [one for one in (chunk, chunk * 3 // 2) if one <= max_context]
@@ -97,9 +97,9 @@ def _chunks(max_context: int) -> list[int]:
 
 
 def _block_points(points: Sequence[Point]) -> list[Point]:
-    """Blocks of a ring with as many keys as queries, of a half, a quarter and an eighth of the longest context.
+    """Blocks of a ring with as many keys as queries: a half, a quarter and an eighth of the longest context.
 
-    Eager attention takes a block as any other rectangle.
+    Eager attention has no blocks: it computes a block like any other rectangle.
     """
     longest = max(point.chunk + point.prefix for point in points)
     kernels = sorted({point.kernel for point in points} - {"eager"})
@@ -117,24 +117,24 @@ def _pending_points(points: Sequence[Point]) -> list[Point]:
 
 @dataclass(slots=True)
 class ComputeBench:
-    """Forward passes of LAYERS layers with random weights behind random prefixes."""
+    """Bench of forward passes of LAYERS layers with random weights behind random prefixes."""
 
     setup: ComputeSetup
     timer: ForwardTimer
     _warm: set[Point] = field(default_factory=set)  # points that have run once
-    _rate: float = 0.0  # FLOP/s, of the probe
-    _least_s: float = 0.0  # of a forward, whatever its length
-    _pending: PendingRanks | None = None  # started when they are first used
+    _rate: float = 0.0  # FLOP/s in the probe
+    _least_s: float = 0.0  # least seconds of a forward of any length
+    _pending: PendingRanks | None = None  # ranks, started on their first use
 
     @classmethod
     def build(cls, setup: ComputeSetup) -> ComputeBench:
-        """Load the models, and measure how fast the device is."""
+        """Load the models, and measure the device's speed."""
         bench = cls(setup, ForwardTimer.build(setup))
         bench._probe()
         return bench
 
     def points(self) -> Sequence[Point]:
-        """The grid; on a CPU also blocks of a ring, on a GPU the host's time and layers during a pending receive."""
+        """The grid; on a CPU also blocks of a ring; on a GPU also host times, and layers during a pending receive."""
         points = grid(self.setup.max_context, self.setup.kernels)
         if self.timer.clock.host_is_device:
             first, *rest = points
@@ -144,7 +144,7 @@ class ComputeBench:
         return [*hosts, *pending, *points]
 
     def expected_s(self, point: Point) -> float:
-        """FLOPs at the probe's rate, and heating; eager kernels are assumed to take longer."""
+        """Estimated seconds: FLOPs at the probe's rate, and heating; eager kernels are assumed to take longer."""
         at, model = point, self.setup.model
         heads = model.num_attention_heads * model.head_dim
         if at.kind == "block":
@@ -157,9 +157,9 @@ class ComputeBench:
         return forwards_s + (HEAT_S if self._heats(at, forward_s) else 0.0)
 
     def sample(self, point: Point) -> Seconds:
-        """One forward, on a GPU at the clock of a long prefill; the first of a point is not counted.
+        """Time one forward, on a GPU at the clock of a long prefill; the first forward of a point is not counted.
 
-        Raises Skipped where it does not fit.
+        Raises Skipped if the point does not fit into memory.
         """
         at = point
         if at.kind == "pending":
@@ -189,14 +189,14 @@ class ComputeBench:
         return compute_rows(samples, setup.model, dtype=setup.dtype, device=device_name(setup.device, setup.threads))
 
     def close(self) -> None:
-        """Release the memory, and end the ranks."""
+        """Release the memory, and end the processes of the ranks."""
         if self._pending is not None:
             self._pending.close()
             self._pending = None
         self.timer.close()
 
     def _probe(self) -> None:
-        """Time a short and a longer forward: they give the least seconds of a forward and the FLOPs per second."""
+        """Time a short and a longer forward, for the least seconds of a forward and the FLOPs per second."""
         tokens = min(_PROBE, self.setup.max_context)
         seconds = []
         for chunk in (1, tokens):
@@ -211,9 +211,9 @@ class ComputeBench:
 def compute_rows(
     samples: Mapping[Point, Sequence[Seconds]], model: ModelSpec, *, dtype: str, device: str
 ) -> list[Measurement]:
-    """Medians, means and interquartile ranges; parts that depend only on the chunk use all points of that chunk.
+    """Rows with medians, means and interquartile ranges; parts that depend only on the chunk use all its points.
 
-    Where layers were also timed without marks, their parts are scaled to add up to those times.
+    Where whole layers were also timed without marks, the parts of a layer are scaled to the time without marks.
     """
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
     for point, taken in samples.items():
@@ -232,7 +232,7 @@ class _Rows:
         self.found: list[Measurement] = []
 
     def add_point(self, point: Point, taken: Sequence[Seconds]) -> None:
-        """Add rows that depend on the point: attention, sums over the layer, the host; `add_chunks` adds the others."""
+        """Add rows that depend on the point: attention, sums over the layer, the host; `add_chunks` adds the rest."""
         model = self.model
         call = {"kernel": point.kernel, "chunk": point.chunk, "prefix": point.prefix}
         heads = {
@@ -290,9 +290,9 @@ class _Rows:
 
 
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
-    """The samples of a point, with each layer's parts scaled to layers that were timed without marks inside.
+    """The samples of a point; the parts of layers are scaled to the time of layers without marks inside.
 
-    Marks only add time, so nothing is scaled up: a longer time without marks is noise.
+    Marks only add time, so that nothing is scaled up: a longer time without marks is noise.
     """
     layers_s = [(one["layer"], one[BARE_LAYER]) for one in taken if BARE_LAYER in one]
     if not layers_s:
@@ -304,12 +304,12 @@ def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
 
 
 def traffic_of(model: ModelSpec) -> dict[str, float]:
-    """Bytes per token of each element-wise kernel, in two-byte elements, as the simulator counts eager PyTorch."""
+    """Bytes per token of each element-wise kernel, in two-byte elements, by the simulator's count for eager PyTorch."""
     layer = model.layers[0]
     width = next((gemm.in_features for gemm in reversed(layer.mlp) if gemm.out_features == model.hidden_size), 0)
     before = before_mixer(model, layer, fused=False)
     after = after_mixer(model, layer, fused=False, intermediate=width)
-    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first norm is the input's
+    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first norm precedes attention
     return {
         "norm": nbytes["norm"],
         **({"rotary": nbytes["rotary"]} if "rotary" in nbytes else {}),

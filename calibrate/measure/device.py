@@ -23,8 +23,8 @@ from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.host import versions as libraries
 
-# nvidia-smi's names of the bits of nvmlClocksThrottleReasons, nvml.h. A large GPU runs whole prefills at its power cap;
-# the other reasons mean a fault of the machine.
+# nvidia-smi's names of the bits of nvmlClocksThrottleReasons in nvml.h. A large GPU runs whole prefills at its power
+# cap; the other reasons mean a fault of the machine.
 _REASONS = {
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
@@ -32,17 +32,18 @@ _REASONS = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake",
 }
-_EVERY_MS = 200  # interval of the readings
+_EVERY_MS = 200  # milliseconds between readings
 
 
 class DeviceLog:
-    """Clock, power and throttle reasons of GPUs, which nvidia-smi logs while the context lasts.
+    """Log of clock, power and throttle reasons of GPUs, written by nvidia-smi while the context is open.
 
-    GPUs are named by UUID: nvidia-smi counts all GPUs of the machine, CUDA those that CUDA_VISIBLE_DEVICES leaves.
+    GPUs are named by UUID, because nvidia-smi counts all GPUs of the machine, and CUDA only those in
+    CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, gpus: Sequence[int]) -> None:
-        """gpus: CUDA's numbers; none: nothing is logged."""
+        """gpus: CUDA's numbers; without GPUs nothing is logged."""
         self._gpus, self._lines = gpus, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -63,13 +64,13 @@ class DeviceLog:
         self._lines.close()
 
     def summary(self) -> dict[str, Any]:
-        """Return clock, in Hz, and power, in W, as [least, median, most], and the share of each throttle reason."""
+        """Return [least, median, most] clock (Hz) and power (W), and each throttle reason's share of the readings."""
         self._lines.seek(0)
         return summary(self._lines.read().splitlines())
 
 
 def summary(lines: Iterable[str]) -> dict[str, Any]:
-    """Summarise nvidia-smi's lines of MHz, W, W and a hexadecimal number; those that are not complete do not count."""
+    """Summarise nvidia-smi's lines of MHz, W, W and a hexadecimal number; incomplete lines do not count."""
     readings = [tuple(match.groups()) for line in lines if (match := _READING.fullmatch(line))]
     if not readings:
         return {}
@@ -92,15 +93,15 @@ _READING = re.compile(r"([\d.]+), ([\d.]+), ([\d.]+), 0x([0-9a-fA-F]+)")
 
 # -- which GPU and link the machine has, and its software
 
-# Forms of a GPU with other clocks and power than the SXM board that is built in.
+# Words for other forms of a GPU, which have another clock and power than the built-in SXM board.
 _OTHER_FORMS = {"pcie", "nvl", "mig"}
-_MEMORY_TOLERANCE = 0.1  # drivers reserve some memory and count in other units
+_MEMORY_TOLERANCE = 0.1  # relative tolerance: drivers reserve some memory and count in other units
 
 
 def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
-    """Return the GPU `named`, else that of the files, else the built-in GPU that the rows' device names.
+    """Return the GPU `named`, or else that of the files, or else the built-in GPU that the rows' device names.
 
-    "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError where that leaves none or several.
+    For example, "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError if no GPU or several GPUs match.
     """
     if named is not None:
         return load_gpu(named)
@@ -119,8 +120,8 @@ def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Map
 def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
     """The built-in GPU whose name is part of a device's name; None if there is none, or several.
 
-    `num_sms`, `memory_bytes`: what the device says of itself, where it is at hand; a GPU of another form with the same
-    name, such as the H100 PCIe of 114 SMs, or a slice of one, is none that is built in.
+    `num_sms`, `memory_bytes`: properties that the device reports, if known. Another form of a GPU with the same name,
+    such as the H100 PCIe with 114 SMs, or a slice of a GPU, is not a built-in GPU.
     """
     known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
     found = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
@@ -128,7 +129,7 @@ def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | No
 
 
 def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:
-    """Whether the known facts agree; SMs must be equal, because they decide how many waves a kernel takes."""
+    """Whether the known properties agree; SMs must be equal, because they determine the number of waves of a kernel."""
     if num_sms is not None and num_sms != gpu.num_sms:
         return False
     return memory_bytes is None or abs(memory_bytes / gpu.memory_bytes - 1) <= _MEMORY_TOLERANCE
@@ -143,9 +144,9 @@ def _parts(name: str) -> set[str]:
 
 
 def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
-    """The link `named`, else that of the files, else that of a built-in cluster of the GPU.
+    """The link `named`, or else that of the files, or else that of a built-in cluster of the GPU.
 
-    A cluster without a bus comes first. Raises InputError where there is none.
+    Clusters without a bus are preferred. Raises InputError if there is no link.
     """
     if named is not None:
         return load_link(named)
@@ -160,20 +161,20 @@ def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]
 
 
 _REPEATS = 5
-_COPY_BYTES = 2**27  # larger than any cache
-_PRODUCT = 2048  # rows and columns of the product that shows what a CPU computes
+_COPY_BYTES = 2**27  # bytes of the copy: more than any cache
+_PRODUCT = 2048  # rows and columns of the product that measures a CPU's FLOP/s
 
 
 def device_name(device: str, threads: int) -> str:
-    """The device's name by its maker; for a CPU, with the threads per rank."""
+    """The maker's name of the device; for a CPU, with the number of threads per rank."""
     if device == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
-    """The built-in GPU if the device agrees with its datasheet; else one from the device's properties and two measured
-    rates, of a product and of a copy.
+    """The built-in GPU if the device agrees with its datasheet, or else a GPU with the device's properties and two
+    measured rates, of a product and of a copy.
     """
     name = device_name(device, threads)
     if device == "cuda":
@@ -202,7 +203,7 @@ def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
 
 
 def origin(device: str, threads: int, command: str) -> dict[str, Any]:
-    """Provenance of a measurement: versions, machine, command and date; no name of a host or person."""
+    """Provenance of a measurement: versions, machine, command and date, without names of hosts or persons."""
     return {
         "date": date.today().isoformat(),
         "command": command,
@@ -232,7 +233,7 @@ def _product_flops_per_s(device: str, dtype: str) -> float:
 
 
 def _best_s(work: Callable[[], object], device: str) -> float:
-    """Seconds of the shortest of a few runs."""
+    """Seconds of the fastest of a few runs."""
     seconds = []
     for _ in range(_REPEATS + 1):  # the first run warms up
         started_s = time.perf_counter()

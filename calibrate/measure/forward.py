@@ -27,13 +27,13 @@ from kvrsim.runtime.model import load_model
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Point:
-    """One forward pass: `chunk` tokens behind `prefix` tokens whose keys and values are there.
+    """One forward pass: `chunk` tokens behind `prefix` tokens whose keys and values are in the cache.
 
-    Of another kind are timed: the host's part of a forward (host), a layer during a pending receive (pending), and a
+    Other kinds of points time the host's part of a forward (host), a layer during a pending receive (pending), and a
     ring's attention to a block of `prefix` keys (block).
     """
 
-    kernel: str  # attention: "eager", "sdpa" or "flash"
+    kernel: str  # attention kernel: "eager", "sdpa" or "flash"
     chunk: int
     prefix: int
     kind: str = ""  # host, pending or block; empty: a forward pass
@@ -43,25 +43,25 @@ class Point:
         return f"{self.kind} {self.kernel}{sizes}".lstrip()
 
 
-HOST_CHUNK = 64  # tokens of the forwards that show how long the host takes
+HOST_CHUNK = 64  # tokens of the forwards that measure the host's time
 LAYERS = 2  # number of layers of the timed model; the second reads a layer's output, as in a whole model
-HEAT_S = 0.3  # seconds of the same work before a shorter sample: an idle GPU starts at clocks that it cannot sustain
-_HOLD = 1.5  # times the host's time to issue a forward: the device is kept busy for that long before it
-_EAGER_COPIES = 5  # score matrices that eager attention holds at a time: scores, mask added, softmax in fp32, weights
+HEAT_S = 0.3  # seconds of the same work before a shorter sample: an idle GPU starts at a clock that it cannot sustain
+_HOLD = 1.5  # the device is kept busy before a forward for this multiple of the host's time to issue the forward
+_EAGER_COPIES = 5  # score matrices that eager attention holds at once: scores, mask added, softmax in fp32, weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeSetup:
-    """What is timed, and on what."""
+    """The model and the machine to be timed."""
 
     model: ModelSpec
     config: Mapping[str, Any]  # the model's config.json
     device: str  # "cpu" or "cuda"
     dtype: str
-    kernels: tuple[str, ...]  # attention
-    max_context: int  # tokens
-    threads: int  # of a CPU
-    num_gpus: int = 1  # GPUs of this machine; from two on, layers are also timed during a pending receive
+    kernels: tuple[str, ...]  # attention kernels
+    max_context: int  # most tokens
+    threads: int  # threads of a CPU
+    num_gpus: int = 1  # GPUs of this machine; with two or more, layers are also timed during a pending receive
 
     def __post_init__(self) -> None:
         kinds = self.model.layer_kinds
@@ -74,7 +74,7 @@ class ComputeSetup:
 
 
 class _Marks(CacheListener):
-    """Marks the cache's updates on a clock."""
+    """Listener that marks updates of the cache on a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -85,12 +85,12 @@ class _Marks(CacheListener):
 
 @dataclass(slots=True)
 class ForwardTimer:
-    """Forward passes of LAYERS layers with random weights behind random prefixes."""
+    """Timer of forward passes of LAYERS layers with random weights behind random prefixes."""
 
     setup: ComputeSetup
     clock: Clock
-    models: dict[str, Any] = field(default_factory=dict)  # by attention kernel; they share their weights
-    known_s: dict[Point, float] = field(default_factory=dict)  # device seconds of a forward, as last timed
+    models: dict[str, Any] = field(default_factory=dict)  # models by attention kernel; they share their weights
+    known_s: dict[Point, float] = field(default_factory=dict)  # device seconds of the last timed forward
 
     @classmethod
     def build(cls, setup: ComputeSetup) -> ForwardTimer:
@@ -107,7 +107,7 @@ class ForwardTimer:
         return self.forward(at, bare=True, heat=heat)["layer"]
 
     def check_memory(self, at: Point) -> None:
-        """Raise Skipped for a point that exceeds a CPU's memory; a GPU raises its own error."""
+        """Raise Skipped for a point that exceeds a CPU's memory; on a GPU, `forward` raises it."""
         if self.setup.device != "cpu":
             return
         from kvrsim.scenario import dtype_bytes
@@ -120,7 +120,7 @@ class ForwardTimer:
             raise Skipped(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
     def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> dict[str, float]:
-        """Seconds of the parts, see LayerParts; bare: mark whole layers only. Raises Skipped."""
+        """Seconds of the parts, see LayerParts; bare: mark whole layers only. Raises Skipped if memory runs out."""
         model = self.models[at.kernel]
         geometry = Geometry.of(model)
         parts = LayerParts(model, geometry, bare=bare)
@@ -136,7 +136,7 @@ class ForwardTimer:
             raise Skipped("out of the device's memory") from None
 
     def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
-        """Run the point's own forwards for HEAT_S, until just before it is timed."""
+        """Run forwards of the point for HEAT_S, until just before the timed one."""
         forward = self._prepared(model, geometry, at, None)
         until_s = time.monotonic() + HEAT_S
         while time.monotonic() < until_s:
@@ -146,7 +146,7 @@ class ForwardTimer:
     def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
         forward = self._prepared(model, geometry, at, _Marks(self.clock))
         hold_s = 0.0
-        for _ in range(1 if self.clock.host_is_device else 2):  # the first shows how long the host takes
+        for _ in range(1 if self.clock.host_is_device else 2):  # the first measures the host's time
             self.clock.start(hold_s)
             mark_empty(self.clock)
             self.clock.mark("start")
@@ -161,7 +161,7 @@ class ForwardTimer:
     def _prepared(
         self, model: Any, geometry: Geometry, at: Point, listener: CacheListener | None
     ) -> Callable[[], object]:
-        """Prepare a forward of the point that can run again and again."""
+        """Prepare a forward of the point that can be repeated."""
         device = geometry.device
         cache = PrefixCache.stub(geometry, Chunk(start=at.prefix, length=at.chunk), listener)
         tokens = torch.randint(0, self.setup.model.vocab_size, (1, at.chunk), device=device)
@@ -171,7 +171,7 @@ class ForwardTimer:
         )
 
     def block(self, at: Point) -> dict[str, float]:
-        """Seconds of attention of a chunk to a block of `prefix` keys, none masked, and of merging it, as rings do."""
+        """Seconds of a chunk's attention to a block of `prefix` unmasked keys, and of merging it, as in rings."""
         from kvrsim.runtime.attention import Merged, block_attention
 
         model, dtype = self.setup.model, Geometry.of(self.models[at.kernel]).dtype
@@ -211,32 +211,32 @@ class ForwardTimer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What a hooked module of a layer is."""
+    """A hooked module of a layer."""
 
     kind: str  # "gemm", "norm" (of the residual stream), "qk_norm" or "mlp"
     where: str  # "before" or "after" attention
-    name: str  # of the module, unique in its layer
-    shape: tuple[int, int] | None = None  # of a gemm: in_features, out_features
+    name: str  # the module's name, unique in its layer
+    shape: tuple[int, int] | None = None  # in_features and out_features of a gemm
 
 
 class LayerParts:
-    """The modules of a model's layers that are marked, and their times from the marks of a forward pass."""
+    """The marked modules of a model's layers, and their seconds from the marks of a forward pass."""
 
     def __init__(self, model: Any, geometry: Geometry, *, bare: bool = False) -> None:
-        """bare: mark whole layers only, which costs the host little."""
+        """bare: mark whole layers only, which takes little of the host's time."""
         self.model, self.geometry = model, geometry
         self.parts = () if bare else tuple(_parts(geometry.layers(model)[0], geometry))
 
     def hooked(self, clock: Clock) -> AbstractContextManager[None]:
-        """While the context lasts, the model's modules mark on the clock."""
+        """Hook the model's modules: they mark the clock while the context is open."""
         names = [part.name for part in self.parts]
         return hooked(self.model, self.geometry, clock, parts=names, ends=True)
 
     def times(self, marks: Sequence[Mark]) -> dict[str, float]:
-        """Seconds of each part of a forward pass whose first mark is its start; for layers the mean.
+        """Seconds of each part of a forward pass whose first mark is its start; parts of layers are averaged.
 
-        prepare: before the first layer, without the embedding (mask, rotary tables); head: logits; layer: the whole;
-        host_prepare and host_layer: the host issuing all before the first layer, and a layer.
+        prepare: before the first layer, without the embedding (mask, rotary tables); head: logits; layer: a whole
+        layer; host_prepare: the host issuing all work before the first layer; host_layer: the host issuing a layer.
         """
         device = _Spans({mark.name: mark.device_s for mark in marks})
         firsts = [index for index, mark in enumerate(marks) if mark.name == "layer"]
@@ -252,11 +252,11 @@ class LayerParts:
         }
 
     def _layer(self, marks: Sequence[Mark]) -> dict[str, float]:
-        """Device seconds of one decoder layer's parts, each the mean of its like in the layer.
+        """Device seconds of the parts of one decoder layer; parts of the same name are averaged.
 
         before_attention: up to the cache update; after_attention: from the output projection on; activation: the MLP
-        without its products; rotary: rest of what is before, without the norms of queries and keys; residual: rest of
-        what is after.
+        without its products; rotary: rest of before_attention, without the norms of queries and keys; residual: rest of
+        after_attention.
         """
         at = _Spans({mark.name: mark.device_s for mark in marks})
         seconds: dict[str, list[float]] = {}
@@ -298,7 +298,7 @@ class _Spans:
 
 
 def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
-    """Matrix products, norms, and the MLP as a whole; experts are not supported."""
+    """Yield matrix products, norms, and the MLP as a whole; experts are not supported."""
     output = geometry.output_projection_of(layer)
     attention = geometry.attention_of(layer)
     inside = {id(module) for module in attention.modules()}
@@ -320,7 +320,7 @@ def _is_norm(module: Any) -> bool:
 
 
 def _norm_place(name: str) -> str:
-    """Norms named post_ come after attention; all others come before it."""
+    """Place of a norm: after attention if its name starts with post_, else before attention."""
     return "after" if name.startswith("post_") else "before"
 
 

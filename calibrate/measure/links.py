@@ -26,7 +26,7 @@ from kvrsim.runtime.ranks import RankPool
 
 
 def link_campaign(setup: LinkSetup, output: Path, command: str) -> Campaign:
-    """Times of messages and all-gathers between the ranks of this machine."""
+    """Campaign that times messages and collectives between the ranks of this machine."""
     name = device_name(setup.device, setup.num_threads)
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
@@ -50,34 +50,34 @@ Kind = Literal["send", "pairs", "gather", "reduce", "issue"]
 
 SOURCE = "kvrsim calibrate links"
 SMALLEST_BYTES = 2**10
-STEP = 4  # from one size to the next
-_COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # operation of their rows
-_LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce: hidden states of a few tokens
+STEP = 4  # factor from one size to the next
+_COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # operation of the rows by kind of point
+_LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce, as for hidden states of a few tokens
 _FP32_BYTES = 4  # bytes of an fp32 element
 _LARGE_SIZES = 2  # number of the largest sizes at which several messages are sent at once
 _LEAST_S = 2e-2  # least seconds of a sample: shorter ones depend on the CPU's state at their start
 _LEAST_REPEATS = 3  # with three, the median excludes one disturbed repeat
 _MOST_REPEATS = 200
-_LONG_S = 0.1  # seconds of a transfer; longer ones are not repeated
-_GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, bytes/s of a long one
+_LONG_S = 0.1  # seconds of a transfer; longer transfers are not repeated
+_GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, and bytes/s of a long message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkPoint:
     """Messages along `flows` at the same time, or collectives of the first `num_ranks` ranks.
 
-    `issue`: the host seconds that a message takes of its sender and its receiver.
+    The kind `issue` times the host's part of a send and of a receive.
     """
 
     kind: Kind
-    nbytes: int  # of a message, of all pieces of an all-gather, or of an all-reduce's fp32 tensor
-    flows: tuple[Flow, ...] = ()  # of send and pairs
-    kernel: str = ""  # of the collective
-    num_ranks: int = 0  # of a collective
+    nbytes: int  # bytes of a message, of all pieces of an all-gather, or of an all-reduce's fp32 tensor
+    flows: tuple[Flow, ...] = ()  # flows of messages, for the kinds send, pairs and issue
+    kernel: str = ""  # kernel of a collective
+    num_ranks: int = 0  # number of ranks of a collective
 
     @property
     def collective(self) -> str | None:
-        """What a collective's rows are; None: the point is of messages."""
+        """Operation of the rows of a collective; None for messages."""
         return _COLLECTIVES.get(self.kind)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class LinkPoint:
         return tuple(sorted({rank for flow in self.flows for rank in flow}))
 
     def guess_s(self, backend: str) -> float:
-        """Seconds of one transfer, before anything is known."""
+        """Estimated seconds of one transfer, without measurements."""
         latency_s, bytes_per_s = _GUESSES[backend]
         if self.collective:
             steps = (self.num_ranks - 1) * (2 if self.kind == "reduce" else 1)
@@ -100,14 +100,14 @@ class LinkPoint:
         return latency_s + len(self.flows) * self.nbytes / bytes_per_s
 
     def repeats(self, one_s: float) -> int:
-        """Repeats in one sample, so that it is long compared with its start and end."""
+        """Repeats in one sample: so many that a sample is long compared with its start and end."""
         least = 1 if one_s > _LONG_S else _LEAST_REPEATS
         return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
 
     def rows(self, samples: Sequence[Seconds], *, backend: str, device: str) -> list[Measurement]:
-        """One row per message, one per collective: medians and interquartile ranges.
+        """One row per message or collective: medians and interquartile ranges.
 
-        For `issue` it is the mean of a send and a receive: a rank of a chain has one of each in a layer.
+        The row of `issue` is the mean of a send and a receive, because a rank of a chain has one of each in a layer.
         """
         if self.kind == "issue":
             seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
@@ -145,15 +145,16 @@ def _row(operation: str, kernel: str, device: str, seconds: Sequence[float], **f
 
 
 def flow_text(flow: Flow) -> str:
-    """Format a flow, such as 0>1."""
+    """Format a flow: 0>1, for example."""
     return f"{flow[0]}>{flow[1]}"
 
 
 def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
-    """All points for `num_ranks` ranks, most informative first, and among equals the cheapest first.
+    """All points for `num_ranks` ranks, most informative first; equally informative points in order of cost.
 
-    First one pair at all sizes and the collectives of all ranks; then the points that show the topology: long messages
-    of each pair, and several at once; then all-gathers of fewer ranks, and each pair at all sizes.
+    The first points are one pair of ranks at all sizes and the collectives of all ranks. Points that show the topology
+    follow: long messages of each pair, and several messages at once. All-gathers of fewer ranks, and each pair at all
+    sizes, come last.
     """
     sizes = sizes_to(max_bytes)
     pairs = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
@@ -181,7 +182,7 @@ def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]
 
 
 def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
-    """0: first; 1: shows the topology; 2: the rest."""
+    """Position of a point: 0: first; 1: points that show the topology; 2: the rest."""
     if point.kind == "issue":
         return 0
     if point.collective:
@@ -198,9 +199,10 @@ def sizes_to(max_bytes: int) -> list[int]:
 
 
 def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
-    """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two.
+    """Groups of simultaneous messages that distinguish a bus from a switch; no rank sends or receives twice in a group.
 
-    Both directions between neighbours, pairs without a common rank, the chain of a prefix, the ring of an all-gather.
+    The groups are both directions between neighbours, pairs without a common rank, the chain of a prefix, and the ring
+    of an all-gather.
     """
     chain = tuple((rank, rank + 1) for rank in range(num_ranks - 1))
     found: Iterable[tuple[Flow, ...]] = (
@@ -216,16 +218,15 @@ def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
 
 
 class LinkBench:
-    """A bench of links: one process per rank, started on first use.
+    """Bench of links: one process per rank, started on first use.
 
-    Raises KvrsimError, naming the rank, where one dies or does not answer within
-    `timeout_s`.
+    Raises KvrsimError, naming the rank, if a process ends or does not answer within `timeout_s`.
     """
 
     def __init__(self, setup: LinkSetup, device_name: str) -> None:
         self.setup, self.device_name = setup, device_name
         self.backend, self.num_ranks, self.timeout_s = setup.backend, setup.num_ranks, setup.timeout_s
-        self._last_s: dict[LinkPoint, float] = {}  # seconds of one transfer, as last measured
+        self._last_s: dict[LinkPoint, float] = {}  # seconds of one transfer in the last sample
         self._pool: RankPool | None = None
         self._make = partial(LinkRank, setup=setup)
 
@@ -237,7 +238,7 @@ class LinkBench:
         return self._pool
 
     def points(self) -> Sequence[LinkPoint]:
-        """The points, the cheapest first."""
+        """The points in the order of link_points."""
         return link_points(self.num_ranks, self.backend, self.setup.max_bytes)
 
     def expected_s(self, point: LinkPoint) -> float:
@@ -247,7 +248,7 @@ class LinkBench:
         return point.repeats(one_s) * (one_s + 2 * short_s)
 
     def sample(self, point: LinkPoint) -> Seconds:
-        """Seconds of each message ("0>1"), or of the collective; medians of repeats where they are short."""
+        """Seconds of each message ("0>1") or of the collective: the median of the repeats."""
         repeats = point.repeats(self._last_s.get(point, point.guess_s(self.backend)))
         if point.kind == "issue":
             return self._issue(point, repeats)
@@ -262,7 +263,7 @@ class LinkBench:
         return [row for point, seconds in taken for row in point.rows(seconds, **about)]
 
     def close(self) -> None:
-        """End the ranks; they start again on the next use."""
+        """End the processes of the ranks; the next use starts them again."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -295,24 +296,25 @@ class LinkBench:
 
 # -- whether a switch or a bus connects the ranks, derived from message times
 
-Slowdowns = Mapping[tuple[str, int], float]  # by shape (separate, both or chain) and count of simultaneous messages
+Slowdowns = Mapping[tuple[str, int], float]  # by shape (separate, both or chain) and number of simultaneous messages
 
-_SHARED = 0.5  # threshold between 0, where simultaneous messages keep their rates, and 1, where they share one rate
+_SHARED = 0.5  # threshold between 0 (simultaneous messages keep their rates) and 1 (they share one rate)
 _SHAPES = {"separate": "of separate pairs", "chain": "along a chain", "both": "in both directions of a pair"}
 
 
 def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -> tuple[Topology, str]:
-    """Return what send_recv rows with src and dst show, and sentences that say why, with ratios.
+    """Return the topology that send_recv rows with src and dst show, and sentences with the ratios that prove it.
 
-    Ranks share a bus where simultaneous messages slow each other down: messages of separate pairs from four ranks on,
-    else the two directions of a pair and the links of a chain. Raises InputError naming `argument` without such rows.
+    Ranks share a bus if simultaneous messages slow each other down: with four ranks or more, messages of separate
+    pairs; with fewer ranks, the two directions of a pair and the links of a chain. Raises InputError naming `argument`
+    without such rows.
     """
     sent = [row for row in rows if row.operation == "send_recv" and None not in (row.src, row.dst)]
     if not any(row.messages == 1 for row in sent):
         raise InputError(argument, f"{len(sent)} such rows", "send_recv rows with src, dst and one message at a time")
     slowdowns = _slowdowns(sent)
     separate = {messages: factor for (shape, messages), factor in slowdowns.items() if shape == "separate"}
-    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains count last
+    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains override
     decisive = separate or {messages: slowdowns[shape, messages] for shape, messages in others}
     if not decisive:
         return "switch", "No simultaneous messages were measured: assumed to be a switch."
@@ -329,13 +331,13 @@ def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -
 
 
 def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
-    """Return the time until the last of simultaneous messages arrives, divided by that of a single message."""
+    """Return the seconds until the last of simultaneous messages arrives over the seconds of a single message."""
     alone = {(row.src, row.dst, row.bytes): row.median_s for row in sent if row.messages == 1}
     together: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in sent:
         if row.messages > 1 and (row.src, row.dst, row.bytes) in alone:
             shape = "separate" if row.ranks == 2 * row.messages else "both" if row.ranks == 2 else "chain"
-            pair = {row.src, row.dst} if shape == "both" else {}  # each pair's directions by themselves
+            pair = {row.src, row.dst} if shape == "both" else {}  # the directions of each pair form a group
             together.setdefault((shape, row.messages, row.bytes, frozenset(pair)), []).append(row)
     factors: dict[tuple[str, int], list[float]] = {}
     for (shape, messages, *_), rows in together.items():
@@ -345,9 +347,9 @@ def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
 
 
 def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measurements") -> LinkSpec:
-    """Make a link without a datasheet: a message's highest bandwidth, and the smallest message's time.
+    """Make a link without a datasheet, from the highest bandwidth of a message and the time of the smallest message.
 
-    Of the median over the pairs, for each size. InputError naming `argument` where no row is a message by itself.
+    Each size has the median over the pairs. Raises InputError naming `argument` if no row is a single message.
     """
     sizes: dict[int, list[float]] = {}
     for row in rows:

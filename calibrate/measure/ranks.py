@@ -1,8 +1,8 @@
-"""LinkRank: one rank of a link benchmark; PendingRanks: a layer timed during a receive that no rank has answered.
+"""LinkRank: one rank of a link benchmark; PendingRanks: a layer timed during a receive whose message was not sent yet.
 
-Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from its sender's
-call of send until its receiver has it; the receive was posted before, as in the runtime. Half a round trip would not
-show which direction is slow, and would include the receiver's turnaround.
+Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from the sender's
+call of send until the receiver has the data; the receive is posted before, as in the runtime. Half a round trip would
+not show which direction is slow, and would include the receiver's time to answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Flow = tuple[int, int]  # source and destination rank
 
 
 def counts_to(num_ranks: int) -> list[int]:
-    """Powers of two from 2, and `num_ranks`."""
+    """Powers of two from 2 that are below `num_ranks`, and `num_ranks`."""
     powers = [2**power for power in range(1, num_ranks.bit_length()) if 2**power < num_ranks]
     return [*powers, num_ranks]
 
@@ -38,7 +38,7 @@ _WARM_BYTES = 2**20
 _NOTICE = 0.8  # share of the timeout after which a rank raises its own error, so that the rank that hangs is known
 
 
-BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
+BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # backends, and the devices whose data they send
 MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
 
 
@@ -49,8 +49,8 @@ class LinkSetup:
     num_ranks: int
     backend: str = "gloo"
     device: str = "cpu"
-    num_threads: int = 1  # of each rank
-    max_bytes: int = MAX_BYTES  # of a message
+    num_threads: int = 1  # threads of each rank
+    max_bytes: int = MAX_BYTES  # most bytes of a message
     timeout_s: float = 60.0  # a rank that does not answer within this time counts as failed
 
     def __post_init__(self) -> None:
@@ -67,9 +67,9 @@ class LinkSetup:
 
 
 class LinkRank:
-    """Buffers, and the links to every other rank and of all-gathers; each is used once before the rank is ready.
+    """One rank of a link benchmark, with buffers, links to all other ranks, and groups for all-gathers.
 
-    Ranks synchronise over a gloo group, on the host.
+    All links are used once before the rank is ready. Ranks synchronise over a gloo group, on the host.
     """
 
     def __init__(self, *, slot: RankSlot, setup: LinkSetup) -> None:
@@ -106,11 +106,11 @@ class LinkRank:
         return f"cuda:{self.rank}"
 
     def _buffer(self, nbytes: int) -> Any:
-        """A buffer filled with the rank's number, so that its pages are allocated."""
+        """Make a buffer and fill it with the rank's number, so that its pages are allocated."""
         return torch.full((nbytes,), self.rank, dtype=torch.uint8, device=self.device)
 
     def _warm_up(self, edges: Sequence[Flow], nbytes: int) -> None:
-        """The first use of every link, in order; then a message and an all-gather of each."""
+        """Use every link for the first time, in order; then send a message over each, and run each all-gather."""
         self.links.first_use()
         for src, dst in edges:
             if self.rank in (src, dst):
@@ -123,7 +123,7 @@ class LinkRank:
     def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
         """Send and receive along this rank's flows: at most one send and one receive.
 
-        Returns, for each repeat, its start and the arrival of what this rank receives, or None.
+        Returns, for each repeat, its start and the arrival of the message that this rank receives, or None.
         """
         ranks = sorted({rank for flow in flows for rank in flow})
         to = next((flow for flow in flows if flow[0] == self.rank), None)
@@ -141,7 +141,7 @@ class LinkRank:
         return times
 
     def issue(self, *, flow: Flow, nbytes: int, repeats: int) -> list[float]:
-        """Seconds of the call by which this rank sends along the flow, or receives, without the transfer."""
+        """Seconds of this rank's call that starts a send or a receive along the flow, without the transfer."""
         took_s = []
         for _ in range(repeats):
             if self.rank == flow[0]:
@@ -157,13 +157,13 @@ class LinkRank:
         return took_s
 
     def gather(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
-        """Ends of all-gathers one after another on this rank; the first one waits for all ranks."""
+        """Times at which consecutive all-gathers end on this rank; the first all-gather waits for all ranks."""
         piece = nbytes // num_ranks
         run = self._ring if kernel.endswith(RING) else self._collective
         return self._ends_s(lambda: run(num_ranks, piece), num_ranks, repeats)
 
     def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
-        """Ends of all-reduces of zeros in fp32, as `gather`."""
+        """Times at which consecutive all-reduces of zeros in fp32 end; see `gather`."""
         ranks, flat = range(num_ranks), self.incoming[:nbytes].view(torch.float32)
         flat.zero_()
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
@@ -181,11 +181,11 @@ class LinkRank:
         return ends_s
 
     def _collective(self, num_ranks: int, piece: int) -> None:
-        """The backend's own collective."""
+        """Run the backend's own all-gather."""
         self.links.all_gather(range(num_ranks), self.incoming[: piece * num_ranks], self.outgoing[:piece])
 
     def _ring(self, num_ranks: int, piece: int) -> None:
-        """The runtime's ring over the first ranks."""
+        """Run the runtime's ring all-gather over the first ranks."""
         whole = self.incoming[: piece * num_ranks]
         whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
@@ -198,17 +198,17 @@ class LinkRank:
         return self.links.irecv(flow, buffer)
 
     def _finish(self, work: Any) -> float:
-        """The time when the work is done, on the device, too."""
+        """Wait for the work, and for the device, and return the time."""
         work.wait()
         return self._synchronised_s()
 
     def _synchronised_s(self) -> float:
         if self.device != "cpu":
-            torch.cuda.synchronize()  # wait() has only put the device's streams in order
+            torch.cuda.synchronize()  # wait() only orders the device's streams
         return time.monotonic()
 
     def _meet(self, ranks: Sequence[int]) -> None:
-        """A barrier of these ranks: they notify the first one, which releases them."""
+        """Wait until all these ranks have called it: the others notify the first rank, which releases them."""
         first, *others = ranks
         if self.rank == first:
             for other in others:
@@ -221,7 +221,7 @@ class LinkRank:
 
 
 class _FirstRanks(Transport):
-    """The first ranks as a ring."""
+    """Transport between the first ranks, which form a ring."""
 
     def __init__(self, rank: int, size: int, links: LinkGroups) -> None:
         self.rank, self.size, self.links = rank, size, links
@@ -234,7 +234,7 @@ class _FirstRanks(Transport):
 
 
 ALONE, PENDING = "layer_alone", "layer_pending"
-_MOST_BYTES = 2**28  # bytes of a message at most: a longer one delays as many blocks as this one
+_MOST_BYTES = 2**28  # most bytes of a message: a longer message occupies as many blocks
 _TIMEOUT_S = 60.0
 
 
@@ -242,17 +242,17 @@ class PendingRanks:
     """Two processes that time a layer alone and during a pending receive: one computes and receives, one sends.
 
     A pending NCCL receive is a kernel: it occupies multiprocessors while it waits for its sender. A rank of a
-    KV-Runahead chain computes during one nearly all the time. The receive is posted through the runtime's own
-    transport, so that it has the same NCCL settings (streams, number of blocks).
+    KV-Runahead chain has a pending receive during nearly all its computation. The receive is posted through the
+    runtime's own transport, and so has the same NCCL settings (streams, number of blocks).
 
-    Raises RankError, naming the rank, where one dies or does not answer.
+    Raises RankError, naming the rank, if a process ends or does not answer.
     """
 
     def __init__(self, setup: ComputeSetup) -> None:
         self._pool = RankPool(2, partial(PendingRank, setup=setup), start_s=START_S + _TIMEOUT_S)
 
     def sample(self, at: Point) -> Mapping[str, float]:
-        """Device seconds of one layer of a grid's point, alone and then during a pending receive."""
+        """Device seconds of one layer of a point: alone, then during a pending receive."""
         alone_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
         self._pool.ask([0], ("post", {}), _TIMEOUT_S)
         pending_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
@@ -286,7 +286,7 @@ class PendingRank:
         assert self.timer is not None
         self.timer.layer_s(
             at
-        )  # allocate memory and load kernels before the receive: afterwards the device must not be waited for
+        )  # allocate memory and load kernels before the receive: during it, the device cannot be synchronised
         return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
 
     def post(self) -> None:

@@ -1,4 +1,4 @@
-"""fit_prefills: an engine fitted to whole prefills that a user has timed; check_prefills: how far a profile is off."""
+"""fit_prefills: an engine fitted to whole prefills that a user has timed; check_prefills: errors of a profile."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     import pandas
 
 KERNEL_SCALE = "kernel_scale"
-SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
+SUSTAINED_SHARE = "sustained_share"  # rate after long load over the rate of bursts, in the profile's clock
 MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
-_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; kernel_scale takes larger differences
+_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; kernel_scale covers larger differences
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
-_SPANNED = 4  # times as many tokens in the longest prompt as in the shortest: enough to tell a token's seconds
+_SPANNED = 4  # least ratio of the longest prompt to the shortest for which token_s is fitted
 _IDENTIFIED = 0.5**0.5  # share of the prior's width below which the rows determine a term better than the prior
 _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
 
-# The partition that a strategy runs with: planner's choice, which this package does not import.
+# The partition that a strategy runs with. The planner supplies the function: this package does not import the planner.
 PartitionOf = Callable[[Scenario, Strategy], Partition]
 Change = Callable[[Scenario], Scenario]
 
@@ -54,7 +54,7 @@ class Span(Protocol):
     def high_s(self) -> float: ...
 
 
-# The 80 % interval of a TTFT: planner's, which this package does not import.
+# The 80 % interval of a TTFT. The planner supplies the function, too.
 IntervalOf = Callable[[Scenario, Strategy, Partition, float], Span]
 
 
@@ -63,12 +63,12 @@ class PrefillCase:
     """One measured prefill, ready to be predicted."""
 
     row: PrefillRow
-    scenario: Scenario  # as the strategy sees it
+    scenario: Scenario  # scenario, adapted to the strategy
     strategy: Strategy
     partition: Partition
 
     def ttft_s(self, change: Change | None = None) -> float:
-        """Predicted seconds, of the scenario or of a changed one."""
+        """Predicted seconds for the scenario, or for the scenario after `change`."""
         scenario = self.scenario if change is None else change(self.scenario)
         return float(ttft_s(scenario, self.strategy, np.array([self.partition.chunk_lens], dtype=float))[0])
 
@@ -79,7 +79,7 @@ class PrefillCases:
 
     cases: tuple[PrefillCase, ...]
     notes: tuple[str, ...]
-    cluster: Cluster | None  # that all cases are on; None: the profile's own, or a default
+    cluster: Cluster | None  # cluster of all cases; None: the profile's own cluster, or a default
 
 
 def make_cases(
@@ -89,12 +89,12 @@ def make_cases(
     setting: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> PrefillCases:
-    """The rows as cases of one profile.
+    """Convert the rows to cases of one profile.
 
     setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
 
-    Rows of another built-in GPU than the profile's are left out; those of a GPU that kvrsim does not know are taken to
-    be of the profile's; each with a note. Raises InputError where no row is left, and naming the file and line of a row
+    Rows of another built-in GPU than the profile's are left out. Rows of a GPU that kvrsim does not know count as rows
+    of the profile's GPU. Both give a note. Raises InputError if no row is left, or, naming the file and line, for a row
     that cannot be simulated.
     """
     given = {key: value for key, value in (setting or {}).items() if value is not None}
@@ -120,7 +120,7 @@ def make_cases(
         for note in about:
             notes.setdefault(
                 getattr(note, "code", re.sub(r"[0-9]+", "", note)), note
-            )  # notes of rows that differ in numbers alone are one
+            )  # keep one of the notes that differ only in numbers
     return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
 
 
@@ -144,7 +144,7 @@ def _case(
 
 
 def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
-    """The built-in cluster of the profile's GPU, one without a bus if there are both."""
+    """A built-in cluster of the profile's GPU, if possible one without a bus."""
     known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == profile.gpu]
     return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
 
@@ -178,12 +178,12 @@ def _chips(text: str) -> list[str]:
 
 
 def _is_named(gpu: str, text: str) -> bool:
-    """Whether all parts of the shorter of two names are in the other: "A100-SXM-80GB", "H100"."""
+    """Whether one name has all parts of the other; parts are separated as in "A100-SXM-80GB"."""
     ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
     return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
 
 
-# -- without fitting anything
+# -- a check of a profile, without a fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,18 +207,18 @@ class CheckedRow:
     case: str  # description of the case
     measured_s: float
     predicted_s: float
-    low_s: float  # of the 80 % prediction interval
+    low_s: float  # lower end of the 80 % prediction interval
     high_s: float
 
     @property
     def rel_error(self) -> float:
-        """predicted / measured - 1."""
+        """Relative error: predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillCheck:
-    """All rows, and their errors together."""
+    """All checked rows, with their errors."""
 
     rows: tuple[CheckedRow, ...]
 
@@ -233,7 +233,7 @@ class PrefillCheck:
         return float(np.mean([row.low_s <= row.measured_s <= row.high_s for row in self.rows]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The check as plain JSON values."""
         rows = [fields_to_json(row) | {"rel_error": row.rel_error} for row in self.rows]
         return {"rows": rows, "n": len(rows), **to_json(self.errors), "coverage": self.coverage}
 
@@ -258,18 +258,18 @@ def check_prefills(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTerms:
-    """An engine whose terms are to be fitted: its values are the priors' medians, its spreads their widths."""
+    """An engine whose terms are fitted: its values are the priors' medians, its spreads the priors' widths."""
 
     engine: Engine
-    gpu: str  # of the profile, whose kernels are scaled
+    gpu: str  # GPU of the profile whose kernels are scaled
     priors: tuple[Prior, ...]
 
     @classmethod
     def of(cls, profile: CalibrationProfile, engine: Engine | None, *, lengths: bool = False) -> EngineTerms:
-        """The terms that have both a value and a spread; InputError where none has.
+        """The terms that have both a value and a spread. Raises InputError if there are none.
 
-        engine: the prior; None: PRIOR_ENGINE.
-        lengths: whether the rows span lengths, which may show seconds per token that the prior does not know of.
+        engine: the prior; None: PRIOR_ENGINE. lengths: whether the rows' lengths differ enough to determine seconds per
+        token, a term that the prior may lack.
         """
         base = load_engine(PRIOR_ENGINE) if engine is None else engine
         priors = []
@@ -289,7 +289,7 @@ class EngineTerms:
         return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
 
     def named(self, values: Array) -> dict[str, float]:
-        """Values by term, in the order of the priors."""
+        """Values by name of the term."""
         return {prior.name: float(value) for prior, value in zip(self.priors, values, strict=True)}
 
     def engine_with(self, values: Mapping[str, float]) -> Engine:
@@ -299,13 +299,13 @@ class EngineTerms:
         return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
 
     def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
-        """The scenario served by an engine, on a device with a clock, with these values."""
+        """The scenario with these values in its engine and in the clock of its profile."""
         profile = scenario.profile and with_clock(scenario.profile, values)
         return replace(scenario, engine=self.engine_with(values), profile=profile)
 
 
 def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
-    """The profile with the clock's share from these values, at most 1."""
+    """The profile with the sustained share of its clock from these values, at most 1."""
     kernels = profile.kernels
     if kernels.clock is None or SUSTAINED_SHARE not in values:
         return profile
@@ -333,7 +333,7 @@ class FittedTerm:
         return self.value / factor, self.value * factor
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The term as plain JSON values."""
         low, high = self.span
         prior = {"name": self.prior.name, "prior": self.prior.median, "prior_log_sd": self.prior.log_sd}
         return {**prior, "value": self.value, "low": low, "high": high, "identified": self.identified}
@@ -341,14 +341,14 @@ class FittedTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillFit:
-    """Terms, errors before and after, and errors of rows that were left out."""
+    """Fitted terms, errors before and after the fit, and errors of rows that were left out of fits."""
 
-    profile: CalibrationProfile  # with the fitted engine
+    profile: CalibrationProfile  # profile with the fitted engine
     engine: Engine
     terms: tuple[FittedTerm, ...]
-    cases: tuple[str, ...]  # of each row, in words
+    cases: tuple[str, ...]  # description of each row's case
     measured_s: Array
-    before_s: Array  # seconds of each row with the prior engine
+    before_s: Array  # seconds of each row by the prior engine
     solution: Solution
 
     @property
@@ -363,7 +363,7 @@ class PrefillFit:
 
     @property
     def left_out(self) -> Errors:
-        """Each row predicted with terms that were fitted without it."""
+        """Errors of rows, each predicted with terms fitted without its case."""
         return Errors.of(self.solution.left_out_s, self.measured_s)
 
     def applied(self, case: PrefillCase) -> PrefillCase:
@@ -374,13 +374,13 @@ class PrefillFit:
         return replace(case, scenario=replace(case.scenario, engine=self.engine, profile=fitted))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per measured prefill, in seconds: measured, and predicted before, after and with the row left out."""
+        """A frame with one row per prefill: seconds measured, and predicted before, after and without the case."""
         from kvrsim.results.frame import to_frame
 
         return to_frame(self.to_dict()["rows"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fit as plain JSON values."""
         assert self.engine.fit is not None, "fit_prefills sets it"
         columns = {
             "case": self.cases,
@@ -413,12 +413,13 @@ def fit_prefills(
     interval_of: IntervalOf | None = None,
     on_progress: OnProgress | None = None,
 ) -> PrefillFit:
-    """Fit an engine's terms to the cases, and make a profile of that name with the fitted engine.
+    """Fit an engine's terms to the cases, and make a profile called `name` with the fitted engine.
 
     prior: the engine whose values and spreads are the terms' priors; None: PRIOR_ENGINE.
-    source: of the rows, in a few words. Rows that repeat a case are left out together.
-    cluster: of the rows, for the profile if it names none.
-    interval_of: for the share of rows left out that their prediction intervals hold; None: by their spread alone.
+    source: origin of the rows, in a few words. Rows that repeat a case are left out together.
+    cluster: cluster of the rows, which the profile takes if it names none.
+    interval_of: prediction intervals for the coverage (share of left-out rows inside them); None: intervals from the
+    spread of the errors.
     """
     measured_s = np.array([case.row.ttft_s for case in cases])
     sizes = [case.scenario.request.new_tokens for case in cases]
@@ -497,9 +498,9 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
 
 
 def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
-    """Spread of log(predicted / measured) of rows left out, wider for few rows.
+    """Spread of log(predicted / measured) of left-out rows; wider for fewer rows.
 
-    Scaled so that 1.2816 widths are the 80 % quantile of Student's t for this number of rows.
+    The spread is scaled so that 1.2816 times it is the 90 % quantile of Student's t for this number of rows.
     """
     from scipy.stats import t
 

@@ -1,10 +1,10 @@
-"""Measured prefills from files: CSV, and what benchmarks of engines write, recognised by their content.
+"""Measured prefills from files: CSV files, and outputs of engines' benchmarks, recognised by their content.
 
 A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
-ttft_s is required; PrefillDefaults give the rest. With `concurrency` above 1, ttft_s is the mean TTFT of as many users,
-who each wait for their answer; `tpot_s` and `output_tokens` describe their decoding, and kvrsim.closed_loop gives the
-prefill. An output of a benchmark holds one JSON object, or one per line; its keys identify the tool that wrote it.
-Sources of the formats, each at the commit that was read:
+ttft_s is required; PrefillDefaults give the rest. With `concurrency` above 1, ttft_s is the mean TTFT of that number of
+users, each of whom waits for an answer before the next request; `tpot_s` and `output_tokens` describe their decoding,
+and kvrsim.closed_loop computes the seconds of one prefill. A benchmark's output has one JSON object, or one per line;
+its keys identify the tool that wrote it. Sources of the formats, each with the commit that was read:
 
 - `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
 - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     import pandas
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
-LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # of rows that several users share
+LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # columns of rows whose server had several users
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRow:
-    """One measured prefill; None: the file does not say."""
+    """One measured prefill; None: the file has no value."""
 
     ttft_s: float  # seconds from the request to its first token
     where: str  # the argument, the file and the line or key, for messages
     model: str | None = None  # built-in name or path of a config.json
     gpu: str | None = None  # name of the GPU, as the user or a datasheet calls it
     num_gpus: int | None = None
-    strategy: str | None = None  # as --strategy names one; None after `filled`: see `strategy_name`
+    strategy: str | None = None  # strategy as --strategy names it; None after `filled`: see `strategy_name`
     context_len: int | None = None  # tokens of each sequence, the cached prefix included
     batch: int | None = None  # sequences prefilled together
     cached_prefix: int | None = None  # tokens whose K and V were cached
-    dtype: str | None = None  # of weights, activations and KV cache; None: the profile's
-    likely_model: str | None = None  # built-in model that the name in a benchmark's output seems to mean
+    dtype: str | None = None  # dtype of weights, activations and KV cache; None: the profile's
+    likely_model: str | None = None  # built-in model that the name in a benchmark's output probably means
 
     def filled(self, defaults: PrefillDefaults) -> PrefillRow:
-        """The row with missing values from the defaults. Raises InputError for values that both lack."""
+        """The row with missing values from the defaults. Raises InputError for a required value that both lack."""
         missing = {name: getattr(defaults, name) for name in COLUMNS[:-1] if getattr(self, name) is None}
         row = replace(self, **missing)
         row = row if row.model else replace(row, model=row.likely_model)
@@ -70,12 +70,12 @@ class PrefillRow:
 
     @property
     def strategy_name(self) -> str:
-        """The row's strategy; by default that of engines: tensor parallelism, or `single` on one GPU."""
+        """The row's strategy; by default `tp`, as in engines, or `single` on one GPU."""
         return self.strategy or ("tp" if (self.num_gpus or 1) > 1 else "single")
 
     @property
     def case(self) -> str:
-        """Describe the row's case."""
+        """Description of the row's case."""
         gpus = self.num_gpus or 1
         parts = [f"{self.model} {self.context_len} {self.strategy_name} on {gpus} GPU{'s' * (gpus > 1)}"]
         parts += [f"batch {self.batch}"] if (self.batch or 1) > 1 else []
@@ -99,7 +99,7 @@ class PrefillDefaults:
 
 # -- one file that a benchmark wrote
 
-MOST_LENGTHS = 24  # most prompt lengths of one run that have rows of their own; more are put into groups
+MOST_LENGTHS = 24  # most prompt lengths of a run that each have a row; more lengths are grouped
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
@@ -107,7 +107,7 @@ _QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
 
 @dataclass(slots=True)
 class Output:
-    """Rows and notes of one file while it is read."""
+    """Rows and notes of a file that is being read."""
 
     path: Path
     rows: list[PrefillRow] = field(default_factory=list)
@@ -119,12 +119,12 @@ class Output:
         self.rows.append(PrefillRow(ttft_s=ttft_s, where=where, **sizes))
 
     def note(self, text: str) -> None:
-        """A line for people about this file."""
+        """Add a note for the user about this file."""
         self.notes.append(f"{self.path.name}: {text}")
 
 
 def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: str, model: str | None = None) -> None:
-    """Add one row per prompt length, the median of its requests; many lengths are grouped with neighbours."""
+    """Add one row per prompt length, the median of its requests; if there are many lengths, neighbours are grouped."""
     ordered = sorted(requests)
     lengths = sorted({length for length, _ in ordered})
     if len(lengths) <= MOST_LENGTHS:
@@ -139,7 +139,7 @@ def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: s
 
 
 def seconds_of(metric: JsonObject, *statistics_: str) -> float:
-    """The first of these statistics that a metric with a unit has, in seconds."""
+    """The first of these statistics that the metric has, converted to seconds."""
     unit = metric.text("unit", "ms")
     if unit not in _UNITS_S:
         raise metric.error("unit", ", ".join(_UNITS_S))
@@ -149,7 +149,7 @@ def seconds_of(metric: JsonObject, *statistics_: str) -> float:
 def known_model(name: object) -> str | None:
     """The built-in model that a Hugging Face name means, such as meta-llama/Llama-2-70b-chat-hf.
 
-    None where there is none, or where the name says that the weights are quantised.
+    None if there is none, or if the name says that the weights are quantised.
     """
     from kvrsim.model.load import builtin_models
 
@@ -165,24 +165,24 @@ def known_model(name: object) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputFormat:
-    """One kind of output, and how it is read."""
+    """One kind of output, and its reader."""
 
     title: str  # the tool that writes it
-    keys: tuple[str, ...]  # keys that only this format has, all of them required
+    keys: tuple[str, ...]  # keys that identify the format; all of them are required
     read: Callable[[JsonObject, Output], None]
 
 
 # -- readers of each benchmark's output
 
-_BUSY = 0.1  # share of a server's time that prefills take; above it requests queue noticeably
+_BUSY = 0.1  # share of a server's time that prefills take; above this share requests wait noticeably
 _MIXED = 0.05  # relative spread of prompt lengths above which a note is given
 
 
 def _vllm_latency(data: JsonObject, output: Output) -> None:
-    """Seconds of whole batches, of which only those with one output token are a TTFT.
+    """Read seconds of whole batches; they are TTFTs only for one output token.
 
-    Keys: avg_latency, std_latency, latencies (seconds, one a repetition), percentiles ("10" to "99"). The command's
-    --input-len and --batch-size are not in the file: `--ctx` and `--batch` say them.
+    Keys: avg_latency, std_latency, latencies (seconds, one per repetition), percentiles ("10" to "99"). The file lacks
+    the command's --input-len and --batch-size: the user gives them as `--ctx` and `--batch`.
     """
     latencies = data.numbers("latencies")
     seconds = statistics.median(latencies) if latencies else data.number("avg_latency")
@@ -191,11 +191,11 @@ def _vllm_latency(data: JsonObject, output: Output) -> None:
 
 
 def _vllm_serve(data: JsonObject, output: Output) -> None:
-    """TTFTs at the client, in seconds a request (ttfts, input_lens) or as statistics in milliseconds.
+    """Read TTFTs at the client, in seconds per request (ttfts, input_lens) or as statistics in milliseconds.
 
     A failed request has a TTFT of 0. Without --save-detailed there is only the mean length of all prompts. Waits in the
-    server's queue (server_queue_times, seconds per request) are subtracted. The mean TTFT of --max-concurrency users
-    without a rate is turned into one prefill by the wait model.
+    server's queue (server_queue_times, seconds per request) are subtracted. If --max-concurrency users sent requests
+    without a rate, the wait model derives the seconds of one prefill from the mean TTFT.
     """
     model = known_model(data.fields.get("model_id"))
     rate, users = data.fields.get("request_rate"), data.fields.get("max_concurrency")
@@ -219,7 +219,7 @@ def _vllm_serve(data: JsonObject, output: Output) -> None:
 
 
 def _alone_s(data: JsonObject, rate: object, users: object) -> float | None:
-    """One prefill from the mean TTFT of several users without a rate; None: the file does not say how they decode."""
+    """Seconds of one prefill from the mean TTFT of several users without a rate; None without their decoding."""
     if rate not in ("inf", None) or not isinstance(users, int) or users < 2 or not data.has("mean_tpot_ms"):
         return None
     completed = data.integer("completed")
@@ -233,7 +233,7 @@ def _alone_s(data: JsonObject, rate: object, users: object) -> float | None:
 
 
 def _requests(data: JsonObject) -> list[tuple[int, float]]:
-    """Prompt tokens and TTFT of each request that was answered."""
+    """Prompt tokens and TTFT of each answered request, without its wait in the queue."""
     seconds = data.numbers("ttfts", allow_zero=True)
     lengths = data.numbers("input_lens")
     if len(seconds) != len(lengths):
@@ -247,7 +247,7 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
 
 
 def _waits(data: JsonObject, count: int) -> list[float] | None:
-    """Seconds of each request in the server's queue, 0 where it is null; None if the file has no such field."""
+    """Seconds of each request in the server's queue, 0 where the value is null; None if the file has no values."""
     listed: list[float | None] = data.get("server_queue_times", list[NonNegative | None], [])
     if all(one is None for one in listed):
         return None
@@ -257,7 +257,7 @@ def _waits(data: JsonObject, count: int) -> list[float] | None:
 
 
 def _note_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
-    """Note that TTFTs under load contain waiting, for which an engine has no term."""
+    """Add a note if TTFTs include waits under load: an engine has no term for waits."""
     if concurrency == 1:
         return
     if isinstance(rate, int | float) and not isinstance(rate, bool) and rate * typical_s <= _BUSY:
@@ -270,7 +270,7 @@ def _note_queues(rate: object, concurrency: object, typical_s: float, output: Ou
 
 
 def _sglang(data: JsonObject, output: Output) -> None:
-    """Read prefill_latency, the seconds of one batch inside the process, without server, tokeniser or HTTP."""
+    """Read prefill_latency, the seconds of one batch inside the process, without server, tokeniser and HTTP."""
     output.add(
         data.where,
         data.number("prefill_latency"),
@@ -283,7 +283,7 @@ def _sglang(data: JsonObject, output: Output) -> None:
 
 
 def _aiperf(data: JsonObject, output: Output) -> None:
-    """Statistics over all requests: {"unit": "ms", "avg", "p50", "std", ...} for each metric."""
+    """Read statistics over all requests: {"unit": "ms", "avg", "p50", "std", ...} for each metric."""
     ttft, length = data.child("time_to_first_token"), data.child("input_sequence_length")
     tokens = length.number(length.first_of("p50", "avg"), maximum=MAX_TOKENS)
     if length.has("std") and length.number("std", allow_zero=True) > _MIXED * tokens:
@@ -293,7 +293,7 @@ def _aiperf(data: JsonObject, output: Output) -> None:
     asked = config if isinstance(config, dict) else {}
     names = asked.get("model_names") or _inner(asked, "endpoint").get("model_names")
     output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=known_model(_first(names)))
-    load = _inner(asked, "loadgen")  # AIPerf's; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
+    load = _inner(asked, "loadgen")  # in AIPerf; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
     stimulus = _inner(_inner(asked, "perf_analyzer"), "stimulus")
     rate, concurrency = (load.get(key, stimulus.get(key)) for key in ("request_rate", "concurrency"))
     if rate is not None or concurrency is not None:  # by default both tools send one request at a time
@@ -301,7 +301,7 @@ def _aiperf(data: JsonObject, output: Output) -> None:
 
 
 def _aiperf_request(data: JsonObject, output: Output) -> None:
-    """One request of profile_export.jsonl; one that failed has no TTFT, or an error."""
+    """Read one request of profile_export.jsonl; a failed request has an error or no TTFT."""
     metrics = data.child("metrics")
     if data.has("error") or not metrics.has("time_to_first_token"):
         return
@@ -331,14 +331,14 @@ FORMATS = (
 # -- files
 
 MOST_ROWS = 500  # a fit to more rows takes many minutes
-MAX_OUTPUT_BYTES = 2**28  # a detailed result of some ten thousand requests, their texts included
+MAX_OUTPUT_BYTES = 2**28  # bytes of a detailed result with some ten thousand requests and their texts
 _JSON_STARTS = (b"{", b"[")
 _RAW = "perf_analyzer's raw records"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRows:
-    """All rows of all files, with notes about them."""
+    """Rows of all files, and notes about them."""
 
     rows: tuple[PrefillRow, ...]
     notes: tuple[str, ...]
@@ -347,7 +347,7 @@ class PrefillRows:
 def read_prefills(
     sources: Sequence[str | Path | pandas.DataFrame], defaults: PrefillDefaults, argument: str = "prefills"
 ) -> PrefillRows:
-    """Rows of CSV files, data frames and benchmark outputs, in their order, filled with the defaults.
+    """Read CSV files, data frames and benchmark outputs, in their order; fill missing values with the defaults.
 
     Raises InputError naming `argument`, the file, and the line, column or key.
     """
@@ -376,7 +376,7 @@ def read_prefills(
 
 
 def _is_json(path: str | Path) -> bool:
-    """Whether a file begins like JSON; the reader of CSV files reports a file that cannot be read."""
+    """Whether a file begins like JSON; False for an unreadable file, which the reader of CSV files reports."""
     try:
         with Path(path).open("rb") as file:
             return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(_JSON_STARTS)
@@ -408,7 +408,7 @@ def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
 
 
 def _prefill_s(row: CsvRow, context_len: int | None) -> float:
-    """The row's TTFT; with several users, the time of one prefill derived from their mean TTFT."""
+    """The row's TTFT; with several users, the seconds of one prefill, derived from their mean TTFT."""
     mean_s = row.number("ttft_s")
     users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
     if users == 1:
@@ -424,7 +424,7 @@ def _prefill_s(row: CsvRow, context_len: int | None) -> float:
 
 
 def _output(path: str | Path, argument: str) -> Output:
-    """Rows and notes of one file; InputError naming `argument`, the file and the key."""
+    """Read rows and notes of one file; InputError names `argument`, the file and the key."""
     output = Output(path=Path(path))
     where = f"{argument} {' '.join(str(path).split())}"
     objects = _objects(Path(path), argument, where)
@@ -442,7 +442,7 @@ def _output(path: str | Path, argument: str) -> Output:
 
 
 def _objects(path: Path, argument: str, where: str) -> list[JsonObject]:
-    """The object of a file, or that of each line."""
+    """The JSON object of a file, or the objects of its lines."""
     text = read_text(path, argument, what="a file", most_bytes=MAX_OUTPUT_BYTES)
     try:
         return [_object(parse_json(text), where)]

@@ -1,8 +1,8 @@
-"""Terms of an engine from measured seconds: the most probable ones under log-normal priors, and their errors.
+"""Terms of an engine from measured seconds: the most probable values under log-normal priors, and their errors.
 
-log(predicted / measured) of each row follows Student's t, so that rows far off count little. Its scale, the noise, is
-the one with which the rows are most probable, whatever the terms. Each term has a log-normal prior, so a handful of
-rows suffices, and a term that the rows say nothing of stays where the prior has it. Predictions have kinks (the slower
+log(predicted / measured) of each row follows Student's t, so that outliers count little. The scale of Student's t, the
+noise, is the one with which the rows are most probable, integrated over the terms. Each term has a log-normal prior: a
+handful of rows suffices, and a term that the rows do not determine keeps its prior. Predictions have kinks (the slower
 of host and device), so the search starts at several points.
 """
 
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from kvrsim.arguments import OnProgress
 
 Array = NDArray[np.float64]
-Predict = Callable[[Array], Array]  # values of the terms, shape (terms,), to seconds of every row, shape (rows,)
+Predict = Callable[[Array], Array]  # from values of the terms, shape (terms,), to seconds of every row, shape (rows,)
 
 LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
-_NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row that is off by more is an outlier
-_USUAL_NOISE = 0.03  # prior median of the noise: error of a model of whole prefills
+_NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row with a larger error is an outlier
+_USUAL_NOISE = 0.03  # prior median of the noise: the usual error of predicted prefills
 _NOISE_LOG_SD = 0.8  # log standard deviation of the noise's prior
 _FIRST_NOISE = 0.05
 _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
@@ -29,13 +29,13 @@ _AS_NORMAL = (
     1.533 / 1.2816
 )  # standard deviation of the normal distribution with the same central 80 %, over Student's scale
 _STEP = 0.02  # step of numerical derivatives, in prior standard deviations
-_STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # prior standard deviations: the search also starts with one term moved by these
-_HIDDEN = 0.9  # share of the prior's width; a term that stays wider may be hidden by another term
+_STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # moves of one term, in prior standard deviations, for further starts
+_HIDDEN = 0.9  # share of the prior's width; another term may hide a term that stays wider
 _MOST_STEPS = 20
-_MOST_MOVE = 2.0  # prior standard deviations in one step
+_MOST_MOVE = 2.0  # most prior standard deviations of a term's move in one step
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # gain of twice the log-probability below which the search ends
-_SMALL_MOVE = 0.5  # prior standard deviations: terms that move less without some rows keep their derivatives
+_SMALL_MOVE = 0.5  # prior standard deviations; if all terms move less in a fit without some rows, derivatives are kept
 MOST_FOLDS = 60  # most groups of cases that are left out
 
 
@@ -44,21 +44,21 @@ class Prior:
     """Prior of a term."""
 
     name: str
-    median: float  # above 0
+    median: float  # median, above 0
     log_sd: float  # standard deviation of its logarithm, above 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """Terms fitted to rows."""
+    """Result of the fit of terms to rows."""
 
-    values: Array  # (terms,): the most probable
+    values: Array  # (terms,): most probable values
     log_sd: Array  # (terms,): standard deviations of the logarithms, given the rows
-    narrowed: Array  # (terms,): log_sd over the prior's, 1 where the rows determine nothing
-    noise_log_sd: float  # of a row: the standard deviation of the normal distribution with the same central 80 %
+    narrowed: Array  # (terms,): log_sd divided by the prior's; 1: the rows determine nothing
+    noise_log_sd: float  # standard deviation of the normal distribution with the same central 80 % as a row's noise
     before_s: Array  # (rows,): seconds at the prior's medians
-    after_s: Array  # (rows,): with the terms
-    left_out_s: Array  # (rows,): each with the terms fitted without its case
+    after_s: Array  # (rows,): seconds with the fitted terms
+    left_out_s: Array  # (rows,): seconds of each row with terms fitted without its case
 
 
 def solve(
@@ -70,7 +70,7 @@ def solve(
 ) -> Solution:
     """Fit terms to rows, and again without each case.
 
-    measured_s: (rows,). cases: of each row what was measured; rows of one case are left out together.
+    measured_s: (rows,). cases: case of each row; rows of one case are left out together.
     """
     problem = _Problem(predict, np.asarray(measured_s, dtype=float), tuple(priors))
     report = on_progress or (lambda done, total, text: None)
@@ -99,7 +99,7 @@ def solve(
 
 
 def _folds(cases: Sequence[Hashable]) -> list[NDArray[np.bool_]]:
-    """Indices of the rows of each group; a group is left out as a whole."""
+    """A mask of the rows of each group; a group is left out as a whole."""
     numbers = {case: number for number, case in enumerate(dict.fromkeys(cases))}
     count = min(len(numbers), MOST_FOLDS)
     groups = np.array([numbers[case] % count for case in cases])
@@ -108,7 +108,7 @@ def _folds(cases: Sequence[Hashable]) -> list[NDArray[np.bool_]]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Points are terms in prior standard deviations: 0 is the prior's median, their prior is a standard normal."""
+    """The fit of terms. Points have terms in prior standard deviations: 0 is the prior's median."""
 
     predict: Predict
     measured_s: Array
@@ -133,12 +133,12 @@ class _Problem:
         return np.array([(self.errors(point + step) - errors) / _STEP for step in steps]).T
 
     def cost(self, point: Array, errors: Array, rows: NDArray[np.bool_], noise: float) -> float:
-        """Twice the negative logarithm of the probability, but for constants."""
+        """Minus twice the logarithm of the probability, without constants."""
         loss = (_TAIL + 1) * np.log1p((errors[rows] / noise) ** 2 / _TAIL)
         return float(np.sum(loss) + point @ point)
 
     def fit(self, rows: NDArray[np.bool_]) -> tuple[Array, float]:
-        """The most probable terms, and the noise with which the rows are most probable."""
+        """The most probable terms, with the noise that makes the rows most probable."""
         point = self.search(rows, _FIRST_NOISE)
         found = []
         for noise in _NOISES:
@@ -150,7 +150,8 @@ class _Problem:
     def search(self, rows: NDArray[np.bool_], noise: float) -> Array:
         """The most probable point from several starts: the best of those with one term away from the prior's median.
 
-        A term that the rows do not narrow there may be hidden (a host behind the device): it is tried as a start, too.
+        A term that the rows do not narrow at that point may be hidden (as a host behind the device): its best start is
+        tried, too.
         """
         count = len(self.priors)
         alone = {term: [np.eye(count)[term] * size for size in _STARTS] for term in range(count)}

@@ -4,7 +4,7 @@ recipes.json lists the sources of each profile and the operations taken from eac
 package aisimulate (installed, a wheel or its folder), vidur's files from the history of a git clone. The command
 writes, in the checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles.md, and the errors of each operation in
 build/profiles/NAME.md.
-With --only SECTION, which needs no clone, it fits some of calibrate.shipped.recipes again and keeps all else.
+With --only SECTION, the command needs no clone: it fits only these sections of the profiles again, and keeps the rest.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Recipe:
     """The sources and settings of one shipped profile."""
 
     name: str
-    data: JsonObject  # as in recipes.json; sources of aisimulate include the wheel
-    vidur: Path  # a clone of microsoft/vidur
+    data: JsonObject  # data of recipes.json; sources of aisimulate include the wheel
+    vidur: Path  # path of a clone of microsoft/vidur
 
     @classmethod
     def read(cls, name: str, vidur: Path, aisimulate: Path | None = None) -> Recipe:
-        """`aisimulate`: a wheel or folder; None: the installed package. Raises InputError for an unknown name."""
+        """Read a recipe. `aisimulate`: wheel or folder; None: the installed package. InputError for an unknown name."""
         text = _RECIPES.read_text("utf-8")
         if aisimulate is not None:
             text = text.replace("aisimulate:", f"aisimulate:{aisimulate}:")
@@ -72,10 +72,10 @@ class Recipe:
     def rows(
         self, prefix: str = "", operations: Collection[str] | None = None, key: str = "sources"
     ) -> list[Measurement]:
-        """Rows of all sources that begin with `prefix`; the key "compare" holds tables that are not fitted.
+        """Rows of all sources that begin with `prefix`; the key "compare" has tables that are not fitted.
 
-        operations: those to keep; None: those that the recipe takes from each source. Raises InputError for products
-        of vLLM's tables, whose weights are unfilled memory.
+        operations: operations to keep; None: those that the recipe takes from each source. Raises InputError for
+        products from vLLM's tables, whose weights are uninitialised memory.
         """
         found = []
         for part in self.data.children(key) if self.data.has(key) else ():
@@ -91,12 +91,12 @@ class Recipe:
         return found
 
     def fit_only(self, names: Collection[str]) -> FitReport:
-        """The shipped profile with some sections fitted again; the report contains these sections alone."""
+        """The shipped profile with some sections fitted again; the report has only these sections."""
         shipped = FitReport(profile=load_profile(self.name), lines={}, notes=())
         return fit_sections(shipped, self.data, names)
 
     def fit(self) -> FitReport:
-        """The profile as it ships, in its report."""
+        """The report with the profile as it ships."""
         data = self.data
         rows, message_sms = self.rows(), data.integer("message_sms", 0, minimum=0)
         sizes = [int(size) for size in data.numbers("hidden_size")] if data.has("hidden_size") else []
@@ -130,7 +130,7 @@ class Recipe:
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:
-    """The rows of one source of a recipe; a file of vidur is read from the history of the clone `vidur`."""
+    """Read one source of a recipe; vidur's files are read from the history of the clone `vidur`."""
     found = _VIDUR_FILE.fullmatch(text)
     if found is None:
         return read_source(text, "recipes")
@@ -148,8 +148,8 @@ def read_public(text: str, vidur: Path) -> list[Measurement]:
 
 SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 
-# Sections of a profile's kernels that have tables of their own. recipes.json lists the sources of each under
-# "sections". The key is the name of the field of KernelRates.
+# Fits of the sections of a profile's kernels that have their own tables, by field of KernelRates. recipes.json lists
+# the sources of each section under "sections".
 SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
     {
         "gemm_types": fit_types_section,
@@ -167,7 +167,7 @@ def fit_sections(
     only: Collection[str] | None = None,
     fits: Mapping[str, SectionFit] = SECTIONS,
 ) -> FitReport:
-    """Fit the sections that the recipe lists, or only some of them, and return the report with the new profile.
+    """Fit the sections that the recipe lists, or some of them, and return the report with the new profile.
 
     Raises InputError for an unknown section.
     """
@@ -198,7 +198,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fit and write the profiles named, by default all."""
+    """Fit and write the named profiles, by default all."""
     parser = ArgumentParser(prog="python -m calibrate.shipped.recipes", description=__doc__.split("\n", 1)[0])
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="a profile of calibrate/shipped/recipes.json; default: all"

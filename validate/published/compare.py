@@ -1,7 +1,7 @@
 """Predictions compared with the paper's TTFTs, row by row: `kvrsim validate published`.
 
-`python -m validate.published.compare` stores today's mean errors in validate/data/paper_gate.json. A test fails where a
-later error is MOST_WORSE above the stored one, so store them again only with a change that is explained.
+`python -m validate.published.compare` stores today's mean errors in validate/data/paper_gate.json. A test fails if a
+later error is more than MOST_WORSE above the stored error. Store errors again only with a change that explains them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Link = Literal["none", "300GB/s", "10GB/s", "1GB/s"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One printed TTFT."""
+    """One TTFT that the paper prints."""
 
-    source: str  # which publication
-    table: str  # which of its tables
+    source: str  # name of the publication
+    table: str  # table of the publication
     model: str
     context_len: int  # tokens
     num_gpus: int
-    strategy: str  # "kvr" where the publication does not name the partition
-    link: Link  # as the publication names it; "none" for one GPU
+    strategy: str  # name of the strategy; "kvr" where the publication does not name the partition
+    link: Link  # bandwidth as the publication prints it; "none" for one GPU
     ttft_s: float
     used_for_calibration: bool
-    blind_until: str  # before this date no fit or choice used the row; "": there is no such date
-    profile: str  # calibration profile for the machine and software
+    blind_until: str  # date before which no fit or choice used the row; "": no such date
+    profile: str  # calibration profile of the machine and software
 
     @property
     def rounding_s(self) -> float:
@@ -49,12 +49,12 @@ class Row:
         return 0.0005 if fine else 0.005
 
     def is_inside(self, low_s: float, high_s: float) -> bool:
-        """Whether the printed value lies in an interval, rounding considered."""
+        """Whether the printed value, considering its rounding, lies in an interval."""
         return low_s <= self.ttft_s + self.rounding_s and self.ttft_s - self.rounding_s <= high_s
 
     @property
     def case(self) -> str:
-        """The row in words."""
+        """Description of the row."""
         link = "" if self.link == "none" else f" at {self.link}"
         return (
             f"{self.model} {self.context_len} {self.strategy} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}{link}"
@@ -67,7 +67,7 @@ def read_rows() -> tuple[Row, ...]:
 
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """The rows of a file in validate/data, by column; lines that begin with # are its citations."""
+    """The rows of a file in validate/data, by column; lines that begin with # are citations."""
     lines = [line for line in (DATA / name).read_text("utf-8").splitlines() if not line.startswith("#")]
     return list(csv.DictReader(lines))
 
@@ -86,17 +86,17 @@ def _row(fields: dict[str, str]) -> Row:
     )
 
 
-MOST_MAPE = 0.05  # of the rows used for calibration; a larger one is a regression
-_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # links with the CUDA-direct link off
-_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy of rows that say only KVR
+MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
+_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # links of the runs with the CUDA-direct link off
+_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy of rows whose strategy is "kvr"
 
 
 def scenario_of(row: Row) -> tuple[Scenario, str]:
-    """The scenario and the strategy by which a row is simulated.
+    """The scenario and the strategy with which a row is simulated.
 
-    Below NVLink's bandwidth GPU-direct is off and every transfer crosses the host: one bus that all flows
-    share. "kvr" rows are simulated with even chunks at 10 GB/s; at 1 GB/s, where even chunks alone would send for
-    longer than the printed TTFTs, with searched ones. See docs/results/studies.md.
+    In rows at 10 and 1 GB/s GPU-direct is off, and every transfer crosses the host: one bus that all flows share. "kvr"
+    rows are simulated with even chunks at 10 GB/s, and with searched chunks at 1 GB/s, where transfers of even chunks
+    alone would last longer than the printed TTFTs. See docs/results/studies.md.
     """
     link: dict[str, Any] = {}
     if row.link in _BANDWIDTH:
@@ -106,7 +106,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
 
 
 def run() -> dict[str, Any]:
-    """All rows and their errors; "ok" is false where the calibrated rows are off by more than MOST_MAPE."""
+    """All rows and their errors; "ok" is false if the mean error of the calibrated rows is above MOST_MAPE."""
     rows: list[dict[str, Any]] = []
     for row in read_rows():
         scenario, strategy = scenario_of(row)
@@ -142,7 +142,7 @@ def run() -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Number of rows; mean, median and largest absolute relative error, and the share inside their intervals."""
+    """Number of rows, mean, median and largest absolute relative error, and share of rows inside their intervals."""
     if not rows:
         return {"n": 0, "mape": None, "median_ape": None, "max_ape": None, "coverage": None}
     size = np.abs([row["rel_error"] for row in rows])
@@ -156,13 +156,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summaries(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str, Any]]:
-    """A summary for each value of one of the rows' fields, in the order of the data."""
+    """A summary for each value of a field of the rows, in the order of the data."""
     values = dict.fromkeys(str(row[key]) for row in rows)
     return {value: summary([row for row in rows if str(row[key]) == value]) for value in values}
 
 
 def part(result: Mapping[str, Any]) -> list[str]:
-    """Markdown lines of the part."""
+    """Markdown lines of the page's part on the paper."""
     left_out = json.loads((DATA / "a100_eager_left_out.json").read_text("utf-8"))["rel_error"]
     used = [row for row in read_rows() if row.used_for_calibration]
     by_model = {model: [left_out[row.case] for row in used if row.model == model] for model in result["by_model"]}
@@ -198,7 +198,7 @@ def _groups(result: Mapping[str, Any]) -> list[str]:
 
 
 def _models(result: Mapping[str, Any], left_out: Mapping[str, Sequence[float]]) -> list[str]:
-    """Errors of each model's used rows, with the model in the fit and without it."""
+    """Table of errors of each model's used rows, with the model in the fit and without it."""
     rows = (
         (
             model,
@@ -239,11 +239,11 @@ def _residual() -> Residual:
 
 
 GATE = DATA / "paper_gate.json"
-MOST_WORSE = 0.01  # a point
+MOST_WORSE = 0.01  # one percentage point
 
 
 def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Mean absolute errors: models left out of the fit, rows of the fit, its worst model, and all rows."""
+    """Mean absolute errors of models left out of the fit, rows in the fit, its worst model, and all rows."""
     errors = {
         "left_out": _residual().cross_validated_mape,
         "calibration": result["calibration"]["mape"],
@@ -254,13 +254,13 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def worse(now: Mapping[str, float], stored: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Figures that are missing or more than MOST_WORSE above the stored ones, with both."""
+    """The pair (now, stored) of each figure that is missing now or more than MOST_WORSE above the stored value."""
     pairs = {name: (now.get(name, float("inf")), value) for name, value in stored.items()}
     return {name: pair for name, pair in pairs.items() if pair[0] > pair[1] + MOST_WORSE}
 
 
 def stored_figures() -> dict[str, float]:
-    """The stored figures."""
+    """Read the stored figures."""
     return {name: float(value) for name, value in json.loads(GATE.read_text("utf-8")).items()}
 
 

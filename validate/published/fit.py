@@ -1,28 +1,30 @@
 """Fit profile a100-eager to the published rows: `python -m validate.published.fit`.
 
-Six constants are fitted; everything else is counted or measured elsewhere.
+Six constants are fitted; everything else is counted or measured elsewhere. The fitted constants are
 - bytes per second of the score matrices, element-wise kernels and copies, never above the datasheet's;
-- host seconds per layer and per kernel, per rank of an all-gather, and the idle time of the device after communication
-  that held it;
-- bytes that Falcon's code moves per score element: its code counts 12 to 16 without ALiBi and 44 with it, and the rows
-  of both models ask for the same, about 24. Llama's 28 are counted.
-Host seconds per kernel come from Llama (40 kernels per layer; 42 with shared KV heads), Falcon 7B (38) and Falcon 1B
-(19) together. Rows of one family alone hardly determine them, or Falcon's bytes: priors are 10 us per kernel and
+- host seconds per layer, host seconds per kernel, host seconds per rank of an all-gather, and the idle time of the
+  device after communication that blocked it;
+- bytes that Falcon's code moves per score element: 12 to 16 counted without ALiBi and 44 with it, but the rows of both
+  models are best predicted with about 24. Llama's 28 bytes are counted.
+Host seconds per kernel are fitted to Llama (40 kernels per layer; 42 with shared KV heads), Falcon 7B (38) and Falcon
+1B (19) together. Rows of one family hardly determine them, or Falcon's bytes: the priors are 10 us per kernel and
 Llama's bytes, within a factor of two.
-Counted: kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and
-copies of K and V in the paper's pseudo-code (stacked by all; concatenated where a prefix came before; twice where
-torch's list all-gather unpacks pieces that are then concatenated).
-Measured elsewhere: matrix products by tiles and waves (profile a100-vidur: vidur's A100, the same library of that
-time), the link (NCCL send/recv between two A100s of a DGX, vidur) and the all-gather (NCCL on A100, NVIDIA).
-QK^T and PV run at the rate of those products in full waves. Each kernel takes 2 us to start, as the smallest ones
-that vidur timed.
-A message over NVLink holds the compute streams of both ends: torch.distributed's send and recv do, and this
-reading puts the searched partitions where the paper prints them. Staged through the host it does not: that reading
-is nearest to the 10 GB/s rows. No constant is fitted to the rows at 10 and 1 GB/s (docs/results/studies.md).
+Counted are kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and
+copies of K and V in the paper's pseudo-code (stacked by all ranks; concatenated with an earlier prefix; copied twice
+where torch's list all-gather unpacks pieces that are then concatenated).
+Measured elsewhere are matrix products by tiles and waves (profile a100-vidur: vidur's A100, the library of that time),
+the link (NCCL send/recv between two A100s of a DGX, vidur) and the all-gather (NCCL on A100, NVIDIA). QK^T and PV have
+the rate of those products in full waves. Each kernel takes 2 us to start, like the smallest ones that vidur timed.
+A message over NVLink blocks the compute streams of both ends: torch.distributed's send and recv do, and with this
+assumption the searched partitions agree with the printed ones. A message staged through the host does not block them:
+this assumption is nearest to the 10 GB/s rows. No constant is fitted to the rows at 10 and 1 GB/s
+(docs/results/studies.md).
 
-These choices of form were made with the paper's figures in view, so the cross-validated error does not cover them.
+These assumptions were chosen with knowledge of the paper's figures, so the cross-validated error does not include their
+effect.
 
-KVR-S rows need a partition: it is searched with the constants so far, the constants are fitted with it, and so on.
+KVR-S rows need a partition: each round searches partitions with the present constants, then fits the constants with
+these partitions.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ Partitions = dict[Row, Partition]
 
 
 def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationProfile:
-    """The profile with these constants, given as logarithms."""
+    """The profile with these constants, which are given as logarithms."""
     measured = _measured()
     gemm = measured.kernels.gemm
     constants = map(float, np.exp(log_constants))
@@ -131,7 +133,7 @@ def full_bandwidth_scenario(row: Row, profile: CalibrationProfile) -> Scenario:
 
 
 def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str = "analytical") -> Partitions:
-    """The partition of each row; where the strategy searches one, with this profile."""
+    """The partition of each row; if the strategy searches for one, it is searched with this profile."""
     partitions = {}
     for row in rows:
         scenario, strategy = full_bandwidth_scenario(row, profile), get_strategy(row.strategy)
@@ -149,7 +151,7 @@ def ttft_s(row: Row, profile: CalibrationProfile, partition: Partition) -> float
 
 
 def errors(rows: Sequence[Row], profile: CalibrationProfile, partitions: Partitions) -> Array:
-    """Logarithms of predicted over reported."""
+    """Logarithms of predicted / reported TTFTs."""
     return np.log([ttft_s(row, profile, partitions[row]) / row.ttft_s for row in rows])
 
 
@@ -157,22 +159,22 @@ _SHIPPED = Path(__file__).parents[2] / "kvrsim" / "data"
 PATH = _SHIPPED / "profiles" / "a100-eager.json"
 ENGINE = _SHIPPED / "engines" / "hf-2023.json"
 LEFT_OUT = DATA / "a100_eager_left_out.json"
-_MOST = np.log([2.039e12, 1.0, 1.0, 1.0, 1.0, 100.0])  # NVIDIA A100 80GB SXM: HBM bytes/s
-_STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # scale of the first step of each constant
-PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # priors of constants that the rows may not determine
+_MOST = np.log([2.039e12, 1.0, 1.0, 1.0, 1.0, 100.0])  # upper bounds; HBM bytes/s of the NVIDIA A100 80GB SXM
+_STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # scales of the first step of each constant
+PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # priors, by index, of constants that the rows may not determine
 _PRIOR_SD = np.log(2.0)
 _ROUNDS = 4
-_LEAST_GAIN = 2e-3  # gain of a round; a smaller one ends the fit
-_NOISE = 0.03  # relative, of a measured TTFT
+_LEAST_GAIN = 2e-3  # least relative gain of a round; a smaller gain ends the fit
+_NOISE = 0.03  # relative noise of a measured TTFT
 
-Errors = dict[Row, float]  # logarithms of predicted over reported
+Errors = dict[Row, float]  # logarithms of predicted / reported, by row
 
 
 def fit(rows: Sequence[Row]) -> Array:
-    """The constants, as logarithms; rows whose rounding is coarse weigh less.
+    """Fit the constants and return their logarithms; rows with coarse rounding have less weight.
 
-    Each round fits with the partitions of the constants so far; the result is the best round's, each round
-    evaluated with partitions searched for its constants.
+    Each round fits with the partitions of the constants so far. The result is that of the best round, where each round
+    is evaluated with partitions searched for its constants.
     """
     weight = np.array([_NOISE / np.hypot(_NOISE, row.rounding_s / row.ttft_s) for row in rows])
     best, best_cost = START, np.inf
@@ -189,7 +191,7 @@ def fit(rows: Sequence[Row]) -> Array:
 
 
 def solve(rows: Sequence[Row], weight: Array, partitions: Partitions, start: Array) -> Array:
-    """Robust least squares of the weighted errors, with the rates at or below the datasheet's."""
+    """Fit by robust least squares of the weighted errors, with rates at most the datasheet's."""
     solved = least_squares(
         lambda x: np.append(weight * errors(rows, profile_of(x, None), partitions), _prior_errors(x)),
         start,
@@ -205,19 +207,19 @@ def solve(rows: Sequence[Row], weight: Array, partitions: Partitions, start: Arr
 
 
 def _prior_errors(constants: Array) -> Array:
-    """How far constants are from their priors, on the scale of a weighted error."""
+    """Distances of constants from their priors, on the scale of weighted errors."""
     return np.array([_NOISE * (constants[index] - prior) / _PRIOR_SD for index, prior in PRIORS.items()])
 
 
 def _cost(rows: Sequence[Row], weight: Array, partitions: Partitions, constants: Array) -> float:
-    """What `solve` minimises: the soft absolute value of the weighted errors."""
+    """The value that `solve` minimises: the soft absolute value of the weighted errors."""
     weighted = weight * errors(rows, profile_of(constants, None), partitions)
     scaled = np.append(weighted, _prior_errors(constants)) / _NOISE
     return float(np.mean(np.sqrt(1.0 + scaled**2) - 1.0))
 
 
 def predicted(rows: Sequence[Row], constants: Array) -> Errors:
-    """Logarithms of predicted over reported, with the partitions that the planner would take."""
+    """Logarithms of predicted / reported, with the partitions that the planner chooses."""
     profile = profile_of(constants, None)
     return dict(zip(rows, errors(rows, profile, partitions_for(rows, profile, "auto")), strict=True))
 
@@ -235,7 +237,7 @@ def speedup_errors(logs: Errors) -> Array:
 
 
 def p80_ape(left_out: Errors) -> float:
-    """80th percentile of the absolute errors; each model has the same weight, whatever its number of rows."""
+    """80th percentile of the absolute errors; all models have the same weight, whatever their numbers of rows."""
     by_model = _by_model(left_out)
     sizes = np.concatenate(list(by_model.values()))
     weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in by_model.values()])
@@ -245,7 +247,7 @@ def p80_ape(left_out: Errors) -> float:
 
 
 def coverage(left_out: Errors) -> float:
-    """Share of a model's rows within the 80th percentile of the other models' errors; the mean over models."""
+    """Mean over models of the share of a model's rows within the 80th percentile of the other models' errors."""
     inside = []
     for model, own in _by_model(left_out).items():
         others = {row: error for row, error in left_out.items() if row.model != model}
@@ -314,7 +316,7 @@ def write_engine(profile: CalibrationProfile) -> None:
 
 
 def _left_out_json(crossed: Errors) -> str:
-    """Errors of each row by a fit without its model, as JSON."""
+    """Format the errors of each row, by a fit without its model, as JSON."""
     values = {row.case: round(float(np.expm1(error)), 4) for row, error in crossed.items()}
     return json.dumps({"source": "python -m validate.published.fit", "rel_error": values}, indent=1) + "\n"
 
