@@ -1,8 +1,8 @@
 """The batch executor: max-plus arithmetic over thousands of partitions at once, and over samples of noise.
 
-The order in which messages match does not depend on durations, so a program is evaluated once, each rank as far as
-its messages allow, with arrays in place of numbers: of shape (B,), or (B, samples) under noise. It holds on networks
-where flows do not share bandwidth; where they do, see kvrsim.executors.bus.
+The order in which messages match does not depend on durations. So a program is evaluated once, each rank as far as its
+messages allow, with arrays instead of numbers: of shape (B,), or (B, samples) under noise. This executor is for
+networks whose flows do not share bandwidth; for other networks see kvrsim.executors.bus.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 
 Edge = tuple[int, int]
 _NEVER = -np.inf  # time at which a link was last busy, before its first message
-_MANY = 8  # number of consecutive operations
+_MANY = 8  # number of consecutive operations from which segment_of uses arrays
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Computes in a row: `t' = max(t + device_s, host_begin + floor_s)`."""
+    """Consecutive computations as one function of time: `t' = max(t + device_s, host_begin + floor_s)`."""
 
     device_s: Array
     floor_s: Array
     host_s: float
-    has_noise: bool = True  # noise delays what a rank computes, not what its group of GPUs communicates
+    has_noise: bool = True  # whether noise delays it: computations of a rank, not collectives of its GPUs
 
     @classmethod
     def of(cls, op: Op) -> Segment:
-        """One compute or collective alone."""
+        """The segment of one compute or collective."""
         assert isinstance(op, Compute | Collective)
         device_s = op.device_s if isinstance(op, Compute) else op.seconds
         return cls(device_s, np.maximum(device_s, op.host_s), op.host_s, isinstance(op, Compute))
 
     def then(self, other: Segment) -> Segment:
-        """This segment and another behind it; the maxima distribute over the sums."""
+        """This segment followed by another one; the maxima distribute over the sums."""
         floor_s = np.maximum(self.floor_s + other.device_s, self.host_s + other.floor_s)
         return Segment(self.device_s + other.device_s, floor_s, self.host_s + other.host_s)
 
 
 def segment_of(ops: Sequence[Op]) -> Segment:
-    """Computes and collectives in a row as one segment; many of them by few calls of numpy."""
+    """Consecutive computes and collectives as one segment, with few numpy calls if they are many."""
     if len(ops) < _MANY:
         return reduce(Segment.then, map(Segment.of, ops)) if ops else NO_WORK
     device_s = np.stack(np.broadcast_arrays(*map(stream_s, ops)))
     host_s = np.array([host_s_of(op) for op in ops]).reshape(-1, *[1] * (device_s.ndim - 1))
-    rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # of those after each
+    rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # device seconds of the operations after each one
     floors_s = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
     return Segment(device_s.sum(axis=0), floors_s.max(axis=0), float(host_s.sum()))
 
@@ -92,15 +92,15 @@ class Message:
 
 
 Step = Segment | Message | Recv | AllGather | RingPass | AllToAll | Load
-Block = list[list[Step]]  # per rank
+Block = list[list[Step]]  # steps of each rank
 
 
 def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> list[Block]:
-    """Steps of the prologue, of each kind of layer, and of the epilogue: the blocks of a program in this order.
+    """Steps of a program: blocks of the prologue, of each kind of layer, and of the epilogue, in this order.
 
-    Computes in a row are merged, except under noise, where arrays get an axis of samples.
+    Consecutive computes are merged, except under noise, where arrays have an axis of samples.
     """
-    known: dict[tuple[int, int], list[Step]] = {}  # ranks share steps, except messages, whose links are their own
+    known: dict[tuple[int, int], list[Step]] = {}  # ranks share steps, except those with messages on a rank's own links
 
     def compiled(rank: int, ops: tuple[Op, ...]) -> list[Step]:
         key = rank if any(isinstance(op, Send) for op in ops) else -1, id(ops)
@@ -134,7 +134,7 @@ def _compile(rank: int, ops: Sequence[Op], cluster: Cluster, *, under_noise: boo
 
 
 def _wide(segment: Segment) -> Segment:
-    """Return the segment with an axis of samples."""
+    """Return the segment with an additional axis of samples."""
     return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
 
 
@@ -143,31 +143,31 @@ class _Rank:
     """State of one rank in its program."""
 
     clock: Array  # device time
-    host_s: float = 0.0  # time at which the host has issued all so far; the host runs ahead
+    host_s: float = 0.0  # time at which the host has issued all operations so far; the host runs ahead
     steps: Sequence[Step] = ()
     step: int = 0
     num_computes: int = 0
-    loaded_s: Array | float = 0.0  # time at which the loads so far have left their link
+    loaded_s: Array | float = 0.0  # time at which all loads so far have left their link
 
     def issue(self, host_s: float) -> Array:
-        """Issue an operation on the host; returns the time at which the device reaches it."""
+        """Issue an operation on the host; return the time at which the device reaches it."""
         self.host_s += host_s
         return np.maximum(self.clock, self.host_s) if self.host_s else self.clock
 
 
 def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
-    """When each rank has finished, seconds, shape (num_ranks, B), or (num_ranks, B, samples) under a draw of noise.
+    """Time at which each rank finishes, seconds, shape (num_ranks, B), or (num_ranks, B, samples) under noise.
 
-    TTFT is the last rank's.
+    TTFT is the time of the last rank.
     """
     return BatchEvaluator(program, cluster, draw=draw).finish_s
 
 
 class BatchEvaluator:
-    """One evaluation of a program; its state is that of the ranks and of the messages in flight.
+    """One evaluation of a program, with the state of the ranks and of the messages in flight.
 
-    `finish_s` is when each rank has finished, shape (num_ranks, B), or (num_ranks, B, samples). `links_s` is when
-    each link is free again; the link from a rank to itself stands for its one way out of messages that leave in turn.
+    `finish_s`: time at which each rank finishes, shape (num_ranks, B), or (num_ranks, B, samples). `links_s`: time at
+    which each link is free again; a key (rank, rank) stands for all messages of a rank that leave in turn.
 
     draw: samples of noise, the same for every partition.
     """
@@ -181,8 +181,8 @@ class BatchEvaluator:
         self.never = np.full(self.shape, _NEVER)
         self.num_messages: dict[Edge, int] = {}
         self.arrivals: dict[Edge, deque[Array]] = {}
-        self.offers: dict[Edge, Message] = {}  # rendezvous whose receiver has not come yet
-        self.taken: set[Edge] = set()  # rendezvous that are over, whose sender may go on
+        self.offers: dict[Edge, Message] = {}  # rendezvous sends whose receiver has not arrived yet
+        self.taken: set[Edge] = set()  # completed rendezvous, whose sender may continue
         self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # by the first rank and its operation
         prologue, *kinds, epilogue = compile_blocks(program, cluster, draw)
         everyone = range(program.num_ranks)
@@ -194,7 +194,7 @@ class BatchEvaluator:
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _repeat(self, steps: Block, times: int) -> None:
-        """Run the period `times` times, separately for each group of ranks that exchange something."""
+        """Run the period `times` times, separately for each group of ranks that exchange messages."""
         exchanges = [step for own in steps for step in own if not isinstance(step, Segment)]
         size = len(self.ranks)
         if all(isinstance(step, AllGather) for step in exchanges):
@@ -209,7 +209,7 @@ class BatchEvaluator:
                     self._run(steps, group)
 
     def _repeat_until_steady(self, steps: Block, times: int, group: range) -> None:
-        """Run the period `times` times for a group of ranks, the last ones at once if all ranks advance alike."""
+        """Run the period `times` times for a group of ranks; once all ranks advance alike, add the rest in one step."""
         ranks, states_s = self.ranks[group.start : group.stop], []
         for left in reversed(range(times)):
             hosts_s, links_s = [rank.host_s for rank in ranks], dict(self.links_s)
@@ -227,7 +227,7 @@ class BatchEvaluator:
                 return
 
     def _run(self, steps: Block, group: range) -> None:
-        """Run a group of ranks to the end of their steps; those of a collective together once all have reached it."""
+        """Run ranks to the end of their steps; a collective runs once all of its ranks have reached it."""
         for index in group:
             self.ranks[index].steps, self.ranks[index].step = steps[index], 0
         while True:
@@ -242,7 +242,7 @@ class BatchEvaluator:
                 raise AssertionError(f"the program deadlocks: {states}")
 
     def _ready(self, states: Mapping[int, str]) -> list[range]:
-        """Groups of ranks that have all arrived at their collective."""
+        """Groups of ranks that have all reached their collective."""
         groups = set()
         for index, state in states.items():
             if state == "collective":
@@ -255,7 +255,7 @@ class BatchEvaluator:
         return sum(rank.step for rank in self.ranks), len(self.offers), len(self.taken)
 
     def _advance(self, index: int, rank: _Rank) -> str:
-        """Take one rank to its end ("done"), to a collective, or to where it lacks a message ("waits")."""
+        """Run one rank to its end ("done"), to a collective, or to a step whose message is missing ("waits")."""
         while rank.step < len(rank.steps):
             step = rank.steps[rank.step]
             if isinstance(step, Segment):
@@ -286,10 +286,10 @@ class BatchEvaluator:
         rank.host_s += segment.host_s
 
     def _send(self, index: int, rank: _Rank, message: Message) -> bool:
-        """Put a message on its link; False where a rendezvous still waits for its receiver."""
+        """Put a message on its link; return False if a rendezvous still waits for its receiver."""
         edge = (index, message.dst)
         if not message.rendezvous:
-            way = (index, index) if message.in_turn else edge  # the only way out of the rank, or the pair's own link
+            way = (index, index) if message.in_turn else edge  # one way out of the rank, or the link of the pair
             begin_s = np.maximum(self.links_s.get(way, _NEVER), rank.issue(message.host_s))
             left_s = self.links_s[way] = self._left_s(edge, begin_s, message.link_s)
             self.arrivals.setdefault(edge, deque()).append(left_s + message.latency_s)
@@ -303,10 +303,10 @@ class BatchEvaluator:
         return False
 
     def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
-        """Wait for a message; return False if it is not on its way yet."""
+        """Wait for a message; return False if it is not sent yet."""
         edge = (recv.src, index)
         if offer := self.offers.pop(edge, None):
-            # Both streams have waited for all earlier messages, so the link is free.
+            # The streams of both ranks have waited for all earlier messages, so the link is free.
             sender = self.ranks[recv.src]
             begin_s = np.maximum(sender.clock, rank.issue(recv.host_s))
             sender.clock = self._left_s(edge, begin_s, offer.link_s)
@@ -326,24 +326,25 @@ class BatchEvaluator:
         rank.loaded_s = left_s if load.ahead else rank.clock.copy()
 
     def _left_s(self, edge: Edge, start_s: Array, busy_s: Array) -> Array:
-        """Departure of a message that starts then, which noise may delay."""
+        """Time at which a message that starts at `start_s` has left; noise may delay it."""
         if self.draw is None:
             return start_s + busy_s
         number = self.num_messages[edge] = self.num_messages.get(edge, -1) + 1
         return self.draw.message_end_s(*edge, number, start_s, busy_s)
 
     def _computed_s(self, index: int, start_s: Array, device_s: Array) -> Array:
-        """Time at which a rank ends its computation, which noise may delay."""
+        """Time at which a rank ends a computation; noise may delay it."""
         if self.draw is None:
             return start_s + device_s
         rank = self.ranks[index]
         rank.num_computes += 1
         return self.draw.compute_end_s(index, rank.num_computes - 1, start_s, device_s)
 
-    # Collectives take all their ranks at once: arrays of shape (num_ranks, B) or (num_ranks, B, samples).
+    # Collectives are computed for all of their ranks at once: arrays of shape (num_ranks, B) or (num_ranks, B,
+    # samples).
 
     def _collective(self, ranks: range) -> None:
-        """Run the collective that these ranks have reached; it is prepared once for all layers of its kind."""
+        """Run the collective that these ranks have reached; its costs are prepared once per kind of layer."""
         members = self.ranks[ranks[0] : ranks[-1] + 1]
         ops = [rank.steps[rank.step] for rank in members]
         assert len({type(op) for op in ops}) == 1, "the ranks have come to different collectives"
@@ -360,10 +361,10 @@ class BatchEvaluator:
             rank.step += 1
 
     def _all_gather(self, ranks: range, ops: Sequence[AllGather]) -> Callable[[], Array]:
-        """Costs of a ring all-gather: step k passes on the piece that has made k hops."""
+        """Prepare a ring all-gather: in step k, each rank forwards the piece that has made k hops."""
         edges = _Edges(self.cluster, ranks, 1)
         pieces = self._stack([op.nbytes for op in ops])
-        pieces_s = [  # by step: seconds of the piece that each rank then holds
+        pieces_s = [  # by step: seconds of the piece that each rank holds in this step
             edges.seconds(lambda path, nbytes: path.gather_step_s(nbytes, len(ranks)), _shifted(pieces, step))
             for step in range(len(ranks) - 1)
         ]
@@ -386,7 +387,7 @@ class BatchEvaluator:
         return run
 
     def _ring_pass(self, ranks: range, ops: Sequence[RingPass]) -> Callable[[], Array]:
-        """Rounds of work while a piece goes to the next rank."""
+        """Prepare rounds of work, in each of which a piece goes to the next rank."""
         edges = _Edges(self.cluster, ranks, 1)
         rounds_s = [self._stack([op.device_s[index] for op in ops]) for index in range(len(ranks))]
         sent_s = [
@@ -420,7 +421,7 @@ class BatchEvaluator:
         return run
 
     def _all_to_all(self, ranks: range, ops: Sequence[AllToAll]) -> Callable[[], Array]:
-        """One message per receiver; those to the ranks `shift` further on are evaluated together."""
+        """Prepare an all-to-all: messages to the ranks `shift` positions later are evaluated together."""
         shifts = range(1, len(ranks))
         edges = [_Edges(self.cluster, ranks, shift) for shift in shifts]
         sizes = [self._stack([op.nbytes[shift - 1] for op in ops]) for shift in shifts]
@@ -438,16 +439,16 @@ class BatchEvaluator:
         return run
 
     def _stack(self, values: Sequence[Array]) -> Array:
-        """One row per rank, shape (ranks, B), with an axis of samples under noise."""
+        """One row per rank, shape (ranks, B), with an additional axis of samples under noise."""
         rows = np.stack(np.broadcast_arrays(*values))
         return rows[..., None] if self.draw is not None else rows
 
     def _free_s(self, edges: _Edges) -> Array:
-        """Time at which these links are free."""
+        """Time at which each of these links is free."""
         return np.array([self.links_s.get(edge, self.never) for edge in edges.pairs])
 
     def _sent_s(self, edges: _Edges, start_s: Array, busy_s: Array) -> Array:
-        """Departure of each rank's message over its edge."""
+        """Time at which each rank's message has left over its edge."""
         if self.draw is None:
             return start_s + busy_s
         return np.stack([self._left_s(edge, start_s[index], busy_s[index]) for index, edge in enumerate(edges.pairs)])
@@ -461,7 +462,7 @@ class _Edges:
         self.paths = [cluster.path(*pair) for pair in self.pairs]
 
     def seconds(self, time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
-        """Each rank's message, shape (ranks, ...), on its own path."""
+        """Seconds of each rank's message, shape (ranks, ...), on the rank's own path."""
         return seconds_on(self.paths, time_of, nbytes)
 
     def values(self, name: str, like: Array) -> Array:
@@ -470,7 +471,7 @@ class _Edges:
 
 
 def seconds_on(paths: Sequence[Path], time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
-    """Seconds of messages on a path each; nbytes: shape (paths, ...)."""
+    """Seconds of messages, one per path; nbytes: shape (paths, ...)."""
     if len(set(paths)) == 1:
         return time_of(paths[0], nbytes)
     return np.stack([time_of(path, own) for path, own in zip(paths, nbytes, strict=True)])
@@ -482,5 +483,5 @@ def _column(values: Sequence[float] | Array, like: Array) -> Array:
 
 
 def _shifted(rows: Array, by: int) -> Array:
-    """Rows of the ranks that number of places before each rank on the ring."""
+    """Rows rotated by `by` positions: each rank gets the row of the rank `by` positions before it on the ring."""
     return np.concatenate([rows[-by:], rows[:-by]]) if by else rows

@@ -1,11 +1,11 @@
 """The executor of machines whose messages share one bandwidth: many partitions at once, each at its own next event.
 
-A rank goes through waits, each for the arrival of messages or until other ranks reach certain waits. What
-follows the n-th wait is known when it is over: `t' = max(t + delay_s, floor_s)`, for the next wait and for each message
-that is posted until then. Messages wait in lanes, each for the one before it to have left, and share the bus.
+A rank has a sequence of waits: for the arrival of messages, or until other ranks reach certain waits. When a wait ends
+at t, the times until the next wait are known: the next wait begins, and messages are posted, at `t' = max(t + delay_s,
+floor_s)`. Messages wait in lanes until the previous message of the lane has left, and share the bus.
 
-The bus is kept in virtual time, as the event executor's: n messages at once get 1/n of the bandwidth each, and
-`served_s` is what each has been given, in seconds of the whole bandwidth.
+The bus is kept in virtual time, as in the event executor: each of n concurrent messages gets 1/n of the bandwidth, and
+`served_s` is the service that each message has received, in seconds of the whole bandwidth.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Index = npt.NDArray[np.intp]
 Value = Array | float
 Key = tuple[str | int, ...]
-_EVALUATED, _LEAST_PERIODS = 4, 8  # periods of a steady program that are evaluated; fewer are not worth it
+_EVALUATED, _LEAST_PERIODS = 4, 8  # evaluated periods of a steady program; least number of its periods
 
 
 def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
     """Finish time of each rank in seconds, shape (num_ranks, B), on a cluster whose flows share a bus.
 
-    TTFT is the last rank's. Equal to the event executor's to rounding.
+    TTFT is the time of the last rank. Results equal those of the event executor up to rounding.
     draw: jitter, for a program of one partition; the shape is then (num_ranks, samples).
     """
     blocks = compile_blocks(program, cluster, draw)
@@ -51,7 +51,7 @@ def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None
 def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]) -> Array | None:
     """Finish times from a few layers, if the layers then reach steady state; else None.
 
-    They are if ranks and hosts advance alike, and all messages of a layer have left before any rank begins the next.
+    In steady state, ranks and hosts advance alike, and all messages of a layer leave before any rank begins the next.
     """
     periods = periods_of(program)
     if len(periods) != 1 or periods[0][1] < _LEAST_PERIODS:
@@ -68,7 +68,7 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
         marks.append(graph.mark())
     run = _Run(graph, keeps_left=True)
     run.finish_s()
-    ends_s = np.stack([run.passed_s(mark) for mark in marks])  # (periods + 1, ranks, B)
+    ends_s = np.stack([run.passed_s(mark) for mark in marks])  # shape (periods + 1, ranks, B)
     hosts_s = np.array([[rank.host_s for rank in mark] for mark in marks])
     issued_s = hosts_s[-1] - hosts_s[-2]
     advance_s = steady_advance(list(ends_s[-3:]), issued_s.max())
@@ -86,33 +86,33 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """`t' = max(t + delay_s, floor_s)`."""
+    """A function of time: `t' = max(t + delay_s, floor_s)`."""
 
     delay_s: Value = 0.0
     floor_s: Value = -np.inf
 
     def plus(self, seconds: Value) -> _Later:
-        """The state, later by that time."""
+        """The function whose result is later by `seconds`."""
         return _Later(self.delay_s + seconds, self.floor_s + seconds)
 
     def at_least(self, seconds: Value) -> _Later:
-        """The state, but no earlier than at that time."""
+        """The function whose result is at least `seconds`."""
         return _Later(self.delay_s, np.maximum(self.floor_s, seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class _Post:
-    """A message: after how many waits of its rank it is posted, and for how long it is alone on the bus."""
+    """A message: the number of waits of its rank before it is posted, and its seconds alone on the bus."""
 
     after: int
     later: _Later
     busy_s: Value | None  # None: see _Graph.pieces_s
-    jitter: Value  # factor of that time
+    jitter: Value  # factor of busy_s
     key: Key
 
 
 class _Target(NamedTuple):
-    """A wait that an arrival counts for, and the latency of the arrival."""
+    """A wait for an arrival, and the latency of the arrival."""
 
     rank: int
     wait: int
@@ -120,7 +120,7 @@ class _Target(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """State of a rank."""
+    """State of a rank at a mark in the program."""
 
     num_waits: int
     host_s: float
@@ -128,43 +128,43 @@ class _Mark(NamedTuple):
 
 @dataclass(slots=True)
 class _Track:
-    """One rank's waits, and what it does before each and after the last."""
+    """Waits of one rank, and its work before each wait and after the last one."""
 
-    now: _Later = field(default_factory=_Later)  # since the last wait
-    parts: list[_Later] = field(default_factory=list)  # between waits
-    missing: list[int] = field(default_factory=list)  # arrivals that each wait is for
-    # By wait: work since the rank's previous wait, in seconds without jitter, and the factor of its jitter.
+    now: _Later = field(default_factory=_Later)  # work since the last wait
+    parts: list[_Later] = field(default_factory=list)  # work before each wait
+    missing: list[int] = field(default_factory=list)  # number of arrivals that each wait needs
+    # By wait: work since the rank's previous wait, in seconds without jitter, and its jitter factor.
     works: dict[int, tuple[Array, Value]] = field(default_factory=dict)
     num_computed: int = 0
     host_s: float = 0.0
-    lags: bool = False  # whether the device may be earlier than the host, which no longer holds after an operation
-    receives: bool = False  # whether the last step was to receive a message
-    loaded: tuple[Key | None, float] = (None, 0.0)  # end of the loads so far, relative to a key's time
+    lags: bool = False  # whether the device time may be earlier than host_s; False after a computation
+    receives: bool = False  # whether the last step was a receive
+    loaded: tuple[Key | None, float] = (None, 0.0)  # end of all loads: seconds after an event; None: after the start
 
 
 class _Graph:
-    """Waits of all ranks and messages of all lanes, read from the ranks' steps."""
+    """Waits of all ranks and messages of all lanes, built from the ranks' steps."""
 
     def __init__(self, program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> None:
         self.cluster, self.num_ranks, self.draw = cluster, program.num_ranks, draw
         self.num_rows = program.num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
-        self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # by the rank and its way out
+        self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # messages, by rank and its way out
         self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it reaches
         self.targets: dict[Key, list[_Target]] = defaultdict(list)
         self.counts: dict[Key, int] = defaultdict(int)
-        self.pieces_s: dict[Key, Array] = {}  # of messages of all-gathers: seconds of each alone on the bus
-        self.message_share = 0.0  # share of its rate that an operation loses while a ring's message is under way
+        self.pieces_s: dict[Key, Array] = {}  # seconds of each message of an all-gather alone on the bus
+        self.message_share = 0.0  # share of its rate that an operation loses while a ring's message is in flight
 
     def take(self, blocks: Iterable[Block]) -> None:
-        """All ranks through all steps of these blocks."""
+        """Add the steps of these blocks for all ranks."""
         for block in blocks:
             for rank, steps in enumerate(block):
                 for step in steps:
                     self._step(rank, self.tracks[rank], step)
 
     def mark(self) -> list[_Mark]:
-        """Record the state of all ranks, as a wait without arrivals."""
+        """Add a wait without arrivals to all ranks, and return their states."""
         for rank in range(self.num_ranks):
             self._wait(rank)
         return [_Mark(len(track.missing), track.host_s) for track in self.tracks]
@@ -193,12 +193,12 @@ class _Graph:
                 self._load(rank, track, step)
 
     def _number(self, *name: str | int) -> Key:
-        """The name with the next number of its counter."""
+        """The name with the next number of its counter appended."""
         self.counts[name] += 1
         return (*name, self.counts[name])
 
     def _wait(self, rank: int, *arrivals: tuple[Key, float], notice: Key | None = None) -> None:
-        """Wait for these arrivals, each with its latency; `notice` holds the ranks that wait for this one."""
+        """Add a wait for these arrivals, each with its latency; `notice`: event that the start of the wait triggers."""
         track = self.tracks[rank]
         number = len(track.missing)
         track.parts.append(track.now)
@@ -219,14 +219,14 @@ class _Graph:
         self.lanes[rank, "turn" if in_turn else dst].append(post)
 
     def _work_jitter(self, rank: int) -> Value:
-        """Factor of the next work that the rank computes."""
+        """Jitter factor of the next work of the rank."""
         if self.draw is None:
             return 1.0
         self.tracks[rank].num_computed += 1
         return self.draw.compute_jitter((rank,), self.tracks[rank].num_computed - 1)
 
     def _issue(self, track: _Track, host_s: float) -> _Later:
-        """Issue an operation on the host; returns the time at which the device reaches it."""
+        """Issue an operation on the host; return the time at which the device reaches it."""
         track.host_s += host_s
         track.lags = track.lags or host_s > 0
         return track.now.at_least(track.host_s) if track.lags else track.now
@@ -265,7 +265,7 @@ class _Graph:
         track.now = self._issue(track, op.host_s).plus(path.gather_launch_s)
         self._wait(rank, (("come", dst, "gather", number), 0.0), notice=("come", rank, "gather", number))
         for step in range(len(ranks) - 1):
-            # After that many steps, the own piece is passed on by the rank that many places further on.
+            # After `step` steps, a rank's own piece is forwarded by the rank `step` positions later.
             holder = ranks[(rank - ranks[0] + step) % len(ranks)]
             after = ranks[(rank - ranks[0] + step + 1) % len(ranks)]
             size_s = self.cluster.path(holder, after).gather_step_s(op.nbytes, len(ranks))
@@ -296,7 +296,7 @@ class _Graph:
     def _all_to_all(self, rank: int, track: _Track, op: AllToAll) -> None:
         *_, number = self._number("exchange", rank)
         track.now = self._issue(track, op.host_s)
-        before: list[tuple[Key, float]] = []  # the own message to the rank before
+        before: list[tuple[Key, float]] = []  # the rank's own previous message
         arrivals = []
         for shift, nbytes in enumerate(op.nbytes, start=1):
             dst, src = (rank + shift) % self.num_ranks, (rank - shift) % self.num_ranks
@@ -309,7 +309,7 @@ class _Graph:
         self._wait(rank, *before, *arrivals)
 
     def _load(self, rank: int, track: _Track, load: Load) -> None:
-        """Wait for a part of the cached prefix, which comes over a link of the rank's own."""
+        """Add a wait for a part of the cached prefix, which arrives over the rank's own link."""
         key, seconds = track.loaded
         seconds += load.seconds.item()
         if key is None:
@@ -323,7 +323,7 @@ class _Graph:
 
 
 class _Targets:
-    """Arrivals that a cause (its row and column in a table of causes) triggers at waits."""
+    """Arrivals that each cause triggers; a cause is a cell (row and column) of a table."""
 
     def __init__(self, targets: Mapping[tuple[int, int], Sequence[_Target]], shape: tuple[int, int]) -> None:
         self.columns: list[tuple[Index, Index, Array]] = []
@@ -335,7 +335,7 @@ class _Targets:
             self.columns.append((rank.ravel(), wait.ravel(), latency_s.ravel()))
 
     def of(self, causes: Index, rows: Index, time_s: Array, num_rows: int) -> _Arrivals:
-        """Arrivals of causes that happen then; causes: row times columns plus column. rows: their partitions."""
+        """Arrivals that causes trigger at `time_s`; causes: row times columns plus column. rows: their partitions."""
         parts = []
         for rank, wait, latency_s in self.columns:
             own = rank.take(causes)
@@ -345,7 +345,7 @@ class _Targets:
         return _joined(parts)
 
 
-_Arrivals = tuple[Index, Index, Array]  # places, their waits, seconds
+_Arrivals = tuple[Index, Index, Array]  # places, their waits, arrival times in seconds
 _NONE = np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.intp), np.zeros(0)
 
 
@@ -357,13 +357,13 @@ def _joined(parts: Sequence[_Arrivals]) -> _Arrivals:
 
 
 class _Run:
-    """One evaluation. Ranks and partitions are numbered together, as rank times B plus partition: places.
+    """One evaluation. A place is a number for a rank and a partition: rank times B plus partition.
 
-    Lanes and partitions are numbered together in the same way: slots.
+    A slot is a number for a lane and a partition: lane times B plus partition.
     """
 
     def __init__(self, graph: _Graph, *, keeps_left: bool = False) -> None:
-        """keeps_left: for all_left_s."""
+        """keeps_left: whether the departures of messages are kept for all_left_s."""
         self.keeps_left = keeps_left
         self.num_ranks, self.num_rows, self.message_share = graph.num_ranks, graph.num_rows, graph.message_share
         tracks = graph.tracks
@@ -383,10 +383,10 @@ class _Run:
         self.part_s, self.part_floor_s = part_s.ravel(), floor_s.ravel()
         self.size = self.num_ranks * self.num_rows
         self.missing = np.repeat(missing, self.num_rows)
-        self.there_s = np.full(self.missing.size, -np.inf)  # by wait and place: the last arrival so far
+        self.there_s = np.full(self.missing.size, -np.inf)  # last arrival so far, by wait and place
         self.over_s = np.full((most + 2) * self.size, np.inf)  # by how many waits came before, and place
         self.passed = np.zeros(self.size, dtype=np.intp)  # number of waits that each place has passed
-        self.ready_s = np.zeros(self.size)  # time at which each rank reaches its wait
+        self.ready_s = np.zeros(self.size)  # time at which each rank reaches its current wait
         self.came_s = np.zeros(self.size)  # time at which each rank reached its previous wait
         self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
         self._prepare_lanes(graph, most)
@@ -405,7 +405,7 @@ class _Run:
         keys = sorted(graph.lanes, key=lambda key: key[0])
         lanes = [graph.lanes[key] for key in keys]
         self.num_posts = np.array([len(posts) for posts in lanes], dtype=np.intp)
-        most, num_lanes = max(map(len, lanes), default=0), len(lanes) + 1  # the last one is empty
+        most, num_lanes = max(map(len, lanes), default=0), len(lanes) + 1  # the last lane is empty
         after = np.full((most + 1, num_lanes), most_waits + 1)
         busy_s = np.zeros((most + 1, num_lanes, self.num_rows))
         for lane, posts in enumerate(lanes):
@@ -429,9 +429,9 @@ class _Run:
             for number in range(max(map(len, own)))
         ]
         self.owner_place = owners.take(self.lane_of) * self.num_rows + self.row_of_slot
-        self.number = np.zeros(self.lane_of.size, dtype=np.intp)  # of the lane's next message
-        self.enters_s = np.full(self.lane_of.size, np.inf)  # time at which that message enters the bus
-        self.leaves_at = np.full(self.lane_of.size, np.inf)  # served_s when the message on the bus leaves
+        self.number = np.zeros(self.lane_of.size, dtype=np.intp)  # number of the lane's next message
+        self.enters_s = np.full(self.lane_of.size, np.inf)  # time at which this message enters the bus
+        self.leaves_at = np.full(self.lane_of.size, np.inf)  # value of served_s at which the message on the bus leaves
         self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # departure of each message, by number and slot
         messages = {(number, lane): post for lane, posts in enumerate(lanes) for number, post in enumerate(posts)}
         arrivals = {at: graph.targets.pop(post.key, []) for at, post in messages.items()}
@@ -444,7 +444,7 @@ class _Run:
         )
 
     def _laters(self, columns: Sequence[Sequence[_Later]], length: int) -> tuple[Array, Array]:
-        """Delays and floors, shape (length, columns, B)."""
+        """Arrays of delays and floors, shape (length, columns, B)."""
         shape = length, len(columns), self.num_rows
         delay_s, floor_s = np.zeros(shape), np.full(shape, -np.inf)
         for number, column in enumerate(columns):
@@ -454,7 +454,7 @@ class _Run:
         return delay_s, floor_s
 
     def finish_s(self) -> Array:
-        """Take every partition from event to event until no message is left; when each rank has finished."""
+        """Run every partition from event to event until no message is left; return the finish time of each rank."""
         enters, leaves = self.enters_s.reshape(-1, self.num_rows), self.leaves_at.reshape(-1, self.num_rows)
         now_s, served_s, share = np.zeros(self.num_rows), np.zeros(self.num_rows), np.ones(self.num_rows)
         while enters.size:
@@ -488,13 +488,13 @@ class _Run:
         return np.stack([over_s[mark.num_waits, rank] for rank, mark in enumerate(marks)])
 
     def all_left_s(self, periods: int) -> Array:
-        """Departure of all messages of each period, shape (periods, B); each has as many messages per lane."""
+        """Departure of the last message of each period, shape (periods, B); periods have equal numbers of messages."""
         left_s = self.left_s.reshape(len(self.left_s), -1, self.num_rows)
         lanes = [left_s[:count, lane].reshape(periods, -1, self.num_rows) for lane, count in enumerate(self.num_posts)]
         return np.asarray(np.concatenate(lanes, axis=1).max(axis=1))
 
     def _leave(self, slots: Index, now_s: Array) -> None:
-        """Let messages of these slots leave: the next may enter, and receivers may continue."""
+        """Let the messages of these slots leave: the next messages may enter, and receivers may continue."""
         number, rows = self.number.take(slots), self.row_of_slot.take(slots)
         time_s = now_s.take(rows)
         if self.keeps_left:
@@ -522,7 +522,7 @@ class _Run:
             places, waits, time_s = self._pass(places, waits)
 
     def _pass(self, places: Index, waits: Index) -> _Arrivals:
-        """End these ranks' waits, and following waits without arrivals; returns the arrivals that this causes."""
+        """End the waits of these ranks, and next waits without arrivals; return the arrivals that this triggers."""
         causes = []
         while places.size:
             over_s = np.maximum(self.there_s.take(waits * self.size + places), self.ready_s.take(places))
@@ -535,7 +535,7 @@ class _Run:
         return _joined(causes)
 
     def _work_beside(self, places: Index, waits: Index, over_s: Array) -> None:
-        """End rounds of a ring when their messages have arrived and their work is done; changes over_s in place."""
+        """End rounds of a ring whose messages have arrived and whose work is done; changes over_s in place."""
         works = self.work_of.take(waits * self.num_ranks + self.rank_of.take(places))
         some = np.flatnonzero(works >= 0)
         came_s, there_s = self.came_s.take(places.take(some)), over_s.take(some)
@@ -545,7 +545,7 @@ class _Run:
         over_s[some] = np.maximum(there_s, done_s)
 
     def _go_on(self, places: Index, passed: Index, over_s: Array) -> _Arrivals:
-        """These ranks have passed that many waits; returns what they cause by coming to the next."""
+        """Advance these ranks to their next wait after `passed` waits; return the arrivals that this triggers."""
         at = passed * self.size + places
         self.over_s[at] = over_s
         self.passed[places] = passed
@@ -564,7 +564,7 @@ class _Run:
         return self.notices.of(causes, self.row_of.take(places), ready_s, self.num_rows)
 
     def _next_s(self, slots: Index, number: Index) -> Array:
-        """Time at which these messages may enter; infinite before the previous wait ends, or without a message."""
+        """Time at which these messages may enter the bus; infinite before their wait ends, or without a message."""
         after = self.after.take(number * self.num_lanes + self.lane_of.take(slots))
         at = number * self.number.size + slots
         ready_s = self.over_s.take(after * self.size + self.owner_place.take(slots)) + self.post_s.take(at)

@@ -1,15 +1,16 @@
 """The executor of KVR's chain: TTFTs of thousands of partitions by a recurrence, with all ranks in one array.
 
-Ranks of a chain differ only in their neighbours: each projects, receives from the rank before, appends, sends to the
-next rank and computes the rest. So an operation is an array of shape (ranks, B), and no messages are matched.
+Ranks of a chain differ only in their neighbours: each rank projects, receives from the previous rank, appends, sends to
+the next rank and computes the rest. So an operation is an array of shape (ranks, B), and no messages are matched.
 
-At most one layer is evaluated as the hosts issue it. Where the devices then lead, the times of all further layers
-follow from those of the next one:
+At most one layer is evaluated with the hosts' issue times. If hosts then stay ahead of their devices, the times of all
+further layers follow from those of the next layer:
 
-- Messages that overlap: a rank waits for the rank before, which waits for nobody behind it. All times are convex in
-  the number of layers, so that the latest of many ways to a time is one of the two extreme ones.
-- Messages that hold the streams: let m_i(l) be when message i begins to move in layer l. The sender has come to it a
-  constant after message i - 1, the receiver a constant after message i + 1 of the layer before: a row of nodes.
+- If messages overlap with computation, a rank waits only for the previous rank. All times are convex in the number of
+  layers, so the latest of many paths to a time is one of the two extreme paths.
+- If messages hold the streams, let m_i(l) be the start time of message i in layer l. Its sender is ready a constant
+  time after message i - 1, its receiver a constant time after message i + 1 of the previous layer. So messages are the
+  nodes of a row.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SAME = 1e-13  # relative difference of two times that rounding can cause
 
 
 class Chain:
-    """A chain of KV-Runahead whose layers are alike, prepared for any chunks."""
+    """A chain of KV-Runahead with equal layers, prepared for any chunks."""
 
     def __init__(self, scenario: Scenario, strategy: Strategy, cluster: Cluster, cost: CostModel | None = None) -> None:
         self.scenario, self.strategy, self.cluster = scenario, strategy, cluster
@@ -52,7 +53,7 @@ class Chain:
 
     @staticmethod
     def suits(scenario: Scenario, strategy: Strategy, cluster: Cluster) -> bool:
-        """Whether the program is a chain of KV-Runahead with alike layers on unshared links; see for_strategy."""
+        """Whether the program is a chain of KV-Runahead with equal layers on unshared links."""
         return (
             strategy.layer is KVR_S.layer
             and strategy.pipeline is None
@@ -66,18 +67,19 @@ class Chain:
         )
 
     def finish_s(self, chunks: Array, *, last_only: bool = False) -> tuple[Array, Flags]:
-        """When each rank has finished, shape (ranks, B), and in which partitions that holds, shape (B,).
+        """Finish time of each rank, shape (ranks, B), and whether it is valid for each partition, shape (B,).
 
-        It does not hold where a host delays its device after the first layer. chunks: tokens, shape (ranks, B).
-        last_only: TTFT alone, shape (1, B).
+        It is not valid if a host delays its device after the first layer. chunks: tokens, shape (ranks, B).
+        last_only: only TTFT, shape (1, B).
         """
         return _ChainRun(self, chunks).finish_s(last_only=last_only)
 
 
 class _ChainRun:
-    """State of all ranks of a chain; arrays of seconds have an axis of ranks and one of partitions.
+    """State of all ranks of a chain; arrays of seconds have an axis of ranks and an axis of partitions.
 
-    A layer is `before`, a receive, `append`, a send and `rest`. The first rank receives nothing, the last sends none.
+    A layer is `before`, a receive, `append`, a send and `rest`. The first rank receives nothing; the last rank sends
+    nothing.
     """
 
     def __init__(self, chain: Chain, chunks: Array) -> None:
@@ -107,16 +109,16 @@ class _ChainRun:
         self.layer_host_s = sum(map(host_s_of, layer))
         self.link_s, self.latency_s = seconds_on(chain.paths, Path.busy_s, send.nbytes[:-1]), chain.latency_s
         self.num_layers = len(scenario.share.layer_kind_index)
-        self.clock = np.zeros(self.append_s.shape)  # of each rank's device
-        self.host_s = np.zeros((len(chunks), 1))  # issued so far by each rank's host
-        # Start time of each message; with overlap, departure time.
+        self.clock = np.zeros(self.append_s.shape)  # device time of each rank
+        self.host_s = np.zeros((len(chunks), 1))  # time at which each rank's host has issued all operations so far
+        # Start time of each message; if messages overlap with computation, its departure time.
         self.moved_s = np.full(self.link_s.shape, -np.inf)
 
     def finish_s(self, *, last_only: bool) -> tuple[Array, Flags]:
         """See Chain.finish_s."""
         self._run(self.prologue)
         self._run(self.before)
-        layers = self.num_layers  # remaining layers, from their receive on
+        layers = self.num_layers  # remaining layers, each counted from its receive
         holds = self._device_leads()
         if not holds.all():
             self._pass_on(as_issued=True)
@@ -177,9 +179,9 @@ class _ChainRun:
             np.maximum(self.clock[rank], self.host_s[rank], out=self.clock[rank])
 
     def _device_leads(self) -> Flags:
-        """Whether every rank's device is later than its host after the receive: per partition, or one value for all.
+        """Whether hosts stay ahead of their devices after the receive: per partition, or one value for all.
 
-        Messages only delay the device. One value comes from the least times of all partitions, where they suffice.
+        Messages only delay the devices. The value for all comes from the least times of all partitions, if it is True.
         """
         if not self.layer_host_s:
             return np.ones(1, dtype=bool)
@@ -187,7 +189,7 @@ class _ChainRun:
         return leads if leads.all() else self._keeps_ahead(lambda seconds: seconds)
 
     def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
-        """Whether hosts stay ahead with the least of each rank's seconds; shape (1,) or (B,)."""
+        """Whether hosts stay ahead of their devices, by the `least` of each rank's seconds; shape (1,) or (B,)."""
         begun_s = least(self.clock)
         gains_s = [
             np.full_like(begun_s, -self.recv_host_s),
@@ -200,7 +202,7 @@ class _ChainRun:
         return np.asarray(leads.all(axis=0))
 
     def _after(self, layers: int, *, last_only: bool) -> Array:
-        """End of each rank, or only of the last, that many layers later, counted from the receive."""
+        """End of each rank, or only of the last rank, `layers` layers later, counted from the receive."""
         self._pass_on(as_issued=False)
         after = self._after_overlap if self.overlaps else self._after_rendezvous
         finish_s = after(layers - 1, last_only=last_only)
@@ -210,7 +212,7 @@ class _ChainRun:
         return finish_s
 
     def _after_overlap(self, more: int, *, last_only: bool) -> Array:
-        """Time at which ranks have appended that many layers later; every time is convex in their number."""
+        """Time at which ranks have appended, `more` layers later; every time is convex in the number of layers."""
         layer_s = self.before_s + self.append_s + self.rest_s
         alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # without any wait
         on_s = self.latency_s + self.append_s[1:]  # from the end of a message to the end of its append
@@ -221,14 +223,14 @@ class _ChainRun:
         return alone_s[-1:] if last_only else alone_s
 
     def _after_rendezvous(self, more: int, *, last_only: bool) -> Array:
-        """Times at which ranks start `rest`, that many layers later; messages wait for neighbours on both sides."""
+        """Time at which ranks start `rest`, `more` layers later; messages wait for neighbours on both sides."""
         around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
         np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
-        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from one layer to the next
+        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, seconds from layer to layer
         last_s = passed_s[-1] + self.append_s[-1]
-        back[-1] = last_s + around_s[-1]  # the last one alone
+        back[-1] = last_s + around_s[-1]  # time of the last rank alone
         if last_only and more >= 2 * len(self.moved_s):
             return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
         moved_s = row_after(self.moved_s, on, back, more)
@@ -236,13 +238,14 @@ class _ChainRun:
 
 
 def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
-    """Nodes in a row after that many periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
+    """Nodes of a row after `periods` periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
 
-    At the ends, `on_0` and the last `back` are the nodes' own loops. All have the shape (nodes, B).
-    By anti-diagonals: step s has period l of every node i with s = i + 2 l, none of which needs another.
+    At the ends, `on_0` and the last `back` are loops from a node to itself. All arrays have the shape (nodes, B).
+    The order is by anti-diagonals: step s has period l of every node i with s = i + 2 l; these do not depend on each
+    other.
     """
     nodes = len(x)
-    row = np.concatenate([x[:1], x, x[-1:]])  # beyond the ends stand copies of the ends
+    row = np.concatenate([x[:1], x, x[-1:]])  # both ends are repeated
     one, other = np.empty_like(x), np.empty_like(x)
     for step_number in range(2, nodes + 2 * periods):
         first = max(step_number - 2 * periods, step_number % 2)
@@ -258,20 +261,20 @@ def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
 def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
     """The last node of row_after, after at least twice as many periods as there are nodes.
 
-    Ways back to a node all take one period for each neighbour that they pass. The longest way goes to the slowest of
-    the loops that it meets, stays there, and goes on: no loop between them is passed more often than it must be.
-    x: after a period, so that no node is before the one before it plus `on`.
+    On every way back to a node, each neighbour on the way takes one period. The longest way goes to the slowest loop
+    that it meets, repeats this loop, and goes on; it passes other loops no more often than necessary.
+    x: nodes after a period, so that each node is at least the previous node plus `on`.
     """
     loops = np.empty_like(back)
     np.add(back[:-1], on[1:], out=loops[:-1])
     loops[-1] = back[-1]
     np.maximum(loops[0], on[0], out=loops[0])
     begun = x
-    if (x[1:] > (1.0 + _SAME) * (x[:-1] + on[1:])).any():  # else no node is better begun at than the one before it
-        to_first = np.zeros_like(x)  # from each node back to the first one
+    if (x[1:] > (1.0 + _SAME) * (x[:-1] + on[1:])).any():  # else a start at the previous node is as good
+        to_first = np.zeros_like(x)  # seconds from each node back to the first one
         np.cumsum(back[:-1], axis=0, out=to_first[1:])
         far, begun = x + to_first, np.full_like(x, -np.inf)
-        for further in reversed(range(len(x))):  # round trips to nodes further on, per period without a loop
+        for further in reversed(range(len(x))):  # each hop to a later node costs one period of the loop
             count = len(x) - further
             begun[:count] -= loops[:count]
             np.maximum(begun[:count], far[further:], out=begun[:count])

@@ -34,27 +34,28 @@ from kvrsim.program import (
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 
 Process = Generator[simpy.Event, Any, Any]
-EndsAt = Callable[[int, float, float], float]  # number, start and duration of what noise disturbs -> its end
+EndsAt = Callable[[int, float, float], float]  # number, start and duration of a message -> its end under noise
 
 
 class FairBus:
-    """Processor sharing: n flows at once get 1/n of the bandwidth each.
+    """Processor sharing: each of n concurrent flows gets 1/n of the bandwidth.
 
-    Kept in virtual time: `served_bytes` counts the bytes of a flow that has been on the bus since the start. A flow
-    that enters at v with n bytes leaves at v + n, however many flows join or leave meanwhile.
+    The bus is kept in virtual time: `served_bytes` counts the bytes of a flow that has been on the bus since the start.
+    A flow with n bytes that enters when served_bytes is v leaves when it is v + n, however many flows join or leave
+    meanwhile.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
         self.bandwidth_bytes_per_s = float("inf")
-        self.served_bytes = 0.0  # per flow
+        self.served_bytes = 0.0  # bytes that each flow has received
         self.updated_s = 0.0
         self.flows: list[tuple[float, int, simpy.Event]] = []  # heap of (leaves at this served_bytes, order, done)
         self.entered = 0
-        self.generation = 0  # a wake-up older than this is stale
+        self.generation = 0  # a wake-up with a smaller number is stale
 
     def transmit(self, nbytes: float) -> Generator[simpy.Event, Any, float]:
-        """Share the bus until all bytes have passed; returns when the first byte left."""
+        """Share the bus until all bytes have passed; return the time at which the first byte left."""
         start_s = self.env.now
         self._serve()
         done = self.env.event()
@@ -72,7 +73,7 @@ class FairBus:
         self.updated_s = self.env.now
 
     def _plan(self) -> None:
-        """Wake up when the next flow leaves; a wake-up planned before is stale."""
+        """Schedule a wake-up for the next flow that leaves; earlier wake-ups become stale."""
         self.generation += 1
         if self.flows:
             leaves_at = self.flows[0][0]
@@ -92,7 +93,7 @@ class FairBus:
 
 
 class Link:
-    """The link of a pair of ranks: one message at a time, first in, first out, on its own or on a bus."""
+    """The link of a pair of ranks: one message at a time, first in, first out, with its own bandwidth or on a bus."""
 
     def __init__(
         self, env: simpy.Environment, path: Path, bus: FairBus | None = None, ends_s: EndsAt | None = None
@@ -102,7 +103,7 @@ class Link:
         self.num_messages = 0
 
     def transmit(self, nbytes: float, busy_s: float) -> Process:
-        """Wait for the link, then keep it busy, or share the bus; returns when the first byte left."""
+        """Wait for the link, then keep it busy, or share the bus; return the time at which the first byte left."""
         with self.queue.request() as turn:
             yield turn
             start_s = self.env.now
@@ -124,19 +125,19 @@ class Parcel:
     nbytes: float
     op: SpanOp  # its content, or "all-gather"
     layer: int | None
-    gathered_by: int | None = None  # ranks of the all-gather
+    gathered_by: int | None = None  # number of ranks of the all-gather; None: a message
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One collective, or one of its rounds, as its ranks arrive."""
+    """State of one collective, or of one round of it, while its ranks arrive."""
 
-    joined: dict[int, simpy.Event]  # by rank: set when the rank has arrived
-    pieces: dict[int, simpy.Store]  # by rank: pieces that others have sent to it
+    joined: dict[int, simpy.Event]  # by rank: event of the rank's arrival
+    pieces: dict[int, simpy.Store]  # by rank: pieces that other ranks have sent to the rank
 
 
 class Network:
-    """All links between ranks, the messages waiting for them, and recorded spans."""
+    """All links between ranks, the messages that wait for them, and the recorded spans."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class Network:
         return self.readies.setdefault((src, dst), simpy.Store(self.env))
 
     def meeting(self, index: int, ranks: range) -> Meeting:
-        """The index-th collective of these ranks, or round of one."""
+        """The index-th collective of these ranks, or round of a collective."""
         if (ranks[0], index) not in self.meetings:
             joined, pieces = {rank: self.env.event() for rank in ranks}, {rank: simpy.Store(self.env) for rank in ranks}
             self.meetings[ranks[0], index] = Meeting(joined, pieces)
@@ -188,12 +189,12 @@ class Network:
     def note(
         self, rank: int, kind: SpanKind, name: str, op: SpanOp, layer: int | None, start_s: float, end_s: float
     ) -> None:
-        """Record a stretch of a rank's compute stream, unless it is empty."""
+        """Record a span of a rank's compute stream, unless it is empty."""
         if self.record and end_s > start_s:
             self.spans.append(Span(rank=rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s))
 
     def carry(self, parcel: Parcel, to: simpy.Store, left: simpy.Event | None = None) -> Process:
-        """Queue, transmission and latency of a parcel; `left` happens when its last byte leaves, `to` receives it."""
+        """Queue, transmit and delay a parcel; `left` is triggered when its last byte leaves; then `to` receives it."""
         src, dst, gathered_by = parcel.src, parcel.dst, parcel.gathered_by
         link, nbytes = self.link(src, dst), np.array(parcel.nbytes)
         step_s = link.path.gather_step_s(nbytes, gathered_by) if gathered_by else link.path.busy_s(nbytes)
@@ -220,9 +221,9 @@ class Network:
 
 
 class EventSimulation:
-    """One simulated prefill. `finish_s` is when each rank ended; TTFT is the last rank's.
+    """One simulated prefill. `finish_s`: end of each rank; TTFT is the end of the last rank.
 
-    noise: one sample that disturbs it.
+    noise: one sample of noise for this prefill.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class EventSimulation:
 
 
 class RankProcess:
-    """One rank: its host clock and its device clock are numbers; it meets the simulation's where it communicates."""
+    """One rank, with numbers as host clock and device clock; they follow the simulation's clock at communication."""
 
     def __init__(self, program: Program, rank: int, network: Network) -> None:
         self.program, self.rank, self.network, self.env = program, rank, network, network.env
@@ -259,10 +260,10 @@ class RankProcess:
         self.num_meetings = 0
         self.loaded_s = 0.0  # time at which all loads so far have left their link
         self.num_computed = 0
-        self.last_left: simpy.Event | None = None  # the last message so far of those that leave in turn
+        self.last_left: simpy.Event | None = None  # departure of the last message that leaves in turn
 
     def run(self) -> Process:
-        """All operations of one request in order."""
+        """Run all operations of one request in order."""
         for layer, op in self.program.ops(self.rank):
             match op:
                 case Compute():
@@ -288,7 +289,7 @@ class RankProcess:
             yield self.env.timeout(time_s - self.env.now)
 
     def _compute(self, layer: int | None, op: Compute) -> None:
-        """Nobody else sees it: advance the clock alone."""
+        """Advance only the clock: no other rank is affected."""
         begin_s = self.clock_s
         start_s = max(begin_s, self.host_s)
         self.host_s += op.host_s
@@ -297,14 +298,14 @@ class RankProcess:
         self.network.note(self.rank, "compute", op.name, op.kind, layer, start_s, self.clock_s)
 
     def _computed_s(self, start_s: float, device_s: Array) -> float:
-        """Time at which the device has finished the operation, which noise may delay."""
+        """Time at which the device finishes an operation; noise may delay it."""
         number, self.num_computed = self.num_computed, self.num_computed + 1
         if self.network.noise is None:
             return start_s + device_s.item()
         return self.network.noise.compute_end_s(self.rank, number, np.array([start_s]), device_s.reshape(1)).item()
 
     def _waited(self, name: str, layer: int | None, op: SpanOp = "stall") -> None:
-        """Record that the stream was held until now."""
+        """Record that the compute stream waited until now."""
         self.network.note(self.rank, "wait", name, op, layer, self.clock_s, self.env.now)
         self.clock_s = max(self.clock_s, self.env.now)
 
@@ -340,12 +341,12 @@ class RankProcess:
         self._waited(f"{op.payload} from rank {op.src}", layer, op.payload)
 
     def _tell_ready(self, src: int, time_s: float) -> Process:
-        """Let a rendezvous begin, once the host has issued the receive."""
+        """Signal that a rendezvous may begin, once the host has issued the receive."""
         yield from self._until(time_s)
         yield self.network.ready(src, self.rank).put(True)
 
     def _all_gather(self, layer: int | None, op: AllGather) -> Process:
-        """Join the all-gather, let a process forward pieces, and wait until all others have arrived."""
+        """Join the all-gather, start a process that forwards pieces, and wait until all pieces have arrived."""
         self.host_s += op.host_s
         ranks = op.members(self.rank, self.program.num_ranks)
         launch_s = self.network.link(self.rank, self._after(ranks)).path.gather_launch_s
@@ -364,14 +365,14 @@ class RankProcess:
         return ranks[(self.rank - ranks[0] + 1) % len(ranks)]
 
     def _join(self, ranks: range) -> Meeting:
-        """Come to the next collective of these ranks, or round of one."""
+        """Join the next collective of these ranks, or round of a collective."""
         meeting = self.network.meeting(self.num_meetings, ranks)
         self.num_meetings += 1
         meeting.joined[self.rank].succeed()
         return meeting
 
     def _forward(self, meeting: Meeting, ranks: range, layer: int | None, nbytes: float, done: simpy.Event) -> Process:
-        """Send the own piece and forward each that arrives but the last; `done` happens when all have arrived."""
+        """Send the rank's own piece and forward arriving pieces except the last; `done`: all pieces have arrived."""
         dst, steps = self._after(ranks), len(ranks) - 1
         for step in range(steps):
             yield meeting.joined[dst]
@@ -382,7 +383,7 @@ class RankProcess:
                 done.succeed()
 
     def _ring_pass(self, layer: int | None, op: RingPass) -> Process:
-        """Run the rounds: compute with a piece while it is sent, and wait for the next; one compute span per round."""
+        """Run the rounds: compute with a piece while it is sent, then wait for the next; one compute span per round."""
         last = len(op.host_s) - 1
         for index, host_s in enumerate(op.host_s):
             yield from self._until(max(self.clock_s, self.host_s))
@@ -413,7 +414,7 @@ class RankProcess:
         yield left
 
     def _all_to_all(self, layer: int | None, op: AllToAll) -> Process:
-        """Send the messages in turn, then wait for the others' messages."""
+        """Send the messages in turn, then wait for the other ranks' messages."""
         self.host_s += op.host_s
         yield from self._until(max(self.clock_s, self.host_s))
         meeting = self._join(self._all)

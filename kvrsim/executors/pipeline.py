@@ -1,9 +1,10 @@
 """The executor of pipelines whose stages are single ranks: many partitions and layouts of the stages at once.
 
-Where messages overlap, a stage waits only for the stage before and for its own previous piece:
-`end(m) = max(end(m - 1) + d(m), least(m))`, a cumulative maximum over the pieces m, one stage after another.
-A rendezvous also holds the sender until the next stage has sent its previous piece on. Then stage s and piece m with
-the same s + 2 m do not wait for each other and take a step together. Equal to the executors of programs to rounding.
+If messages overlap with computation, a stage waits only for the previous stage and for its own previous piece: `end(m)
+= max(end(m - 1) + d(m), least(m))`, a cumulative maximum over the pieces m, one stage after another. A rendezvous also
+holds the sender until the next stage has sent its previous piece on. Then all stages s and pieces m with the same s + 2
+m do not depend on each other and are computed in one step. Results equal those of the executors of programs up to
+rounding.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def run_pipeline(
     cost: CostModel,
     stage_layers: Index | None = None,
 ) -> Array | None:
-    """When each rank has finished, seconds, shape (ranks, B); None if only its program can be run.
+    """Finish time of each rank, seconds, shape (ranks, B); None if the pipeline can only be run as a program.
 
-    That is a pipeline with several ranks per stage, with loads of a cached prefix, or with shared links.
-    pieces: tokens of each, arrays of shape (B,). stage_layers: of each partition, shape (stages, B); None: the
-    strategy's.
+    This is the case with several ranks per stage, with loads of a cached prefix, or with shared links.
+    pieces: tokens of each piece, arrays of shape (B,). stage_layers: layers per stage of each partition, shape (stages,
+    B); None: those of the strategy.
     """
     if strategy.pipeline is not program or cluster.shares_bandwidth or context_ranks(strategy) > 1:
         return None
@@ -55,14 +56,14 @@ def run_pipeline(
 class _PipelineRun:
     """One evaluation: a stage receives a piece, prepares it, computes its layers, and sends it on.
 
-    Arrays broadcast to the shape (stages, pieces, B). Hosts never wait, so that the times at which they issue
-    operations are known beforehand.
+    Arrays broadcast to the shape (stages, pieces, B). Hosts never wait, so the times at which they issue operations are
+    known in advance.
     """
 
     def __init__(
         self, scenario: Scenario, ops: PieceOps, stage_layers: Index, cluster: Cluster, cost: CostModel
     ) -> None:
-        """stage_layers: shape (stages, B), or (stages, 1) for all partitions."""
+        """stage_layers: layers per stage, shape (stages, B), or (stages, 1) for all partitions."""
         num_stages, num_pieces = len(stage_layers), len(ops.lengths)
         shape = num_stages, *ops.lengths.shape
         slowness = np.array([scenario.cluster.slowness(stage) for stage in range(num_stages)]).reshape(-1, 1, 1)
@@ -84,21 +85,21 @@ class _PipelineRun:
         self._add_layers(scenario.share.layer_kind_index, [segment(ranks[0]) for ranks in ops.layers], stage_layers)
         paths = [cluster.path(stage, stage + 1) for stage in range(num_stages - 1)]
         busy_s = {path: path.busy_s(ops.sent_bytes[0]) for path in paths}
-        # Messages into each stage; nothing comes into the first one.
+        # Seconds of the messages into each stage; the first stage receives nothing.
         self.into_s = np.stack([np.zeros(shape[1:]), *(busy_s[path] for path in paths)])
         self.latency_s = np.array([0.0, *(path.latency_s for path in paths)])[:, None]
         message_s = scenario.host.message_s
         receives, sends = (np.array(one)[:, None] for one in ([0, *[1] * len(paths)], [*[1] * len(paths), 0]))
-        all_s = self.issued_s + message_s * (receives + sends)  # per piece, (stages, 1 or B)
+        all_s = self.issued_s + message_s * (receives + sends)  # host seconds per piece, (stages, 1 or B)
         begun_s = self.prologue.host_s + np.arange(num_pieces)[:, None] * all_s[:, None]
-        self.host_s = self.prologue.host_s + num_pieces * all_s[-1]  # of the last stage
+        self.host_s = self.prologue.host_s + num_pieces * all_s[-1]  # host time of the last stage after all pieces
         self.received_s = begun_s + (message_s * receives)[:, None]
         self.sent_s = self.received_s + (self.issued_s + message_s)[:, None]
         self.sent_s[-1] = -np.inf  # the last stage sends nothing
         self.floor_s += self.received_s
 
     def _add_layers(self, kinds: Sequence[int], layers: Sequence[Segment], stage_layers: Index) -> None:
-        """Append each stage's layers to the work on a piece. layers: one segment per kind of layer."""
+        """Append each stage's layers to its work per piece. layers: one segment per kind of layer."""
         ends, start = np.cumsum(stage_layers, axis=0), 0
         for kind, alike in groupby(kinds):
             own, end = layers[kind], start + len(list(alike))
@@ -119,7 +120,7 @@ class _PipelineRun:
         return clock
 
     def _in_turn(self, begin_s: Array) -> Array:
-        """Run all pieces of each stage in turn."""
+        """Run one stage after another, with all pieces of a stage at once."""
         ends_s, there_s = [], np.zeros(1)
         for stage, latency_s in enumerate([*self.latency_s[1:], 0.0]):
             device_s = self.device_s[stage]
@@ -131,7 +132,7 @@ class _PipelineRun:
         return np.stack(ends_s)
 
     def _in_steps(self, begin_s: Array) -> Array:
-        """Run all stages that work in a step; the clocks begin with one in front of the first stage."""
+        """Run the stages step by step; the first clock belongs to a source before the first stage."""
         num_stages, num_pieces = self.into_s.shape[:2]
         clock = np.stack([begin_s] * (num_stages + 1))
         for step in range(2 * (num_pieces - 1) + num_stages):

@@ -31,16 +31,16 @@ from kvrsim.program import Array, Program
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies.base import Strategy
 
-if TYPE_CHECKING:  # noise costs the start of a plan that has none
+if TYPE_CHECKING:  # importing noise slows the start of a plan without noise
     from kvrsim.noise import NoiseDraw
     from kvrsim.results.timeline import Timeline
 
 BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
-_MANY = 1024  # number of partitions from which on their arrays are large
-_KEPT = 3 * 2**20  # numbers: 24 MiB, of which no page is touched
+_MANY = 1024  # number of partitions from which their arrays are large
+_KEPT = 3 * 2**20  # length of an array of 24 MiB, whose pages are never touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
-_CHAIN_CELLS, _LEAST_ROWS = 2**15, 128  # of a chain: partitions times ranks that are evaluated together
-_SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
+_CHAIN_CELLS, _LEAST_ROWS = 2**15, 128  # in a chain: partitions times ranks evaluated together; least partitions
+_SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages evaluated together; most partitions
 
 
 class Runner:
@@ -49,7 +49,7 @@ class Runner:
     def __init__(
         self, scenario: Scenario, strategy: Strategy, *, cost: CostModel | None = None, cluster: Cluster | None = None
     ) -> None:
-        """scenario: as the strategy sees it (for_strategy). cost, cluster: instead of the scenario's own."""
+        """scenario: result of for_strategy. cost, cluster: replace those of the scenario."""
         self.scenario, self.strategy, self.cost = scenario, strategy, cost
         self.cluster = cluster or scenario.cluster
         is_chain = Chain.suits(scenario, strategy, self.cluster)
@@ -67,18 +67,19 @@ class Runner:
     ) -> Array:
         """Finish time of each rank, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
-        chunks: tokens, shape (ranks or pieces, B). last_only: the last rank alone may be returned, whose time is TTFT.
-        enough_s: a partition whose TTFT exceeds it may get a lower bound on its TTFT that exceeds it, too.
-        program: gives the program of the chunks where it is built already.
-        stage_layers: of a pipeline without context ranks, layers of the stages of each partition, shape (stages, B);
-            None: those of the strategy.
+        chunks: tokens, shape (ranks or pieces, B). last_only: the result may have only the last rank, whose time is
+        TTFT.
+        enough_s: if TTFT of a partition exceeds this value, the result may be a lower bound that also exceeds it.
+        program: returns the program of the chunks if it is already built.
+        stage_layers: for a pipeline without context ranks, layers per stage of each partition, shape (stages, B); None:
+        those of the strategy.
         """
         if chunks.shape[1] >= _MANY:
             _keep_freed_memory()
         if draw is None and self.chain is not None:
             return self._chain_finish_s(self.chain, chunks, last_only, enough_s)
         if draw is None and self.strategy.pipeline is not None:
-            from kvrsim.executors.pipeline import run_pipeline  # imports only for pipelines
+            from kvrsim.executors.pipeline import run_pipeline  # imported only for pipelines
 
             cost = self.cost or self.scenario.cost
             finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost, stage_layers)
@@ -100,11 +101,11 @@ class Runner:
         return finish_s
 
     def _chain_finish_s(self, chain: Chain, chunks: Array, last_only: bool, enough_s: float) -> Array:
-        """Finish times by the recurrence of chains; by the program where a host delays its device, which adds time."""
+        """Finish times by the recurrence of chains; if a host delays its device, by the program."""
         finish_s, holds = chain.finish_s(chunks, last_only=last_only)
         holds = holds | (finish_s[-1] > enough_s)
         if not holds.all():
-            from kvrsim.kernels.cost import WeightedCost  # seldom
+            from kvrsim.kernels.cost import WeightedCost  # rarely needed
 
             cost = chain.costs.cost
             rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # weights apply to all rows
@@ -113,13 +114,13 @@ class Runner:
         return finish_s
 
     def blocks(self, chunks: Array, num_samples: int = 1) -> Iterator[Array]:
-        """Partitions of shape (B, ranks) in blocks of shape (ranks, B) that are evaluated together."""
+        """Split partitions of shape (B, ranks) into blocks of shape (ranks, B) that are evaluated together."""
         step = self.rows_at_once(num_samples)
         for first in range(0, len(chunks), step):
             yield np.array(chunks[first : first + step].T, dtype=float, order="C")
 
     def rows_at_once(self, num_samples: int = 1) -> int:
-        """Partitions that are evaluated together, each under that many samples of noise."""
+        """Number of partitions that are evaluated together, each with `num_samples` samples of noise."""
         ranks = self.cluster.num_gpus
         if num_samples == 1 and self.chain is not None:
             return max(_LEAST_ROWS, _CHAIN_CELLS // ranks)
@@ -148,16 +149,16 @@ def ttft_s(
 
 
 def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
-    """When each rank has finished each row of chunks, shape (B, ranks); chunks: tokens, shape (B, ranks)."""
+    """Finish time of each rank for each row of chunks, shape (B, ranks); chunks: tokens, shape (B, ranks)."""
     runner = Runner(scenario, strategy)
     return np.concatenate([runner.finish_s(block).T for block in runner.blocks(chunks)])
 
 
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
-    """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
+    """Finish time of each rank, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
     if not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
-    from kvrsim.executors.bus import run_shared  # not at every start
+    from kvrsim.executors.bus import run_shared  # imported only when needed
 
     if draw is None:
         return run_shared(program, cluster)
@@ -170,7 +171,7 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One partition that was run."""
+    """Result of one partition."""
 
     finish_s: tuple[float, ...]  # end of each rank
     timeline: Timeline | None = None  # None: not recorded
@@ -192,8 +193,8 @@ def run_partition(
 ) -> Run:
     """Run one partition.
 
-    executor: None picks the fastest one that fits, and the event executor for a timeline or under noise.
-    draw: one sample of noise, which the event executor runs.
+    executor: None chooses the fastest suitable executor, and the event executor for a timeline or under noise.
+    draw: one sample of noise, for the event executor.
     """
     chunks = np.array([partition.chunk_lens], dtype=float).T
     if draw is None and not timeline and executor != "event":
@@ -207,9 +208,9 @@ def run_partition(
 
 
 def check_executor(executor: str | None, *, records: bool) -> Executor:
-    """The executor that a user named, or the one to pick; InputError where it cannot run.
+    """The executor that a user requested, or the default; InputError if it cannot run.
 
-    records: whether a timeline, a breakdown or one sample of noise is wanted.
+    records: whether a timeline, a breakdown or one sample of noise is requested.
     """
     if executor is None:
         return "event" if records else "batch"
@@ -222,5 +223,5 @@ def check_executor(executor: str | None, *, records: bool) -> Executor:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Once a large array was freed, glibc keeps as much for the next ones, which then need no new pages."""
+    """Free one large array, after which glibc keeps this much freed memory for later arrays."""
     np.empty(_KEPT)

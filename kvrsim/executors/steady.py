@@ -1,8 +1,8 @@
-"""Steady state: once everything that moves advances by the same time from period to period, so do all further periods.
+"""Steady state: once all times advance by the same amount from period to period, all further periods do so.
 
 A layer's times are maxima of sums of earlier times. So if all times of a state are later by some seconds, all times of
-the next state are later by the same. A host that issues a period faster than that gets further ahead of its device and
-delays nothing.
+the next state are later by the same seconds. A host that issues a period in less time gets further ahead of its device
+and delays nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 
 from kvrsim.program import Array, Load, Program, Recv, Send
 
-_MOST_KINDS = 16  # most layers of a period
-_LEAST_REPEATED = 4  # layers, below which a period is not worth a check
+_MOST_KINDS = 16  # largest number of layers in a period
+_LEAST_REPEATED = 4  # number of repeated layers below which a period is not checked
 _SAME = 1e-13  # relative difference of two advances that rounding can cause
 
 
 def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array | None:
-    """Seconds by which all states advance per period, without their axis; None if they are not in steady state.
+    """Seconds by which all states advance per period, without the axis of states; None if not in steady state.
 
     Two periods are compared, because a host that leads in the first one may not lead in the next.
-    states_s: the last states, between periods, each of shape (states, ..., B).
-    issued_s: the most that a host issues per period.
+    states_s: the states after the last periods, each of shape (states, ..., B).
+    issued_s: the largest host seconds per period.
     """
     if len(states_s) < 3:
         return None
-    with np.errstate(invalid="ignore"):  # a link that has not been used yet is -inf
+    with np.errstate(invalid="ignore"):  # an unused link has -inf
         advances_s = np.concatenate([states_s[-2] - states_s[-3], states_s[-1] - states_s[-2]])
         least_s = np.asarray(advances_s.min(axis=0))
         alike = advances_s.max(axis=0) - least_s <= _SAME * states_s[-1].max(axis=0)
@@ -35,9 +35,10 @@ def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array 
 
 
 def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:
-    """The kinds of layers in order, as periods and how often each follows itself.
+    """The kinds of layers in order, as periods with their numbers of repetitions.
 
-    A single one where a layer leaves messages or loads to a later one, which a state of ranks and links does not hold.
+    A single period if a layer leaves messages or loads to a later layer, because states of ranks and links do not hold
+    them.
     """
     kinds = program.layer_kind_index
     is_closed = all(_is_closed(program.layers[kind]) for kind in set(kinds))
@@ -60,7 +61,7 @@ def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
-    """Length and repetitions of the period from `first` on that covers the most layers."""
+    """Length and repetitions of the period that starts at `first` and covers the most layers."""
     best = 1, 1
     for length in range(1, _MOST_KINDS + 1):
         same = first
@@ -73,7 +74,7 @@ def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
 
 
 def _is_closed(layer: Sequence[Sequence[object]]) -> bool:
-    """Whether the ranks of a layer receive what they send in it, and load nothing."""
+    """Whether the ranks of a layer receive all messages that are sent in this layer, and load nothing."""
     ops = [(rank, op) for rank, own in enumerate(layer) for op in own]
     sent = sorted((rank, op.dst) for rank, op in ops if isinstance(op, Send))
     received = sorted((op.src, rank) for rank, op in ops if isinstance(op, Recv))

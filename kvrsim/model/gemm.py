@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# How GPUs of a tensor-parallel group split a matrix: not at all; by columns, by rows; by columns of KV heads, of which
-# each GPU has at least one; by columns of one matrix for Q (and a gate), K and V.
+# How the GPUs of a tensor-parallel group split a matrix. whole: not at all. kv_heads: by columns of KV heads, at least
+# one per GPU. qkv_heads: by columns of one matrix that holds Q (and a gate), K and V.
 Split = Literal["whole", "columns", "rows", "kv_heads", "qkv_heads"]
 
 
@@ -15,8 +15,8 @@ class WeightFormat:
     """How the weights of a matrix are stored, and the type in which its product is computed."""
 
     compute: str  # type of the product, a key of GEMM_TYPES in kvrsim/kernels/gemm.py
-    bits: int  # of a weight
-    scale_bits: int  # of the scale and the zero point that a group of weights shares
+    bits: int  # bits per weight
+    scale_bits: int  # bits of the scale and the zero point that a group of weights shares
     group_outputs: int | None = 1  # output features that share a scale; None: all
     group_inputs: int | None = None  # input features that share a scale; None: all
 
@@ -34,9 +34,9 @@ def _groups(features: int, size: int | None) -> int:
 class Quantization:
     """Quantisation of a model's weights and KV cache, from a file or a request for FP8."""
 
-    method: str  # as the file names it, such as "awq"
+    method: str  # name in the file, such as "awq"
     formats: tuple[WeightFormat, ...]  # formats of the matrices; empty for a method that kvrsim does not know
-    kv_cache_bits: int | None = None  # of an element of the KV cache; None: as the request's dtype
+    kv_cache_bits: int | None = None  # bits per element of the KV cache; None: as the request's dtype
 
     def describe(self) -> str:
         """Describe the format, such as "awq, 4 bits"."""
@@ -53,13 +53,13 @@ FP8_ON_REQUEST = Quantization(method="fp8, quantised on loading", formats=(FP8,)
 class Gemm:
     """One weight matrix: a token costs 2 x in_features x out_features FLOPs."""
 
-    name: str  # of the Hugging Face module
+    name: str  # name of the Hugging Face module
     in_features: int  # width of the input
     out_features: int  # width of the output
     bias: bool = False  # whether a vector of out_features is added
-    weights: WeightFormat | None = None  # their format if quantised; None: the request's dtype
+    weights: WeightFormat | None = None  # format if quantised; None: the request's dtype
     groups: int = 1  # blocks on the diagonal, each with in_features / groups inputs; 1: a full matrix
-    split: Split = "whole"  # over the GPUs of a tensor-parallel group
+    split: Split = "whole"  # how the GPUs of a tensor-parallel group split the matrix
 
     @property
     def num_weights(self) -> int:
@@ -76,7 +76,7 @@ class Gemm:
         return None if self.weights is None else self.weights.compute
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of weights, scales and bias; `bytes_per_element` applies to what is not quantised."""
+        """Bytes of weights, scales and bias; `bytes_per_element` applies to elements that are not quantised."""
         if self.weights is None:
             return self.num_parameters * bytes_per_element
         bias = self.out_features * bytes_per_element if self.bias else 0

@@ -1,7 +1,7 @@
 """Load a ModelSpec by the name of a model or by the path of a config.json.
 
 A config.json is read by the data of its model type in kvrsim/data/types, which `make models` writes from transformers'
-classes. A structure that they do not cover is read from the class itself, which needs torch and transformers.
+classes. If the data do not cover a structure, it is read from the class itself, which needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import MAX_LAYERS, fill, freeze, thaw
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
-_TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # of names of checkpoints that share a shape
+_TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # suffixes of checkpoints that share a shape
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-_FROZEN = "model.json"  # of a model that the user has added: its description
+_FROZEN = "model.json"  # file that describes a model that the user has added
 _DATA = Path(__file__).parents[1] / "data"
 _FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _TOWERS = {"vision": ("vision_config", "visual_config"), "audio": ("audio_config",)}
-# What the outer file says for the text model: transformers ties the embeddings and quantises by the outer file.
+# Keys of the outer file that apply to the text model, as in transformers: tied embeddings and quantisation.
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
 _REQUIRED = (
     ("hidden_size", "n_embd", "n_embed", "d_model"),
@@ -59,7 +59,7 @@ def own_models() -> tuple[str, ...]:
 
 
 def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") -> tuple[ModelSpec, Path]:
-    """Read a config.json, its folder or a Hugging Face id on this disk once, and keep what it says for all commands.
+    """Read a config.json, its folder or a local Hugging Face id once, and store the model for all later commands.
 
     Later commands need neither the file nor torch. Returns the model and its folder in the user's catalogue.
     """
@@ -80,7 +80,7 @@ def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") ->
 
 
 def _hub_folder(name: str) -> Path | None:
-    """The newest snapshot of a Hugging Face id in the cache on this disk."""
+    """The newest snapshot of a Hugging Face id in the local cache; None if there is none."""
     if name.count("/") != 1 or Path(name).exists():
         return None
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
@@ -117,9 +117,9 @@ def _name_of(path: Path) -> str:
 
 
 def known_shape(name: str) -> tuple[str, str, int | None] | None:
-    """Return the name for a Hugging Face id or its last part, the built-in model of that shape, and the context.
+    """Return a short name for a Hugging Face id or its last part, the built-in model of that shape, and the context.
 
-    None: a built-in name, a path, or no known checkpoint. Suffixes such as -Instruct do not change the shape.
+    None for a built-in name, a path, or an unknown checkpoint. Suffixes such as -Instruct do not change the shape.
     """
     if name in builtin_models() or name in own_models() or name.count("/") > 1 or os.path.exists(name):
         return None
@@ -147,7 +147,7 @@ def _read(path: Path, argument: str) -> JsonObject:
 
 
 def config_path(name: str, argument: str) -> Path:
-    """The file that a built-in name, a path to a config.json or a path to its folder means."""
+    """The config.json of a built-in name, of a path to the file or of a path to its folder."""
     if name in builtin_models():
         return _DATA / "models" / f"{name}.json"
     path = own_folder() / name if name in own_models() else Path(name)
@@ -155,7 +155,7 @@ def config_path(name: str, argument: str) -> Path:
         is_folder, exists = path.is_dir(), bool(name.strip()) and path.exists()
         if exists and is_folder and not (path / "config.json").exists():
             raise InputError(argument, name, "a folder that holds a config.json")
-    except (OSError, ValueError):  # a path that is too long or forbidden
+    except (OSError, ValueError):  # the path is too long or forbidden
         is_folder, exists = False, False
     if not exists:
         last = name[:100].lower().rpartition("/")[2]
@@ -175,7 +175,7 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
     if text.flag("is_encoder_decoder", False):
         accepted = "the model_type of a decoder-only model"
         raise InputError(f"{text.where}: model_type", f"{model_type}, an encoder-decoder", accepted)
-    if text is config:  # inside of a file of several models transformers' defaults count
+    if text is config:  # a text model inside another file may leave out keys that have defaults in transformers
         for names in _REQUIRED:
             if not any(text.has(key) for key in names):
                 raise text.error(names[0], "a whole number")
@@ -196,14 +196,14 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
 
 
 def _dtype_of(config: JsonObject) -> str | None:
-    """The type of a checkpoint's weights by either of transformers' keys; None: absent or one that engines convert."""
+    """Dtype of a checkpoint's weights, from either key of transformers; None: absent or converted by engines."""
     given = config.fields.get("dtype") or config.fields.get("torch_dtype")
     return _DTYPES.get(given) if isinstance(given, str) else None
 
 
 @cache
 def model_type_data(model_type: str) -> dict[str, Any] | None:
-    """The data of a model type (see kvrsim/model/template.py); None if there are none."""
+    """The data of a model type (see kvrsim/model/template.py); None if the type has no data."""
     path = _DATA / "types" / f"{model_type}.json"
     if "/" in model_type or "\0" in model_type or len(model_type) > 100 or not path.is_file():
         return None
@@ -212,19 +212,19 @@ def model_type_data(model_type: str) -> dict[str, Any] | None:
 
 
 def read_type(config: JsonObject, name: str) -> ModelSpec:
-    """Read the model with the data of its type, or from its class where there are none."""
+    """Read the model with the data of its type, or from its class if the data do not cover it."""
     plain = translated(config)
     data = model_type_data(plain.text("model_type"))
     if data is not None and not plain.has("num_key_value_heads"):
         usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
-        if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no group: each head has its own
+        if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no groups: one KV head per head
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
     model = None if data is None else fill(data, plain, name, own="as" not in remote_type(config))
     return adapted(config, _from_class(plain, name) if model is None else model)
 
 
 def known_text_type(model_type: str) -> bool:
-    """Whether the catalogue or transformers has a type."""
+    """Whether the catalogue or transformers has this type."""
     if model_type_data(model_type) is not None or not _has_classes():
         return model_type_data(model_type) is not None
     from kvrsim.model.reader import known_type
@@ -237,7 +237,7 @@ def _has_classes() -> bool:
 
 
 def _from_class(config: JsonObject, name: str) -> ModelSpec:
-    """The model that transformers' class has, for a structure that the data of its type do not cover."""
+    """The model read from transformers' class, for a structure that the data of its type do not cover."""
     model_type = config.text("model_type")
     place = f"{config.where}: {config.key_path}model_type"
     if not _has_classes():
@@ -256,9 +256,9 @@ def _from_class(config: JsonObject, name: str) -> ModelSpec:
 
 
 def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
-    """The configuration of the text model, and a note on the omitted rest; a file with one model is unchanged.
+    """The configuration of the text model, and notes on omitted parts; a file with one model is unchanged.
 
-    A text_config without a model_type is that of the outer file's text model, such as "llama4_text" of "llama4".
+    A text_config without a model_type has the type of the outer file's text model, such as "llama4_text" for "llama4".
     """
     key = next((key for key in _TEXT if isinstance(config.fields.get(key), dict)), None)
     if key is None:

@@ -1,7 +1,7 @@
 """Mixers: the part of a layer in which tokens see each other, by kind. Shapes only.
 
-A mixer gives the bytes that later tokens need per token (its cache), of how many tokens, and the bytes that do not
-grow with them (a state). Token counts may be numbers or arrays; results have their shape.
+A mixer defines its cache (the bytes per token that later tokens need, and for how many tokens) and its state (bytes
+that do not grow with tokens). Token counts may be numbers or arrays; results have their shape.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _STATE_ELEMENT_BYTES = 4  # recurrent states are kept in fp32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Indexer:
-    """Scores all earlier keys with a few small heads and keeps the best for attention."""
+    """Part of a mixer that scores all earlier keys with a few small heads and chooses the best for attention."""
 
-    num_heads: int  # of the queries; all share one key
-    head_dim: int  # of queries and keys
-    top_k: int  # keys per query that are chosen
+    num_heads: int  # number of query heads; all share one key
+    head_dim: int  # width of queries and keys
+    top_k: int  # number of keys that are chosen per query
     block: int = 1  # tokens that are chosen together
     projections: tuple[Gemm, ...] = ()  # from the layer's input or its latent to index queries, keys and weights
-    key_bytes: int = 0  # of one stored index key, scales included, whatever the request's dtype
-    shared: bool = False  # takes the choice of an earlier layer: scores nothing and stores nothing
+    key_bytes: int = 0  # bytes of one stored index key, scales included, for any dtype of the request
+    shared: bool = False  # whether it uses the choice of an earlier layer and therefore scores and stores nothing
 
 
 class _Mixer:
@@ -61,12 +61,12 @@ class _Mixer:
 
     @property
     def reach(self) -> int | None:
-        """Tokens, itself included, that a query can see at most; None: no limit."""
+        """Largest number of tokens that a query sees, itself included; None: no limit."""
         return None
 
     @property
     def index_key_bytes(self) -> int:
-        """Bytes of one token's index key; 0 without an indexer or with the choice of an earlier layer."""
+        """Bytes of one token's index key; 0 without an indexer or if it uses the choice of an earlier layer."""
         return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_bytes
 
     def token_bytes(self, element_bytes: float) -> float:
@@ -74,15 +74,15 @@ class _Mixer:
         return 0.0
 
     def state_bytes(self, element_bytes: float) -> float:
-        """Bytes besides the cache that do not grow with tokens."""
+        """Bytes in addition to the cache that do not grow with tokens."""
         return 0.0
 
     def cache_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
-        """Bytes of the cache and the state after these tokens."""
+        """Bytes of the cache and the state after `tokens` tokens."""
         return tokens * self.token_bytes(element_bytes) + self.state_bytes(element_bytes)
 
     def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
-        """Bytes of the cache of these tokens that the tokens after them need."""
+        """Bytes of the cache of `tokens` tokens that later tokens need."""
         return self.cache_bytes(tokens, element_bytes)
 
     def share(self, size: int) -> Self:
@@ -95,19 +95,19 @@ class _Mixer:
 class Attention(_Mixer):
     """Softmax attention over K and V: multi-head, grouped-query or multi-query."""
 
-    projections: tuple[Gemm, ...]  # the layer's input to Q, K, V (and an output gate): separate matrices or one fused
-    output: tuple[Gemm, ...]  # of the attention's output
+    projections: tuple[Gemm, ...]  # layer's input to Q, K, V (and an output gate): separate matrices or one fused
+    output: tuple[Gemm, ...]  # projection of the attention's output
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int  # of queries and keys
-    v_head_dim: int  # of values
-    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
-    attention_chunk: int | None = None  # a query sees only tokens of its own chunk of this length; None: of all
+    head_dim: int  # width of queries and keys
+    v_head_dim: int  # width of values
+    sliding_window: int | None = None  # number of tokens that a query sees, itself included; None: all earlier tokens
+    attention_chunk: int | None = None  # length of the chunks to which attention is limited; None: no chunks
     qk_norm: bool = False  # whether queries and keys are normalised
-    rotary: bool = True  # whether they are rotated by their positions
+    rotary: bool = True  # whether queries and keys are rotated by their positions
     gate: bool = False  # whether a projection of the input scales the output
     indexer: Indexer | None = None  # None: a query attends to all keys that it sees
-    shared: bool = False  # takes K and V of an earlier layer: projects and caches none
+    shared: bool = False  # whether the layer uses K and V of an earlier layer and computes and caches none
 
     @property
     def title(self) -> str:
@@ -127,14 +127,15 @@ class Attention(_Mixer):
         return elements * element_bytes + self.index_key_bytes
 
     def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
-        """Bytes of the cache that later tokens need; with a window, those of its tail."""
+        """Bytes of the cache that later tokens need; with a window, those of its last tokens."""
         reach = self.reach
         return self.cache_bytes(tokens if reach is None else np.minimum(tokens, reach), element_bytes)
 
     def share(self, size: int) -> Attention:
-        """What one of `size` GPUs holds: its heads, where a KV head may lie on several (Shoeybi et al., 2019).
+        """The mixer on one of `size` GPUs: a share of the heads; a KV head may be on several (Shoeybi et al., 2019).
 
-        Index heads that choose for one KV head each lie where their KV head lies; others are on every GPU.
+        If each index head chooses for one KV head, it is on the GPUs of this KV head; other index heads are on every
+        GPU.
         """
         kv_heads = max(1, self.num_key_value_heads // size)
         split = with_matrices(self, lambda gemm: self._share_of(gemm, size, kv_heads))
@@ -159,12 +160,12 @@ class LatentAttention(_Mixer):
     projections: tuple[
         Gemm, ...
     ]  # projections to queries (directly or through a latent), and to the latent with its rotated key
-    expand: Gemm  # from the latent to each head's key and value (kv_b_proj)
+    expand: Gemm  # projection of the latent to each head's key and value (kv_b_proj)
     output: tuple[Gemm, ...]
     num_attention_heads: int
     kv_lora_rank: int  # width of the latent
-    qk_nope_head_dim: int  # of a head's query and key, not rotated
-    qk_rope_head_dim: int  # rotated; one key for all heads
+    qk_nope_head_dim: int  # width of the part of a head's query and key that is not rotated
+    qk_rope_head_dim: int  # width of the rotated part; one rotated key for all heads
     v_head_dim: int
     indexer: Indexer | None = None  # None: a query attends to all keys
     rotary: bool = True
@@ -182,7 +183,7 @@ class LatentAttention(_Mixer):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads that are cached: one for all query heads."""
+        """Number of cached heads: one for all query heads."""
         return 1
 
     @property
@@ -196,19 +197,19 @@ class LatentAttention(_Mixer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressedAttention(_Mixer):
-    """Attention to a window of tokens and to compressed entries before them (DeepSeek-V4).
+    """Attention to a window of tokens and to compressed entries before the window (DeepSeek-V4).
 
     One vector of head_dim per token is key and value of all heads; every compress_ratio tokens make one entry.
     """
 
-    projections: tuple[Gemm, ...]  # to queries, to the shared key, and to what is compressed
-    output: tuple[Gemm, ...]  # of the attention's output, in two steps
+    projections: tuple[Gemm, ...]  # to queries, to the shared key, and to the vectors that are compressed
+    output: tuple[Gemm, ...]  # projections of the attention's output, in two steps
     num_attention_heads: int
     head_dim: int
-    rotary_dim: int  # rotated part of head_dim
+    rotary_dim: int  # width of the rotated part of head_dim
     sliding_window: int
     compress_ratio: int  # tokens per entry; 0: the layer has only the window
-    indexer: Indexer | None = None  # chooses entries; None: a query attends to all of them
+    indexer: Indexer | None = None  # choice of entries; None: a query attends to all of them
 
     @property
     def title(self) -> str:
@@ -220,7 +221,7 @@ class CompressedAttention(_Mixer):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads that are cached: one for all query heads."""
+        """Number of cached heads: one for all query heads."""
         return 1
 
     @property
@@ -230,16 +231,16 @@ class CompressedAttention(_Mixer):
 
     @property
     def reach(self) -> int | None:
-        """The window, where there is nothing else."""
+        """The window's length if the layer has only a window; else None: no limit."""
         return None if self.compress_ratio else self.sliding_window
 
     @property
     def is_sparse(self) -> bool:
-        """A query attends to a window and to entries, all or chosen."""
+        """True: a query attends to a window and to entries, all or chosen."""
         return True
 
     def entries(self, tokens: Tokens) -> Tokens:
-        """Compressed entries of these tokens."""
+        """Number of compressed entries of `tokens` tokens."""
         return tokens / self.compress_ratio if self.compress_ratio else 0.0 * tokens
 
     def token_bytes(self, element_bytes: float) -> float:
@@ -247,24 +248,24 @@ class CompressedAttention(_Mixer):
         return entry_bytes / self.compress_ratio if self.compress_ratio else 0.0
 
     def cache_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
-        """Bytes of entries and of the window's tokens."""
+        """Bytes of the entries and of the window's tokens."""
         window = np.minimum(tokens, self.sliding_window) * (self.head_dim * element_bytes)
         return tokens * self.token_bytes(element_bytes) + window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrence(_Mixer):
-    """Linear attention or a state-space layer: a state of fixed size in place of a cache."""
+    """Linear attention or a state-space layer: a state of fixed size instead of a cache."""
 
     kind: RecurrenceKind
     projections: tuple[Gemm, ...]  # the layer's input to queries, keys, values, gates and decays
     output: tuple[Gemm, ...]
-    num_key_heads: int  # of queries and keys; for Mamba-2 the number of groups
-    num_value_heads: int  # each with a state of its own
+    num_key_heads: int  # number of heads of queries and keys; for Mamba-2 the number of groups
+    num_value_heads: int  # number of value heads, each with its own state
     key_head_dim: int  # width of a key; for Mamba-2 ssm_state_size
     value_head_dim: int
     conv_channels: int  # channels of the short convolution along the tokens; 0 without one
-    conv_kernel: int  # tokens of the convolution
+    conv_kernel: int  # number of tokens that the convolution spans
 
     @property
     def title(self) -> str:
@@ -273,12 +274,12 @@ class Recurrence(_Mixer):
 
     @property
     def num_attention_heads(self) -> int:  # type: ignore[override]
-        """Heads with a state of their own."""
+        """Number of heads that have their own state."""
         return self.num_value_heads
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads of keys, or groups."""
+        """Number of key heads, or of groups."""
         return self.num_key_heads
 
     @property
@@ -287,12 +288,12 @@ class Recurrence(_Mixer):
         return self.key_head_dim
 
     def state_bytes(self, element_bytes: float) -> float:
-        """The state, in fp32, and the last inputs of the convolution."""
+        """Bytes of the state, in fp32, and of the last inputs of the convolution."""
         state = self.num_value_heads * self.key_head_dim * self.value_head_dim * _STATE_ELEMENT_BYTES
         return state + max(0, self.conv_kernel - 1) * self.conv_channels * element_bytes
 
     def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
-        """The state, where there is a token."""
+        """Bytes of the state; 0 without tokens."""
         return np.where(np.asarray(tokens) > 0, self.state_bytes(element_bytes), 0.0)
 
     def share(self, size: int) -> Recurrence:
@@ -313,7 +314,7 @@ Mixer = Attention | LatentAttention | CompressedAttention | Recurrence
 
 
 def with_matrices(value: T, of: Callable[[Gemm], Gemm]) -> T:
-    """A mixer or a layer with `of` applied to each weight matrix in it."""
+    """The mixer or layer with `of` applied to each of its weight matrices."""
     changed: Any = value
     if isinstance(value, Gemm):
         changed = of(value)

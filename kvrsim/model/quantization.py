@@ -1,8 +1,8 @@
-"""Quantised models: the `quantization_config` of a config.json, and which matrix has which format.
+"""Quantised models: the `quantization_config` of a config.json, and the format of each matrix.
 
-A method stores some matrices in fewer bits, with a scale for each group of weights. Either the inputs of a product
-are quantised, too, and the product is computed in that type (FP8, INT8, NVFP4); or the weights alone are, and the
-kernel makes half precision of them again (AWQ, GPTQ, MXFP4, bitsandbytes: "weight only"). Attention, norms and the
+A method stores some matrices in fewer bits, with a scale for each group of weights. Some methods also quantise the
+inputs of a product and compute the product in that type (FP8, INT8, NVFP4). Others quantise only the weights, and the
+kernel converts them back to half precision (AWQ, GPTQ, MXFP4, bitsandbytes: "weight only"). Attention, norms and the
 residual stream stay in half precision.
 """
 
@@ -32,13 +32,13 @@ def _table() -> dict[str, Any]:
 
 _HEAD = "lm_head"
 _BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
-# What makes a search take exponentially long, or long by the number of repetitions; names of modules need neither.
+# Regular expressions can take very long if they repeat groups or have many repetitions; names of modules need neither.
 _REPEATED_GROUP, _REPETITION, _MOST_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"(?<!\\)[*+{]"), 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modules:
-    """Names of modules, as lists in a quantization_config have them."""
+    """Names of modules, as in the lists of a quantization_config."""
 
     names: frozenset[str]  # parts of dotted names
     patterns: tuple[re.Pattern[str], ...]
@@ -47,7 +47,7 @@ class Modules:
     def named(cls, names: Sequence[str]) -> Modules:
         """Match parts of dotted names with * as wildcard, or, after "re:", the start of names by a regular expression.
 
-        Raises re.error for one that is none, or that repeats a group.
+        Raises re.error for an invalid regular expression, or for one that repeats a group.
         """
         plain = [name for name in names if not name.startswith("re:") and "*" not in name]
         others = [name for name in names if name.startswith("re:") or "*" in name]
@@ -57,7 +57,7 @@ class Modules:
         )
 
     def hold(self, path: str) -> bool:
-        """Whether the list has a module's dotted name or that of a module around it."""
+        """Whether the list contains a module's dotted name or the name of a module that contains it."""
         parts = path.split(".")
         runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
         if any(".".join(parts[first:last]) in self.names for first, last in runs):
@@ -66,7 +66,7 @@ class Modules:
 
 
 def in_text_model(name: str) -> str:
-    """A module's name without a checkpoint's prefix of layers, such as "model.language_model."."""
+    """A module's name without a checkpoint's prefix of layers, such as "model."."""
     return _BEFORE_LAYERS.sub("", name)
 
 
@@ -81,8 +81,8 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(name[3:])
 
 
-# In half precision in published weights and in engines, though no list of a file leaves them out: weights of an
-# indexer's heads, DeepSeek-V4's compressors, Kimi K3's projections to the latent of its experts and back.
+# Published weights and engines keep these in half precision, although no file lists them: weights of an indexer's
+# heads, DeepSeek-V4's compressors, and Kimi K3's projections to the latent of its experts and back.
 _KEPT = Modules.named(["weights_proj", "compressor", "routed_expert_down_proj", "routed_expert_up_proj"])
 
 
@@ -91,13 +91,13 @@ def quantized(
 ) -> ModelSpec:
     """The model with quantised weights.
 
-    format_of: of a matrix, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj"; one expert stands for
-    all of a layer. None: it stays as it is. Routers, gates of one feature, a head that is the embedding and _KEPT
-    always do.
+    format_of: format of a matrix by its name in the checkpoint, such as "model.layers.0.mlp.up_proj"; one expert stands
+    for all experts of a layer. None: the matrix is unchanged. Routers, gates of one feature, a head that is the
+    embedding and _KEPT are always unchanged.
     """
     prefix = _table()["layers"].get(model.model_type, "model.layers")
     names: dict[str, str] = _table()["names"].get(model.model_type, {})
-    places: dict[str, str] = {}  # by transformers' names
+    places: dict[str, str] = {}  # names in the checkpoint, by transformers' names
 
     def stored(number: int, gemm: Gemm) -> Gemm:
         if gemm.out_features == 1 or _KEPT.hold(gemm.name):
@@ -131,25 +131,25 @@ _SKIPPED = (
 _HEADS = Modules.named(["lm_head"])
 _EXPERTS = Modules.named(["experts"])
 _MIXED = "MIXED_PRECISION"
-_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*$")  # after a folder of experts: one of them, and its matrix
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*$")  # number and matrix of an expert, after the folder of experts
 _MOST_NAMES, _LONGEST_NAME = 100_000, 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """The format of some matrices; the first rule that holds for a matrix counts."""
+    """The format of some matrices; the first rule that applies to a matrix is used."""
 
-    weights: WeightFormat | None  # None: in the request's dtype
+    weights: WeightFormat | None  # None: the request's dtype
     only: Modules | None = None  # None: all linear layers
-    head: bool = False  # whether it holds for the head, too
+    head: bool = False  # whether the rule also applies to the head
 
     def holds(self, path: str) -> bool:
         return (self.only is None or self.only.hold(path)) and (self.head or not _HEADS.hold(path))
 
 
 def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
-    """The model with the weights that its file says; as it is without a quantization_config."""
-    key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
+    """The model with quantised weights as its file defines them; unchanged without a quantization_config."""
+    key = config.first_of("quantization_config", "compression_config")  # old name in compressed-tensors
     if not config.fields.get(key):
         return model
     outer = config.child(key)
@@ -160,7 +160,7 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     if short not in known:
         raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(known))
     named = _named_layers(data)
-    # A model in FP8 whose experts are quantised further leaves all but these out of that second step.
+    # FP8 models with further quantised experts exclude all other modules from this second step.
     lists = _SKIPPED[1:] if named and short == "fp8" else _SKIPPED
     skipped = [_Rule(weights=None, only=_modules(data, name), head=True) for name in lists]
     rules = [*_exceptions(data), *skipped, *named, *_narrow_experts(config), *_rules(short, data)]
@@ -173,7 +173,7 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
 
 
 def _method(outer: JsonObject, data: JsonObject) -> str:
-    """Its name, printable and short; a file without one that names an algorithm is of NVIDIA's ModelOpt."""
+    """The method's name, printable and short; without a name, a file with an algorithm is NVIDIA ModelOpt's."""
     method = outer.fields.get("quant_method")
     if isinstance(method, str) and method.isprintable() and method.strip():
         return method.strip()[:40]
@@ -181,7 +181,7 @@ def _method(outer: JsonObject, data: JsonObject) -> str:
 
 
 def _modules(data: JsonObject, key: str, names: Sequence[Any] | None = None) -> Modules:
-    """The modules that a list of names means: the file's list at this key, or these names."""
+    """The modules of a list of names: the file's list at this key, or `names`."""
     names = data.sequence(key) if names is None else names
     try:
         if len(names) <= _MOST_NAMES and all(isinstance(one, str) and len(one) <= _LONGEST_NAME for one in names):
@@ -203,7 +203,7 @@ def _kv_cache_bits(data: JsonObject) -> int | None:
 
 
 def _exceptions(data: JsonObject) -> list[_Rule]:
-    """Modules with a format of their own: GPTQModel's `dynamic` by patterns, AutoRound's `extra_config` by names."""
+    """Modules with a format of their own: by patterns (GPTQModel's `dynamic`) or names (AutoRound's `extra_config`)."""
     rules = []
     for key in ("dynamic", "extra_config"):
         entries = data.child(key) if data.has(key) else replace(data, fields={})
@@ -219,11 +219,11 @@ def _exceptions(data: JsonObject) -> list[_Rule]:
 
 
 def _named_layers(data: JsonObject) -> list[_Rule]:
-    """Formats of modules in quantized_layers (mixed precision); all experts take the format of their folder."""
+    """Formats of modules in quantized_layers (mixed precision); all experts have the format of their folder."""
     if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
         return []
     layers = data.child("quantized_layers")
-    formats: dict[str, WeightFormat | None] = {}  # one format per distinct entry, as modules have few different entries
+    formats: dict[str, WeightFormat | None] = {}  # format by distinct entry: modules have few of them
     groups: dict[tuple[int, WeightFormat], list[str]] = {}  # names by depth and format
     for name, value in layers.fields.items():
         if repr(value) not in formats:
@@ -232,12 +232,12 @@ def _named_layers(data: JsonObject) -> list[_Rule]:
         if weights is not None:
             place = _EXPERT.sub("", in_text_model(name))
             groups.setdefault((place.count("."), weights), []).append(place)
-    ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # a module before the one around it
+    ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # a module before the module around it
     return [_Rule(weights=weights, only=Modules.named(names), head=True) for (_, weights), names in ordered]
 
 
 def _narrow_experts(config: JsonObject) -> list[_Rule]:
-    """Format of DeepSeek-V4's FP4 experts inside an FP8 model: an 8-bit exponent for 32 weights, computed in FP8."""
+    """Format of DeepSeek-V4's FP4 experts in an FP8 model: an 8-bit exponent per 32 weights, computed in FP8."""
     if config.text("expert_dtype", "").lower() != "fp4":
         return []
     return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
@@ -265,14 +265,14 @@ def _rules(method: str, data: JsonObject) -> list[_Rule]:
 
 
 def _is_grouped(data: JsonObject) -> bool:
-    """Whether a file of NVIDIA's has formats by groups of modules."""
+    """Whether an NVIDIA file has formats by groups of modules."""
     algorithm = data.text("quant_algo", "none")
     known = algorithm.lower() in _table()["methods"]["modelopt"]["formats"]
     return data.has("config_groups") and not known and algorithm.upper() != _MIXED
 
 
 def _compressed_tensors(data: JsonObject) -> list[_Rule]:
-    """A format for each group of modules; "Linear" means all, with the head."""
+    """A format for each group of modules; "Linear" means all modules and the head."""
     groups = data.child("config_groups") if data.has("config_groups") else replace(data, fields={})
     rules = []
     for group in map(groups.child, groups.fields):
@@ -287,9 +287,9 @@ def _compressed_tensors(data: JsonObject) -> list[_Rule]:
 
 
 def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = False) -> WeightFormat | None:
-    """The format that an entry of the table gives for the keys of a file.
+    """The format that an entry of the table defines for the keys of a file.
 
-    InputError for a value that is not in the table; None for one where the entry is optional.
+    Raises InputError for a value that is not in the table; returns None instead if `optional`.
     """
     for key in entry.get("at", ()):
         data = data.child(key) if isinstance(data.fields.get(key), dict) else data
@@ -320,7 +320,7 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
 
 
 def _place(data: JsonObject, path: str) -> tuple[JsonObject, str]:
-    """The object and the key to which a path with dots leads; an object that is absent has no keys."""
+    """The object and the key that a path with dots leads to; an absent object has no keys."""
     *outer, key = path.split(".")
     for one in outer:
         inside = data.fields.get(one)
@@ -329,7 +329,7 @@ def _place(data: JsonObject, path: str) -> tuple[JsonObject, str]:
 
 
 def _number(entry: Any, data: JsonObject, **limits: int) -> Any:
-    """A number given in the table, or read from the file by the first key that it has; -1 means all."""
+    """A number from the table, or from the first of its keys that the file has; -1 means all."""
     if not isinstance(entry, list):
         return entry
     *keys, default = entry
@@ -355,7 +355,7 @@ def _of_group(group: JsonObject) -> WeightFormat:
     if strategy == "block" and floats and bits == 8:
         return _blocked(data, "block_structure")
     size = max(0, data.integer("group_size", -1, minimum=-1)) or None
-    if floats and bits == 4 and size == 32:  # MXFP4: an 8-bit exponent for 32 weights
+    if floats and bits == 4 and size == 32:  # MXFP4: an 8-bit exponent per 32 weights
         return WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32)
     if floats and bits == 4:
         compute = {"float4": "nvfp4", "float8": "fp8"}.get(inputs, "int4_wo")

@@ -1,9 +1,10 @@
 """Read a ModelSpec from transformers' own class, built without memory and run once without values.
 
-No family is named. The class is built on torch's meta device and runs a prefill of a few tokens there. A trace of the
-products says which weights tokens are multiplied with, in which order, and which modules multiply activations with
-each other. Three gates compare the result with the class: its parameters, the FLOPs of each weight and of each mixer as
-torch's FlopCounterMode counts them, and the bytes of its cache. What fits nowhere is refused by its name.
+The reader does not depend on names of model families. The class is built on torch's meta device, where it runs a
+prefill of a few tokens. A trace of the products shows the weights that tokens are multiplied with, their order, and the
+modules that multiply activations with each other. Three checks compare the result with the class: its parameters, the
+FLOPs of each weight and of each mixer as torch's FlopCounterMode counts them, and the bytes of its cache. A part that
+the reader cannot describe is refused by its name.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ _STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # weights of residual 
 
 
 class RefusedError(Exception):
-    """A class that the reader cannot describe; the message names the submodule."""
+    """Error for a class that the reader cannot describe; the message names the submodule."""
 
 
 class _Sizes(TorchFunctionMode):  # type: ignore[misc]  # torch has no types
-    """Remembers the sizes that new tensors are made with, as symbols where a configuration holds such."""
+    """Sizes with which new tensors are created; they are symbols where the configuration has symbols."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class _Sizes(TorchFunctionMode):  # type: ignore[misc]  # torch has no types
         return result
 
     def of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """The tensor's shape, with symbols where they are known."""
         size, _ = self._known.get(_storage(tensor), ((), tensor))
         return size if tuple(map(int, size)) == tuple(tensor.shape) else tuple(tensor.shape)
 
@@ -97,7 +98,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Values(TorchDispatchMode):  # type: ignore[misc]
-    """Gives zeros where a class asks for a value of a tensor, since meta tensors have none."""
+    """Zeros where a class reads a value of a tensor, since meta tensors have no values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -114,19 +115,19 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         super().__init__(display=False)
         self.weights = {_storage(one): name for name, one in model.named_parameters()}
         self._layouts = {_storage(one): (one.shape[-2:], one.stride()[-2:]) for one in model.parameters()}
-        self.order: dict[str, int] = {}  # of the first calls of modules and products of weights, by name
-        self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by its storage
-        self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used
-        self.turned: set[int] = set()  # weights with inputs before outputs
-        self.others: Counter[str] = Counter()  # FLOPs of products of activations, by module
-        self.sources: dict[str, int] = {}  # first input of a module: the tensor's id
-        self.makers: dict[int, str] = {}  # tensors by id: the module that made it
-        self.outputs: dict[str, Any] = {}  # of modules
-        self.rotary: set[str] = set()  # modules within which queries and keys are rotated
+        self.order: dict[str, int] = {}  # positions of the first calls of modules and products of weights, by name
+        self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
+        self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used, by its storage
+        self.turned: set[int] = set()  # weights whose inputs come before outputs
+        self.others: Counter[str] = Counter()  # FLOPs of products of activations with each other, by module
+        self.sources: dict[str, int] = {}  # id of the first input tensor, by module
+        self.makers: dict[int, str] = {}  # module that made a tensor, by the tensor's id
+        self.outputs: dict[str, Any] = {}  # outputs of modules, by name
+        self.rotary: set[str] = set()  # modules in which queries and keys are rotated
         self.alibi = False
         self.cache: Any = None
         self._running = [""]
-        self._kept: list[Any] = []  # tensors whose ids are used
+        self._kept: list[Any] = []  # tensors that are kept so that their ids stay unique
 
     def run(self, model: nn.Module) -> None:
         """Run the model once."""
@@ -185,11 +186,11 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         return super()._count_flops(func_packet, out, args, kwargs)
 
     def starts(self, place: str) -> int:
-        """Position in the order at which the first module or product within a module begins."""
+        """Position of the first module or product inside a module, in the order of execution."""
         return min(number for name, number in self.order.items() if _inside(name, place))
 
     def within(self, place: str) -> int:
-        """FLOPs of products of activations within a module."""
+        """FLOPs of products of activations inside a module."""
         return sum(flops for name, flops in self.others.items() if _inside(name, place))
 
 
@@ -197,7 +198,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     """The configuration, the class on the meta device, and the sizes of its tensors."""
     fields = dict(fields)
     for key in _ACTIVATIONS & fields.keys():
-        if fields[key] not in ACT2FN:  # a name that transformers lacks: an element-wise function costs the same
+        if fields[key] not in ACT2FN:  # transformers lacks this name: all element-wise functions cost the same
             fields[key] = "silu"
     model_type = fields.pop("model_type")
     switches = {one.name for one in dataclass_fields(CONFIG_MAPPING[model_type]) if type(one.default) is bool}
@@ -216,7 +217,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
             if "Unrecognized configuration class" not in str(error):
                 raise
             model = _text_class(model_type, config)._from_config(config, **options)
-    for module in model.modules():  # transformers runs these experts one by one; names lose their numbers
+    for module in model.modules():  # transformers runs them one by one, without names
         routed = hasattr(module, "gate_up_proj") and len(signature(module.forward).parameters) == 3
         if routed and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
             for name in ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel"):
@@ -228,7 +229,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
 
 
 def _text_class(model_type: str, config: Any) -> Any:
-    """The class of a text model that transformers has inside of larger models alone."""
+    """The class of a text model that transformers has only inside larger models."""
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
     modules = import_module(type(config).__module__.replace("configuration_", "modeling_"))
@@ -241,7 +242,7 @@ def _text_class(model_type: str, config: Any) -> Any:
 
 
 def causal_types() -> list[str]:
-    """The types of transformers that have a causal language model."""
+    """Model types for which transformers has a causal language model."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -251,9 +252,9 @@ def known_type(model_type: str) -> bool:
 
 
 def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model that transformers builds from a configuration's keys; RefusedError for one that cannot be described."""
+    """The model that transformers builds from a configuration's keys; RefusedError if it cannot be described."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # warnings about missing kernels do not matter here
+    logging.set_verbosity_error()  # warnings about missing kernels are not relevant here
     try:
         config, model, sizes = build(fields)
         trace = _Trace(model)
@@ -261,7 +262,7 @@ def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
         return _Reader(config=config, model=model, sizes=sizes, trace=trace).spec(name)
     except RefusedError:
         raise
-    except Exception as error:  # whatever transformers raises for numbers that do not fit together
+    except Exception as error:  # any exception of transformers for inconsistent numbers
         lines = str(error).strip().splitlines() or [""]
         raise RefusedError(f"transformers: {type(error).__name__} {lines[-1].strip()[:200]}") from error
     finally:
@@ -274,11 +275,11 @@ def _symbol(value: int, *candidates: Any) -> int:
 
 
 def _attribute(source: Any, *names: str) -> Any:
-    """The first of these attributes that exists and is a number."""
+    """The value of the first of these attributes that exists and is a whole number."""
     for name in names:
         try:
             value = getattr(source, name, None)
-        except RuntimeError:  # a number that differs from layer to layer
+        except RuntimeError:  # the value differs from layer to layer
             continue
         if isinstance(value, int) and not isinstance(value, bool):
             return value
@@ -287,11 +288,11 @@ def _attribute(source: Any, *names: str) -> Any:
 
 @dataclass(kw_only=True)
 class _Layer:
-    """A layer that is read."""
+    """A layer that the reader is describing."""
 
-    place: str  # in the model
+    place: str  # name in the model
     module: nn.Module
-    named: dict[str, nn.Module]  # modules in it
+    named: dict[str, nn.Module]  # modules in the layer, by name
     gemms: dict[str, Gemm]  # weights of its products, by the name of the module or of the parameter
     weights: dict[str, nn.Parameter]
 
@@ -304,9 +305,9 @@ class _Reader:
     trace: _Trace
     notes: list[str] = field(default_factory=list)
     _described: Counter[int] = field(default_factory=Counter)  # FLOPs of products in the description, by weight
-    _explained: set[str] = field(default_factory=set)  # modules whose products of activations it describes
+    _explained: set[str] = field(default_factory=set)  # modules whose products of activations are in the description
     _held: set[int] = field(default_factory=set)  # parameters that earlier layers hold
-    _choice: Indexer | None = None  # the last layer's that chooses keys
+    _choice: Indexer | None = None  # indexer of the last layer that chooses keys
 
     def spec(self, name: str) -> ModelSpec:
         config, model = self.config, self.model
@@ -366,7 +367,7 @@ class _Reader:
         raise RefusedError(f"no list of {count} layers")
 
     def _count(self, module: nn.Module) -> int:
-        """Parameters that no earlier layer holds; a computed tensor has the sizes of its module's attributes."""
+        """Parameters that no earlier layer holds; sizes are symbols where a module's attributes have the same value."""
         total = 0
         for inside in module.modules():
             sides = [one for one in vars(inside).values() if type(one) is not int and isinstance(one, int)]
@@ -377,7 +378,7 @@ class _Reader:
         return total
 
     def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None) -> dict[str, int]:
-        """Parameters outside of the layers: before them, after them, and rows of learned positions."""
+        """Number of parameters before the layers and after them, and rows of learned positions."""
         counts = {"before": 0, "after": 0, "positions": 0}
         self._held |= {id(one) for module in (tokens, head) if module is not None for one in module.parameters()}
         for name, module in self.model.named_modules():
@@ -388,7 +389,7 @@ class _Reader:
                 continue
             first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
             counts["before" if first else "after"] += sum(prod(self.sizes.of(one)) for one in own)
-            for one in own:  # some run for one token alone
+            for one in own:  # some of these products run for one token alone
                 self._described[_storage(one)] = self.trace.products[_storage(one)]
             if any(_storage(one) in self.trace.products for one in own) and not _STREAMS.search(type(module).__name__):
                 self.notes.append(f"{re.sub(r'[.][0-9]+', '', name)} is counted by its parameters alone")
@@ -403,7 +404,7 @@ class _Reader:
         return len(origins) == 2 and origins[0] == origins[1]
 
     def _origin(self, name: str) -> int | None:
-        """The tensor that a module reads; behind a norm, the norm's."""
+        """The tensor that a module reads; if a norm made it, the tensor that the norm reads."""
         tensor = self.trace.sources.get(name)
         maker = self.trace.makers.get(tensor or 0)
         if maker is not None and self._is_norm(self.model.get_submodule(maker)):
@@ -462,7 +463,7 @@ class _Reader:
         return int(self.config.hidden_size)
 
     def _products(self, place: str, module: nn.Module) -> _Layer:
-        """The layer with the weights of its products; one of three dimensions is blocks on a diagonal."""
+        """The layer with the weights of its products; weights with three dimensions are blocks on a diagonal."""
         layer = _Layer(place=place, module=module, named=dict(module.named_modules()), gemms={}, weights={})
         for inside, one in layer.named.items():
             for key, weight in _own(one).items():
@@ -490,16 +491,17 @@ class _Reader:
         return self.trace.order[self.trace.weights[_storage(layer.weights[name])]]
 
     def _hyper(self, place: str, parts: Mapping[str, nn.Module]) -> int:
-        """Passes over hidden_size that hyper-connections add to each block, in norms.
+        """Passes over hidden_size that hyper-connections add to each block, in units of a norm.
 
-        A block reads hc_mult streams for their weights and again to write one, then reads all and its output and
-        writes all: 4 hc_mult + 2 passes, less the 3 of a residual addition; a norm is two passes.
+        A block reads hc_mult streams for their weights and again to write one; then it reads all streams and its
+        output, and writes all streams: 4 hc_mult + 2 passes. They replace the 3 passes of a residual addition. A norm
+        is two passes.
         """
         streams = [module for module in parts.values() if _STREAMS.search(type(module).__name__)]
         if not streams:
             return 0
         self.notes.append(HYPER)
-        self.trace.others.pop(place, None)  # the mixing of streams
+        self.trace.others.pop(place, None)  # products that mix the streams
         for weight in (one for module in streams for one in module.parameters()):
             self._describe(weight)
         passes: int = (4 * (_attribute(self.config, "hc_mult", "altup_num_inputs") or 1) - 1) // 2
@@ -548,7 +550,7 @@ class _Reader:
         )
         flops = 2 * TOKENS * sum(gemm.num_weights for gemm in spec.mlp)
         for weight in experts.parameters():
-            self._describe(weight)  # used where a class runs all experts for all tokens
+            self._describe(weight)  # used if a class runs all experts for all tokens
         ours, theirs = spec.num_experts_per_tok * flops, self.trace.within(place)
         if theirs not in (0 if _within(layer.gemms, cube) else ours, count * flops):
             _equal(f"FLOPs of {cube}", ours, theirs)
@@ -556,7 +558,7 @@ class _Reader:
         return spec
 
     def _experts(self, cube: str, experts: nn.Module) -> tuple[Gemm, ...]:
-        """Each matrix of one expert; a gate in one matrix with its projection counts as two."""
+        """Matrices of one expert; a gate and a projection in one matrix count as two."""
         names = [name for name, _ in experts.named_parameters()]
         transposed = getattr(experts, "is_transposed", None)
         gemms = []
@@ -578,7 +580,7 @@ class _Reader:
         return tuple(gemms)
 
     def _split(self, layer: _Layer, linears: list[str]) -> tuple[Gemm, ...]:
-        """Matrices of MLPs: each module's last product is split by rows, the earlier ones by columns."""
+        """Matrices of MLPs: the last product of each module is split by rows, earlier products by columns."""
         linears = sorted(linears, key=lambda name: not _SERVES_ALL.search(name))
         last: dict[str, str] = {}
         for name in sorted(linears, key=lambda name: self._when(layer, name)):
@@ -610,7 +612,7 @@ class _Reader:
         return self._attention(parts, indexer)
 
     def _projections(self, parts: _Parts, columns: str) -> tuple[Gemm, ...]:
-        """Matrices but the last, split by columns where the name matches a pattern, else whole."""
+        """All matrices except the last, split by columns if the name matches the pattern, else whole."""
         return tuple(
             self._gemm(parts.layer, path, "columns" if re.search(columns, path) else "whole")
             for path in parts.linears
@@ -618,17 +620,17 @@ class _Reader:
         )
 
     def _cached(self, module: nn.Module) -> Any:
-        """The layer of the class's cache that a mixer writes; None: it writes none."""
+        """The layer of the class's cache that a mixer writes; None if it writes no cache."""
         number = next((one.layer_idx for one in module.modules() if _attribute(one, "layer_idx") is not None), None)
         layers = getattr(self.trace.cache, "layers", [])
         return None if number is None or not 0 <= number < len(layers) else layers[number]
 
     def _states(self, parts: _Parts, decays: bool) -> list[torch.Tensor]:
-        """Values that a mixer keeps: in the class's cache, in the mixer itself, or returned next to its output."""
+        """States of a mixer: in the class's cache, in the mixer itself, or returned with its output."""
         module = parts.module
         kept = getattr(self._cached(module), "recurrent_states", None)
         states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
-        if states and (decays or "Attention" not in type(module).__name__):  # two mixers keep both in one cache
+        if states and (decays or "Attention" not in type(module).__name__):  # two mixers share this cache
             return states
         states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
         number, linear = _attribute(module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
@@ -674,7 +676,7 @@ class _Reader:
             held = [getattr(cached, name, None) for name in ("keys", "values")]
             if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
                 theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
-                if theirs != heads * (head_dim + value_dim):  # some classes repeat the keys first, then cache them
+                if theirs != heads * (head_dim + value_dim):  # some classes cache repeated keys
                     _equal(f"cached elements of {parts.name} per token", kv_heads * (head_dim + value_dim), theirs)
         window, chunk = self._window(cached)
         return Attention(
@@ -725,7 +727,7 @@ class _Reader:
         )
 
     def _indexer(self, parts: _Parts) -> Indexer | None:
-        """The indexer, which chooses keys; its projections leave those of the mixer."""
+        """The indexer, which chooses keys; its projections are removed from those of the mixer."""
         if getattr(parts.module, "skip_topk", False):
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None
@@ -746,7 +748,8 @@ class _Reader:
             top_k=_attribute(module, "index_topk", "topk") if blocks is None else blocks * module.block_size,
             block=1 if blocks is None else module.block_size,
             projections=tuple(self._gemm(parts.layer, path, splits.get(path, "whole")) for path in own),
-            # In FP8 with a scale of fp32 for 128 elements, as vLLM and SGLang cache it; of blocks in half precision.
+            # vLLM and SGLang cache it in FP8, with one fp32 scale per 128 elements; keys of blocks are in half
+            # precision.
             key_bytes=head_dim + 4 * -(-head_dim // 128) if blocks is None else 2 * head_dim,
         )
         return self._choice
@@ -769,7 +772,7 @@ class _Reader:
         )
 
     def _recurrence(self, parts: _Parts, states: list[torch.Tensor]) -> Recurrence:
-        """Delta rules and Mamba-2 by their sizes, others by the size of the state that the class keeps."""
+        """Describe delta rules and Mamba-2 by their sizes, other recurrences by the size of the class's state."""
         module = parts.module
         output = self._gemm(parts.layer, parts.last, "rows")
         only_in = all(path in (f"{parts.name}.in_proj", parts.last) for path in parts.linears)
@@ -819,16 +822,16 @@ class _Parts:
     module: nn.Module
     layer: _Layer
     linears: list[str]
-    last: str  # its last matrix in order of execution
+    last: str  # last matrix in order of execution
 
     @property
     def place(self) -> str:
-        """Its name in the model."""
+        """The mixer's name in the model."""
         return f"{self.layer.place}.{self.name}"
 
 
 def _inside(name: str, outer: str) -> bool:
-    """Whether a dotted name is that of a module or of something in it."""
+    """Whether a dotted name is the name of a module or of a part of it."""
     return f"{name}.".startswith(f"{outer}.")
 
 

@@ -1,4 +1,4 @@
-"""Model types whose code is not in transformers, read as the types with the same layers that are.
+"""Model types without code in transformers, read as a type of transformers that has the same layers.
 
 kvrsim/data/remote_types.json translates keys. Llama models from an architecture search need more than a translation.
 """
@@ -18,7 +18,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH
 
 _TABLE = Path(__file__).parents[1] / "data" / "remote_types.json"
-_ARRAYS = ("flags", "listed", "leading", "letters")  # rules that make an array with an entry per layer
+_ARRAYS = ("flags", "listed", "leading", "letters")  # rules that make an array with one entry per layer
 _NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
 
 
@@ -29,14 +29,14 @@ def _remote_types() -> dict[str, Any]:
 
 
 def _value(fields: Any, path: str) -> Any:
-    """The value at a key, or at a path with dots into objects; None: absent."""
+    """The value at a key, or at a path of keys with dots; None if absent."""
     for key in path.split("."):
         fields = fields.get(key) if isinstance(fields, dict) else None
     return fields
 
 
 def remote_type(config: JsonObject) -> Mapping[str, Any]:
-    """The entry of remote_types.json for a configuration; empty without one."""
+    """The entry of remote_types.json for a configuration; empty if the type has no entry."""
     entries = _remote_types().get(config.text("model_type"), {})
     fields = dict(config.fields)
     for entry in entries if isinstance(entries, list) else [entries]:
@@ -47,7 +47,7 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
 
 
 def translated(config: JsonObject) -> JsonObject:
-    """The configuration in the words of the type with the same layers, without fields that change no shape."""
+    """The configuration with the keys of the type that has the same layers, without keys that do not affect shapes."""
     remote = remote_type(config)
     config = replace(config, fields={**remote.get("implies", {}), **config.fields})
     fields = dict(config.fields)
@@ -74,7 +74,7 @@ def translated(config: JsonObject) -> JsonObject:
 
 
 def _per_layer(config: JsonObject, rule: str, key: str, value: Any, words: list[Any]) -> list[Any]:
-    """An array with a word per layer from what a file has instead (see _about in remote_types.json)."""
+    """An array with one word per layer, made from another key of the file (see _about in remote_types.json)."""
     if rule == "letters":
         if not isinstance(value, str) or {*value} - {*words[0]}:
             raise config.error(key, f"a text of the letters {' '.join(words[0])}, one per layer", value)
@@ -92,7 +92,7 @@ def _per_layer(config: JsonObject, rule: str, key: str, value: Any, words: list[
 
 
 def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:
-    """The model with the parts that its own type adds to the type with the same layers."""
+    """The model with the parts that its own type has in addition to the type with the same layers."""
     remote = remote_type(config)
     if "fused" in remote:
         kinds = {layer: _fused(layer, remote["fused"]) for layer in model.layer_kinds}
@@ -111,9 +111,9 @@ def _fused(layer: LayerSpec, name: str) -> LayerSpec:
 
 
 def pruned_llama(config: JsonObject, name: str, read: Callable[[JsonObject, str], ModelSpec]) -> ModelSpec:
-    """DeciLM: each layer is Llama's with its own widths, or lacks its attention or its MLP."""
+    """Read DeciLM: each layer is Llama's with its own widths, or has no attention or no MLP."""
     heads, hidden = (config.integer(key, maximum=MAX_WIDTH) for key in ("num_attention_heads", "hidden_size"))
-    key_heads = config.sequence("num_key_value_heads_per_layer")  # DeciLM-7B's key; later models have block_configs
+    key_heads = config.sequence("num_key_value_heads_per_layer")  # key of DeciLM-7B; later models have block_configs
     blocks = [
         config.inner({"attention": {"n_heads_in_group": heads // max(1, int(one))}, "ffn": {}}, "") for one in key_heads
     ]

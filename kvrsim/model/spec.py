@@ -14,12 +14,12 @@ from kvrsim.model.mixers import Mixer, Recurrence
 class LayerSpec:
     """One kind of decoder layer: a mixer, an MLP or both; layers of the same kind are equal and hash alike."""
 
-    mixer: Mixer | None  # None: the layer is an MLP alone
-    mlp: tuple[Gemm, ...]  # the dense MLP, or ONE expert of a mixture of experts; (): the layer is a mixer alone
+    mixer: Mixer | None  # None: the layer has only an MLP
+    mlp: tuple[Gemm, ...]  # the dense MLP, or ONE expert of a mixture of experts; (): only a mixer
     num_experts: int = 0  # routed experts, each like `mlp`; 0: dense
     num_experts_per_tok: int = 0  # routed experts that a token passes through; 0: dense
-    router: Gemm | None = None  # scores the experts; None: dense
-    shared_mlp: tuple[Gemm, ...] = ()  # a shared expert, which all tokens pass in addition to their own experts
+    router: Gemm | None = None  # matrix that scores the experts; None: dense
+    shared_mlp: tuple[Gemm, ...] = ()  # shared experts, which process all tokens
     gated_mlp: bool = False  # whether the MLP multiplies an activated gate with a second projection
     norms_before_mixer: int = 1  # norms over hidden_size, up to the mixer
     norms_after_mixer: int = 1  # norms after the mixer
@@ -27,12 +27,12 @@ class LayerSpec:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that add to the residual stream: a mixer, an MLP."""
+        """Number of blocks that add to the residual stream: a mixer, an MLP."""
         return (self.mixer is not None) + bool(self.mlp)
 
     @property
     def matrices(self) -> tuple[Gemm, ...]:
-        """All weight matrices but those of experts."""
+        """All weight matrices except those of experts."""
         mixer = () if self.mixer is None else self.mixer.matrices
         return (*mixer, *([self.router] if self.router else []), *self.shared_mlp)
 
@@ -47,7 +47,7 @@ class LayerSpec:
         return self._summed(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.other_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes held in memory; `bytes_per_element` applies to what is not quantised."""
+        """Bytes held in memory; `bytes_per_element` applies to elements that are not quantised."""
         matrices = self._summed(max(1, self.num_experts), lambda gemm: gemm.weight_bytes(bytes_per_element))
         return matrices + self.other_parameters * bytes_per_element
 
@@ -65,17 +65,17 @@ class ModelSpec:
     hidden_size: int  # width of the residual stream
     intermediate_size: int  # width of a dense MLP; an expert may be narrower (see LayerSpec.mlp)
     vocab_size: int  # rows of the embedding
-    max_position_embeddings: int | None  # longest context of its training, tokens; None: not stated
+    max_position_embeddings: int | None  # longest context in training, tokens; None: unknown
     tie_word_embeddings: bool  # whether the head reuses the embedding's weights
-    alibi: bool  # ALiBi biases instead of rotary embeddings
+    alibi: bool  # whether ALiBi biases replace rotary embeddings
     learned_positions: int = 0  # rows of a learned position embedding, instead of rotary embeddings; 0: none
-    parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
+    parallel_attn: bool  # whether attention and MLP read the same input and have one residual addition
     final_norm_parameters: int  # weights (and biases) of the norm before the head
-    embedding_norm_parameters: int = 0  # of a norm after the embedding; 0: none
-    lm_head: Gemm  # hidden states to logits
+    embedding_norm_parameters: int = 0  # weights of a norm after the embedding; 0: no norm
+    lm_head: Gemm  # projection of hidden states to logits
     layers: tuple[LayerSpec, ...]  # one per layer, first layer first
-    quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none
-    dtype: str | None = None  # of the checkpoint's weights where they are not quantised, as "bf16"; None: not stated
+    quantization: Quantization | None = None  # quantisation of some matrices (see Gemm.weights); None: none
+    dtype: str | None = None  # dtype of weights that are not quantised, such as "bf16"; None: not stated
     approximations: tuple[str, ...] = ()  # omitted or simplified parts of the model, one sentence each
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
@@ -86,7 +86,7 @@ class ModelSpec:
         return f"<ModelSpec: {self.name}>"
 
     def __post_init__(self) -> None:
-        objects = {id(layer): layer for layer in self.layers}  # a hash of a layer is that of all its matrices
+        objects = {id(layer): layer for layer in self.layers}  # hashing a layer hashes all its matrices
         index = {kind: number for number, kind in enumerate(dict.fromkeys(objects.values()))}
         number = {key: index[layer] for key, layer in objects.items()}
         object.__setattr__(self, "layer_kinds", tuple(index))
@@ -130,16 +130,16 @@ class ModelSpec:
         return self.embedding_bytes(bytes_per_element) + layers + self.head_bytes(bytes_per_element)
 
     def layer_bytes(self, bytes_per_element: int) -> tuple[int, ...]:
-        """Bytes of each layer's weights; `bytes_per_element` applies to what is not quantised."""
+        """Bytes of each layer's weights; `bytes_per_element` applies to elements that are not quantised."""
         kinds = [kind.weight_bytes(bytes_per_element) for kind in self.layer_kinds]
         return tuple(kinds[kind] for kind in self.layer_kind_index)
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of what comes before the first layer."""
+        """Bytes of all weights before the first layer."""
         return self.embedding_parameters * bytes_per_element
 
     def head_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of what comes after the last layer, less a head that is the embedding."""
+        """Bytes of all weights after the last layer, without a head that is the embedding."""
         head = 0 if self.tie_word_embeddings else self.lm_head.weight_bytes(bytes_per_element)
         bias = self.lm_head.out_features if self.tie_word_embeddings and self.lm_head.bias else 0
         return head + (self.final_norm_parameters + bias) * bytes_per_element
@@ -158,7 +158,7 @@ class ModelSpec:
 
     @property
     def num_key_value_heads(self) -> int:
-        """KV heads of the main mixer: 1 where one vector a token serves all heads."""
+        """KV heads of the main mixer: 1 if one vector per token serves all heads."""
         return self.main_mixer.num_key_value_heads
 
     @property
@@ -167,7 +167,7 @@ class ModelSpec:
         return self.main_mixer.head_dim
 
     def cached_element_bytes(self, bytes_per_element: int) -> float:
-        """Bytes of an element of the cache; the quantisation decides if the cache is quantised."""
+        """Bytes of an element of the cache; a quantised cache has the bytes of its quantisation."""
         cache_bits = None if self.quantization is None else self.quantization.kv_cache_bits
         return bytes_per_element if cache_bits is None else cache_bits / 8
 
@@ -190,12 +190,12 @@ class ModelSpec:
 
 
 def mixers_of(model: ModelSpec) -> dict[str, int]:
-    """Number of layers per kind of mixer, kinds in order of their first layers."""
+    """Number of layers per kind of mixer, in the order of first layers."""
     return dict(Counter(map(mixer_title, model.layers)))
 
 
 def mixer_title(layer: LayerSpec) -> str:
-    """How a layer sees earlier tokens; for a layer that does not, its kind."""
+    """Short name of a layer's mixer; for a layer without a mixer, its kind."""
     if layer.mixer is not None:
         return layer.mixer.title
     return "experts alone" if layer.num_experts else "MLP alone"

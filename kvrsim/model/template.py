@@ -1,7 +1,8 @@
-"""Template: a model type as data. The numbers of its layers are expressions in the keys of a configuration.
+"""Template: a model type as data.
 
-The catalogue (calibrate/catalogue.py) writes them: numbers come out of transformers' class as expressions, such as
-num_attention_heads * head_dim. `fill` puts the numbers of a config.json in their place, without torch.
+The sizes of a type's layers are expressions in the keys of a configuration, such as num_attention_heads * head_dim.
+calibrate/catalogue.py writes them from transformers' classes. `fill` evaluates them with the numbers of a config.json,
+without torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ARITHMETIC = (
 
 
 def freeze(value: Any) -> Any:
-    """A value of the model as JSON: {"Gemm": {...}} without defaults; a symbol is text after "="."""
+    """A value of the model as JSON: {"Gemm": {...}} without defaults; a symbol becomes its expression after "="."""
     if is_dataclass(value):
         return {
             type(value).__name__: {
@@ -48,7 +49,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
-    """Compute the value with these numbers in its expressions. Raises ZeroDivisionError or KeyError."""
+    """Compute the value from JSON, with `numbers` in its expressions. Raises ZeroDivisionError or KeyError."""
     if isinstance(data, dict):
         ((name, own),) = data.items()
         return _CLASSES[name](**{key: thaw(value, numbers) for key, value in own.items()})
@@ -68,7 +69,7 @@ def _code(expression: str) -> Any:
     return compile(tree, "<template>", "eval")
 
 
-# Keys that change no shape: numbers of tokens, rates of dropout, scales, names.
+# Keys that do not affect shapes: numbers of tokens, rates of dropout, scales, names.
 _HARMLESS = re.compile(
     r"^_|_token_ids?$|_token_ind(ex|ices)$|^n_special|drop|_eps$|epsilon|initializer|init_std|^rope_|rotary|theta|dtype"
     r"|^transformers_version$|^architectures$|^auto_map$|^use_cache$|^output_|pretraining|quantization|compression"
@@ -79,16 +80,17 @@ _HARMLESS = re.compile(
     r"|slow_but|^finetuning|^prune|^tf_|beam|penalty|vision|audio|jitter|image|video|mrope|swiglu_limit|_clip"
     r"|^time_step_(limit|min|max|floor)|overlap|^mup_enabled$"
 )
-# Keys that say how many of something a model has: of a type that is read as another, all must be known.
+# Keys that give the number of parts of a model. A type that is read as another type may have only known ones.
 _COUNTS = re.compile(
     r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window|^(num|n)_|loop|recur|_(dim|size)$"
 )
 
 
 def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = True) -> ModelSpec | None:
-    """The model of a config.json by the data of its type; None: the data do not cover its structure.
+    """The model of a config.json by the data of its type; None if the data do not cover its structure.
 
-    own: the file's type is that of the data. Other files have keys of their own; InputError for one that counts parts.
+    own: the data are those of the file's own type. Otherwise an unknown key that gives a number of parts raises
+    InputError.
     """
     aliases, variants = kind["aliases"], kind["variants"]
     given = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
@@ -101,7 +103,7 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     legacy, config = kind.get("legacy", ()), replace(config, fields=given)
     for variant in variants:
         known = {*kind["known"], *variant["fixed"], *variant["numbers"]}
-        # A list or an object must be one that the variant expects, or give the kinds of layers.
+        # A list or an object must be one that the variant expects, or must define the kinds of layers.
         whole = {key for key in shapes & known if isinstance(given[key], list | dict)}
         if whole - {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}:
             continue
@@ -119,7 +121,7 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:
-    """Whether a file has the width of a head that follows from its other numbers."""
+    """Whether the file's head width equals hidden_size / num_attention_heads."""
     numbers = [given.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size")]
     return all(isinstance(one, int) for one in numbers) and numbers[0] * numbers[1] == numbers[2]  # type: ignore[operator]
 
@@ -161,7 +163,7 @@ def _is_derived(default: Any) -> bool:
 
 
 def _derived(expression: str, numbers: Mapping[str, int], config: JsonObject) -> int:
-    """A number that a file leaves out; InputError for a quotient that is not whole."""
+    """The default of a number that the file leaves out; InputError for a quotient that is not whole."""
     whole = re.fullmatch(r"=\(\((\w+)\) // \((\w+)\)\)", expression)
     if whole and numbers[whole[1]] % numbers[whole[2]]:
         raise config.error(whole[2], f"a divisor of {whole[1]}, {numbers[whole[1]]}")
@@ -169,9 +171,9 @@ def _derived(expression: str, numbers: Mapping[str, int], config: JsonObject) ->
 
 
 def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str, int]) -> list[LayerSpec] | None:
-    """The layers, first layer first; None where their kinds are not known. InputError where lists do not fit."""
+    """The layers in order; None if their kinds are unknown. Raises InputError for lists of a wrong length."""
     order, count = variant["order"], thaw(variant["model"]["num_hidden_layers"], numbers)
-    if count is None:  # as many as a list has
+    if count is None:  # then the length of a list is the number of layers
         count = len(config.sequence(order["by"][0]) or order["first"])
     for key in order["seen"]:
         if len(config.sequence(key)) not in (0, count):
@@ -188,7 +190,7 @@ def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str
 
 
 def _check(kind: LayerSpec, config: JsonObject) -> None:
-    """Raise InputError for numbers that do not fit together."""
+    """Raise InputError for inconsistent numbers."""
     mixer = kind.mixer
     if isinstance(mixer, Attention) and mixer.num_attention_heads % mixer.num_key_value_heads:
         key = config.first_of("num_key_value_heads", "num_kv_heads")
@@ -204,7 +206,7 @@ def _check(kind: LayerSpec, config: JsonObject) -> None:
 def _order(
     order: Mapping[str, Any], given: Mapping[str, Any], numbers: Mapping[str, int], count: int
 ) -> list[int] | None:
-    """The kind of each layer, by lists in the configuration or by a repeating sequence; None if unknown."""
+    """The kind of each layer, from lists in the configuration or a repeating sequence; None if unknown."""
     lists = {key: list(map(str, given[key])) for key in order["seen"] if isinstance(given.get(key), list)}
     if any({*one} - {*order["seen"][key]} for key, one in lists.items()):
         return None
@@ -214,7 +216,7 @@ def _order(
     if {*order["by"]} & {*lists}:
         return None
     first, cycle = order["first"], order["cycle"]
-    if first and isinstance(first[-1], str):  # a number of layers of one kind
+    if first and isinstance(first[-1], str):  # then the number of layers of the first kind
         first = [first[0]] * numbers[first[-1]]
     if not cycle:
         return first if len(first) == count else None
