@@ -1,4 +1,4 @@
-"""Names that the command line, the Python API and the packages below share; it imports nothing heavy."""
+"""Names that the command line, the Python API and the packages below share; this module imports nothing heavy."""
 
 from __future__ import annotations
 

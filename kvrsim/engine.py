@@ -57,7 +57,7 @@ class EngineFit:
 class Engine:
     """One version of a serving engine: what it adds to the kernels of a profile.
 
-    kernel_scale: seconds of this engine's kernels over those of the profile, by the profile's GPU.
+    kernel_scale: by the profile's GPU, seconds of this engine's kernels divided by those of the profile's kernels.
     spread: standard deviation of the logarithm of each of TERMS. "other_gpu": in addition, on a GPU that kernel_scale
         does not name; "model": of whole TTFTs. A term that is absent is known exactly.
     model_types: factor on host.launch_s by Hugging Face's model_type; shrunk towards the factors of other engines,
@@ -85,7 +85,7 @@ class Engine:
     provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
 
     def scale_on(self, gpu: str) -> float:
-        """Scale of the kernels on a GPU; where the GPU was not measured, the scale of the GPUs that were."""
+        """Scale of the kernels on a GPU; if it was not measured, that of OTHER_GPU or the mean of measured GPUs."""
         known = self.kernel_scale
         mean = math.prod(known.values()) ** (1 / max(1, len(known)))
         return known.get(gpu, known.get(OTHER_GPU, mean))

@@ -119,7 +119,7 @@ PeakFlops = Annotated[
 class GpuSpec:
     """Figures of a GPU's datasheet."""
 
-    name: str  # as in gpus.json
+    name: str  # name in gpus.json
     memory_bytes: Bytes  # total device memory, as nvidia-smi reports it
     hbm_bytes_per_s: float  # device memory bandwidth, peak
     peak_flops: PeakFlops  # by dtype, FLOP/s of the tensor cores for dense matrices
@@ -127,7 +127,7 @@ class GpuSpec:
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
     like: str | None = (
-        None  # measured GPU of the same architecture, whose rates are scaled by the datasheets; None: none
+        None  # measured GPU of the same architecture, whose rates are scaled by datasheets; None: no such GPU
     )
 
     @classmethod
@@ -171,15 +171,15 @@ class MemoryLimit:
 class LinkSpec:
     """A full-duplex link between two devices; its figures are for one direction."""
 
-    name: str  # as in links.json
-    bandwidth_bytes_per_s: float  # payload in one direction
-    latency_s: NonNegative  # from the first byte sent to the first byte received, with software
+    name: str  # name in links.json
+    bandwidth_bytes_per_s: float  # payload bandwidth in one direction
+    latency_s: NonNegative  # from the first byte sent to the first byte received, including software
     source: str  # citation, or the author of the figure
     short_bytes_per_s: float | None = None  # rate of messages whose time is mostly latency; None: as for all
     gather: GatherRates | None = None  # rates of all-gathers over such links; None: computed as single messages
     all_reduce: AllReduceRates | None = None  # all-reduces over such links; None: computed as two all-gathers
     like: str | None = None  # measured link of the same kind: its latencies hold, its rates are scaled by bandwidth
-    profile: str | None = None  # profile with these measured figures; None: a datasheet's or a user's
+    profile: str | None = None  # profile that measured the figures; None: from a datasheet or a user
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < math.inf:
@@ -368,7 +368,7 @@ def load_cluster(
 
 
 def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
-    """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None if the text is no size.
+    """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None: no size.
 
     A node is the built-in cluster of the GPU. Nodes are joined by InfiniBand of 400 Gb/s per GPU.
     """

@@ -44,7 +44,7 @@ class Degrees:
     context: int | None = 1  # ranks that split the context, or each piece of it
     scheme: str | None = None  # scheme that splits the context; None: the context is not split
     pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
-    experts: Literal["default", "ep", "edp"] = "default"  # placement of experts in the name
+    experts: Literal["default", "ep", "edp"] = "default"  # placement of experts that the name states
     num_experts_groups: int | None = None  # N of epN and edpN; None: as many as the GPUs or ranks allow
 
     @property
@@ -148,7 +148,7 @@ class Layout:
     scheme: str | None = None  # scheme that splits the context; None: the context is not split
     pieces: Pieces = "none"  # how the context is divided into pieces in a pipeline
     expert_tensor: int = 1  # GPUs over which each expert is sliced
-    expert_parallel: int = 1  # groups of GPUs that experts are spread over, whole
+    expert_parallel: int = 1  # groups of GPUs over which whole experts are spread
     is_mixture: bool = False  # whether the model has routed experts
 
     @property

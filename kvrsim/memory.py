@@ -113,10 +113,10 @@ class _Parts:
         access = self.scenario.prefix_access_plan
         kept, gathered = [], []
         for kind, layer, in_flight_bytes in zip(program.layers, model.layer_kinds, in_flight, strict=True):
-            shares = access.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
+            shares = access.share and not isinstance(layer.mixer, Recurrence)  # ranks keep only a share of the prefix
             others = self._cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
             cached = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
-            # Bytes loaded for this layer alone are counted as in flight.
+            # Bytes that are loaded for only this layer count as in flight.
             dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
             peak = max(cached, default=self._cache(layer, request.context_len)) - dropped
             gathers = strategy.gathers_kv and access.access == "pass-kv"

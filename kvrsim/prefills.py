@@ -82,7 +82,7 @@ def profile_of(args: PrefillArgs) -> CalibrationProfile:
 
 
 def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress | None) -> PrefillCases:
-    """The measured prefills, ready to be predicted, with notes on them."""
+    """Make cases from the measured prefills, ready to be predicted, with notes on them."""
     from calibrate.prefills.fit import make_cases
     from calibrate.prefills.rows import PrefillDefaults, read_prefills
     from kvrsim.strategies import get_strategy

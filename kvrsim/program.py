@@ -8,7 +8,7 @@ Two clocks run on a rank. The host issues operations one after another, `host_s`
 The device (the compute stream) starts an operation when it is free and the host has begun to issue it, and ends it no
 earlier than the host has issued all of it: `end = max(max(device, host_begin) + device_s, host_begin + host_s)`.
 
-A new operation is added in four places: here, with the bytes that it sends and holds; in the event executor; in the
+A new operation needs code in four places: here, with the bytes that it sends and holds; in the event executor; in the
 batch executor; and in the bus executor.
 """
 
@@ -278,7 +278,7 @@ class Program:
         return self._changed(lambda rank, ops: slower(ops, factors[rank]))
 
     def _changed(self, change: Callable[[int, tuple[Op, ...]], tuple[Op, ...]]) -> Program:
-        """Return the program with the operations of each rank in each block changed."""
+        """Return the program with `change` applied to each rank's operations in each block."""
 
         def changed(block: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
             return tuple(change(rank, ops) for rank, ops in enumerate(block))

@@ -263,7 +263,7 @@ class Scenario:
 
     @property
     def chain_is_proven(self) -> bool:
-        """Whether bounds of KVR's chain hold: its ranks exchange no tokens for routed experts."""
+        """Whether bounds of KVR's chain hold, because its ranks exchange no tokens for routed experts."""
         return self.expert_placement.layout.exchange == "none"
 
     def without_communication(self) -> Scenario:

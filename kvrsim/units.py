@@ -128,7 +128,7 @@ def parse_bytes(text: str, argument: str) -> int:
 
 
 def format_tokens(tokens: int) -> str:
-    """The shortest form that parse_tokens reads back: 16384 is "16k", 2**20 "1M", 16000 itself."""
+    """The shortest text that parse_tokens reads back: 16384 is "16k", 2**20 is "1M", 16000 is "16000"."""
     if tokens and tokens % 2**20 == 0:
         return f"{tokens // 2**20}M"
     if tokens >= 2**10 and tokens % 2**9 == 0:
@@ -186,8 +186,8 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
 def map_fields(value: T, change: Callable[[str, Any], Any]) -> T:
     """Replace fields of a dataclass by `change(unit, value)`; the unit is in the field's metadata, or is its name.
 
-    Where `change` returns the same object, dataclasses inside it are changed, also in tuples and mappings. Fields of
-    None are left out. An object without any change stays the same object.
+    Where `change` returns the same object, dataclasses inside it are changed, also in tuples and mappings. Fields that
+    are None stay None. An object without any change stays the same object.
     """
     if isinstance(value, Mapping):
         return {key: map_fields(one, change) for key, one in value.items()}  # type: ignore[return-value]

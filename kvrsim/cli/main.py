@@ -28,7 +28,7 @@ BROKEN_PIPE = 141  # exit code of a process that SIGPIPE ended, as shells report
 ENDED = (129, 143)  # exit codes after SIGHUP and SIGTERM, as shells report them
 _EXAMPLE = "Example: "
 _ROOM = "kvrsim.cli.commands"
-# By title in the help: of each command its summary, its module, and the name of its function or typer.Typer there.
+# Commands by title in the help: summary, module, and the name of the function or typer.Typer in the module.
 GROUPS = {
     "Plan": {
         "plan": ("Say what to run, which TTFT to promise, and what limits it.", "plan:plan"),
@@ -262,7 +262,7 @@ def _fail(message: str, code: int) -> int:
     try:
         typer.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
     except OSError:  # the exit code still reports the failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the flush at exit needs an open file
     return code
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from planner.processes import Pool
 
 FORMATS = ("csv", "md")
-COMPLETION = "_KVRSIM_COMPLETE"  # set by a shell that completes a command line (Typer)
+COMPLETION = "_KVRSIM_COMPLETE"  # environment variable of a shell that completes a command line (Typer)
 _DATA = Path(__file__).parents[1] / "data"
 _NAMED = {  # folder or file of kvrsim/data with the names of an option's values
     **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},

@@ -1,4 +1,4 @@
-"""Progress on standard error: a line that is rewritten on a terminal; elsewhere a plain line now and then."""
+"""Progress on standard error: a line that is rewritten on a terminal; elsewhere plain lines at growing intervals."""
 
 from __future__ import annotations
 

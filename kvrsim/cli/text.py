@@ -43,7 +43,7 @@ class Facts:
     """Labels with texts that wrap to their right."""
 
     rows: list[tuple[str, str]]
-    style: str = "bold"  # of the labels
+    style: str = "bold"  # style of the labels
 
 
 Part = str | Table | Facts

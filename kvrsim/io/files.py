@@ -39,8 +39,8 @@ def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) ->
 def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
     """Write to a temporary file in the same folder, then rename: a reader sees the old file or the new one.
 
-    Through a symbolic link, its target is written. A file that exists keeps its mode; a new
-    one gets what the umask leaves of 0666. When this returns, the content is on the disk. Raises InputError naming
+    Through a symbolic link, its target is written. An existing file keeps its mode; a new
+    one gets the mode 0666 minus the umask. When this returns, the content is on the disk. Raises InputError naming
     `argument` where the folder is missing or not writable, or the path is a folder, a pipe or a device.
     """
     target, mode = _target(path, argument)
@@ -80,7 +80,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
-    """The file that a path means, through symbolic links, and its mode; None where it does not exist yet."""
+    """Resolve a path through symbolic links; return the file and its mode, None if the file does not exist yet."""
     if not str(path).strip():
         raise InputError(argument, path, "a file name")
     try:
@@ -104,5 +104,5 @@ def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports and writes the files: torchrun's first one, or the only one."""
+    """Whether this process reports and writes the files: torchrun's first process, or the only one."""
     return os.environ.get("RANK", "0") == "0"

@@ -20,11 +20,11 @@ _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O
 
 
 class Journal:
-    """A file whose first line says what the work is; each other line is a result.
+    """A file whose first line describes the work; each other line is a result.
 
     Enter it to lock the file for this process, and to read the results of interrupted work. Leave it to release the
     lock. A file without results is removed then. Raises InputError naming `output` where the file is that of other
-    work, is no journal, cannot be written, or is in use; the file is then left as it was.
+    work, is not a journal, cannot be written, or is in use; the file is then left as it was.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Journal:
 
 
 def append(path: Path, result: Any) -> None:
-    """Add a result to a journal that another process has opened; raises OSError where there is no room."""
+    """Add a result to a journal that another process has opened; raises OSError if the disk is full."""
     handle = os.open(path, _FLAGS)
     try:
         os.write(handle, _line(result))

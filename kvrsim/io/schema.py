@@ -410,7 +410,7 @@ class _Kind:
             return None
         sequence = tuple if self.origin is tuple else list
         first = self.inner[0]
-        if many and not first.checks and {type(value) for value in values} == {first.base}:  # long tables of numbers
+        if many and not first.checks and {type(value) for value in values} == {first.base}:  # fast check of long tables
             limits = first.range
             if limits is not None and all(map(_is_finite, values)) and min(values) in limits and max(values) in limits:
                 return sequence(values)

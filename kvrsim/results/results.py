@@ -67,9 +67,9 @@ class Displayed:
     view: ClassVar[str]
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """The result as a figure, which notebooks show.
+        """Make a figure of the result, which notebooks show.
 
-        path: where to write it, too, as .png, .svg or .pdf, or as .html: an interactive page in one file.
+        path: file to write, too: .png, .svg or .pdf, or .html for an interactive page in one file.
         Raises InputError naming the argument plot if the suffix is not one of these or the file cannot be written.
         """
         if path is not None:
@@ -78,7 +78,7 @@ class Displayed:
         return figure
 
     def write_plot(self, path: str | Path) -> None:
-        """Write the file alone; see `plot`."""
+        """Write the result to a file; see `plot`."""
         import_module("kvrsim.views.figure").write(self, import_module(self.view), path)
 
     def __repr__(self) -> str:
@@ -234,7 +234,7 @@ class SimResult(StrategyPrediction, Answer):
     users: ClosedLoop | None = None  # the users of `mean_ttft_s`
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the timeline is written apart."""
+        """Plain JSON values, without the timeline."""
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *times)
@@ -267,8 +267,8 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
 
     title: str  # description in one line
     is_tied: bool  # whether its difference from the best is within the interval of differences
-    speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP is not compared
-    speedup: float | None  # the baseline's TTFT over this one's; None: the plan has no baseline
+    speedup_over_tsp: float | None  # TSP's TTFT divided by this TTFT; None: TSP is not compared
+    speedup: float | None  # the baseline's TTFT divided by this TTFT; None: the plan has no baseline
     exposed_comm_s: float  # TTFT minus that of the same partition with free links
     wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
     approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
@@ -331,7 +331,7 @@ class SearchReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseReport:
-    """The noise that a plan's strategies are ranked under."""
+    """The noise under which a plan ranks its strategies."""
 
     noise: Noise
     num_samples: int
@@ -361,7 +361,7 @@ class Promise:
     rate_per_s: float | None  # rate of prompts; None: the GPUs are idle
     slo_s: float | None  # target of TTFT; None: no target
     meets: bool | None  # whether the target is met
-    most_rate_per_s: float | None  # prompts per second up to which the target is met
+    most_rate_per_s: float | None  # largest rate of prompts at which the target is met
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -373,7 +373,7 @@ class Plan(Answer, OnFirstUse):
     first: StrategyResult  # the best one; where none fits, the one that needs the least memory
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
-    not_compared: tuple[str, ...]  # strategies that "all" adds
+    not_compared: tuple[str, ...]  # strategies that cannot fit, and by default rings of many GPUs
     bounds: Bounds
     search: SearchReport
     rests_on: str  # the profile's measurements and errors
@@ -399,7 +399,7 @@ class Plan(Answer, OnFirstUse):
         return self.first.fits
 
     def __getitem__(self, strategy: str) -> StrategyResult:
-        """The result of a strategy, by name; KeyError where it was not compared."""
+        """Return the result of a strategy by name. Raises KeyError if it was not compared."""
         return {one.strategy: one for one in self.strategies}[strategy]
 
     def __iter__(self) -> Iterator[StrategyResult]:

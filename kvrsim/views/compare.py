@@ -19,7 +19,7 @@ class SavedStrategy(Prediction):
     """One strategy in an answer."""
 
     strategy: str
-    peak_bytes: tuple[float, ...] = ()  # of each GPU
+    peak_bytes: tuple[float, ...] = ()  # peak memory of each GPU
     engines: Mapping[str, str] = field(default_factory=dict)  # engines that have the strategy
 
     @classmethod

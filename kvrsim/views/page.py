@@ -68,8 +68,8 @@ class Section:
 class Page:
     """Content of a page."""
 
-    title: str  # in the window's title and at the top
-    answer: str = ""  # below the title; the first of several lines is emphasised
+    title: str  # title of the window and of the page
+    answer: str = ""  # text below the title; the first of several lines is emphasised
     facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label; folded
     sections: Sequence[Section] = ()
     notes: Sequence[str] = ()  # assumptions of the answer, and warnings
@@ -191,7 +191,7 @@ def text(content: str) -> Html:
 
 
 def join(parts: Iterable[str]) -> Html:
-    """Join parts."""
+    """Join parts of markup."""
     return Html("".join(text(part) for part in parts))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_LONGEST = 2.0  # the axis ends at this factor of the longest bar that fits
+_LONGEST = 2.0  # the axis ends at the latest at this multiple of the longest bar that fits
 _LETTER = 0.0115  # width of a letter as a share of the axes' width
 
 

@@ -21,7 +21,7 @@ Ground = Literal["light", "dark"]
 
 @dataclass(frozen=True, slots=True)
 class Colour:
-    """One colour as #rrggbb: for a light ground and for a dark one."""
+    """One colour as #rrggbb, for a light and for a dark background."""
 
     light: str
     dark: str
@@ -49,9 +49,9 @@ INK, DIM = TEXT.light, FAINT_TEXT.light
 
 _TABLE = json.loads((Path(__file__).parents[1] / "data" / "colours.json").read_text("utf-8"))
 STRATEGY_COLOURS = {name: Colour(*colours) for name, colours in _TABLE["strategies"].items()}
-# By payload of a transfer, or kind of computation; in the order of the legend.
+# Styles by payload of a transfer or kind of computation, in the order of the legend.
 OPERATIONS = {name: Operation(label, Colour(*colours)) for name, (label, *colours) in _TABLE["operations"].items()}
-WAITING_LINES = Colour("#c4c4c4", "#565c66")  # of the hatching
+WAITING_LINES = Colour("#c4c4c4", "#565c66")  # colour of the hatching
 
 _TENSOR = re.compile(r"tp(\d+)(?:\+(.+))?")
 _STAGES = re.compile(r"pp(\d+)(-s)?(?:\+cp\d+)?")
@@ -97,7 +97,7 @@ def text_on(colour: str) -> str:
 
 
 def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
-    """Fade a colour towards the ground: odd layers are faded."""
+    """Fade a colour towards the background, as for odd layers."""
     return _mixed(colour, GROUND.on(ground), share)
 
 
@@ -137,7 +137,7 @@ def variable_of(kind: str, op: str) -> str:
 
 
 def rules(strategies: Iterable[str]) -> str:
-    """The variables on a light and on a dark ground.
+    """CSS rules with the variables for a light and a dark background.
 
     strategies: names beyond those that kvrsim has itself, such as hybrids.
     """

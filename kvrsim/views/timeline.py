@@ -34,7 +34,7 @@ class LabelledTimeline:
     """A timeline that a page shows."""
 
     name: str  # shown where a reader selects the timeline
-    title: str  # above its lanes
+    title: str  # title above the lanes
     timeline: Timeline
     basis: str | None = None  # basis of all seconds; None: each span's own
     memory: str | None = None  # key of its entry in the memory data; None: `name`

@@ -241,13 +241,13 @@ def _measure_one(campaign: Campaign, minutes: float, *, json: bool) -> None:
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """What was measured, as JSON."""
+    """Results of the measurement, as JSON."""
     about = {"median_spread": outcome.median_spread, "device_state": outcome.device}
     return {"rows": len(outcome.rows), **fields_to_json(outcome, "samples", "skipped"), **about}
 
 
 def show_outcome(outcome: Outcome, output: str) -> None:
-    """Print what was measured, what was skipped, and the file."""
+    """Print the number of measured rows, the skipped points, and the file."""
     spread = outcome.median_spread
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
     measured = f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}"

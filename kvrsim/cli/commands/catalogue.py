@@ -31,18 +31,18 @@ _NUMBERS = ("parameters", "active", "context", "before", "layer")  # columns tha
 
 @dataclass(frozen=True, kw_only=True)
 class Shelf:
-    """Loader and printers for one kind of shipped things, such as models."""
+    """Loader and printers for one kind of shipped items, such as models."""
 
     names: Iterable[str]
-    load: Callable[..., Any]  # loads a thing by name or path; errors name `argument`
+    load: Callable[..., Any]  # loads an item by name or path; errors name `argument`
     to_json: Callable[[Any], dict[str, Any]]
     cells: Callable[[Any], dict[str, str]]  # a row of the list by the titles of its columns; prose comes last
     show: Callable[[Any], None]
-    row: Callable[[Any], dict[str, Any]] | None = None  # JSON in the list; None: to_json
+    row: Callable[[Any], dict[str, Any]] | None = None  # JSON of an item in the list; None: to_json
     notes: Callable[[Sequence[Any]], Sequence[str]] = lambda things: ()  # printed below the list
 
     def list_screen(self, things: Sequence[Any]) -> list[Part]:
-        """One row per thing, and the notes."""
+        """One row per item, and the notes."""
         rows = [self.cells(thing) for thing in things]
         *titles, last = rows[0]
         table = Table(columns=[Column(title=title, number=title in _NUMBERS) for title in titles])

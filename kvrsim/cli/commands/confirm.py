@@ -154,7 +154,7 @@ def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path,
         show_search(result)
 
 
-_SHOWN_WRONG = 3  # most wrongly ordered pairs that are listed
+_SHOWN_WRONG = 3  # largest number of wrongly ordered pairs that are listed
 
 
 def confirmation_screen(result: Confirmation) -> list[Part]:

@@ -1,4 +1,4 @@
-"""`kvrsim predictor`: TTFT over new tokens, cached prefix and batch, built once for routers and looked up."""
+"""`kvrsim predictor`: a table of TTFT by new tokens, cached prefix and batch, from which routers look up TTFT."""
 
 from __future__ import annotations
 

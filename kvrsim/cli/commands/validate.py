@@ -1,4 +1,4 @@
-"""`kvrsim validate`: the simulator against figures that others have published."""
+"""`kvrsim validate`: the simulator compared with figures that others have published."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer()
 
 
 class NotACheckoutError(KvrsimError):
-    """The published figures are not part of the package."""
+    """The published figures are missing, because they are not part of the package."""
 
     exit_code = 2
 
