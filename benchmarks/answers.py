@@ -1,7 +1,7 @@
-"""The JSON answers to a fixed grid of questions, recorded and compared: what a change of the code changes.
+"""Record the JSON answers to a fixed grid of questions; compare recordings to see the effect of a code change.
 
 python benchmarks/answers.py record FILE          ask every question, write the answers (--only REGEX: some)
-python benchmarks/answers.py compare OLD NEW      list the differences; exit code 1 where there are any
+python benchmarks/answers.py compare OLD NEW      list the differences; the exit code is 1 if there are any
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Differ between two runs of the same code.
+# Keys whose values differ between two runs of the same code.
 VOLATILE = {"seconds", "version", "created", "search_s"}
-TOLERANCE = 1e-9  # relative, of numbers
+TOLERANCE = 1e-9  # relative tolerance of numbers
 
 
 def questions(folder: Path) -> Iterator[str]:
-    """Command lines of `plan`, `simulate`, `table`, `map` and `capacity`."""
+    """Yield command lines of `plan`, `simulate`, `table`, `map`, `capacity` and other commands."""
     for gpus, ctx, model in itertools.product((1, 2, 4, 8), ("1k", "4k", "16k"), ("llama-7b", "falcon-7b", "qwen3-8b")):
         yield f"plan --gpus {gpus} --ctx {ctx} --model {model}"
     for model, cluster, gpus, ctx in [
@@ -125,7 +125,7 @@ def questions(folder: Path) -> Iterator[str]:
 
 
 def more_questions() -> Iterator[str]:
-    """Every strategy, bus, nodes, noise, cached prefixes, quantised, mixtures, latent, sparse and hybrid models."""
+    """Yield questions on all strategies, networks, noise, cached prefixes, and all kinds of models."""
     dense = "--model llama-3-8b --cluster h100-nvlink"
     for strategy, extra in itertools.product(
         ("kvr-s", "kvr-b", "tsp", "zigzag", "zigzag-ring", "ring", "ulysses", "tp", "pp-s", "kvr-direct", "tp2+pp2"),
@@ -185,7 +185,7 @@ def more_questions() -> Iterator[str]:
 
 
 def record(path: Path, only: str = "") -> None:
-    """Ask the questions that match a regular expression in this process; write `{question: {"code", "answer"}}`."""
+    """Answer the questions that match a regular expression in this process; write `{question: {"code", "answer"}}`."""
     from kvrsim.cli import main as cli
 
     answers = {}
@@ -207,7 +207,7 @@ def record(path: Path, only: str = "") -> None:
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
-    """One line for each place where two answers differ."""
+    """Yield one line for each place where two answers differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
             if key not in VOLATILE:
@@ -226,10 +226,10 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 
 
 def compare(old: Path, new: Path) -> int:
-    """Print the differences of two recordings, question by question."""
+    """Print the differences of two recordings, question by question; return 1 if there are any, else 0."""
     before, after = json.loads(old.read_text()), json.loads(new.read_text())
     differing = 0
-    if set(after) < set(before):  # recorded with --only
+    if set(after) < set(before):  # NEW was recorded with --only
         before = {question: before[question] for question in after}
     for question in dict.fromkeys((*before, *after)):
         found = list(differences(before.get(question), after.get(question)))
@@ -241,7 +241,7 @@ def compare(old: Path, new: Path) -> int:
 
 
 def main() -> int:
-    """Record or compare."""
+    """Record answers or compare two recordings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     recorder = commands.add_parser("record")

@@ -38,7 +38,7 @@ MILLION = 1_000_000
 CHAINS = StrategyPolicy(names=("single", "tsp", "kvr-s"))
 EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}
 FLASH = {"model": "llama-3-8b", "profile": "h100-flash", "cluster": "h100-nvlink"}
-TRACES = {  # file -> machine and target
+TRACES = {  # machine and target in seconds, by file
     "azure_2023_conv.csv": (EAGER, 1.0),
     "azure_2023_code.csv": (EAGER, 2.0),
     "mooncake_conversation.csv": (FLASH, 2.0),
@@ -51,12 +51,12 @@ def scenario(machine: dict[str, str], **lengths: int) -> Scenario:
 
 
 def poisson(count: int, rate_per_s: float, seed: int) -> np.ndarray:
-    """Arrival times of a Poisson process."""
+    """Arrival times of a Poisson process, in seconds."""
     return np.cumsum(np.random.default_rng(seed).exponential(1 / rate_per_s, count))
 
 
 def a_million(repeats: int = 3) -> list[str]:
-    """Seconds for a million requests on 14 groups at 86 % load."""
+    """Measure seconds for a million requests on 14 groups at 86 % load."""
     arrival_s = poisson(MILLION, 1.0, seed=0)
     service = Service.plain(np.random.default_rng(1).exponential(12.0, MILLION))
     plain = Pool(arrival_s=arrival_s, service=service, replicas=14)
@@ -76,7 +76,7 @@ def a_million(repeats: int = 3) -> list[str]:
 
 
 def a_million_planned() -> str:
-    """Seconds of a whole plan, in a fresh process."""
+    """Measure seconds of a whole plan, in a fresh process."""
     spec = f"synthetic:diurnal,rate=40,requests={MILLION},context=lognormal:2k:1,max=12k"
     options = ["--model", "llama-7b", "--cluster", "a100-nvlink"]
     options += [
@@ -95,7 +95,7 @@ def a_million_planned() -> str:
 
 
 def answered_s(requests: str, options: Sequence[str]) -> float:
-    """Wall time of the command in a fresh process."""
+    """Wall time of `kvrsim capacity` in a fresh process, in seconds."""
     command = [sys.executable, "-m", "kvrsim.cli.main", "capacity", "--requests", requests, *options]
     begin_s = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
@@ -103,14 +103,14 @@ def answered_s(requests: str, options: Sequence[str]) -> float:
 
 
 def erlang_wait(groups: int, load: float) -> float:
-    """Mean wait of M/M/c, service 1 s."""
+    """Mean wait of M/M/c in seconds, with a service time of 1 s."""
     terms = [load**k / math.factorial(k) for k in range(groups)]
     last = load**groups / math.factorial(groups) * groups / (groups - load)
     return last / (sum(terms) + last) / (groups - load)
 
 
 def crommelin_wait(groups: int, load: float) -> float:
-    """Mean wait of M/D/c, service 1 s: Spitzer's sum for steps of 1 - Erlang(c)."""
+    """Mean wait of M/D/c in seconds, with a service time of 1 s: Spitzer's sum for steps of 1 - Erlang(c)."""
     from scipy.stats import poisson as law
 
     k = np.arange(1, 3000)
@@ -118,7 +118,7 @@ def crommelin_wait(groups: int, load: float) -> float:
 
 
 def theory(seeds: int = 4, count: int = 500_000) -> list[str]:
-    """Relative errors of simulated mean waits."""
+    """Relative errors of simulated mean waits, compared with theory."""
     lines = []
     for groups, share in ((1, 0.7), (4, 0.7), (8, 0.8), (20, 0.8)):
         load = groups * share
@@ -139,7 +139,7 @@ def theory(seeds: int = 4, count: int = 500_000) -> list[str]:
 
 
 def times_against_search(count: int = 40) -> list[str]:
-    """Interpolated service times against the best of a full search, single GPU and TSP."""
+    """Compare interpolated service times with the best of a full search of single GPU, TSP and KVR-S."""
     lines = []
     rng = np.random.default_rng(0)
     for machine in (EAGER, FLASH):
@@ -160,7 +160,7 @@ def times_against_search(count: int = 40) -> list[str]:
 
 
 def best_s(machine: dict[str, str], gpus: int, new: int, cached: int) -> float:
-    """TTFT of the best strategy, KVR-S fully searched."""
+    """TTFT of the best strategy, with a full search of KVR-S."""
     asked = scenario(machine, ctx=new + cached, cached_prefix=cached, gpus=gpus)
     found = [search(asked, STRATEGIES["kvr-s"]).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
@@ -170,7 +170,7 @@ def best_s(machine: dict[str, str], gpus: int, new: int, cached: int) -> float:
 
 
 def answers(folder: Path) -> list[str]:
-    """The command's answers and times on each trace, in a fresh process."""
+    """Answers and wall times of the command on each trace, in fresh processes."""
     lines = ["| trace | machine | target | answer | wall |", "|---|---|---|---|---|"]
     for name, (machine, slo_s) in TRACES.items():
         options = [f"--{key}={value}" for key, value in machine.items()] + ["--slo-ttft", f"{slo_s:g}s"]
@@ -183,7 +183,7 @@ def answers(folder: Path) -> list[str]:
 
 
 def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
-    """All fits, best first."""
+    """All designs that meet the target, best first."""
     request: CapacityRequest = make_request(FleetArgs(requests=requests, slo_ttft=slo_s), scenario(machine))
     workload = request.source.workload(0)
     times = cached_times(machine, requests)
@@ -202,7 +202,7 @@ def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
 
 
 def described(fit: Fit) -> str:
-    """GPUs and groups."""
+    """Format a design: GPUs, and groups."""
     groups = " + ".join(
         f"{group.replicas} × {group.type.gpus}" + ("" if len(fit.fleet) == 1 else f" (to {group.most_new})")
         for group in fit.fleet
@@ -211,7 +211,7 @@ def described(fit: Fit) -> str:
 
 
 def mixed_against_uniform(folder: Path) -> list[str]:
-    """Fewest GPUs of uniform and of mixed fleets, with queues of two orders, on the Mooncake trace."""
+    """Fewest GPUs of uniform and of mixed fleets on the Mooncake trace, with queues in two orders."""
     path = str(folder / "mooncake_conversation.csv")
     lines = [
         "| requests | target | first come: uniform | best | less | shortest first: uniform | best | less |",
@@ -239,7 +239,7 @@ def mixed_against_uniform(folder: Path) -> list[str]:
 
 
 def early_ranks(folder: Path) -> list[str]:
-    """The gain where early ranks of a chain begin the next prompt, in the smallest uniform fleets."""
+    """The gain if early ranks of a chain start the next prompt, in the smallest uniform fleets."""
     path = str(folder / "mooncake_conversation.csv")
     source = Source.of(path, rate_scale=20.0)
     workload = source.workload(0)
@@ -259,19 +259,19 @@ def early_ranks(folder: Path) -> list[str]:
 
 
 def early(service: Service, workload: Workload, replicas: int) -> float:
-    """99th percentile of TTFT where ranks are free early."""
+    """99th percentile of TTFT if ranks become free early."""
     run = run_pool(Pool(arrival_s=workload.arrival_s, service=service, replicas=replicas))
     return percentile_of(run.end_s - workload.arrival_s, 99)
 
 
 def held(service: Service, workload: Workload, replicas: int) -> float:
-    """99th percentile of TTFT where all ranks are held until the first token."""
+    """99th percentile of TTFT if all ranks are busy until the first token."""
     whole = replace(service, overlap=Overlap.whole(), length_class=0 * service.length_class, strategies=("whole",))
     return early(whole, workload, replicas)
 
 
 def main() -> None:
-    """Measure, and write benchmarks/results/capacity.md, with --traces capacity_traces.md."""
+    """Measure, and write benchmarks/results/capacity.md, or capacity_traces.md with --traces."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, help="folder of the public traces")
     folder = parser.parse_args().traces

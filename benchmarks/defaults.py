@@ -1,7 +1,7 @@
 """Quality and speed of the default answer: 60 questions to `kvrsim plan`, compared with `--strategies all`.
 
-The default compares everything that could fit within a search budget, `all` searches each strategy to its end. TTFTs
-are simulated; CPU seconds are measured, of the whole command in a process of its own.
+The default compares all strategies that can fit within a search budget; `all` searches each strategy to its end. TTFTs
+are simulated. CPU seconds are measured for the whole command in its own process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MODELS = (
 CLUSTERS = ("2x8xh100", "8xh200", "8xb200")
 CONTEXTS = ("16k", "128k")
 QUESTIONS = tuple(product(MODELS, CLUSTERS, CONTEXTS))
-NEAR, USUAL_S, MOST_S, USUAL = 0.02, 3.0, 8.0, 54  # targets: gap, CPU seconds of that many questions, and of all
-ALL = Path(__file__).parent / "results" / "defaults_all.json"  # answers of `all`, which take hours
+NEAR, USUAL_S, MOST_S, USUAL = 0.02, 3.0, 8.0, 54  # targets: gap; CPU seconds of USUAL and of all questions
+ALL = Path(__file__).parent / "results" / "defaults_all.json"  # answers with `--strategies all`, which take hours
 
-# "best", "engines" and "probe", which no search changes: strategy and TTFT; None: nothing fits
+# Strategy and TTFT for the keys "best", "engines" and "probe"; None: nothing fits. No search changes the probe.
 Answer = dict[str, dict[str, Any] | None]
 
 
@@ -45,19 +45,19 @@ def answer(plan: Plan) -> Answer:
 
 
 def ask(question: tuple[str, str, str], **options: Any) -> Plan:
-    """The plan of a question."""
+    """Make the plan for a question."""
     model, cluster, ctx = question
     return kvrsim.plan(model=model, cluster=cluster, ctx=ctx, **options)
 
 
 def gap(default: Answer, everything: Answer, key: str) -> float:
-    """Relative difference of the default's TTFT from that of `all`; 0 if nothing fits in both."""
+    """Relative difference of the default's TTFT from that of `all`; 0 if nothing fits in either."""
     here, there = default[key], everything[key]
     return 0.0 if here is None and there is None else here["ttft_s"] / there["ttft_s"] - 1 if here and there else 1.0
 
 
 def cpu_s(question: tuple[str, str, str]) -> float:
-    """CPU seconds of the command, user and system."""
+    """User and system CPU seconds of the command."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     model, cluster, ctx = question
     command = [sys.executable, "-m", "kvrsim", "plan", model, cluster, "--ctx", ctx]
@@ -67,7 +67,7 @@ def cpu_s(question: tuple[str, str, str]) -> float:
 
 
 def answer_of_all(question: tuple[str, str, str], default: Answer, *, anew: bool) -> Answer:
-    """The answer of `all`, from the file unless the model of time has changed or `anew` is true."""
+    """The answer with `all`, from the file unless the model of time has changed or `anew` is true."""
     known: dict[str, Answer] = json.loads(ALL.read_text()) if ALL.exists() else {}
     key = " ".join(question)
     if anew or key not in known or known[key]["probe"] != default["probe"]:
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--anew", action="store_true", help="search all strategies again: hours")
     anew = parser.parse_args().anew
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its modules compiled
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # modules of an installed package are compiled
     cells, gaps, engine_gaps, seconds = [], [], [], []
     for question in QUESTIONS:
         plan = ask(question)

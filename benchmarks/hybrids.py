@@ -1,4 +1,4 @@
-"""Hybrids: the cost of latents and states in a chain of ranks, and what KV-Runahead gains for families of models."""
+"""Hybrid models: the cost of latents and states in a chain of ranks, and the gain by KV-Runahead for models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_seconds
 from validate.report import write_benchmark
 
-MODELS = {  # dtype: one in which a GPU of 141 GB holds the whole model, where there is one
+MODELS = {  # dtype with which a GPU of 141 GB holds the whole model, if there is one; None: the model's own
     "llama-3.1-70b": "fp8",
     "gpt-oss-120b": None,
     "deepseek-v3": None,
@@ -36,7 +36,7 @@ NUM_GPUS = 8
 
 
 def expanded_prefix(cluster: str) -> Iterator[str]:
-    """Time to expand the latents of earlier ranks, on the last of eight ranks of DeepSeek-V3 with even chunks."""
+    """Yield a table of the time to expand earlier ranks' latents, on the last of eight ranks with even chunks."""
     yield "| context | queries of a rank | expanding the prefix, of the layer | attention expanded | absorbed |"
     yield "|---|---:|---:|---:|---:|"
     for ctx in CONTEXTS:
@@ -54,7 +54,7 @@ def expanded_prefix(cluster: str) -> Iterator[str]:
 
 
 def compared(cluster: str) -> Iterator[str]:
-    """TTFT of strategies on eight GPUs."""
+    """Yield a table of the strategies' TTFTs on eight GPUs."""
     head = " | ".join(COMPARED)
     yield f"| model | context | {head} | fastest | over the next | searched over even chunks | fastest that fits |"
     yield f"|---|---:|{'---:|' * len(COMPARED)}---|---:|---:|---|"
@@ -71,25 +71,25 @@ def compared(cluster: str) -> Iterator[str]:
 
 
 def cell(ttft_s: float, *, fits: bool) -> str:
-    """Milliseconds; in brackets if the memory is too small."""
+    """Format milliseconds; in brackets if the memory is too small."""
     text = f"{1e3 * ttft_s:.4g}"
     return text if fits else f"({text})"
 
 
 @cache
 def planned(name: str, ctx: str, cluster: str) -> Plan:
-    """The plan on eight GPUs, with strategies that do not fit."""
+    """The plan on eight GPUs; strategies that do not fit are included."""
     return kvrsim.plan(**asked(name, ctx, cluster), strategies=list(COMPARED))  # type: ignore[arg-type]
 
 
 def asked(name: str, ctx: str, cluster: str) -> dict[str, object]:
-    """The question without the strategies."""
+    """Arguments of the plan, without the strategies."""
     dtype = {} if MODELS[name] is None else {"dtype": MODELS[name]}
     return {"model": name, "ctx": ctx, "cluster": cluster, "gpus": NUM_GPUS, **dtype}
 
 
 def states(cluster: str) -> Iterator[str]:
-    """The cost of waiting for the state of the previous rank."""
+    """Yield a table of the cost of waiting for the state of the previous rank."""
     yield "| model | context | kvr-s, ms | with states at once | difference | scan s | message h | (p - 1)(s + h) |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     strategy = STRATEGIES["kvr-s"]
@@ -111,7 +111,7 @@ def states(cluster: str) -> Iterator[str]:
 
 
 def without_states(program: Program) -> Program:
-    """The program in which no rank waits for a state."""
+    """The same program, but no rank waits for a state."""
 
     def kept(op: Op) -> bool:
         return not (isinstance(op, Send | Recv) and op.payload == "state")
@@ -121,7 +121,7 @@ def without_states(program: Program) -> Program:
 
 
 def longest(program: Program, scenario: Scenario) -> tuple[float, float]:
-    """Seconds of the longest scan and of the longest message with a state."""
+    """Seconds of the longest scan, and of the longest message with a state."""
     ops = [op for ranks in program.layers for rank in ranks for op in rank]
     scan_s = max(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.name == "scan")
     path = scenario.cluster.path(0, 1)
@@ -130,7 +130,7 @@ def longest(program: Program, scenario: Scenario) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run all, and write benchmarks/results/hybrids.md."""
+    """Compute all tables, and write benchmarks/results/hybrids.md."""
     lines = [
         "All times are simulated.",
         "",

@@ -1,13 +1,13 @@
-"""Mutation testing of the model of time and of the bounds: which small changes of the code no law notices.
+"""Mutation testing of the model of time and of the bounds: which small changes of the code no test notices.
 
 python benchmarks/mutation.py [--sample 150] [--seed 1] [--only PATH]    try mutants that have no result yet
 python benchmarks/mutation.py --report                                   write results/mutation.md
 
-A mutant is one changed operator, constant, condition or call, or one statement left out; assertions, messages and
-imports are left alone. Each runs in a fork, in which the mutated definitions replace the module's, with the tests that
-cover it. Results are kept in results/mutation.json. The name of a mutant is the code of its statement, so that it is
-tried again where the statement changes. data/equivalent_mutants.json holds survivors that cannot change an answer,
-with the reason.
+A mutant is the code with one changed operator, constant, condition or call, or without one statement; assertions,
+messages and imports stay unchanged. The tests of each mutant run in a fork, in which the mutant's definitions replace
+those of the module. Results are kept in results/mutation.json. A mutant's name contains the code of the changed
+statement, so that a mutant is tried again if the statement changes. data/equivalent_mutants.json lists surviving
+mutants that cannot change an answer, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _noise(*names: str) -> list[str]:
 
 
 _LAYOUTS = "tests/kvrsim/executors/test_pipeline.py"
-TESTS = {  # tests that cover a module; those that find the most first
+TESTS = {  # tests that cover a module; tests that detect the most mutants come first
     "kvrsim/executors/batch.py": [
         "tests/kvrsim/executors/test_executors.py",
         *_agree(_SHOWN, "own links"),
@@ -91,7 +91,7 @@ TESTS = {  # tests that cover a module; those that find the most first
     ],
 }
 Change = Callable[[], object]
-LIMIT_S = 120  # CPU seconds of one mutant; more means that it never ends
+LIMIT_S = 120  # CPU seconds of one mutant; a mutant that takes longer never ends
 _OPERATORS = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -101,7 +101,7 @@ _NAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max"
 
 
 def mutants(path: str) -> Iterator[tuple[str, int]]:
-    """Names and numbers of all mutants of a module."""
+    """Yield names and numbers of all mutants of a module."""
     names = Counter[str]()
     for number, (statement, what, _) in enumerate(_sites(ast.parse((ROOT / path).read_text()))):
         name = f"{path}: {' '.join(ast.unparse(statement).split())[:150]}: {what}"
@@ -110,7 +110,7 @@ def mutants(path: str) -> Iterator[tuple[str, int]]:
 
 
 def mutant(path: str, number: int) -> ast.Module:
-    """The code of one mutant."""
+    """The syntax tree of one mutant."""
     tree = ast.parse((ROOT / path).read_text())
     _, _, change = next(islice(_sites(tree), number, None))
     change()
@@ -118,7 +118,7 @@ def mutant(path: str, number: int) -> ast.Module:
 
 
 def _sites(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, Change]]:
-    """The statement, the name and the function of each change."""
+    """Yield, for each change, the statement, the name, and the function that makes the change."""
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.Assert | ast.Raise | ast.Import):
             continue
@@ -131,7 +131,7 @@ def _sites(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, Change]]:
 
 
 def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Nodes of a statement without those of other statements and of annotations."""
+    """Yield the nodes of a statement, without those of inner statements and annotations."""
     for name, value in ast.iter_fields(statement):
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.expr) and name not in ("annotation", "returns", "decorator_list", "bases"):
@@ -185,7 +185,7 @@ def is_killed(path: str, tree: ast.Module) -> bool:
 
 
 def _replace(path: str, tree: ast.Module) -> None:
-    """Run the mutated module, and replace what any module has of the original by what it defines."""
+    """Run the mutated module, and replace the original's definitions in all modules that have imported them."""
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     mutated = {"__name__": module.__name__, "__file__": module.__file__, "__package__": module.__package__}
     exec(compile(tree, path, "exec"), mutated)
@@ -197,8 +197,8 @@ def _replace(path: str, tree: ast.Module) -> None:
 
 
 def report(results: dict[str, bool], sample: str) -> None:
-    """Write the page: killed mutants per module, and all survivors. sample: how the mutants were drawn."""
-    from validate.report import write_benchmark  # only here: a mutant needs no reports
+    """Write the page: killed mutants per module, and all survivors. sample: description of the drawn mutants."""
+    from validate.report import write_benchmark  # not at the top: a mutant needs no reports
 
     reasons = json.loads(EQUIVALENT.read_text())
     lines = ["| module | mutants | killed | equivalent | killed of the others |", "|---|---|---|---|---|"]
@@ -215,7 +215,7 @@ def report(results: dict[str, bool], sample: str) -> None:
 
 
 def main() -> None:
-    """Try a sample of mutants, or report."""
+    """Try a sample of mutants, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
@@ -227,7 +227,7 @@ def main() -> None:
     for path in TESTS:
         importlib.import_module(path.removesuffix(".py").replace("/", "."))
     every = [(path, *one) for path in TESTS for one in mutants(path)]
-    # Sorted by a hash of the name, so that a sample stays much the same when the code changes.
+    # Sorted by a hash of the name, so that a sample changes little when the code changes.
     drawn = sorted(every, key=lambda one: sha256(f"{args.seed} {one[1]}".encode()).digest())[: args.sample]
     if args.report:
         known = {name for _, name, _ in drawn}

@@ -1,7 +1,7 @@
-"""Interactive pages in Chromium: size, time until the first paint, and frames a second while a reader zooms.
+"""Interactive pages in Chromium: size, time until the first paint, and frames per second while a reader zooms.
 
-The Gantt is that of 8 ranks x 80 layers: five strategies for the size and the paint, and 100,000 spans in view at once
-for the frames. The browser draws without a GPU.
+The charts show the timelines of 8 ranks x 80 layers: of five strategies for size and paint, and with 100,000 spans in
+view at once for the frames. The browser draws without a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRAMES = 120
 SPANS = 100_000
 STRATEGIES = ("tsp", "kvr-s", "ring", "zigzag", "ulysses")
 
-# Zooms in and out about the middle, one step a frame; milliseconds between frames, and of drawing alone.
+# Script that zooms in and out about the middle, one step per frame; returns the milliseconds between frames.
 _ZOOM = """
 const [frames, done] = arguments;
 const chart = kvTimelineChart;
@@ -52,14 +52,14 @@ requestAnimationFrame(frame);
 
 
 def pages() -> tuple[Page, Page]:
-    """A plan of five strategies, and a timeline of at least SPANS spans."""
+    """A page with a plan of five strategies, and a page with a timeline of at least SPANS spans."""
     scenario, _ = make_scenario(model="llama-2-70b", gpus=8, ctx="16k", profile="a100-flash")
     plan = make_plan(scenario, strategies=STRATEGIES, timelines="all")
     return plan_page(plan), timeline_page(repeated(plan.timelines["ring"]))
 
 
 def repeated(timeline: Timeline) -> Timeline:
-    """The timeline, repeated until it has SPANS spans."""
+    """The timeline, repeated until it has at least SPANS spans."""
     end_s, times = timeline.end_s, -(-SPANS // len(timeline.spans))
     moved = [
         replace(span, start_s=span.start_s + number * end_s, end_s=span.end_s + number * end_s)
@@ -76,7 +76,7 @@ def timeline_page(timeline: Timeline) -> Page:
 
 
 def painted_ms(page: Opened) -> tuple[float, float]:
-    """Milliseconds of one load until the first paint, and until everything is drawn."""
+    """Milliseconds from the start of a load until the first paint, and until everything is drawn."""
     code = """
         const paint = performance.getEntriesByName('first-contentful-paint')[0];
         return [paint.startTime, Math.max(...performance.getEntriesByName('kv-drawn').map((mark) => mark.startTime))];
@@ -86,7 +86,7 @@ def painted_ms(page: Opened) -> tuple[float, float]:
 
 
 def row(driver: Any, name: str, path: Path, *, zooms: bool = False) -> str:
-    """A page's size, times of painting and drawing, and frame rate while zooming."""
+    """A row with a page's size, times of painting and drawing, and frame rate while zooming."""
     loads = [painted_ms(Opened.at(driver, path)) for _ in range(LOADS)]
     paints = [f"{spread([load[which] for load in loads])}" for which in (0, 1)]
     frames = driver.execute_async_script(_ZOOM, FRAMES) if zooms else []
@@ -95,13 +95,13 @@ def row(driver: Any, name: str, path: Path, *, zooms: bool = False) -> str:
 
 
 def written(page: Page, path: Path) -> Path:
-    """Write a page to a file."""
+    """Write a page to a file, and return the path."""
     write_page(page, path)
     return path
 
 
 def main() -> None:
-    """Measure, and write the results."""
+    """Measure, and write benchmarks/results/pages.md."""
     load = os.getloadavg()[0]
     lines = [
         "| page | bytes | first paint, ms | drawn, ms | frames a second while zooming | slowest of 20 frames, ms |",

@@ -1,9 +1,9 @@
 """Pieces of a pipeline in the simulator: even pieces, SGLang's dynamic chunking, and searched pieces.
 
-Dynamic chunking as in SGLang (python/sglang/srt/managers/scheduler_pp_mixin.py, read in 2026): latencies of whole
-prompts are fitted by a l^2 + b l + c; a piece behind L tokens has x tokens where the fit grows by as much as over the
-first piece; x is drawn to the first piece's length by a smooth factor (SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR, 0.75),
-is at least a quarter of it, and is rounded down to a multiple of 64.
+Dynamic chunking as in SGLang (python/sglang/srt/managers/scheduler_pp_mixin.py, read in 2026): a l^2 + b l + c is
+fitted to latencies of whole prompts of l tokens. A piece after L tokens has the length x for which the fitted latency
+grows as much as over the first piece. A smooth factor (SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR, 0.75) moves x towards the
+length of the first piece; x is at least a quarter of that length, rounded down to a multiple of 64.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from validate.report import write_benchmark
 
 EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
 MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")
-FLOORS = (4096, PAGE)  # tokens
-SMOOTH = 0.75  # SGLang's default
+FLOORS = (4096, PAGE)  # least tokens of a piece
+SMOOTH = 0.75  # SGLang's default smooth factor
 FIXED = (4096, 8192, 16384)  # tokens per piece: usual values of SGLang's chunked_prefill_size
-TARGET = 0.08  # by which searched pieces are to be faster
-_FITTED, _MOST = 24, 64  # whole prompts that are fitted; pieces
+TARGET = 0.08  # target: least relative gain of searched pieces over even pieces
+_FITTED, _MOST = 24, 64  # number of whole prompts in the fit; largest number of pieces
 
 
 def fitted(scenario: Scenario, longest: int) -> tuple[float, float]:
-    """Quadratic and linear coefficient of a prompt's latency in the first stage, fitted as in SGLang."""
+    """Quadratic and linear coefficients of a prompt's latency in the first stage, fitted as in SGLang."""
     lengths = np.linspace(longest / _FITTED, longest, _FITTED).astype(int)
     seconds = []
     for length in lengths:
@@ -51,7 +51,7 @@ def _with_context(scenario: Scenario, length: int) -> tuple[Scenario, int]:
 
 
 def dynamic(scenario: Scenario, first: int, smooth: float, fit: tuple[float, float]) -> tuple[int, ...]:
-    """SGLang's pieces for a first piece of `first` tokens."""
+    """SGLang's pieces, of which the first has `first` tokens."""
     square, straight = fit
     tokens = scenario.request.new_tokens
     target = square * first * first + straight * first
@@ -65,7 +65,7 @@ def dynamic(scenario: Scenario, first: int, smooth: float, fit: tuple[float, flo
 
 
 class Setting:
-    """A model with one engine's step time; searches are cached."""
+    """A model, and how the engine's step time is computed; searches are cached."""
 
     def __init__(self, model: str, steps: Callable[[Scenario], Scenario], title: str) -> None:
         scenario, _ = make_scenario(ctx="128k", gpus=8, model=model, cluster="h100-nvlink")
@@ -81,13 +81,13 @@ class Setting:
         return self._found[floor]
 
     def rows(self) -> list[str]:
-        """The best pieces of each kind, for each of FLOORS."""
+        """Rows with the best pieces of each kind, for each of FLOORS."""
         fit, lines = fitted(self.placed, self.tokens // 4), []
         for floor in FLOORS:
             found, bound_s = self.found(floor)
             numbers = sorted({round(float(one)) for one in np.geomspace(2, min(self.tokens // floor, _MOST * 8), 24)})
             even_s, number = min((self._even_s(one), one) for one in numbers)
-            # SGLang's guide: the first piece is 2 or 3 times the best even one; none is below a quarter of it.
+            # SGLang's guide: the first piece is 2 or 3 times the best even one; the least is a quarter of the first.
             base = self.tokens // number
             asked = [(times * base // PAGE * PAGE, smooth) for times in (2, 3) for smooth in (0.65, SMOOTH, 0.85)]
             tried = {one: dynamic(self.placed, *one, fit) for one in asked}
@@ -102,7 +102,7 @@ class Setting:
         return lines
 
     def fixed_rows(self) -> list[str]:
-        """Pieces of a fixed length, compared with searched pieces of at least that length."""
+        """Rows with pieces of a fixed length, compared with searched pieces of at least that length."""
         lines, free_s = [], self.found(PAGE)[0].ttft_s
         for length in FIXED:
             even_s = self._even_s(self.tokens // length)

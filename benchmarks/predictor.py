@@ -1,7 +1,7 @@
-"""Errors of predictors relative to the simulator, on their knots and between them, and the time to build them.
+"""Errors of predictors relative to the simulator, on and between their knots, and the time to build predictors.
 
-The simulator is `kvrsim simulate` with the strategy's own partition, searched in full. Under "best" it simulates every
-strategy of the predictor and takes the fastest that fits.
+The simulator is `kvrsim simulate` with the strategy's own partition, from a full search. For "best", all strategies of
+the predictor are simulated, and the fastest that fits is taken.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SETTINGS: dict[str, tuple[str, str | None, int, str]] = {  # model, cluster, GPU
     "llama-7b, 8 A100, eager": ("llama-7b", None, 8, "kvr-s"),
     "qwen3-32b, 4 H200": ("qwen3-32b", "h200-nvlink", 4, "tp2+pp"),
 }
-PLACES = 30  # of each kind
+PLACES = 30  # number of prefills on knots, and of prefills between knots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One prefill."""
+    """A prefill at a place of the predictor's grid, or between places."""
 
     new_tokens: int
     cached_prefix: int
@@ -45,7 +45,7 @@ class Place:
 
 
 def simulated_s(scenario: Scenario, predictor: TtftPredictor, place: Place) -> tuple[float, str] | None:
-    """TTFT of the fastest of the predictor's strategies that fits, and its name; None: none fits."""
+    """TTFT and name of the predictor's fastest strategy that fits; None: no strategy fits."""
     context_len = place.new_tokens + place.cached_prefix
     request = replace(scenario.request, context_len=context_len, cached_prefix=place.cached_prefix, batch=place.batch)
     asked, found = replace(scenario, request=request), []
@@ -59,7 +59,7 @@ def simulated_s(scenario: Scenario, predictor: TtftPredictor, place: Place) -> t
 
 
 def places(predictor: TtftPredictor, rng: np.random.Generator, *, on_knots: bool) -> list[Place]:
-    """Random prefills within the longest context, new tokens and prefixes drawn by their logarithms."""
+    """Draw random prefills within the longest context; between knots, new tokens and prefixes are log-uniform."""
     found: list[Place] = []
     knots, longest = predictor.new_tokens, predictor.longest_context
     while len(found) < PLACES:
@@ -76,7 +76,7 @@ def places(predictor: TtftPredictor, rng: np.random.Generator, *, on_knots: bool
 
 
 def errors(scenario: Scenario, predictor: TtftPredictor, asked: Sequence[Place]) -> tuple[list[float], int, int]:
-    """Relative errors, the number of prefills that fit in only one of both, and that of different strategies."""
+    """Relative errors, number of prefills that fit by only one method, and number with different strategies."""
     found, disagree, other = [], 0, 0
     for place in asked:
         truth = simulated_s(scenario, predictor, place)
@@ -95,7 +95,7 @@ def errors(scenario: Scenario, predictor: TtftPredictor, asked: Sequence[Place])
 
 
 def row(name: str) -> str:
-    """One setting: seconds to build, size, and errors."""
+    """A row with a setting's build seconds, size, and errors."""
     model, cluster, gpus, strategy = SETTINGS[name]
     scenario, _ = make_scenario(ctx="128k", batch=8, model=model, cluster=cluster, gpus=gpus)
     begin_s = time.perf_counter()

@@ -29,7 +29,7 @@ def scenario_of(new_tokens: int, **about: Any) -> Scenario:
 
 
 def ttft_ms(scenario: Scenario, name: str) -> tuple[float, PrefixAccess | None]:
-    """TTFT with the strategy's own partition, and how its ranks attend to the prefix."""
+    """TTFT in ms with the strategy's own partition, and how its ranks attend to the prefix."""
     strategy = get_strategy(name)
     placed = per_rank_scenario(scenario, strategy)
     cut = partition_of(placed, strategy)
@@ -37,7 +37,7 @@ def ttft_ms(scenario: Scenario, name: str) -> tuple[float, PrefixAccess | None]:
 
 
 def by_place(new_tokens: int) -> Iterator[str]:
-    """A table with one row per strategy and one column per placement."""
+    """Yield a table with one row per strategy and one column per placement."""
     yield f"| {format_tokens(new_tokens)} new tokens | " + " | ".join(PLACES) + " |"
     yield "|---" * (len(PLACES) + 1) + "|"
     best = dict.fromkeys(PLACES, np.inf)
@@ -60,7 +60,7 @@ def by_place(new_tokens: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """A table per number of new tokens."""
+    """Write benchmarks/results/prefixes.md, with one table per number of new tokens."""
     lines = [
         "Llama-3-8B on 8 H100 with NVLink, a cached prefix of 128k tokens (16 GiB of K and V), profile h100-flash with",
         "engine serving. All times are simulated; none of moving a prefix was measured.",

@@ -1,6 +1,6 @@
-"""How good the found partitions are: against exhaustive search, the paper's full grid, random ones and the bound.
+"""Quality of found partitions, compared with exhaustive search, the paper's full grid, random partitions and the bound.
 
-Arguments: how many settings on a bus, elsewhere, and of pipelines a random descent is tried in.
+Arguments: numbers of settings for the random descents: on a bus, on other networks, and for pipelines.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from planner.search.search import SearchResult, search
 from validate.report import write_benchmark
 
 KVR, SEARCHED = STRATEGIES["kvr-s"], STRATEGIES["pp-s"]
-_ELSEWHERE = 100_000  # the first number of a setting that is no bus
-_FRESH = 300_000  # and of one by which nothing of the search was chosen
-_TELL = 0.001  # gains above this are printed
+_ELSEWHERE = 100_000  # number of the first setting on another network than a bus
+_FRESH = 300_000  # number of the first setting that was not used in the design of the search
+_TELL = 0.001  # relative gain above which a setting is printed
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")
 
 
 def settings(rng: np.random.Generator, count: int, ranks: tuple[int, int], *, few_layers: bool) -> Iterator[Scenario]:
-    """Random models, lengths, links, profiles, cached prefixes; now and then very few layers."""
+    """Yield scenarios with random models, lengths, links, profiles and cached prefixes; some have very few layers."""
     for _ in range(count):
         num_ranks = int(rng.integers(ranks[0], ranks[1] + 1))
         scenario, _ = make_scenario(
@@ -66,7 +66,7 @@ def exhaustive(scenario: Scenario, stride: int) -> float:
 
 
 def against_exhaustive(count: int = 200) -> list[str]:
-    """Found over best, at a stride of a 40th of the context or less."""
+    """Compare found partitions with the best at the same stride, a 40th of the new tokens."""
     rng = np.random.default_rng(1)
     ratios = []
     for scenario in settings(rng, count, (2, 4), few_layers=True):
@@ -80,7 +80,7 @@ def against_exhaustive(count: int = 200) -> list[str]:
 
 
 def against_random(count: int = 200) -> list[str]:
-    """Random partitions, perturbations of the winner, and the proven bound."""
+    """Compare found partitions with random ones and perturbations of the found ones, and with the proven bound."""
     rng = np.random.default_rng(2)
     gains, moved, gaps, violations = [], [], [], 0
     for scenario in settings(rng, count, (2, 12), few_layers=True):
@@ -106,7 +106,7 @@ def against_random(count: int = 200) -> list[str]:
 
 
 def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenario:
-    """A random model, length, number of GPUs, prefix and link, from 1 MB/s to 1 TB/s."""
+    """A scenario with a random model, length, number of GPUs, prefix and link, from 1 MB/s to 1 TB/s."""
     num_ranks, topology = int(rng.integers(2, 9)), str(rng.choice(topologies))
     scenario, _ = make_scenario(
         ctx=int(2 ** rng.uniform(9, 16)),
@@ -128,7 +128,7 @@ def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenar
 
 
 def _uneven(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """With some GPUs up to twice, and some links between neighbours up to 32 times slower."""
+    """The scenario with some GPUs up to 2 times slower, and some links between neighbours up to 32 times slower."""
     ranks = range(scenario.cluster.num_gpus)
     gpus = [SlowGpu(rank=rank, factor=float(2 ** rng.uniform(0, 1))) for rank in ranks if rng.random() < 0.3]
     links = [
@@ -140,7 +140,7 @@ def _uneven(scenario: Scenario, rng: np.random.Generator) -> Scenario:
 
 
 def _in_nodes(scenario: Scenario, gpus_per_node: int, share: float) -> Scenario:
-    """Machines of so many GPUs, with a network between them that has a share of the links' bandwidth."""
+    """The scenario with nodes of this number of GPUs, and a network whose bandwidth is a share of the links'."""
     link = scenario.cluster.link
     network = replace(link, name="network", bandwidth_bytes_per_s=share * link.bandwidth_bytes_per_s)
     cluster = replace(scenario.cluster, topology="nodes", gpus_per_node=gpus_per_node, network=network)
@@ -148,9 +148,10 @@ def _in_nodes(scenario: Scenario, gpus_per_node: int, share: float) -> Scenario:
 
 
 def descended(scenario: Scenario, chunks: tuple[int, ...], rng: np.random.Generator, most: int = 2000) -> float:
-    """The best TTFT of two random descents side by side: from the chunks, and from the best of 100 random partitions.
+    """The best TTFT of two random descents: from the chunks, and from the best of 100 random partitions.
 
-    Each round tries 100 moves of each: some tokens of one rank go to another, or all chunks are scaled at random.
+    Each round tries 100 moves in both descents: some tokens of a rank go to another rank, or all chunks are scaled at
+    random.
     """
     evaluator, tokens, ranks = Evaluator(scenario, KVR), sum(chunks), len(chunks)
     seeds = np.concatenate([[chunks], _whole(rng.dirichlet(np.full(ranks, 0.5), size=100), tokens)])
@@ -168,7 +169,7 @@ def descended(scenario: Scenario, chunks: tuple[int, ...], rng: np.random.Genera
 
 
 def _moved(chunks, rng: np.random.Generator, tokens: int):  # type: ignore[no-untyped-def]
-    """100 partitions around this one, shape (100, ranks)."""
+    """100 random variations of this partition, shape (100, ranks)."""
     ranks = len(chunks)
     rows, index = np.repeat(chunks[None], 100, axis=0), np.arange(70)
     src = rng.integers(ranks, size=70)
@@ -182,15 +183,15 @@ def _moved(chunks, rng: np.random.Generator, tokens: int):  # type: ignore[no-un
 
 
 def _whole(shares, tokens: int):  # type: ignore[no-untyped-def]
-    """Rows of whole chunks of at least a token that sum to the tokens."""
+    """Convert rows of shares to rows of whole chunks: each has at least one token, and the sum is `tokens`."""
     ranks = shares.shape[1]
     ends = np.floor(np.cumsum(shares, axis=1) / shares.sum(axis=1, keepdims=True) * (tokens - ranks)).astype(np.int64)
-    ends[:, -1] = tokens - ranks  # whatever the sum of the shares is rounded to
+    ends[:, -1] = tokens - ranks  # also if the sum of the shares is rounded down
     return np.diff(ends, axis=1, prepend=0) + 1
 
 
 def against_descent(name: str, topologies: tuple[str, ...], first: int, count: int) -> list[str]:
-    """What a random descent of 2,000 evaluations gains on the found partition; first: the number of a setting."""
+    """Gains of random descents of 2,000 evaluations over found partitions; first: number of the first setting."""
     gains = []
     for number in range(first, first + count):
         rng = np.random.default_rng((3, number))
@@ -215,10 +216,10 @@ def against_descent(name: str, topologies: tuple[str, ...], first: int, count: i
 def descended_pipeline(scenario: Scenario, found: SearchResult, rng: np.random.Generator, page: int) -> float:
     """The best TTFT of a random descent of 2,000 evaluations over pieces of whole pages and layers of the stages.
 
-    A round moves tokens between the pieces; a round in two does so with a piece more or less or with other layers.
+    Each round moves tokens between the pieces. Every second round also splits or joins pieces, or moves layers.
     """
     pages = scenario.request.new_tokens // page
-    rest = scenario.request.new_tokens - page * pages  # the last piece has it
+    rest = scenario.request.new_tokens - page * pages  # the last piece gets these tokens
     pieces, layers = np.array(found.partition.chunk_lens), np.array(found.strategy.stage_layers or (), dtype=np.int64)
     pieces, best_s = np.append(pieces[:-1], pieces[-1] - rest) // page, found.ttft_s
     for number in range(80):
@@ -239,7 +240,7 @@ def descended_pipeline(scenario: Scenario, found: SearchResult, rng: np.random.G
 
 
 def _with_layer_moved(layers, rng: np.random.Generator):  # type: ignore[no-untyped-def]
-    """Some layers of one stage on another one."""
+    """Move some layers from one stage to another."""
     moved = layers.copy()
     src = int(rng.integers(len(layers)))
     dst = (src + 1 if src == 0 else src - 1) if rng.random() < 0.5 else int(rng.integers(len(layers)))
@@ -250,7 +251,7 @@ def _with_layer_moved(layers, rng: np.random.Generator):  # type: ignore[no-unty
 
 
 def _with_piece_more_or_less(pieces, rng: np.random.Generator):  # type: ignore[no-untyped-def]
-    """A piece in two parts, or with the one after it."""
+    """Split a piece into two, or join a piece with the next one."""
     at = int(rng.integers(len(pieces)))
     if pieces[at] > 1 and (rng.random() < 0.5 or len(pieces) == 1):
         first = int(rng.integers(1, pieces[at]))
@@ -262,7 +263,7 @@ def _with_piece_more_or_less(pieces, rng: np.random.Generator):  # type: ignore[
 
 
 def pipelines_against_descent(first: int, count: int) -> list[str]:
-    """The same of searched pieces and stages, on GPUs and links that are not alike; and the gap to the bound."""
+    """Gains of random descents over searched pieces and stages, with uneven GPUs and links, and gaps to the bound."""
     gains, gaps = [], []
     for number in range(first, first + count):
         rng = np.random.default_rng((4, number))
@@ -292,7 +293,7 @@ def pipelines_against_descent(first: int, count: int) -> list[str]:
 
 
 def against_the_papers_grid() -> list[str]:
-    """The full hierarchical grid, as published: 5^7 candidates a level for 8 GPUs."""
+    """Compare with the full hierarchical grid of the paper: 5^7 candidates per level for 8 GPUs."""
     lines = []
     for context_len in (8192, 12288, 16384):
         scenario, _ = make_scenario(ctx=context_len, gpus=8)

@@ -1,7 +1,7 @@
-"""The size of the house: `python benchmarks/size.py`.
+"""The size of the project's code: `python benchmarks/size.py`.
 
-Lines of code count no blanks, comments and docstrings; modules count `__init__`. It also lists functions with more
-than eight parameters, and counts the project modules that the default plan imports.
+Blank lines, comments and docstrings are not lines of code; `__init__` files are modules. The script also lists
+functions with more than eight parameters, and counts the project modules that the default plan imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ print(sum(name.split(".")[0] in {packages} for name in sys.modules))
 
 
 def code_lines(text: str) -> int:
-    """Lines that hold code."""
+    """Number of lines with code."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
@@ -65,7 +65,7 @@ def modules_of_the_default_plan() -> int:
 
 
 def main() -> None:
-    """One row per package, the sums, and the other measures."""
+    """Print one row per package, the sums, and the other figures."""
     print(f"{'package':10} {'code lines':>10} {'modules':>8} {'median lines of a module':>25}")
     sizes: list[int] = []
     total = 0

@@ -1,6 +1,6 @@
-"""How fast kvrsim answers: commands in fresh processes against importing numpy in one, in turn; partitions per second.
+"""Speed of kvrsim: commands in fresh processes compared with importing numpy, in turn; partitions per second.
 
-Commands of seconds run once. Wall times of a busy one say nothing; CPU times say a little.
+Commands that take seconds run once. On a busy machine, wall times mean nothing, and CPU times mean little.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from validate.report import write_benchmark
 from validate.results import spread
 
 NUMPY = ["-c", "import numpy"]
-NUMPY_S = 0.27  # of importing numpy on the machine that the targets in seconds are for
+NUMPY_S = 0.27  # seconds to import numpy on the machine for which the targets in seconds hold
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A command, and the longest that it is to take."""
+    """A command, and its time limit."""
 
     command: str
     repeats: int
-    most: float | None = None  # multiples of importing numpy; None: no target
+    most: float | None = None  # longest accepted time, as a multiple of the time to import numpy; None: no target
 
 
 ON_A_BUS = "--topology bus --link-bandwidth 10GB/s"
@@ -64,7 +64,7 @@ QUESTIONS = (
 
 
 def process_s(arguments: list[str], folder: Path) -> tuple[float, float]:
-    """Wall and CPU seconds of a fresh Python process, whose modules are compiled already."""
+    """Wall and CPU seconds of a fresh Python process, whose modules are already compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), environment.get("PYTHONPATH", "")])
     before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -76,7 +76,7 @@ def process_s(arguments: list[str], folder: Path) -> tuple[float, float]:
 
 
 def answers() -> list[str]:
-    """Each command by turns with importing numpy."""
+    """Measure each command in turn with importing numpy."""
     lines = [
         "| command | wall, s | CPU, s | wall over `import numpy` | target | |",
         "|---|---|---|---|---|---|",
@@ -87,7 +87,7 @@ def answers() -> list[str]:
         for asked in QUESTIONS:
             arguments = ["-m", "kvrsim.cli.main", *asked.command.split()]
             if asked.repeats > 3:
-                process_s(arguments, folder)  # compiles its modules
+                process_s(arguments, folder)  # compiles the command's modules
             rounds = [(process_s(NUMPY, folder), process_s(arguments, folder)) for _ in range(asked.repeats)]
             ratios = [own[0] / numpy[0] for numpy, own in rounds]
             own_s, cpu_s = (spread([own[index] for _, own in rounds]) for index in (0, 1))
@@ -99,7 +99,7 @@ def answers() -> list[str]:
     return lines
 
 
-RUNS = {  # strategy, model, profile, and the least partitions per second, millions
+RUNS = {  # strategy, model, profile, and least millions of partitions per second
     "a chain, messages hold the streams": ("kvr-s", "llama-7b", "a100-eager", 5.0),
     "a chain, messages overlap": ("kvr-s", "llama-7b", "roofline", 5.0),
     "a chain with layers of several kinds": ("kvr-s", "gemma-3-27b", "roofline", 3.0),
@@ -110,7 +110,7 @@ RUNS = {  # strategy, model, profile, and the least partitions per second, milli
 
 
 def rates(call: Callable[[], object], number: int, repeats: int) -> list[float]:
-    """Partitions per CPU second on one core."""
+    """Runs' rates in partitions per CPU second on one core."""
     each = []
     for _ in range(repeats):
         begin_s = time.process_time()
@@ -120,7 +120,7 @@ def rates(call: Callable[[], object], number: int, repeats: int) -> list[float]:
 
 
 def partitions_per_s(name: str, model: str, profile: str) -> list[float]:
-    """Of a strategy on 8 GPUs and 16k tokens, with uneven chunks of lengths that are no whole numbers."""
+    """Rates of a strategy on 8 GPUs and 16k tokens, with uneven chunks whose lengths are not whole numbers."""
     strategy = get_strategy(name)
     scenario = for_strategy(make_scenario(ctx=16384, gpus=8, model=model, profile=profile)[0], strategy)
     shares = np.random.default_rng(0).dirichlet(np.full(scenario.cluster.num_gpus, 50.0), size=2 * BLOCK)

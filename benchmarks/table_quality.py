@@ -1,4 +1,4 @@
-"""Quality of partitions that are looked up in a table (KVR-P) compared with searched ones (KVR-S), and build time.
+"""Quality of partitions from a lookup table (KVR-P) compared with searched ones (KVR-S), and seconds to build a table.
 
 TTFTs are simulated. The seconds of building are measured.
 """
@@ -28,7 +28,7 @@ from validate.report import write_benchmark
 KVR = STRATEGIES["kvr-s"]
 GPU_COUNTS = (2, 4, 8)
 PRINTED = Path(__file__).parents[1] / "validate" / "data" / "kv_runahead_icml2024_figures.json"
-ROUNDINGS = (None, 1)  # None: to jumps; 1: shares times the context
+ROUNDINGS = (None, 1)  # None: boundaries at steps of the cost, as in KVR-P; 1: boundaries at the nearest token
 SETTINGS: dict[str, dict[str, str | float]] = {
     "a100-eager (default)": {},
     "a100-eager at 10 GB/s": {"link_bandwidth": 1e10},
@@ -50,7 +50,7 @@ def plain(shares: Sequence[float], tokens: int) -> tuple[int, ...]:
 
 
 def looked_up(table: PartitionTable, num_gpus: int, context_len: int, rounding: int | None) -> tuple[int, ...]:
-    """KVR-P's chunks under one of ROUNDINGS."""
+    """KVR-P's chunks with one of ROUNDINGS."""
     found = look_up(table, num_gpus, context_len)
     return plain(found.fractions, context_len) if rounding == 1 else found.partition
 
@@ -58,7 +58,7 @@ def looked_up(table: PartitionTable, num_gpus: int, context_len: int, rounding: 
 def above_searched(
     scenario: Scenario, table: PartitionTable, num_gpus: int, searched_s: dict[int, float], rounding: int | None
 ) -> dict[int, float]:
-    """Relative difference of KVR-P's TTFT from KVR-S's, by context."""
+    """Relative differences of KVR-P's TTFT from KVR-S's, by context."""
     found = {}
     for context_len, best_s in searched_s.items():
         cut = Partition(chunk_lens=looked_up(table, num_gpus, context_len, rounding))
@@ -68,7 +68,7 @@ def above_searched(
 
 
 def between_entries(name: str, options: dict[str, str | float], lengths: range, apart: int) -> list[str]:
-    """Rows of a setting: mean and largest difference per rounding, over contexts between entries."""
+    """Rows of a setting: mean and largest difference for each rounding, over contexts between entries."""
     scenario, _ = make_scenario(ctx=max(lengths), gpus=8, **options)  # type: ignore[arg-type]
     table = make_table(scenario, GPU_COUNTS, lengths[::apart])
     lines = []
@@ -86,7 +86,7 @@ def between_entries(name: str, options: dict[str, str | float], lengths: range, 
 
 
 def printed_partition() -> list[str]:
-    """The paper's 10k partition on four GPUs, which it interpolates from 8k and 12k."""
+    """Compare the paper's 10k partition on four GPUs, interpolated from 8k and 12k, with our interpolation."""
     shown = next(row for row in json.loads(PRINTED.read_text())["partitions"] if row["num_gpus"] == 4)
     scenario, _ = make_scenario(ctx=12288, gpus=4)
     found = look_up(make_table(scenario, (4,), (8192, 12288)), 4, shown["context_len"])
@@ -104,7 +104,7 @@ def printed_partition() -> list[str]:
 
 
 def beyond_entries() -> list[str]:
-    """Differences at contexts beyond the table."""
+    """Differences of KVR-P from KVR-S at contexts outside the table's range."""
     scenario, _ = make_scenario(ctx=16384, gpus=8)
     table = make_table(scenario, GPU_COUNTS, range(4096, 16385, 4096))
     lines = []
@@ -119,7 +119,7 @@ def beyond_entries() -> list[str]:
 
 
 def building() -> list[str]:
-    """Seconds for 96 entries, and whether all kinds of workers write equal tables."""
+    """Measure seconds to build 96 entries, and compare the tables that different workers write."""
     scenario, _ = make_scenario(ctx=32768, gpus=8)
     lines, texts = [], set()
     pools = [Pool(jobs=1), Pool(jobs=cores()), Pool(jobs=cores()), Pool(jobs=cores(), backend="dask")]
@@ -128,7 +128,7 @@ def building() -> list[str]:
         try:
             with pool:
                 text = make_table(scenario, GPU_COUNTS, range(1024, 32769, 1024), pool=pool).to_json()
-        except Exception as error:  # a missing package is reported in the table
+        except Exception as error:  # for a missing package, the error is shown in the table
             lines.append(f"| {pool.backend} | {pool.jobs} | {error} | | |")
             continue
         wall_s, own_s = time.perf_counter() - begin_s, time.process_time() - own_s

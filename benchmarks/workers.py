@@ -1,7 +1,7 @@
-"""Speedup of tables, maps, fleets and plans under noise by two processes, and projected for more.
+"""Speedup of tables, maps, fleets and noisy plans with two processes, and projected speedup with more processes.
 
-A projection takes the CPU time of every call as measured in one process, gives each call to the worker that is free
-first, and adds what one process does before, between and after, and the start of the workers.
+A projection takes the CPU time of every call, measured in one process, and gives each call to the worker that is free
+first. It adds the time that one process needs before, between and after the calls, and the start of the workers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ REQUESTS = "synthetic:poisson,rate=4,requests=1000,context=lognormal:3000:0.8,ma
 
 
 class Timed(Pool):
-    """A pool that works in this process and stores the CPU seconds of each call, one list per round of calls."""
+    """A pool that works in this process and stores the CPU seconds of each call, in one list per round of calls."""
 
     rounds: list[list[float]]
 
     def run(self, call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        """As `Pool.run` in this process."""
+        """Make the calls in this process, in order."""
         self.rounds.append([])
         for each in arguments:
             begin_s = time.process_time()
@@ -85,7 +85,7 @@ def start_s() -> float:
 
 
 def measured(work: Callable[[Pool], object]) -> list[float]:
-    """Ratios of wall time: this process over two processes that run already, measured in turn."""
+    """Ratios of wall time in this process to wall time in two running processes, measured in turn."""
     ratios = []
     for _ in range(REPEATS):
         begin_s = time.perf_counter()
