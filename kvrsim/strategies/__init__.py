@@ -1,4 +1,4 @@
-"""The strategies, each a short file; `STRATEGIES` has those of kvrsim, packages and files may add others (load.py)."""
+"""The strategies, each in a short file. `STRATEGIES` has those of kvrsim; packages and files may add more (load.py)."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _IN_HYBRIDS = (
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
     """Return a strategy by its name; a Strategy is returned unchanged.
 
-    Names are those of kvrsim's strategies and of installed packages', "FILE.py:NAME", and layouts such as tp8+kvr-s or
-    dp8+ep8 (kvrsim.layout). Raises InputError naming the parameter where there is none, or where another strategy has
-    the name of kvrsim's.
+    Names are those of kvrsim and of installed packages, "FILE.py:NAME", and layouts such as tp8+kvr-s or dp8+ep8
+    (kvrsim.layout). Raises InputError naming the parameter if there is no such strategy, or if a different Strategy has
+    the name of one of kvrsim's.
     """
     if isinstance(strategy, Strategy):
         if STRATEGIES.get(strategy.name, strategy) != strategy:
@@ -81,7 +81,7 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
 
 
 def _of_sizes(degrees: Degrees) -> Strategy:
-    """The strategy that sizes alone name: tp8, pp4, pp4-s, tp2+pp2+cp4, cp4, dp8+ep8."""
+    """The strategy of a name that has only sizes: tp8, pp4, pp4-s, tp2+pp2+cp4, cp4, dp8+ep8."""
     if degrees.pieces == "none":
         if degrees.scheme is not None:
             return _with_degrees(STRATEGIES[degrees.scheme], degrees)
@@ -99,7 +99,7 @@ def _of_sizes(degrees: Degrees) -> Strategy:
 
 
 def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
-    """A strategy with other sizes, in whose name, title and sources they stand."""
+    """A strategy with other sizes, which appear in its name, title and sources."""
     if degrees == base.degrees:
         return base
     title, source, tensor = base.title, base.source, degrees.tensor
@@ -119,7 +119,7 @@ def label_of(strategy: str | Strategy) -> str:
 
 
 def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
-    """A strategy of single GPUs with searched chunks, as tables need it; raises InputError for another."""
+    """A strategy of single GPUs with searched chunks, which tables need; raises InputError for other strategies."""
     resolved = get_strategy(strategy, parameter)
     if resolved.partition_rule != "search" or resolved.group_size != 1:
         raise InputError(parameter, resolved.name, "a strategy of single GPUs whose chunks are searched, such as kvr-s")
@@ -127,7 +127,7 @@ def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
 
 
 def chain_like(strategy: Strategy) -> Strategy:
-    """KVR's chain over ranks of the same size."""
+    """KVR's chain with ranks of the strategy's size."""
     return _with_degrees(KVR_S, replace(KVR_S.degrees, tensor=strategy.group_size or 1))
 
 
@@ -137,14 +137,15 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
-    """The hybrids of two strategies in `all`, with groups of these sizes."""
+    """Names of the hybrids of two strategies in `all`: groups of these sizes, with a strategy between them."""
     return tuple(f"tp{size}+{name}" for size in sizes for name in _IN_HYBRIDS)
 
 
 def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
-    """Names of the hybrids of stages and context ranks in `all`: all GPUs, and all sizes but stages powers of two.
+    """Names of the hybrids of stages and context ranks in `all`.
 
-    together: GPUs of a stage at most.
+    They use all GPUs; all sizes except the number of stages are powers of two.
+    together: largest number of GPUs of a stage.
     """
     powers = [2**exponent for exponent in range(17) if 2**exponent <= together]
     pairs = [(tensor, context) for tensor in powers for context in powers[1:] if tensor * context <= together]

@@ -18,7 +18,7 @@ from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, 
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
-PipelineProgram = Callable[..., Program]  # of a scenario, strategy, pieces and costs: see pipeline.py
+PipelineProgram = Callable[..., Program]  # from scenario, strategy, pieces and costs; see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
 _ALL_RANKS = Degrees(context=None)  # the strategy itself splits the context over all ranks
 _NAME = re.compile(r"[^\s,:]+")
@@ -28,26 +28,26 @@ _NAME = re.compile(r"[^\s,:]+")
 class Strategy:
     """One way to run a prefill on several GPUs."""
 
-    name: str  # as on the command line
-    title: str  # one line for people
+    name: str  # name on the command line
+    title: str  # title in one line
     source: str  # publication or code that describes it
-    partition_rule: PartitionRule  # origin of its partition
+    partition_rule: PartitionRule  # how its partition is chosen
     layer: LayerProgram  # the operations of one rank in one layer
-    gathers_kv: bool  # every rank has the K and V of the whole context before its attention
-    degrees: Degrees = _ALL_RANKS  # layout sizes in its name
-    pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
+    gathers_kv: bool  # whether every rank has the K and V of the whole context before its attention
+    degrees: Degrees = _ALL_RANKS  # sizes of its layout
+    pipeline: PipelineProgram | None = None  # builds the program if ranks hold different layers
     stage_layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: as even as possible
-    refuses: Refusal | None = None  # returns the requirement that a model and number of ranks do not meet, else None
-    passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
-    sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
-    carries_prefix: bool = False  # messages include shares of the cached prefix where a rank has only its share
-    splits_heads: bool = False  # a rank attends to all keys with some heads, and needs these heads' K and V alone
-    merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
-    approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
-    chains: bool = False  # it is KVR's chain, which planner.search.bound is about
-    query_blocks: tuple[int, ...] = (1,)  # allowed calls of attention per chunk; the fastest is used
-    near_chain: bool = False  # its best chunks are searched from those of KVR's chain, which it differs little from
-    looks_up: str = "kvr-s"  # with partition_rule "table": the searched strategy that its table is made for
+    refuses: Refusal | None = None  # returns the requirement that a model and number of ranks do not meet, or None
+    passes_state: bool = False  # whether chunks follow each other in rank order, so that a state can be sent on
+    sends_in_turn: bool = False  # whether a rank's messages leave one after another, even over different links
+    carries_prefix: bool = False  # whether messages include shares of the cached prefix if no rank has all of it
+    splits_heads: bool = False  # whether a rank attends with some heads to all keys, and needs their K and V alone
+    merges_blocks: bool = False  # whether it attends to one block of keys after another and merges the results
+    approximate: str | None = None  # difference between its result and the model's own prefill; None: equal
+    chains: bool = False  # whether it is KVR's chain, for which planner.search.bound holds
+    query_blocks: tuple[int, ...] = (1,)  # allowed numbers of attention calls per chunk; the fastest is used
+    near_chain: bool = False  # whether it differs little from KVR's chain, whose best chunks then start its search
+    looks_up: str = "kvr-s"  # for partition_rule "table": the searched strategy that the table is made for
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -61,17 +61,17 @@ class Strategy:
 
     @property
     def group_size(self) -> int | None:
-        """GPUs that split every matrix and act as one rank; None: all that there are."""
+        """Number of GPUs that split every matrix and act as one rank; None: all GPUs."""
         return self.degrees.tensor
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of layer over a batch of partitions: the vocabulary of a strategy's program.
+    """One kind of layer over a batch of partitions; its methods are the operations of a strategy's program.
 
-    `chunks` and `starts` hold one array of shape (B,) per rank: tokens of its chunk, and tokens of the
-    context before it (the cached prefix of the request counted in). `query_blocks`: those of the strategy.
-    `times_only`: leave out what is needed for memory only.
+    `chunks` and `starts` have one array of shape (B,) per rank: tokens of its chunk, and tokens before its chunk
+    (including the request's cached prefix). `query_blocks`: as in the strategy. `times_only`: leave out values that are
+    needed only for memory.
     """
 
     costs: LayerCosts
@@ -82,16 +82,16 @@ class Step:
 
     @classmethod
     def of_all_ranks(cls, costs: LayerCosts, chunks: Array, starts: Array, query_blocks: tuple[int, ...]) -> Step:
-        """Every rank's operations at once, times only: each operation of one rank is an array of all ranks.
+        """The operations of all ranks at once, without memory: each operation of one rank has arrays for all ranks.
 
-        For strategies whose ranks differ in nothing but whom they exchange messages with. chunks, starts: (ranks, B).
+        For strategies whose ranks differ only in their neighbours. chunks, starts: shape (ranks, B).
         """
-        num_ranks = max(3, len(chunks))  # one in the middle has neighbours on both sides
+        num_ranks = max(3, len(chunks))  # a middle rank has neighbours on both sides
         return cls(costs, [chunks] * num_ranks, [starts] * num_ranks, query_blocks=query_blocks, times_only=True)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks."""
         return len(self.chunks)
 
     def qkv(self, rank: int) -> Compute:
@@ -121,7 +121,7 @@ class Step:
         return Compute(
             name="attention",
             device_s=device_s,
-            host_s=self.costs.host_attention_s * self.query_blocks[0],  # host time of further blocks is hidden
+            host_s=self.costs.host_attention_s * self.query_blocks[0],  # further calls overlap with the device
             score_elements=None if self.times_only else self.costs.mixer.score_elements(chunk, prefix + chunk) / calls,
             query_blocks=calls,
             kind="attention",
@@ -139,7 +139,7 @@ class Step:
         )
 
     def _attention(self, name: str, tokens: Array, prefix: Array, *, some: Flags | None = None) -> Compute:
-        """Compute attention; `some` marks chunks with any work, None means all."""
+        """Compute attention; `some`: where chunks have any work; None: everywhere."""
         device_s = self.costs.mixer.attention_s(tokens, prefix)
         return Compute(
             name=name,
@@ -150,11 +150,11 @@ class Step:
         )
 
     def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
-        """Some of the rank's queries, which begin at `start`, against all keys up to their own."""
+        """Attention of some of the rank's queries, the first at `start`, to all keys up to their own."""
         return self._attention(name, np.maximum(tokens, 1.0), start, some=tokens > 0)
 
     def attention_share(self, rank: int) -> Compute:
-        """Queries of the rank's tokens, spread evenly over the context, against all keys up to their own."""
+        """Attention of the rank's tokens, spread evenly over the context, to all keys up to their own."""
         total, chunk = self.lengths.sum(axis=0), self.chunks[rank]
         whole = self._attention("attention", total, self.cached)
         share = chunk / np.maximum(total, 1.0)
@@ -171,9 +171,9 @@ class Step:
     ) -> Send:
         """Send K and V to another rank.
 
-        peer: the rank that receives; None: the next.
-        tokens: how many tokens' K and V; None: all up to the end of the chunk that the receiver lacks.
-        in_turn: only after the rank's earlier messages of this kind have left, whichever links they take.
+        peer: the rank that receives; None: the next rank.
+        tokens: number of tokens whose K and V are sent; None: all up to the end of the chunk that the receiver lacks.
+        in_turn: send only after the rank's earlier messages of this kind have left, whichever links they use.
         """
         end = self.starts[rank] + self.chunks[rank]
         return Send(
@@ -185,12 +185,12 @@ class Step:
         )
 
     def recv_kv(self, rank: int, *, peer: int | None = None) -> Recv:
-        """Wait for the next message from another rank; `peer`: the rank that sends; None: the one before."""
+        """Wait for the next message from another rank; `peer`: the rank that sends; None: the previous rank."""
         src = rank - 1 if peer is None else peer
         return Recv(src=src, host_s=self.costs.setting.host.message_s, rendezvous=not self.costs.setting.sends_overlap)
 
     def send_state(self, rank: int, *, in_turn: bool = False) -> Send:
-        """Hand the state after the chunk to the next rank; `in_turn`: see send_kv."""
+        """Send the state after the chunk to the next rank; `in_turn`: see send_kv."""
         return replace(self.send_kv(rank, in_turn=in_turn), payload="state")
 
     def recv_state(self, rank: int) -> Recv:
@@ -198,7 +198,7 @@ class Step:
         return replace(self.recv_kv(rank), payload="state")
 
     def all_gather_kv(self, rank: int) -> AllGather:
-        """Exchange the chunks' K, V, and shares of the cached prefix, so that every rank holds all."""
+        """Exchange the chunks' K and V, and shares of the cached prefix, so that every rank holds all."""
         nbytes = self.costs.mixer.cache_bytes(self.chunks[rank]) + self.costs.share_bytes
         return AllGather(nbytes=nbytes, host_s=self.costs.host_all_gather_s(self.num_ranks))
 
@@ -212,17 +212,17 @@ class Step:
 
     @property
     def cached(self) -> Array:
-        """Tokens whose K and V were there before the request."""
+        """Number of tokens whose K and V were cached before the request."""
         return self.starts[0]
 
     @property
     def held_prefix(self) -> Array:
-        """The part of those tokens that a rank has without the other ranks."""
+        """Number of cached tokens that a rank has without the other ranks."""
         return self.cached * (self.costs.setting.prefix.share or 1.0)
 
     @cached_property
     def lengths(self) -> Array:
-        """All ranks' chunks, shape (p, B)."""
+        """Tokens of all ranks' chunks, shape (p, B)."""
         return np.stack(self.chunks)
 
     @cached_property

@@ -25,7 +25,7 @@ def tsp_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def others(step: Step, rank: int) -> Array:
-    """Keys of attention over the gathered context outside the chunk: all other tokens, masked or not."""
+    """Number of keys in attention over the gathered context, without the chunk's own keys."""
     return step.costs.mixer.gathered_prefix(step.chunks[rank], step.starts[rank], step.chunks[-1] + step.starts[-1])
 
 
@@ -42,7 +42,7 @@ TSP = Strategy(
 
 
 def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project both pieces, gather all K and V, attend from each piece to all before its end, MLP."""
+    """Project both pieces, gather all K and V, attend from each piece to all tokens up to its end, compute the MLP."""
     yield from _gather_in_order(step, rank)
     early, late = pieces(step, rank)
     yield step.attention_to("early attention", *early)
@@ -51,7 +51,7 @@ def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def _gather_in_order(step: Step, rank: int) -> Iterator[Op]:
-    """Project, gather all K and V, and copy them into the order of the context, where such copies are counted."""
+    """Project, gather all K and V, and copy them into the order of the context, if the profile counts such copies."""
     yield step.qkv(rank)
     yield step.all_gather_kv(rank)
     yield step.assemble_kv(rank)
@@ -62,15 +62,16 @@ def _gather_in_order(step: Step, rank: int) -> Iterator[Op]:
 
 
 def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """(tokens, start) of a rank's early and late piece."""
+    """(tokens, start) of a rank's early piece and of its late piece."""
     (early, early_start), (late, late_start) = all_pieces(step)
     return (early[rank], early_start[rank]), (late[rank], late_start[rank])
 
 
 def all_pieces(step: Step) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """(tokens, start) of all ranks' early and late pieces, shape (p, B): the ranks take turns forwards, then backwards.
+    """(tokens, start) of all ranks' early pieces and of their late pieces, shape (p, B).
 
-    Counted from the last rank, so that it has the first piece and the last one.
+    Early pieces are in reverse order of the ranks, late pieces in their order, so the last rank has the first and the
+    last piece.
     """
     early = np.floor(step.lengths / 2)
     late = step.lengths - early
@@ -90,10 +91,10 @@ ZIGZAG = Strategy(
 
 
 def interleave_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project every N-th token, gather all K and V, attend to all tokens before each, MLP.
+    """Project every N-th token, gather all K and V, attend from each token to all tokens before it, compute the MLP.
 
     On average, the tokens of each rank see as many keys as all tokens of the context. So each rank has an equal share
-    of the work, also where a token's work grows with its place, as scoring in sparse attention.
+    of the work, also where a token's work depends on its position, as scoring in sparse attention does.
     """
     yield from _gather_in_order(step, rank)
     yield step.attention_share(rank)

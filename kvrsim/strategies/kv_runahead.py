@@ -1,8 +1,8 @@
-"""KV-Runahead: the KV-cache is sent down a chain of ranks, or (kvr-direct) from each rank to all later ones.
+"""KV-Runahead: the KV-cache is sent along a chain of ranks, or (kvr-direct) from each rank to all later ranks.
 
-KVR-B is not in the paper. Eager kernels and kernels with a mask compute what is masked, too: all of the chunk's square.
-Issued as n calls, each of an equal block of the queries against the keys up to the block's end, attention leaves out
-(1 - 1/n) / 2 of that square. Each rank takes the number of calls that is the fastest for its chunk and prefix.
+KVR-B is not in the paper. Eager kernels and kernels with a mask also compute masked scores: the whole square of chunk x
+chunk. If attention is issued as n calls, each with an equal block of the queries and the keys up to the block's end, it
+leaves out (1 - 1/n) / 2 of this square. Each rank uses the number of calls that is fastest for its chunk and prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrsim.strategies.base import Step, Strategy
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk, wait for the cache, append, hand it on, attend, MLP (Figs. 5 and 7)."""
+    """Project the chunk, wait for the cache, append, send it on, attend, compute the MLP (Figs. 5 and 7)."""
     prefix = step.starts[rank]
     yield step.qkv(rank)
     if rank > 0:
@@ -30,10 +30,10 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def direct_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk, send its K, V to each later rank, wait for those of each earlier one, attend, MLP.
+    """Project the chunk, send its K, V to all later ranks, wait for those of earlier ranks, attend, compute the MLP.
 
-    A rank receives as many bytes as in the chain, but no message waits for a rank in between; the first rank sends
-    its messages one after another. Messages that hold the streams are received first, as their senders wait.
+    A rank receives as many bytes as in the chain, but no message waits for a rank in between; the first rank sends its
+    messages one after another. Messages that hold the streams are received first, because their senders wait.
     """
     yield step.qkv(rank)
     if not step.costs.setting.sends_overlap:
@@ -48,7 +48,7 @@ def direct_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def whole_queries(model: ModelSpec, ranks: int) -> str | None:
-    """The property that a model lacks for queries in blocks; None if it lacks none."""
+    """The requirement of query blocks that a model does not meet; None if it meets all."""
     mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
     others = [one for one in mixers if not isinstance(one, Attention | Recurrence) or one.is_sparse]
     return f"attention to K and V of heads; {model.name} has {others[0].title}" if others else None

@@ -1,7 +1,7 @@
 """The operations of one rank in one layer, for each kind of layer and every strategy.
 
-A strategy says what several ranks do in a layer of attention. A layer that is an MLP alone needs no other rank. In a
-layer with a state each rank waits for the state of the rank before, and sends its own on after its chunk.
+A strategy defines the work of several ranks in a layer with attention. A layer with only an MLP needs no other rank. In
+a layer with a state, each rank waits for the state of the previous rank, and sends its own state on after its chunk.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvrsim.strategies.single import layer as one_gpu
 
 
 def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
-    """Yield the operations of a rank in a layer, with the all-reduces of its GPUs where it is a group.
+    """Yield the operations of a rank in a layer, with the all-reduces of its GPUs if the rank is a group.
 
-    Nothing overlaps an all-reduce, so all stand at the end of the layer.
+    Nothing overlaps with an all-reduce, so all of them are at the end of the layer.
     """
     if not step.costs.has_mixer:
         yield step.output_mlp(rank)
@@ -43,7 +43,7 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
 
 
 def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
-    """Project the chunk, wait for the state before it, compute, hand the state after it on, MLP."""
+    """Project the chunk, wait for the state before it, compute, send the state after it on, compute the MLP."""
     yield step.qkv(rank)
     if rank > 0:
         yield step.recv_state(rank)
@@ -54,9 +54,9 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
 
 
 def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
-    """Return what a rank loads of a layer's cached prefix, None if nothing; only the first rank loads a state."""
+    """Load of a layer's cached prefix on a rank; None if the rank loads nothing. Only the first rank loads a state."""
     costs = step.costs
-    if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage has its own layers'
+    if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage has its layers' prefix
         return None
     if not costs.has_mixer or (costs.has_state and rank):
         return None
@@ -76,7 +76,7 @@ def _inserted(ops: Iterable[Op], load: Load) -> Iterator[Op]:
 
 
 def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, ranks: int) -> tuple[PrefixAccess, ...]:
-    """The ways in which the strategy's ranks may attend to a prefix that lies there."""
+    """The ways in which the strategy's ranks may attend to a prefix with this placement."""
     if ranks == 1 or placement.place == "all" or strategy.pipeline is not None:
         return ("whole",)
     return ("pass-kv",) if placement.place == "sharded" else ("whole", "pass-kv")
@@ -88,7 +88,7 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
     if routed is None or routed.exchange == "none":
         return
     placement, own = routed.placement, step.chunks[rank]
-    if placement.gather is not None:  # ranks with even shares, which reach it together
+    if placement.gather is not None:  # ranks with equal shares, which arrive together
         together = own * placement.layout.context if ranks < placement.layout.context else step.lengths.sum(axis=0)
         tokens = together * (step.costs.setting.batch * placement.load)
         more_s = step.costs.setting.host.collective_s
@@ -99,7 +99,7 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
     shares = [step.costs.setting.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
     there, back = routed.dispatched_bytes, routed.combined_bytes
     experts = Compute(name="experts", device_s=routed.seconds(own), kind="output+mlp")
-    if ranks == 1:  # a part of the ranks, of which only computation counts
+    if ranks == 1:  # a part of the ranks: only their computation counts
         yield experts
         return
     yield AllToAll(nbytes=np.repeat(shares[0][None] * there, ranks - 1, axis=0), payload="tokens")

@@ -1,7 +1,7 @@
-"""Strategies from outside: of an installed package, or of a Python file.
+"""Strategies from outside kvrsim: from an installed package, or from a Python file.
 
-A package adds one by an entry point of the group "kvrsim.strategies", whose name is the strategy's and whose object is
-a Strategy. A file adds one by its path and the name of the variable: "./mine.py:STRATEGY".
+A package adds a strategy by an entry point of the group "kvrsim.strategies": its name is the strategy's name, its
+object a Strategy. A file adds a strategy by its path and the name of a variable: "./mine.py:STRATEGY".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILE = re.compile(r"(.+\.py)(?::(.*))?", re.S)
 
 
 def is_file(text: str) -> bool:
-    """Whether a text names a strategy by its file."""
+    """Whether a text is the name of a strategy in a file."""
     return _FILE.fullmatch(text) is not None
 
 
@@ -33,7 +33,7 @@ def installed_names() -> tuple[str, ...]:
 
 @lru_cache
 def installed(name: str) -> Strategy:
-    """Another package's strategy; InputError where its entry point does not hold one of that name."""
+    """A strategy of another package; raises InputError if its entry point has no Strategy of this name."""
     from importlib.metadata import entry_points
 
     entry = next(iter(entry_points(group=ENTRY_POINTS, name=name)))
@@ -48,9 +48,9 @@ def installed(name: str) -> Strategy:
 
 
 def from_file(text: str, parameter: str) -> Strategy:
-    """Load the strategy of "FILE.py:NAME". Raises InputError if the file or name is missing or no Strategy.
+    """Load the strategy of "FILE.py:NAME". Raises InputError if the file or name is missing or is not a Strategy.
 
-    The file runs once, and again after a change.
+    The file runs once, and again after each change.
     """
     matched = _FILE.fullmatch(text)
     assert matched is not None, "see is_file"
@@ -73,14 +73,14 @@ def from_file(text: str, parameter: str) -> Strategy:
     return value
 
 
-_modules: dict[tuple[Path, int, int], ModuleType] = {}  # by file and modification state
+_modules: dict[tuple[Path, int, int], ModuleType] = {}  # by file, time of change and size
 
 
 def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:
-    """The file as a module that is not imported under any name: other processes get its functions by value."""
+    """Run the file as a module that cannot be imported by name: other processes get its functions by value."""
     module = ModuleType(f"kvrsim_strategy_file_{path.stem}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # while it runs: dataclasses look their module up
+    sys.modules[module.__name__] = module  # dataclasses look up their module while it runs
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
@@ -91,8 +91,8 @@ def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:
 
 
 def where(error: BaseException) -> str:
-    """An error of a user's file in one line: "line 3 of mine.py: NameError: name 'x' is not defined"."""
-    import traceback  # imported only for mistakes
+    """One line for an error in a user's file: "line 3 of mine.py: NameError: name 'x' is not defined"."""
+    import traceback  # imported only for errors
 
     if isinstance(error, SyntaxError):
         return f"line {error.lineno} of {Path(error.filename or '').name}: SyntaxError: {error.msg}"

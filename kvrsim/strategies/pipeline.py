@@ -1,9 +1,10 @@
 """Pipeline parallelism in chunks: stages of layers, through which the context goes piece by piece.
 
-A stage is one rank, or several that split each piece. These context ranks have an early and a late part of every piece,
-as in `zigzag`, and gather its K and V. Each keeps all of them, since later pieces attend to them: engines hold a whole
-copy of the cache on every context rank (SGLang #18233, vLLM #46358). Activations go to the same context rank of the
-next stage. Ranks are numbered stage by stage, so that those that gather are neighbours.
+A stage is one rank, or several context ranks that split each piece. Each context rank has an early and a late part of
+every piece, as in `zigzag`; together they gather the piece's K and V. Each rank keeps all K and V of its stage, because
+later pieces attend to them: engines hold a whole copy of the cache on every context rank (SGLang #18233, vLLM #46358).
+Activations go to the same context rank of the next stage. Ranks are numbered stage by stage, so that ranks that gather
+are neighbours.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from kvrsim.strategies.single import SINGLE
 
 
 def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
-    """Number of layers of each rank; the first ranks have one more if they do not divide."""
+    """Number of layers of each rank; if they do not divide, the first ranks have one more."""
     share, rest = divmod(num_layers, num_ranks)
     return tuple(share + (rank < rest) for rank in range(num_ranks))
 
 
 def layers_of(scenario: Scenario, strategy: Strategy) -> tuple[int, ...] | None:
-    """Layers of each stage; None: the strategy is no pipeline. scenario: as the strategy sees it."""
+    """Number of layers of each stage; None if the strategy is not a pipeline. scenario: result of for_strategy."""
     if strategy.pipeline is None:
         return None
     return tuple(map(len, stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)))
 
 
 def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, ...]:
-    """The layers of each stage of a pipeline."""
+    """Layer numbers of each stage of a pipeline."""
     num_stages = num_ranks // context_ranks(strategy)
     counts = strategy.stage_layers or even_layers(num_layers, num_stages)
     ends = tuple(accumulate(counts, initial=0))
@@ -51,7 +52,7 @@ def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, 
 
 
 def context_ranks(strategy: Strategy) -> int:
-    """Ranks per stage of a pipeline; 1 without a pipeline."""
+    """Number of ranks per stage of a pipeline; 1 without a pipeline."""
     return 1 if strategy.pipeline is None else strategy.degrees.context or 1
 
 
@@ -64,7 +65,7 @@ def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
 
 
 def shares(pieces: Array, ranks: int) -> list[Array]:
-    """Tokens of each context rank of a stage, one array like `pieces` per rank; the first ones have the rest."""
+    """Tokens of each context rank of a stage, one array like `pieces` per rank; the first ranks have the remainder."""
     share = np.floor(pieces / ranks)
     return [share + (rank < pieces - ranks * share) for rank in range(ranks)]
 
@@ -79,11 +80,11 @@ class PieceOps:
     preparation: list[tuple[Op, ...]]  # per context rank of any stage, before its layers
     layers: list[list[tuple[Op, ...]]]  # per kind of layer, per context rank
     loads: list[list[tuple[Op, ...]]]  # per kind and context rank: loads of the cached prefix before the first piece
-    sent_bytes: list[Array]  # activations of each context rank, shape (M, B)
+    sent_bytes: list[Array]  # bytes of activations of each context rank, shape (M, B)
 
     @classmethod
     def of(cls, scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> PieceOps:
-        """pieces: tokens of each, float arrays of shape (B,)."""
+        """Operations of all pieces; pieces: tokens of each piece, float arrays of shape (B,)."""
         lengths = np.stack([np.asarray(piece) for piece in pieces])
         ends = scenario.request.cached_prefix + np.cumsum(lengths, axis=0)
         context = range(context_ranks(strategy))
@@ -108,11 +109,11 @@ class PieceOps:
 
 
 def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
-    """Every stage takes one piece after another: receive its activations, run the own layers, send them on.
+    """Program in which each stage takes one piece after another: receive activations, run its layers, send them on.
 
-    pieces: float arrays of shape (B,), tokens of each. A wave is two or more blocks of all ranks, in which stage s has
-    piece wave - s: the messages between stages, then the layers, one block per layer where ranks of a stage exchange
-    something, else one block (under the number of the first layer).
+    pieces: tokens of each piece, float arrays of shape (B,). A wave is two or more blocks of all ranks, in which stage
+    s processes piece wave - s. The first block has the messages between stages. The layers follow: one block per layer
+    if the ranks of a stage exchange data, else one block (with the number of the first layer).
     """
     ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
     layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
@@ -126,7 +127,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     prologue, epilogue = ops.ends(scenario, cost)
 
     def way_in(piece: int, stage: int, rank: int) -> Iterator[Op]:
-        """Send the previous piece on, then receive and prepare this one."""
+        """Send the previous piece on, then receive and prepare this piece."""
         if 0 < piece <= len(pieces) and stage < len(layers) - 1:
             yield Send(dst=(stage + 1) * context + rank, nbytes=ops.sent_bytes[rank][piece - 1], **message)
         if 0 <= piece < len(pieces):
@@ -143,7 +144,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
         return tuple(chain.from_iterable(chain.from_iterable(zip(loads, each, strict=True))))
 
     blocks: dict[Hashable, tuple[tuple[Op, ...], ...]] = {}
-    order: list[tuple[Hashable, list[int | None]]] = []  # key of each block, and the layer of each rank in it
+    order: list[tuple[Hashable, list[int | None]]] = []  # key of each block, and the layer of each rank in the block
     for wave in range(len(pieces) + len(layers) - 1):
         blocks[wave] = tuple(tuple(way_in(wave - stage, stage, rank)) for stage, rank in ranks)
         order.append((wave, [None] * len(ranks)))
@@ -167,7 +168,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
 
 
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:
-    """Operations of one piece, taken from those of all pieces; context: ranks of a stage."""
+    """Operations of one piece, taken from those of all pieces; context: number of ranks per stage."""
     own = (with_arrays(op, lambda values: values[number]) for op in ops)
     return tuple(replace(op, among=context) if isinstance(op, AllGather) else op for op in own)
 

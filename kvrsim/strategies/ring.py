@@ -1,4 +1,4 @@
-"""Ring attention: K and V go round the ranks while each rank attends to those that it holds; plain, striped, zigzag."""
+"""Ring attention: K and V go round the ranks while each rank attends to those it holds; plain, striped, zigzag."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvrsim.strategies.gather import all_pieces
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk; attend to its own K, V while they go to the next rank, and so on round the ring; MLP.
+    """Project the chunk; attend to its K, V while they go to the next rank, and so on round the ring; compute the MLP.
 
-    Blocks after the chunk are masked whole and skipped: the first rank works in one round, the last in all.
+    Blocks after the chunk are fully masked and skipped: the first rank works in one round, the last rank in all rounds.
     """
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
@@ -24,11 +24,12 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op]:
-    """Attend to every rank's K, V, one after another, while they go round, and merge the results in fp32.
+    """Attend to the K, V of one rank after another, while they go round the ring, and merge the results in fp32.
 
-    blocks_s: attention to the other ranks' K, V in the order of `held`, with merging, shape (p - 1, B).
+    blocks_s: seconds of attention to the other ranks' K, V in the order of `held`, with merging, shape (p - 1, B).
     calls: whether the host issues each call, shape (p - 1,).
-    A rank's share of the cached prefix goes with its piece, for a call of all queries; both results merge at once.
+    A rank's share of the cached prefix is sent with its K, V. All queries attend to it in one call; both results are
+    merged at once.
     """
     held_lens = step.lengths[held(step, rank)]
     costs, chunk = step.costs, step.chunks[rank]
@@ -54,12 +55,12 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
 
 
 def held(step: Step, rank: int) -> npt.NDArray[np.intp]:
-    """Owner of the K and V that a rank holds in each round: the rank itself, then the rank before, and so on."""
+    """Owner of the K and V that a rank holds in each round: the rank itself, then the previous rank, and so on."""
     return (rank - np.arange(step.num_ranks)) % step.num_ranks
 
 
 def _blocks_s(step: Step, rank: int) -> Array:
-    """Attention of the chunk to each other rank's block in turn."""
+    """Seconds of attention of the chunk to each other rank's block in turn."""
     chunk, start, others = step.chunks[rank], step.starts[rank], held(step, rank)[1:]
     before = (others < rank)[:, None]
     keys = step.lengths[others] * before
@@ -70,7 +71,7 @@ def _blocks_s(step: Step, rank: int) -> Array:
 def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     """A ring layer with every p-th token on one rank: each round is a causal half, equal for all ranks.
 
-    Against the stripe of a later rank a query sees one key less: the first has none and is left out.
+    In the stripe of a later rank, a query sees one key less; the first query sees none and is left out.
     """
     chunk = step.chunks[rank]
     yield step.qkv(rank)
@@ -83,9 +84,9 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project both pieces; attend to the own K, V while they go to the next rank, and so on round the ring; MLP.
+    """Project both pieces; attend to their K, V while they go to the next rank, and so on round the ring; MLP.
 
-    Every round is half a block: all queries against an early piece, or those of the late piece against both.
+    Every round is half a block: all queries with an early piece, or the late piece's queries with both pieces.
     """
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
@@ -94,9 +95,10 @@ def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def _zigzag_blocks_s(step: Step, rank: int) -> Array:
-    """Attention to the other ranks' pieces in turn: early ones follow each other from the last rank, late ones onwards.
+    """Seconds of attention to the other ranks' pieces in turn.
 
-    Under a window, the late piece takes as long as if it began where the early one does.
+    A later rank's early piece is seen by all queries, both pieces of an earlier rank by the late piece's queries. With
+    a window, these two pieces are priced as one block that ends with the late one.
     """
     (early, early_start), (late, late_start) = all_pieces(step)
     costs, others = step.costs, held(step, rank)[1:]

@@ -1,4 +1,4 @@
-"""One GPU, and tensor parallelism: every matrix split over GPUs, which sum their parts twice per layer."""
+"""One GPU, and tensor parallelism: every matrix is split over GPUs, which sum their parts twice per layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrsim.strategies.base import Step, Strategy
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project, attend, MLP; the cached prefix is on the GPU."""
+    """Project, attend, compute the MLP; the cached prefix is on the GPU."""
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.starts[rank])
     yield step.attention(rank, prefix=step.starts[rank])

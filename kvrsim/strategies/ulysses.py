@@ -1,4 +1,4 @@
-"""Ulysses: tokens are split outside of attention, heads inside, with an all-to-all at either end."""
+"""Ulysses: tokens are split outside attention, heads inside attention, with an all-to-all before and after it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from kvrsim.strategies.base import Step, Strategy
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk; swap its tokens of all heads for all tokens of some; attend; swap back; MLP.
+    """Project the chunk; exchange its tokens of all heads for all tokens of the rank's heads; attend; exchange back.
 
-    What goes to each rank is packed, and what comes is unpacked; K and V are appended as they come.
+    Then compute the MLP. Data for other ranks are packed, and received data are unpacked; K and V are appended as they
+    arrive.
     """
     ranks = step.num_ranks
     heads = step.costs.on_heads(ranks)
@@ -31,7 +32,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield from _packed(step, (chunk, ranks * (queries + keys_values)))
     there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
-    shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share  # for the other rank's heads
+    shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share  # for the receiver's heads
     yield replace(there, nbytes=there.nbytes + shares)
     held = step.cached + total
     yield from _packed(step, (total, queries))
@@ -55,7 +56,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
-    """Copy tokens into or out of messages, where such copies are counted; what: tokens, and features per token."""
+    """Copy tokens into or out of messages, if the profile counts such copies; what: tokens, and features per token."""
     if step.costs.packs:
         yield Compute(name="pack", device_s=step.costs.all_to_all_pack_s(*what), kind="merge")
 
@@ -66,7 +67,7 @@ def _all_to_all(step: Step, tokens: Array, features: int) -> AllToAll:
 
 
 def refuses(model: ModelSpec, ranks: int) -> str | None:
-    """Every rank needs as many heads; a KV head may lie on several ranks."""
+    """Refuse ranks that cannot have equal numbers of heads; a KV head may be on several ranks."""
     for layer in model.layer_kinds:
         mixer = layer.mixer
         if mixer is None:
