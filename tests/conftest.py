@@ -84,5 +84,5 @@ class FakeCuda:
 
 @pytest.fixture
 def fake_cuda() -> FakeCuda:
-    """A device for the clocks of CUDA."""
+    """A fake torch.cuda for clocks that measure a CUDA device."""
     return FakeCuda()

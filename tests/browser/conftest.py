@@ -12,7 +12,7 @@ import pytest
 from kvrsim.views.page import Page, write_page
 from tests.building.browser import DESKTOP, PHONE, NoBrowserError, Opened, start
 
-REQUIRED = "KVRSIM_BROWSER"  # 1: a missing browser makes tests fail; otherwise they are skipped
+REQUIRED = "KVRSIM_BROWSER"  # if this variable is 1, tests fail without a browser; otherwise they are skipped
 
 
 @pytest.fixture(scope="session")

@@ -91,14 +91,14 @@ def pointed(page: Opened) -> None:
 
 
 def led(page: Opened) -> None:
-    """Switch zigzag off and colour the map by the lead of the winner."""
+    """Switch zigzag off and colour the map by the winner's lead."""
     page.click("[data-key=lead]")
     page.click(".switches [data-key='4']")
     at("#map")(page)
 
 
 def dearer(page: Opened) -> None:
-    """Drag the target down and the price up."""
+    """Drag the target to a shorter time and the budget to a higher price."""
     y = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.target, 'y')")
     page.drag("#fleets .u-over", 800, y, 0, 45)
     x = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.budget, 'x')")

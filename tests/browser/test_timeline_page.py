@@ -108,7 +108,7 @@ def test_the_address_holds_what_is_searched_shown_and_selected(opened: Callable[
 def test_the_critical_path_is_what_the_plan_says_limits_it(
     opened: Callable[..., Opened], page: Page, plan: Plan
 ) -> None:
-    """The page gives attention the plan's share of the critical path, and the path's seconds add up to TTFT."""
+    """In the page, attention has the plan's share of the critical path; the path's seconds add up to TTFT."""
     seen = opened(page)
     share = {one.operation: one.share for one in plan.limits}["attention"]
     text = seen.text("#limits p")

@@ -144,7 +144,7 @@ class Opened:
         )
 
     def wheel(self, selector: str, x: float, y: float, delta: int, *, ctrl: bool = True) -> None:
-        """Turn the mouse wheel at a point of an element; delta < 0: up. ctrl: with the Ctrl key held."""
+        """Turn the mouse wheel at a point of an element; delta < 0 scrolls up. ctrl: whether the Ctrl key is held."""
         from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
         left, top = self._offset(selector, x, y)

@@ -1,9 +1,9 @@
-"""How many examples a law is tried with: few in the edit loop, more before a commit, most at night.
+"""Number of examples per law: few while editing, more before a commit, most at night.
 
-quick    `make test`: a fifth of the number that the law names, always the same
-full     `make test-all` and CI: half of it, always the same
-nightly  `make nightly`: five times the number, drawn from a seed that is printed
-mutation `benchmarks/mutation.py`: as quick, and a failure is not made smaller
+quick    `make test`: a fifth of the number in the test, the same examples in every run
+full     `make test-all` and CI: half of the number, the same examples in every run
+nightly  `make nightly`: five times the number, from a random seed that is printed
+mutation `benchmarks/mutation.py`: as quick, but without shrinking failures
 """
 
 from __future__ import annotations

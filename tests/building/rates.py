@@ -113,7 +113,7 @@ def any_blocked(rng: Draws, gpu: GpuSpec) -> BlockedRates:
 
 
 def any_elementwise(rng: Draws, gpu: GpuSpec) -> ElementwiseRates:
-    """One rate for all kernels or one rate per kernel, with or without a start."""
+    """One rate for all kernels or one rate per kernel, with or without a constant time per kernel."""
     rates = ElementwiseRates.uniform(
         gpu.hbm_bytes_per_s * log(rng, -3, 0),
         fused=rng.random() < 0.5,

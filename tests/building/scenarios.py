@@ -67,7 +67,7 @@ def any_scenario(
 
 
 def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
-    """The scenario with what only own measurements tell: rates of sdpa, the mask, copies in place, time of a step."""
+    """The scenario with rates that only own measurements give: sdpa, the mask, copies in place, time of a step."""
     profile, gpu = scenario.profile, scenario.cluster.gpu
     if profile is None:
         return replace(scenario, kernel="sdpa")
@@ -234,7 +234,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
 
 
 def scenario_in(folder: Path) -> Scenario:
-    """The scenario in the files of a folder, with which a test once failed."""
+    """A scenario that once made a test fail, read from the files of a folder."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     profile = folder / "profile.json"
     about = {"model": folder / "model.json", "cluster": folder / "cluster.json"}

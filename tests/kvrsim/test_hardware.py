@@ -327,7 +327,7 @@ TWO_PROTOCOLS = GatherRates(
 
 
 def test_short_gathers_take_one_protocol_and_long_ones_another() -> None:
-    """A step with 2 bytes takes the small protocol, 2.5 s after the hop; with 40 bytes the large one, 24.5 s."""
+    """With 2 bytes a step uses the small protocol (hop + 2.5 s), with 40 bytes the large one (hop + 24.5 s)."""
     assert TWO_PROTOCOLS.seconds(tokens(6, 120), 3) == pytest.approx([100 + 20 + 5, 100 + 20 + 49])
     assert TWO_PROTOCOLS.step_s(tokens(2, 40), 3) == pytest.approx([10 + 2.5, 10 + 24.5])
 

@@ -154,7 +154,7 @@ def test_split_strategies_keep_every_token_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring"])
 def test_rings_hold_results_in_fp32(name: str) -> None:
-    """A ring needs 18 bytes per element besides Q, K, V, output and two residual streams; else the MLP is wider."""
+    """A ring needs 18 bytes per element besides Q, K, V, output and two residual streams; else the MLP needs more."""
     scenario = scenario_of("4k", 4)
     ring, even = (memory_of(scenario, STRATEGIES[one], Partition.even(4096, 4)) for one in (name, "kvr-e"))
     assert {part.activations for part in ring} == {1024 * 4096 * ((2 + 4) * 2 + 18)}
@@ -188,7 +188,7 @@ def test_batch_and_cached_prefix_count() -> None:
 @given(rng=draws())
 @examples(60)
 def test_tsp_holds_more_than_kvr_on_every_rank(rng: Draws) -> None:
-    """The last KVR rank also keeps all K and V; the ranks before it keep fewer."""
+    """The last KVR rank also keeps all K and V; the earlier ranks keep less."""
     scenario = any_scenario(rng, num_gpus=(2, 6))
     cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
     kvr, tsp = (memory_of(scenario, strategy, cut) for strategy in (KVR, TSP))
@@ -230,7 +230,7 @@ def test_bytes_an_element(dtype: str) -> None:
 
 
 def test_a_quantised_model_needs_less(tmp_path: Path) -> None:
-    """It needs less on one GPU, in pipeline stages and in tensor-parallel groups; an 8-bit cache needs less, too."""
+    """An FP8 model needs less on one GPU, in pipeline stages and in tensor-parallel groups; so does an 8-bit cache."""
     content = json.loads(config_path("llama-3-8b", "model").read_text())
     config = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
     path = tmp_path / "config.json"

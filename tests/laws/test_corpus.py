@@ -1,8 +1,8 @@
-"""Examples of the law of executors that other campaigns found, replayed: corpus.json.
+"""Random examples that once failed in a campaign of the executors' law, replayed from corpus.json.
 
-python -m tests.laws.test_corpus SEED MINUTES    tries new examples; notes the campaign and the examples that fail
+python -m tests.laws.test_corpus SEED MINUTES    runs new examples; records the campaign and failed examples
 
-An example is a strategy, a network and the seed of a random.Random, from which the builders draw the scenario.
+An example is a strategy, a network and the seed of a random.Random, which the builders draw the scenario from.
 """
 
 from __future__ import annotations

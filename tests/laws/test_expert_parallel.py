@@ -102,7 +102,7 @@ def test_more_imbalance_takes_longer_and_a_single_gpu_knows_none() -> None:
 
 
 def test_groups_send_nothing_more() -> None:
-    """All GPUs of a group have the same tokens, so whole experts need only the all-reduces that slices need."""
+    """All GPUs of a group have the same tokens, so whole experts need the same all-reduces as sliced experts."""
     sliced, whole = (
         make_scenario(**QWEN, expert_parallel=one, **({"expert_imbalance": 1.0} if one else {}))[0]
         for one in (False, True)

@@ -101,7 +101,7 @@ def test_the_gpus_hold_the_model(name: str) -> None:
 @given(rng=draws())
 @examples(40)
 def test_the_executors_agree(rng: Draws) -> None:
-    """The event and the batch executor agree on random mixtures with experts on other ranks."""
+    """The event and the batch executor agree on random mixtures whose experts are on other ranks."""
     name = rng.choice(["cp", "cp+ep2", "cp-i", "dp2+cp", "dp2+tp2", "pp2+cp2", "dp2+pp2", "dp2+pp2+ep"])
     scenario = replace(any_divisible(rng, kind=rng.choice(["mixtral", "qwen3_moe"])), expert_imbalance=None)
     strategy = get_strategy(name)
@@ -117,7 +117,7 @@ def test_the_executors_agree(rng: Draws) -> None:
 
 
 def test_all_tokens_go_round_twice_in_a_layer() -> None:
-    """A layer has an all-gather of the tokens and a reduce-scatter of the experts' results, with a ring's time."""
+    """A layer has an all-gather of the tokens and a reduce-scatter of the experts' results, each with a ring's time."""
     scenario = on_eight("dp8+ep8")
     strategy = get_strategy("dp8+ep8")
     program = build_program(scenario, strategy, columns((4096,)))
@@ -139,7 +139,7 @@ def test_a_prompt_per_data_group() -> None:
     assert (one.request.batch, eight.request.batch) == (1, 1)
     programs = [build_program(placed, get_strategy("dp8+ep8"), columns((4096,))) for placed in (one, eight)]
     own, others = ({op.name: op for op in program.layers[0][0] if isinstance(op, Compute)} for program in programs)
-    assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the clock is lower
+    assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the clock may be lower
     assert 4 * own["experts"].device_s < others["experts"].device_s < 8.5 * own["experts"].device_s
     tensor = [Search().candidate(make_scenario(**QWEN, batch=batch)[0], get_strategy("tp")).ttft_s for batch in (1, 8)]
     data = [Search().candidate(make_scenario(**QWEN, batch=batch)[0], get_strategy("dp+ep")).ttft_s for batch in (1, 8)]
@@ -147,7 +147,7 @@ def test_a_prompt_per_data_group() -> None:
 
 
 def test_whole_experts_that_do_not_fit_are_spread() -> None:
-    """Strategies without an engine keep whole experts on each rank if they fit; otherwise the name contains `ep`."""
+    """Strategies that no engine has keep whole experts on each rank if these fit; otherwise the name contains `ep`."""
     small, large = (make_scenario(**QWEN | {"model": model, "cluster": "h200-nvlink"})[0] for model in MODELS)
     kvr, tensor = Degrees(context=None, scheme="kvr-s"), Degrees(tensor=None)
     assert [layout_of(one, kvr).name for one in (small, large)] == ["kvr-s", "kvr-s+ep8"]

@@ -31,7 +31,7 @@ SHARED = ("tsp", "kvr-s")
 HYBRIDS = ("tp2+kvr-s", "tp2+ring")
 NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # both run kvr-e's program
 EXACT = 1e-12
-ROUNDED = 1e-9  # tolerance if the start of a slot is a difference of large times
+ROUNDED = 1e-9  # tolerance for slots whose start is a difference of large times
 
 
 def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
@@ -216,7 +216,7 @@ def test_a_plan_under_noise_shows_every_strategy() -> None:
 
 
 def test_the_papers_noise() -> None:
-    """Means over contexts and GPUs are within the margins, and in the paper's order."""
+    """Mean slowdowns over contexts and GPUs agree with the paper's within margins, and have the paper's order."""
     predictions = Predictions(Scope(noise_samples=100))
     shares, margins = predictions.printed["noisy_network"]["shares"], {"tsp": 0.02, "kvr-s": 0.04, "kvr-e": 0.02}
     cases = increases(predictions).values()

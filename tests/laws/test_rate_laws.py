@@ -198,7 +198,7 @@ def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -
 @given(rng=draws())
 @examples(200)
 def test_the_least_that_proofs_count_on(kernel: str, rng: Draws) -> None:
-    """The lower bound is at most the time of the call; with a fixed end, it falls with a later start."""
+    """The lower bound is at most the time of the call; with a fixed end, a later start never raises the bound."""
     gpu, rates, call, (batch, element_bytes) = attention(rng, kernel)
     starts = sizes(rng) - 1
     for end in (starts[-1] + 1, starts[-1] + rng.choice([0.3, 64, 5000])):

@@ -44,9 +44,9 @@ def test_one_gpu_makes_all_strategies_equal(scenario: Scenario) -> None:
 
 
 def _least_attention_flops(mixer: Mixer | None, first: int) -> float:
-    """Least FLOPs of a query: it sees at least `first` keys, in attention by chunks its own key.
+    """Minimum FLOPs of a query, which sees at least `first` keys, or only its own key in chunked attention.
 
-    Half of its own key is masked. A state takes none.
+    Half of the query's own key is masked. A state needs no attention FLOPs.
     """
     if mixer is None or isinstance(mixer, Recurrence):
         return 0.0

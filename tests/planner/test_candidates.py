@@ -122,7 +122,7 @@ def test_chunked_prefill_fits_where_one_step_does_not() -> None:
 
 
 def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
-    """The budget counts no real time, so answers are reproducible; a budget of 0 leaves approximate partitions."""
+    """The budget is not read from a clock, so answers are reproducible; a budget of 0 leaves rough partitions."""
     scenario = scenario_of(model="llama-3.1-70b", cluster="h100-2x8-ndr400", gpus=16, ctx="32k")
     compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
 

@@ -103,7 +103,7 @@ def test_lengths_end_where_the_positions_do() -> None:
 
 
 def test_sglang_binds_sizes_of_latents() -> None:
-    """Context ranks with latents need experts spread over all GPUs; interleaving needs sparse attention."""
+    """In SGLang, context ranks of latent attention need ep over all GPUs, and interleaving needs sparse attention."""
     latent, sparse = (make_scenario(ctx="16k", gpus=8, cluster="h200-nvlink", model=model)[0] for model in DEEPSEEK)
     sglang = deploy_engine("sglang")
     has = {name: [sglang.has(get_strategy(name), one) for one in (latent, sparse)] for name in CONTEXT}

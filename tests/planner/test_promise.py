@@ -61,7 +61,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], str, str], ...] = (
 
 @pytest.mark.parametrize(("asked", "strategy", "top"), QUESTIONS)
 def test_shares_of_the_critical_path_add_up_to_ttft(asked: dict[str, Any], strategy: str, top: str) -> None:
-    """TTFT is proportional to a common factor of the seconds of all operations."""
+    """If all operations take twice as long, so does TTFT; therefore the shares add up to one."""
     from kvrsim.strategies import get_strategy
 
     scenario, _ = kvrsim.make_scenario(**asked)

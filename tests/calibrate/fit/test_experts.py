@@ -55,7 +55,7 @@ def test_rows_are_read_by_type(tmp_path: Path) -> None:
 
 
 def test_rows_slower_than_longer_ones_are_dropped(tmp_path: Path) -> None:
-    """Rows of the less frequent of two kernels are not read."""
+    """Rows slower than longer ones are dropped, and so are rows of the less frequent of two kernels."""
     times = {256: 2.0, 512: 0.9, 1024: 1.0, 2048: 1.9}
     rows = [{"num_tokens": tokens, "latency": one} for tokens, one in times.items()]
     (half,) = read_experts(at(SOURCE, table(tmp_path, *rows, {"kernel_source": "other", "latency": 9.0})))

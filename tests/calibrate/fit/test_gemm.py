@@ -93,7 +93,7 @@ def test_products_that_no_random_data_reach_are_refused() -> None:
 
 @pytest.mark.slow
 def test_quantised_products_have_rates_of_their_own() -> None:
-    """FP8 with twice the rate gets its own rates; a type with few rows or without support of the GPU gets none."""
+    """FP8 with twice the rate gets its own rates; a type with few rows, or that the GPU lacks, gets none."""
     width, double = GEMM_TYPES["fp8"], replace(GEMM, flops_per_s=560e12, concurrent_tiles=132)
 
     def eighth(one: Measurement) -> Measurement:

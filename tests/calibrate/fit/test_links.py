@@ -36,7 +36,7 @@ def timed(seconds_of: Callable[[LinkPoint], float], seed: int, num_ranks: int = 
 
 
 def made(sends: SendRates, ring: float = 0.7) -> Callable[[LinkPoint], float]:
-    """Seconds of each point on a bus with these rates; a ring takes `ring` times the collective's time."""
+    """Return a function for the seconds of a point on a bus with these rates; a ring takes `ring` times as long."""
     gathers = GatherRates(
         launch_s=1.5 * sends.latency_s,
         hop_s=0.5 * sends.latency_s,

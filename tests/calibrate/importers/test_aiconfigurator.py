@@ -102,7 +102,7 @@ def test_the_newest_version_that_has_a_table(package: Package) -> None:
     assert version(SOURCE, "gemm") == "gemm/vllm/1.2.0rc10"
     assert version(f"{SOURCE}/vllm", "attention") == "attention/vllm/1.0"
     assert version(f"{SOURCE}/vllm/1.0", "gemm") == "gemm/vllm/1.0"
-    assert version(f"{SOURCE}/vllm/1.2.0rc9", "attention") == "attention/vllm/1.0"  # 1.2.0rc9 has no table of it
+    assert version(f"{SOURCE}/vllm/1.2.0rc9", "attention") == "attention/vllm/1.0"  # 1.2.0rc9 has no attention table
     assert {row.operation for row in package.read(f"{SOURCE}/sglang")} == {"gemm", "all_gather", "all_reduce"}
 
 
@@ -194,7 +194,7 @@ def test_decoding_is_read_where_the_kernels_of_a_prefill_do_it(package: Package)
 
 
 def test_how_often_tensorrt_llm_repeats_a_product_depends_on_the_cache() -> None:
-    """With 50 MiB of L2 cache: 8 MiB of weights five times, 32 MiB twice, 128 MiB once; FP8 has half the bytes."""
+    """50 MiB of L2: 8 MiB of weights repeat five times, 32 MiB twice, 128 MiB once; FP8 has half the bytes."""
 
     def repeats(features: int, dtype: str = "bf16", system: str = "h100_sxm") -> int | None:
         about = dict(operation="gemm", kernel="k", device="d", tokens=64, source="s", median_s=1.0, out_features=4096)

@@ -84,7 +84,7 @@ def test_a_layer_without_gate_and_second_norm(tmp_path: Path) -> None:
     assert "post_attention_layernorm" not in rows
     assert rows["mlp_up_proj"].out_features == 28672 // 4
     assert rows["mlp_act"].bytes == 100 * 28672 // 4 * 4
-    assert rows["add"].bytes == 100 * 8192 * 12  # one addition after attention and one after the MLP
+    assert rows["add"].bytes == 100 * 8192 * 12  # two additions: after attention and after the MLP
 
 
 def test_attention_of_vidur_is_its_prefill_rows(tmp_path: Path) -> None:

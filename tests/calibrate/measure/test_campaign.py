@@ -18,7 +18,7 @@ from calibrate.measure.campaign import Campaign, Outcome, Seconds, Skipped, meas
 
 @dataclass
 class FakeBench:
-    """A bench on which each point takes the milliseconds that are its name."""
+    """A bench whose points are named by their time in milliseconds."""
 
     names: Sequence[str] = ("1", "2", "5")
     spread: float = 0.0

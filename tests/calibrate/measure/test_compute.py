@@ -90,7 +90,7 @@ def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
     rows = bench.rows({at(64): [{name: scale * one for name, one in once.items()} for scale in scales]})
     layer = next(row for row in rows if row.operation == "layer")
     assert layer.median_s == pytest.approx(1.1 * once["layer"])
-    fence = 1.35 + 1.5 * 0.35  # the third quartile and one and a half interquartile ranges
+    fence = 1.35 + 1.5 * 0.35  # third quartile plus one and a half interquartile ranges
     assert layer.mean_s == layer.expected_s == pytest.approx((sum(scales[:5]) + fence) / 6 * once["layer"])
     bench.close()
 
@@ -174,7 +174,7 @@ def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> N
 
 
 def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # on a slow machine, too
+    monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # layers then count as short on any machine
     setup = setup_of("llama")
     bench = ComputeBench.build(setup)
     once = dict(bench.sample(at(64)))

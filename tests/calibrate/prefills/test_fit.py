@@ -77,7 +77,7 @@ def test_errors_fall_and_hold_on_rows_left_out(fit: PrefillFit) -> None:
 
 
 def test_slower_kernels_are_not_taken_for_seconds_of_tokens() -> None:
-    """Otherwise the fit would mispredict a model with other kernels per token."""
+    """Slower kernels change kernel_scale, not token_s; otherwise a model with other kernels would be mispredicted."""
     prior = load_engine("serving")
     slow = replace(prior, kernel_scale={"other": 1.3 * prior.scale_on(PROFILE.gpu)})
     lengths = (1024, 2048, 4096, 8192, 16384)
@@ -147,7 +147,7 @@ def test_a_row_that_cannot_be_simulated_names_its_line() -> None:
 
 
 def test_the_profile_names_the_cluster_of_the_rows(fit: PrefillFit) -> None:
-    """A plan with the profile then uses this cluster by default."""
+    """The fit stores the cluster, and a plan with the profile uses it by default."""
     assert fit.profile.cluster is None
     found = make_cases([row(1024)], PROFILE, partition_of, {"engine": PRIOR})
     assert found.cluster is not None

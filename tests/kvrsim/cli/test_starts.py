@@ -36,7 +36,7 @@ BUDGETS = [
         ("plan", *SETTING, "--json"),
         170,
         "numpy numpy.ma importlib.metadata tempfile",
-    ),  # it looks for strategies of other packages
+    ),  # plan looks for strategies of other packages
 ]
 
 

@@ -90,7 +90,7 @@ def test_as_a_fluid(arriving: Flows, bandwidth: float) -> None:
 @given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
 @examples(100)
 def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: float) -> None:
-    """Work conservation: the last flow ends when it would if the flows used the bus one after another."""
+    """Work conservation: the last flow ends at the same time as if the flows used the bus one after another."""
     busy_until = 0.0
     for arrives_s, nbytes in sorted(arriving):
         busy_until = max(busy_until, arrives_s) + nbytes / bandwidth

@@ -1,4 +1,4 @@
-"""Executors: repeated runs of a program agree, and a run does not change the program. tests/laws has common laws."""
+"""Executors: repeated runs of a program agree, and a run does not change it. Laws for all strategies: tests/laws."""
 
 from __future__ import annotations
 

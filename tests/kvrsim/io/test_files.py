@@ -1,4 +1,4 @@
-"""Written files: either the old or the new content, through links, with the user's file mode, and on the disk."""
+"""Written files have the old or the new content, follow links, keep the user's file mode, and are on the disk."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def blocked_s(rates: BlockedRates, chunk: float, prefix: float, heads: int = 1, 
 
 
 def test_a_mask_costs_the_whole_rectangle() -> None:
-    """6 tokens cover a causal half; after 10 others, 6 x 16 with the mask, or 6 x 10 and the half if it is skipped."""
+    """6 tokens take 18 s; after a prefix of 10, 6 x 16 s with a mask, or 60 + 18 s if masked elements are skipped."""
     assert blocked_s(BLOCKED, 6, 0) == pytest.approx(18)
     assert blocked_s(BLOCKED, 6, 10) == pytest.approx(96)
     merged = replace(BLOCKED, skips_masked=True)

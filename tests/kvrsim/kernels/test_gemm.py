@@ -32,7 +32,7 @@ def test_without_tiles_time_is_proportional_to_rows() -> None:
 
 
 def test_beyond_its_table_time_is_proportional_to_rows() -> None:
-    """512 steps of 128 rows are 256 waves."""
+    """The table ends at 512 steps of 128 rows, which are 256 waves."""
     seconds = GEMM.seconds(tokens(512 * 128, 512 * 128 + 1, 1024 * 128), (SQUARE,), 2)
     assert seconds == pytest.approx([256 * 8, 256 * 8 + 4, 512 * 8])
 

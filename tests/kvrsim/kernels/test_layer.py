@@ -108,7 +108,7 @@ def test_the_score_matrix_moves_through_memory(scenario: Scenario) -> None:
 @given(chunk=st.integers(1, 60), prefix=st.integers(0, 60), window=st.integers(1, 80))
 @examples(100)
 def test_windows(scenario: Scenario, config: Any, chunk: int, prefix: int, window: int) -> None:
-    """Flash computes unmasked elements, half of the diagonal; eager the chunk and the window's part of the prefix."""
+    """Flash computes unmasked elements and half of the diagonal; eager the chunk and up to a window of the prefix."""
     model = config(model_type="mistral", sliding_window=window)
     flash = costs_of(replace(scenario, kernel="flash"), model).mixer.attention_s(tokens(chunk), tokens(prefix))
     seen = sum(min(query + 1, window) for query in range(prefix, prefix + chunk))
@@ -187,7 +187,7 @@ def test_each_kernel_has_its_own_rate(fused: bool, scenario: Scenario) -> None:
 def test_every_norm_of_a_layer_is_costed(
     keys: dict[str, Any], before: int, after: int, fused: bool, scenario: Scenario, config: Any
 ) -> None:
-    """At one second per byte, the time counts norms over the hidden size and norms of queries and keys."""
+    """At one second per byte, the time is the bytes of norms over the hidden size and, if any, of queries and keys."""
     model = config(**keys)
     step = 4 if fused or model.final_norm_parameters == 2 * model.hidden_size else 34
     rates = replace(ElementwiseRates.uniform(1e30, fused=fused), norm=1.0)
@@ -398,9 +398,9 @@ def built_in_costs(model: str, profile: str, host: HostRates | None = None) -> L
 @pytest.mark.parametrize(
     ("model", "kernels"),
     [
-        ("llama-7b", (17, 8, 15)),  # before: norm 6, products 3, rotary 8; attention 7 and the stacked cache; after: 15
-        # shared keys and values are repeated
-        ("falcon-7b", (22, 9, 7)),  # one norm, one product, rotary 8 and 12; one norm for attention and MLP
+        ("llama-7b", (17, 8, 15)),  # kernels: norm 6, products 3, rotary 8; attention 7, stacked cache 1; rest 15
+        # Falcon 7B repeats the shared keys and values
+        ("falcon-7b", (22, 9, 7)),  # norm 1, product 1, rotary 8 + 12; attention and MLP share the norm
         ("falcon-1b", (2, 9, 8)),  # ALiBi instead of rotary embedding
     ],
 )

@@ -86,7 +86,7 @@ def read(fields: dict[str, Any]) -> CalibrationProfile:
 
 
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The fields with another value at a dotted path; a value of ... removes the key."""
+    """The fields with another value at a dotted path; the value Ellipsis removes the key."""
     new = copy.deepcopy(fields)
     *outer, last = path.replace("[", ".").replace("]", "").split(".")
     place: Any = new

@@ -139,7 +139,7 @@ def test_a_text_model_without_a_type_is_that_of_the_outer_file(tmp_path: Path) -
 
 
 def test_keys_that_nested_files_leave_out_have_transformers_defaults(tmp_path: Path) -> None:
-    """Files of Gemma 3 leave such keys out."""
+    """Files of Gemma 3 leave out keys whose values are transformers' defaults."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     model = load(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {}})
     assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (8, 4, 256)

@@ -234,7 +234,7 @@ def weights_of(model: ModelSpec) -> dict[str, int | None]:
 
 
 def test_modules_with_a_format_of_their_own(tmp_path: Path) -> None:
-    """Formats by GPTQModel's patterns `dynamic`, by AutoRound's names `extra_config`, and layers that fp8 ignores."""
+    """Formats from GPTQModel's patterns `dynamic` and AutoRound's names `extra_config`; layers that fp8 ignores."""
     dynamic = {"+:.*layers\\.0\\..*down_proj": {"bits": 8}, "-:.*q_proj": {}}
     bits = weights_of(loaded(tmp_path, quant_method="gptq", bits=4, group_size=128, dynamic=dynamic))
     assert (bits["0.mlp.down_proj"], bits["1.mlp.down_proj"], bits["5.self_attn.q_proj"]) == (8, 4, None)
@@ -387,7 +387,7 @@ def test_mixed_precision_by_names(tmp_path: Path) -> None:
 
 
 def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
-    """DeepSeek-V4 has this combination."""
+    """The model is in FP8 and its experts are in FP4, as in DeepSeek-V4."""
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     path = quantized(tmp_path, "mixtral-8x7b", quantization_config=config, expert_dtype="fp4")
     (layer,) = kvrsim.load_model(path).layer_kinds
@@ -413,7 +413,7 @@ def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
     ids=["glm_moe_dsa", "deepseek_v4", "kimi_k3"],
 )
 def test_what_engines_keep_in_half_precision(tmp_path: Path, config: dict[str, Any], kept: set[str]) -> None:
-    """These matrices are in half precision, although the file does not list them."""
+    """Engines keep these matrices in half precision, although the file does not list them."""
     model = load(tmp_path, {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     stored = {gemm.name: gemm.weights for layer in model.layers for gemm in (*layer.matrices, *layer.mlp)}
     unquantised = {name for name, weights in stored.items() if weights is None}

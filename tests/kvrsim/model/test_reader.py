@@ -1,4 +1,4 @@
-"""Model types: their layers, read with the tables of types and from the classes of transformers."""
+"""Model types: layers from the tables of types equal the layers of transformers' classes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_description_is_that_of_the_class(tmp_path: Path, config: dict[str, 
 
 
 def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:
-    """K3 adds full gates, a gate on latent attention, experts in a latent space, and scored residuals."""
+    """Kimi K3 adds full gates, a gate on latent attention, experts in a latent space, and scored residuals."""
     before, after = load(tmp_path, {**KIMI, "q_lora_rank": 28}), load(tmp_path, K3)
     hidden, width, rank = 64, 48, 8
     gates = 3 * (hidden * width - (hidden * rank + rank * width)) + hidden * 40
@@ -138,7 +138,7 @@ def test_bytes_of_states(config: dict[str, Any], state: int, token: int) -> None
 
 
 def test_a_state_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the state is compared with the cache of the class."""
+    """The size of the state is compared with the state in the cache of transformers' class."""
     kept = SimpleNamespace(recurrent_states=[torch.empty((1, 4, 16, 9), device="meta")])
     monkeypatch.setattr("kvrsim.model.reader._Reader._cached", lambda *_: kept)
     with pytest.raises(RefusedError, match="512 elements of the state of mixer, of 576 of the class"):

@@ -133,7 +133,7 @@ def test_kv_bytes() -> None:
 
 
 def test_positions_of_older_architectures(tmp_path: Path) -> None:
-    """ALiBi and learned positions replace the rotary embedding; built-in models have their longest context."""
+    """ALiBi and learned positions replace the rotary embedding; built-in models state their longest context."""
     assert (load_model("bloom-176b").rotary, load_model("gpt-j-6b").rotary) == (False, True)
     learned = load(tmp_path, OPT)
     assert (learned.rotary, learned.learned_positions) == (False, 130)

@@ -29,7 +29,7 @@ class Work:
 
 
 class NcclRule:
-    """Replacements of torch.distributed's operations."""
+    """Replaces operations of torch.distributed by ones that follow NCCL's rules."""
 
     def __init__(self) -> None:
         self.queues: dict[Any, ThreadPoolExecutor] = {}
@@ -72,7 +72,7 @@ class RuleLinkRank(LinkRank):
 
 
 def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Run every strategy, then the bench; groups of edges are created when a plan needs them."""
+    """Run every strategy, then the bench; groups for links are created when a plan needs them."""
     results = exactness(transport, models)
     if transport.size == 2:
         assert len(benched(transport).timings) == 4
@@ -80,7 +80,7 @@ def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]
 
 
 def receives_first(transport: Any) -> None:
-    """Use edges in a circle for the first time: every rank first receives from the previous rank."""
+    """Use the links of a circle for the first time; every rank first receives from the previous rank."""
     size, rank = transport.size, transport.rank
     links = groups_of(transport, [(one, (one + 1) % size) for one in range(size)])
     coming = links.irecv(((rank - 1) % size, rank), torch.zeros(1))

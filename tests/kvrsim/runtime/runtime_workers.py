@@ -110,7 +110,7 @@ def compare(transport: Any, model: Any, plans: list[RunPlan]) -> list[tuple[str,
 
 
 def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Differences of every plan for these models and kernels."""
+    """Difference of every plan from one process, for these models and kernels."""
     results = []
     for name, kernel in models:
         model = model_of(name, kernel)
@@ -120,7 +120,7 @@ def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
 
 
 def over_other_transports(transport: Any, *, staged: bool) -> list[tuple[str, Difference]]:
-    """Differences if messages use this transport, or host memory for GPUs that gloo cannot access."""
+    """Differences of plans whose messages use this transport, or host memory as for GPUs that gloo cannot access."""
     model = model_of("llama-gqa")
     transport.staged = staged
     return compare(transport, model, plans_of(transport.size, Geometry.of(model))[:: 1 if staged else 2])
@@ -145,7 +145,7 @@ def _shift(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def spoilt(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Differences if messages arrive as zeros, and if later chunks of a chain have wrong positions."""
+    """Differences of plans whose messages arrive as zeros, and of a chain whose later chunks have wrong positions."""
     results, whole = [], ("single", "tp", "pp")
     for name, kernel in models:
         model = model_of(name, kernel)

@@ -91,7 +91,7 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
 
 
 class CudaKernels(TorchDispatchMode):
-    """CUDA's kernels, simulated on any tensors by their documentation; all calls and results are recorded."""
+    """Simulated CUDA kernels that follow their documentation; all calls and results are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_what_runs_on_cuda_is_the_same(
 
 
 def on_fake_cuda(dtype: torch.dtype, chunk: int, prefix: int) -> list[Any]:
-    """Q, K and V of llama-3-8b on a fake device, without memory."""
+    """Q, K and V of llama-3-8b on a fake device; they need no memory."""
     shapes = [(1, 32, chunk, 128), (1, 8, prefix + chunk, 128), (1, 8, prefix + chunk, 128)]
     return [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
 

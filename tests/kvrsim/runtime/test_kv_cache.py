@@ -91,7 +91,7 @@ def test_a_layer_hands_on_what_the_model_says_that_later_tokens_need(name: str) 
             end = prefix_len + chunk_len
             if isinstance(kept, KvLayout) and kept.sliding_window is not None:
                 assert kept.sliding_window == layer.mixer.reach
-                end = min(end, kept.sliding_window - 1)  # a window includes the token that sees it
+                end = min(end, kept.sliding_window - 1)  # a window includes the query's own token
             needed = BATCH * float(layer.mixer.needed_bytes(end, ELEMENT_BYTES))
             assert buffer.outgoing().nbytes == needed
 

@@ -1,4 +1,4 @@
-"""The runtime and the link bench if the first use of a link blocks, as with NCCL."""
+"""The runtime and the link bench also work if the first use of a link blocks, as with NCCL."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, laye
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rank", "layer", "num_ranks"), [("kvr", 1, 1, 3), ("pp", 1, 2, 2)])
 def test_a_rank_that_hangs_is_named_with_its_layer(strategy: str, rank: int, layer: int, num_ranks: int) -> None:
-    """The other ranks report that they wait for a message of this rank."""
+    """The other ranks report that they wait for a message of the rank that hangs."""
     error = failing(workers.troubled, "hangs", rank, layer, strategy, num_ranks=num_ranks, timeout_s=15.0)
     assert (error.faults[0].rank, error.faults[0].kind, error.faults[0].layer) == (rank, "silent", layer)
     waiting = [fault for fault in error.faults if fault.kind == "link"]
@@ -210,7 +210,7 @@ def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], me
 
 @pytest.mark.slow
 def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> None:
-    launch(workers.rank_of, how=Launch(num_ranks=2))  # all later tests reuse the loaded torch
+    launch(workers.rank_of, how=Launch(num_ranks=2))  # loads torch; all later tests reuse it
     assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=15))
 
 

@@ -60,7 +60,7 @@ def test_logits_are_one_processs(name: str, kernel: str, batch: int) -> None:
         assert timing.difference is not None
         assert timing.difference.logits <= 1e-5 * max(1.0, timing.difference.logits_scale), timing.plan.label
         assert timing.difference.kv_cache <= 1e-4
-        assert timing.difference.logits_scale > 1  # a tolerance needs large logits
+        assert timing.difference.logits_scale > 1  # small logits would pass any tolerance
 
 
 def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:

@@ -92,7 +92,7 @@ def around(scenario: Scenario, tokens: float) -> float:
 @pytest.mark.parametrize("bandwidth", LINKS)
 @pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
 def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
-    """Liu et al. (2023): a round takes the longer of a block's attention and the transfer of its K and V.
+    """Liu et al. (2023): a round takes the maximum of a block's attention and the transfer of its K and V.
 
     The last rank has work in every round; a pair of query and key in the p - 1 earlier blocks takes 4 h d FLOPs.
     """
@@ -110,9 +110,9 @@ def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None
 @pytest.mark.parametrize("bandwidth", LINKS)
 @pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
 def test_striped_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
-    """Brandon et al. (2023): every round is a causal half, so with fast links half of the ring's attention.
+    """Brandon et al. (2023): every round is a causal half, which takes half of the ring's attention with fast links.
 
-    Ranks before the holder of a stripe have one query that sees none of it, so they merge into a part of their rows.
+    Ranks before the owner of a stripe have one query that sees no key of it, so they merge into a part of their rows.
     """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     chunk = ctx // gpus
@@ -131,7 +131,8 @@ def test_striped_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> N
 def test_zigzag_ring(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
     """ring-flash-attention: half a block per round; the first rank merges all rows, the last rank half of them.
 
-    A rank waits for the previous rank's pieces and for the next rank to receive, so the slower half sets the pace.
+    A rank waits for the previous rank's pieces and for the next rank to receive, so the slower half determines the
+    time.
     """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     chunk = ctx // gpus
@@ -165,9 +166,9 @@ def test_zigzag(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
 @pytest.mark.parametrize("bandwidth", LINKS)
 @pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES)
 def test_tensor_parallel(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
-    """Shoeybi et al. (2019): two all-reduces of tokens x hidden a layer, by rings of 2 (p - 1) steps.
+    """Shoeybi et al. (2019): two all-reduces of tokens x hidden per layer, each a ring of 2 (p - 1) steps.
 
-    Products of a p-th of the FLOPs, or of a p-th of the weights where reading them takes longer; heads of a p-th.
+    A GPU computes 1 / p of the FLOPs, or reads 1 / p of the weights if this takes longer, and has 1 / p of the heads.
     """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     spec, gpu, link = scenario.model, scenario.cluster.gpu, scenario.cluster.link
@@ -233,9 +234,9 @@ def test_kvr_direct_sends_as_much_as_the_chain_receives() -> None:
 
 @pytest.mark.parametrize(("stages", "context", "pieces"), [(2, 1, 4), (4, 1, 16), (8, 1, 1), (2, 4, 4), (4, 2, 8)])
 def test_pipeline(stages: int, context: int, pieces: int) -> None:
-    """All pieces on the first stage, then the last piece, the longest, on all others; a message between any two.
+    """TTFT: all pieces on the first stage, then the last and longest one on the others, and the messages between them.
 
-    Context ranks have an early and a late part of each piece, and gather the piece's K and V, no earlier ones.
+    Context ranks have an early and a late part of each piece, and gather K and V of this piece only.
     """
     ctx, name = 8192, f"pp{stages}+cp{context}"
     scenario = scenario_of("llama-2-7b", stages * context, ctx, "300GB/s")

@@ -73,7 +73,7 @@ def test_more_blocks_never_cover_more(rng: Draws) -> None:
 
 
 def test_each_rank_takes_the_fastest_number() -> None:
-    """For the same chunks, neither one number for all ranks nor another number on one rank is faster."""
+    """For the same chunks, neither one number of calls for all ranks nor another number on one rank is faster."""
     scenario, cut = eager(), Partition(chunk_lens=(7168, 4096, 2816, 2304))
     run = run_partition(scenario, KVR_B, cut)
     alone = {count: run_partition(scenario, in_calls(count), cut) for count in KVR_B.query_blocks}

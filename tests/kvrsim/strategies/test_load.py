@@ -1,4 +1,4 @@
-"""Strategies from a file, as docs/how-to/own-strategy.md writes it, and from entry points of other packages."""
+"""Strategies from a file in the form of docs/how-to/own-strategy.md, and from entry points of other packages."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_sizes_that_other_names_have(name: str, same: str) -> None:
 
 
 def test_context_ranks_hold_the_whole_cache_of_their_layers() -> None:
-    """They also hold the weights of their stage, and a piece's K and V until these are in the cache."""
+    """Context ranks also hold the weights of their stage, and a piece's K and V until these are in the cache."""
     scenario, _ = make_scenario(ctx="64k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
     cut = Partition.even(2**16, 4)
     placed = [

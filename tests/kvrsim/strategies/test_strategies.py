@@ -53,13 +53,13 @@ def moved_tokens(scenario: Scenario, program: Program) -> float:
 
 
 def test_dot_products_of_kvr() -> None:
-    """Nine tokens in chunks of 4, 3 and 2: 16, 21 and 18 (Fig. 5)."""
+    """Nine tokens in chunks of 4, 3 and 2 need 16, 21 and 18 dot products (Fig. 5)."""
     program = program_of(scenario_of(9, 3), "kvr-s", (4, 3, 2))
     assert [dot_products(program, rank) for rank in range(3)] == pytest.approx([16, 21, 18], rel=1e-12)
 
 
 def test_entries_that_move() -> None:
-    """K and V of (4 + 7) tokens: 22 entries for KVR; 36 for TSP (Figs. 4 and 5)."""
+    """KVR moves K and V of (4 + 7) tokens, which are 22 entries; TSP moves 36 entries (Figs. 4 and 5)."""
     scenario = scenario_of(9, 3)
     kvr, tsp = program_of(scenario, "kvr-s", (4, 3, 2)), program_of(scenario, "tsp", (3, 3, 3))
     assert 2 * moved_tokens(scenario, kvr) == 22

@@ -104,7 +104,7 @@ def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None
         behind = times.seconds(GroupType(gpus), new, cached)
         whole = times.seconds(GroupType(gpus), new + cached, 0 * cached)
         assert (np.diff(alone) > 0).all()
-        assert (behind >= alone).all()  # new tokens attend to a prefix in addition
+        assert (behind >= alone).all()  # new tokens also attend to the prefix
         assert (behind < whole).all()  # same context, but fewer tokens to compute
 
 

@@ -69,7 +69,7 @@ def test_diurnal_rate_swings_between_peak_and_trough() -> None:
     drawn = Synthetic.parse(spec).draw(np.random.default_rng(2))
     phase = drawn.arrival_s % 100
     trough, peak = ((phase < 10) | (phase > 90)).sum(), ((phase > 40) & (phase < 60)).sum()
-    assert peak / trough == pytest.approx((1 + 0.6 * 0.935) / (1 - 0.6 * 0.935), rel=0.06)  # means of 0.1 periods
+    assert peak / trough == pytest.approx((1 + 0.6 * 0.935) / (1 - 0.6 * 0.935), rel=0.06)  # means over 0.1 periods
     assert len(drawn) / drawn.duration_s == pytest.approx(50, rel=0.02)
 
 

@@ -75,7 +75,7 @@ def test_more_bandwidth_never_hurts(found: StrategyMap) -> None:
 def test_break_even_lies_where_the_lines_cross() -> None:
     (even,) = map_of({"single": [1.0, 2.0, 4.0], "tsp": [2.0, 4.0, 2.0]}).break_evens()
     assert (even.strategy, even.over, even.known) == ("tsp", "single", "interpolated")
-    assert even.context_len == round(2048 * 2**0.5)  # the gains are log 1/2 and log 2, so half way
+    assert even.context_len == round(2048 * 2**0.5)  # gains of -log 2 and log 2, so the middle
 
 
 @pytest.mark.parametrize(

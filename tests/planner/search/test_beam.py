@@ -38,7 +38,7 @@ def scenario_of(profile: str, engine: str) -> Scenario:
     ],
 )
 def test_finds_the_best_of_all_pieces_at_the_times_of_the_executor(profile: str, engine: str) -> None:
-    """The times differ only by the seconds per request, which are equal for all pieces."""
+    """Times of the search and of the executor differ only by the seconds per request."""
     scenario, layers = scenario_of(profile, engine), (12, 9, 11)
     runner = Runner(scenario, replace(SEARCHED, stage_layers=layers))
     ttft_s = {}

@@ -1,4 +1,4 @@
-"""The printed bound is proven: no partition is faster, for any known TTFT."""
+"""The printed bound is proven: no partition is faster, whichever TTFT the bound is computed from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT = 1 + 1e-9
 SEEDS = st.integers(0, 2**32)  # seeds of random partitions
 CASES = Path(__file__).parent / "cases"
 REFUTED = (
-    "last-message-holds-the-stream",  # a message counted before the drain and in it
+    "last-message-holds-the-stream",  # a message counted both before the drain and in it
     "end-leaves-no-room",  # an end so late that the next rank has no room for a token
     "message-in-fill-and-received",  # a message counted as part of the fill and as received
     "hidden-latency",  # latency counted in addition to the work that hides it
@@ -67,7 +67,7 @@ def in_whole_steps(scenario: Scenario, rows: Array) -> Array:
 
 
 def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int, strategy: Strategy = KVR) -> None:
-    """Test bounds from an ordinary and from a bad TTFT; a bound from the best TTFT is below it by construction."""
+    """Test bounds from an ordinary and from a slow TTFT; a bound from the best TTFT is below it by construction."""
     cuts = partitions(scenario, seed, count)
     ttft_s = Evaluator(scenario, strategy).ttft_s(cuts)
     best_s, best = float(ttft_s.min()), cuts[ttft_s.argmin()]
@@ -123,7 +123,7 @@ def test_every_kind_of_layer(kind: str, rng: Draws, seed: int) -> None:
 @given(rng=draws(), scenario=anything(), seed=SEEDS)
 @examples(25)
 def test_what_own_measurements_tell(rng: Draws, scenario: Scenario, seed: int) -> None:
-    """Kernels with measured sizes, masked rectangles, and copies in place."""
+    """Scenarios with measured sizes, masked rectangles, and copies in place."""
     scenario = as_measured(rng, scenario)
     assert_nothing_beats_the_bound(scenario, seed, 15 if scenario.cluster.topology == "bus" else 300)
 

@@ -77,7 +77,7 @@ def test_no_pipeline_of_published_models_is_faster(model: str, engine: str) -> N
 )
 @examples(300)
 def test_the_theorem(stages: list[float], pieces: list[float]) -> None:
-    """Some path through the grid of stages and pieces is at least (S + M - 1) / (S M) of all work."""
+    """Some path through the grid of stages and pieces has at least (S + M - 1) / (S M) of all work."""
     longest = np.zeros((len(stages) + 1, len(pieces) + 1))
     for (row, stage), (column, piece) in product(enumerate(stages, start=1), enumerate(pieces, start=1)):
         longest[row, column] = max(longest[row - 1, column], longest[row, column - 1]) + stage * piece

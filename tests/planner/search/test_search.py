@@ -82,7 +82,7 @@ def test_nothing_near_or_random_is_better(rng: Draws) -> None:
 @example(scenario=scenario_in(Path(__file__).parent / "cases" / "slow-links-one-token"))
 @examples(8)
 def test_the_default_stride_is_fine_enough(scenario: Scenario) -> None:
-    """This includes very slow links, where all but one rank should have a single token."""
+    """The default stride also suits very slow links, where all but one rank should have a single token."""
     assert search(scenario, KVR).ttft_s <= search(scenario, KVR, stride=1).ttft_s * CLOSE
 
 

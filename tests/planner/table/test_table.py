@@ -33,7 +33,7 @@ READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table
 
 
 def staircase(rng: Draws) -> QuantizationSteps:
-    """Random steps: none or many, of any height, with and without a prefix."""
+    """Random quantization steps: none or many, of any height, with and without a prefix."""
     lens = sorted(rng.sample(range(1, 5000), rng.choice([0, 1, 5, 60])))
     heights = [sorted(rng.random() * 10 ** rng.uniform(-6, 0) for _ in lens) for _ in range(2)]
     return QuantizationSteps(
@@ -281,7 +281,7 @@ def test_every_rate_counts(rng: Draws) -> None:
 
 
 def test_a_datasheet_counts_where_there_is_no_profile() -> None:
-    """With a profile, the profile's rates are used instead."""
+    """The datasheet is part of the fingerprint only without a profile."""
     for profile, counts in (("roofline", True), ("a100-eager", False)):
         scenario = scenario_of(profile=profile)
         gpu = replace(scenario.cluster.gpu, hbm_bytes_per_s=1e12)

@@ -102,7 +102,7 @@ def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
 
 @pytest.mark.parametrize("asked", [{"ctx": 131072}, {"link_bandwidth": 1e9}])
 def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
-    """Extrapolation is a separate cause, or the links have a larger effect."""
+    """Outside of measured ranges, extrapolation is an additional cause, or the links have a larger effect."""
     inside, outside = above(flash()), above(flash(**asked))
     assert "extrapolation" not in inside
     assert outside.get("extrapolation", 0.0) > 0 or outside["links"] > inside["links"]
@@ -123,7 +123,7 @@ def test_a_roofline_is_a_limit() -> None:
 @given(rng=draws())
 @examples(40)
 def test_any_profile_has_one(rng: Draws) -> None:
-    """The interval is finite and contains the prediction; without errors of the profile it has no causes from it."""
+    """The interval is finite and contains the prediction; a profile without errors adds no cause."""
     scenario = any_scenario(rng, roofline=False, topologies=("switch", "chain", "bus"))
     assert 0 < width(scenario) < 50
     profile = scenario.profile
@@ -190,7 +190,7 @@ def test_what_is_slower_ties_less(
 
 
 def test_what_only_the_slower_one_has_makes_a_tie() -> None:
-    """The strategies tie if faster links could make the slower strategy as fast; only this one waits for links."""
+    """The strategies tie if faster links could make the slower one as fast; the faster one does not wait for links."""
     alone = Sensitivities(by_source={"host": Sensitivity(-0.5, 0.5)}, ratio_log_sd=0.0)
     waits = Sensitivities(by_source={"host": Sensitivity(-0.5, 0.5), "links": Sensitivity(-0.1, 0.1)}, ratio_log_sd=0.0)
     assert tied(alone, waits, 1.0, math.exp(0.09))

@@ -68,7 +68,7 @@ def test_an_interval_holds_its_prediction_whatever_the_engine(name: str) -> None
 @pytest.mark.parametrize("strategy", ["kvr-e", "tp", "pp"])
 @pytest.mark.parametrize("term", TERMS)
 def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: str) -> None:
-    """This includes terms that are added to TTFT and not simulated."""
+    """A move equals the simulated difference, also for terms that are added to TTFT and not simulated."""
     host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
     engine = replace(NOTHING, host=host, spread={term: 0.5})
     scenario, even = with_engine(engine, strategy)
@@ -85,7 +85,7 @@ def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: st
 
 
 def test_what_an_engine_adds_cannot_be_less_than_nothing() -> None:
-    """For any uncertainty, the lower end stays above the time of the kernels alone."""
+    """For any uncertainty, the lower end of the interval stays above the time of the kernels alone."""
     host = replace(NO_HOST, request_s=0.05)
     kernels_s, _ = around(NOTHING, "single", ctx=512, gpus=1)
     sure_of_kernels = replace(load_profile("a100-flash"), operations={}, run_to_run_log_sd=0.0)
@@ -183,7 +183,7 @@ def test_a_kind_that_another_stands_for_is_known_less_well() -> None:
 
 @pytest.mark.parametrize("engine", ["none", "vllm-2023"])
 def test_an_interval_widens_by_the_recurrence(engine: str) -> None:
-    """The recurrence widens intervals of engines with compared prefills, too, unless these had such models."""
+    """The recurrence also widens intervals of engines whose prefills were compared, unless these had such models."""
     asked = {"strategy": "kvr-e", "ctx": "16k", "gpus": 2, "cluster": "h200-nvlink", "engine": engine}
     run = kvrsim.simulate(model="qwen3.5-27b", **asked)
     assert "recurrence" not in kvrsim.simulate(model="qwen3.5-27b", **asked | {"engine": "sglang"}).interval_causes

@@ -1,4 +1,4 @@
-"""Answers of `kvrsim plan` about themselves: the question, the machine, bounds, ties."""
+"""Parts of a plan that describe it: the question, the machine, bounds, ties."""
 
 from __future__ import annotations
 

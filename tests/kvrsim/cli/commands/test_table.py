@@ -177,7 +177,7 @@ def children(pid: int) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's account of processes")
 @pytest.mark.parametrize(("number", "after_s"), [(signal.SIGKILL, 0.0), (signal.SIGTERM, 0.4), (signal.SIGINT, 0.4)])
 def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: float) -> None:
-    """Workers without a call so far watch their parent from their start."""
+    """Workers watch their parent from their start, before their first call."""
     process = start(*LONG, "--jobs", "2")
     until_s = time.monotonic() + 300
     while not any("loky" in line and "tracker" not in line for line in children(process.pid)):
