@@ -97,7 +97,7 @@ def make_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     Raises
     ------
     InputError
-        It names the parameter.
+        Its message names the parameter.
 
     Examples
     --------

@@ -11,7 +11,7 @@ Attention = Literal["eager", "sdpa", "flash"]  # kernels that the runtime measur
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # bytes of one element
-DTYPES = tuple(DTYPE_BYTES)  # of weights, activations, KV cache; fp8: only matrix products of layers are in FP8
+DTYPES = tuple(DTYPE_BYTES)  # element types; fp8: matrix products of layers are in FP8, all else is in half precision
 
 PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V of a cached prefix are stored
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
@@ -23,7 +23,7 @@ DEVICES: tuple[Device, ...] = get_args(Device)
 RankBackend = Literal["gloo", "nccl"]  # backends of torch.distributed
 RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 
-Method = Literal["auto", "analytical", "grid"]  # how a partition is searched
+Method = Literal["auto", "analytical", "grid"]  # search method of a partition
 METHODS: tuple[Method, ...] = get_args(Method)
 
 DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that `--emit` supports

@@ -1,7 +1,7 @@
 """Engines: what the software that serves a model adds to the kernels' own time.
 
 An Engine record holds the seconds that the engine adds (HostRates), the scale of its kernels, their spread and sources.
-The software of 2023 hides launches behind kernels (HostRates.layer_s, kernel_s). Engines of 2025 and 2026 were measured
+In software of 2023, launches overlap kernels (HostRates.layer_s, kernel_s). Engines of 2025 and 2026 were measured
 at 1k and at 8k tokens, and the time beyond their kernels is about the same at both: it is added (HostRates.launch_s).
 """
 
@@ -23,10 +23,10 @@ PRIOR_ENGINE = "serving"  # the prior that all measured engines share
 NO_ENGINE = "none"  # no engine: the kernels and the host times of the profile
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
 DEVIATES_OF_80_PERCENT = 1.2816  # end of a normal distribution's central 80 %, in standard deviations
-SHORT_TOKENS = 512  # tokens of a whole batch; below this the engine's overhead may be most of the time
+SHORT_TOKENS = 512  # tokens of a batch; if it has fewer, the engine's overhead may be most of the time
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
 
-# Quantities of an engine that have a spread, in the order of tables.
+# Quantities of an engine that have a spread, in the order in which tables list them.
 TERMS = (
     *("request_s", "token_s", "step_s", "layer_s", "launch_s", "collective_s"),
     *("kernel_scale", "other_gpu", "model"),

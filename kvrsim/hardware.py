@@ -38,7 +38,7 @@ from kvrsim.units import MAX_BYTES, format_bandwidth, format_bytes, format_secon
 class GatherRates:
     """Ring all-gathers by the faster of two protocols: a latency-bound one, and one that pipelines chunks of messages.
 
-    Over p ranks with pieces of n bytes, M = (p - 1 + own_share) n bytes pass the busiest link, in
+    Over p ranks with pieces of n bytes, M = (p - 1 + own_share) n bytes pass the busiest link. The seconds are
     launch_s + (p - 1) hop_s + min(M / small, (sqrt(M / large) + sqrt(setup_s))^2).
     """
 
@@ -50,7 +50,7 @@ class GatherRates:
     own_share: NonNegative  # cost of copying a rank's own piece, as a share of sending one
 
     def step_s(self, piece_bytes: Array, num_ranks: int) -> Array:
-        """Seconds of one of the p - 1 steps of the ring, for pieces of that size, without the launch."""
+        """Seconds of one of the p - 1 steps of the ring, for pieces of `piece_bytes`, without the launch."""
         steps = num_ranks - 1
         nbytes = (steps + self.own_share) * piece_bytes
         large_s = (np.sqrt(nbytes / self.large_bytes_per_s) + np.sqrt(self.setup_s)) ** 2
@@ -72,7 +72,7 @@ class MeasuredAllReduce:
     """
 
     num_gpus: Annotated[int, Range(least=2, most=2**16)]
-    latency_s: NonNegative  # estimated from the smallest tensor
+    latency_s: NonNegative  # latency, estimated from the smallest tensor
     nbytes: tuple[Bytes, ...]  # bytes of the tensor, ascending
     bytes_per_s: tuple[float, ...]  # rate of the fastest method for each size, without latency
 
@@ -95,7 +95,7 @@ class AllReduceRates:
         check_rising("measured", counts, "tables", self.measured)
 
     def covers(self, num_gpus: int) -> bool:
-        """Whether that number of GPUs is in the measured range."""
+        """Whether `num_gpus` is in the measured range."""
         return self.measured[0].num_gpus <= num_gpus <= self.measured[-1].num_gpus
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:
@@ -121,7 +121,7 @@ class GpuSpec:
 
     name: str  # name in gpus.json
     memory_bytes: Bytes  # total device memory, as nvidia-smi reports it
-    hbm_bytes_per_s: float  # device memory bandwidth, peak
+    hbm_bytes_per_s: float  # peak bandwidth of the device memory
     peak_flops: PeakFlops  # by dtype, FLOP/s of the tensor cores for dense matrices
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; for a CPU: its threads
     source: str  # citation
@@ -198,7 +198,7 @@ class Path:
     """All links that a message between two GPUs takes, combined into one."""
 
     bandwidth_bytes_per_s: float  # bandwidth of the slowest link
-    latency_s: float  # sum over all links
+    latency_s: float  # sum of the latencies of all links
     shared_bus: bool  # whether all paths of the cluster share this one bandwidth
     short_bytes_per_s: float | None = None  # see LinkSpec
     gather: GatherRates | None = None  # see LinkSpec
@@ -226,7 +226,7 @@ class Path:
 
     @property
     def gather_launch_s(self) -> float:
-        """Seconds before a rank's first step."""
+        """Seconds before a rank's first step of an all-gather."""
         return 0.0 if self.gather is None else self.gather.launch_s
 
 
@@ -251,7 +251,7 @@ class Cluster:
     gpu: GpuSpec  # kind of every GPU
     num_gpus: GpuCount  # total number of GPUs
     link: LinkSpec  # link between GPUs; with topology "nodes": inside a node
-    topology: Topology  # see the class's text
+    topology: Topology  # see the docstring of the class
     gpus_per_node: GpuCount | None = None  # GPUs of a node; None unless topology is "nodes"
     network: LinkSpec | None = None  # one GPU's share of the network between nodes; None on one node
 

@@ -37,7 +37,7 @@ class RankMemory:
     weights: int
     kv_cache: int  # K and V of all layers, for every token that the rank stores
     gathered: int  # one layer's messages not yet copied into the cache, and its K and V that are not kept
-    activations: int  # residual stream, and Q, K, V with a ring's results or the MLP's widest tensors, one layer
+    activations: int  # residual stream, and one layer's Q, K, V with a ring's results or its widest MLP tensors
     scores: int  # eager attention's score matrix in all its copies, all heads; flash has none
     logits: int
     runtime: int
@@ -66,8 +66,8 @@ def memory_of(
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every GPU, rank by rank; the GPUs of a group have equal shares.
 
-    A rank's program states what it holds: K, V after each operation, messages and gathered pieces until they are
-    in the cache, score matrices. Where a program states no bytes, the rank is assumed to hold the whole context.
+    A rank's program states what the rank holds: K and V after each operation, score matrices, and messages and gathered
+    pieces until they are in the cache. Where a program states no bytes, the rank is assumed to hold the whole context.
     """
     parts = _Parts(scenario)
     if strategy.pipeline is not None:
@@ -177,7 +177,7 @@ class _Parts:
         return self.batch * float(layer.mixer.cache_bytes(tokens, self.model.cached_element_bytes(self.width)))
 
     def _all_scores(self, chunk: int) -> int:
-        """Elements of the scores of `chunk` queries against the whole context, in the layer with most heads."""
+        """Elements of the scores of `chunk` queries against the whole context, in the layer with the most heads."""
         return self.batch * self._score_heads * chunk * self.request.context_len
 
     def _scores(self, elements: float) -> int:

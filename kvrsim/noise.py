@@ -120,14 +120,14 @@ _TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # numbers of a sample's random generat
 
 
 class NoiseDraw:
-    """The random part of a noise, drawn for one or many runs; arrays end with an axis of samples.
+    """The random part of a noise, drawn for one or many runs; the last axis of arrays is the sample.
 
     Each run (a sample) has its own random generators, one per kind of noise and place (a rank or a link). A sample of a
     seed is therefore the same for every partition and strategy (common random numbers), and in every set of samples.
     """
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
-        """`samples` numbers the runs; runs of one seed with different numbers are independent."""
+        """`samples` are the numbers of the runs; runs of one seed with different numbers are independent."""
         self.noise, self.seed, self.samples = noise, seed, tuple(samples)
         self.num_samples, self.num_ranks = len(samples), num_ranks
         roots = [(seed, sample) for sample in samples]
@@ -187,7 +187,7 @@ class _Slots:
         self.traffic, self.num_pairs = traffic, num_ranks - 1
         self.generators = [np.random.default_rng([*root, _TRAFFIC]) for root in roots]
         self.phase_s = np.array([rng.random() for rng in self.generators]) * traffic.dwell_s
-        self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # -1: no pair
+        self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # pair per slot; -1: none
         self.ranks: dict[int, Warp | None] = {}
         self.links: dict[int, Warp | None] = {}
 
@@ -261,7 +261,7 @@ class Warp:
         return np.asarray(np.maximum(ended - self.slots.phase_s, start_s + work_s))
 
 
-# The text of --noise is turned into the same plain values as a JSON file holds; one reader checks both.
+# The text of --noise is parsed into the plain values that a JSON file holds; one reader checks both.
 
 ACCEPTED = (
     "terms joined by +: side-traffic:duty=0.5,share=0.67,slowdown=0.03,dwell=10ms, jitter:0.05 or"

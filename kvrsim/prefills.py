@@ -1,6 +1,6 @@
 """`kvrsim.calibrate`: an engine fitted to whole prefills.
 
-It joins the package calibrate, which fits, and the package planner, which predicts.
+This module joins the package calibrate, which fits, and the package planner, which predicts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def calibrate(
     Raises
     ------
     InputError
-        It names the parameter, and the row or the file and line.
+        Its message names the parameter, and the row, or the file and the line.
 
     Examples
     --------

@@ -40,7 +40,7 @@ class Compute:
     kv_bytes: Array | None = None  # bytes of the layer's K and V that the rank then holds, shape (B,); None: as before
     score_elements: Array | None = None  # elements of an eager kernel's score matrix, shape (B,); None: no matrix
     query_blocks: Array | None = None  # number of attention calls for the chunk, shape (B,); None: one
-    kind: WorkKind = "other"  # decides the colour in a picture
+    kind: WorkKind = "other"  # kind of work, which decides the colour in a picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +272,7 @@ class Program:
         return self._changed(lambda _, ops: tuple(with_arrays(op, one) for op in ops))
 
     def slowed(self, factors: Sequence[float]) -> Program:
-        """Return the program on GPUs that compute longer by one factor per rank; hosts and links are unchanged."""
+        """Return the program on GPUs that are slower by one factor per rank; hosts and links are unchanged."""
         if all(factor == 1.0 for factor in factors):
             return self
         return self._changed(lambda rank, ops: slower(ops, factors[rank]))
@@ -373,7 +373,7 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
 
 def computes_s(program: Program) -> list[float]:
     """Device time of each rank's own operations."""
-    known: dict[int, float] = {}  # by block, because ranks may share blocks
+    known: dict[int, float] = {}  # seconds by block, because ranks may share blocks
 
     def block_s(ops: tuple[Op, ...]) -> float:
         if id(ops) not in known:
@@ -390,6 +390,6 @@ def computes_s(program: Program) -> list[float]:
 
 
 def waited_s(busy_s: float, finish_s: float) -> float:
-    """Seconds until a rank finished in which it did not compute; a rounding error counts as 0."""
+    """Seconds in which a rank did not compute before it finished; a rounding error counts as 0."""
     wait_s = finish_s - busy_s
     return wait_s if wait_s > 1e-12 * finish_s else 0.0

@@ -1,4 +1,4 @@
-"""Scenario: the subject of a prediction: a request, a model, a cluster and a profile.
+"""The subject of a prediction: a request, a model, a cluster and a profile.
 
 A partition says how the request's context is split over ranks.
 """
@@ -145,7 +145,7 @@ class Scenario:
     engine: Engine | None = None  # serving engine; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
     expert_imbalance: float | None = None  # rows of the busiest GPU's experts over the mean; None: mean_imbalance()
-    prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
+    prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V are
     prefix_access: PrefixAccess | None = None  # how ranks attend to the prefix; None: not yet chosen by a strategy
     data_load: float = 1.0  # sequences of all data groups divided by those of the rank's group
 
@@ -170,7 +170,7 @@ class Scenario:
             object.__setattr__(self, "model", in_fp8(self.model))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the fields alone, without what was computed from them."""
+        """Pickle only the fields, without the values computed from them."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
@@ -263,7 +263,7 @@ class Scenario:
 
     @property
     def chain_is_proven(self) -> bool:
-        """Whether bounds of KVR's chain hold, because its ranks exchange no tokens for routed experts."""
+        """Whether bounds of KVR's chain hold: only if its ranks exchange no tokens for routed experts."""
         return self.expert_placement.layout.exchange == "none"
 
     def without_communication(self) -> Scenario:
@@ -319,14 +319,14 @@ class Scenario:
 
     @property
     def kernel_scale(self) -> float:
-        """Seconds of the engine's kernels over the profile's."""
+        """Seconds of the engine's kernels divided by those of the profile's kernels."""
         return 1.0 if self.engine is None or self.profile is None else self.engine.scale_on(self.profile.gpu)
 
     @cached_property
     def pace(self) -> float:
         """Seconds of products and attention divided by their seconds at the burst clock.
 
-        The clock falls under load, with the time since the prefill began. One factor holds for the whole prefill. It is
+        Under load, the clock falls with the time since the prefill began. One factor holds for the whole prefill. It is
         that of a GPU with an even share of the work, because balanced ranks work about equally long.
         """
         if self.profile is None or self.profile.kernels.clock is None:

@@ -41,7 +41,7 @@ _BYTES_PER_S = {
 
 
 def _quantity(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
-    """The exact value of "<number><unit>", or None where it is not one."""
+    """The exact value of "<number><unit>"; None if the text is not of this form."""
     match = _QUANTITY.fullmatch(text.strip()) if len(text) <= 80 else None
     if match is None or match[2] not in units:
         return None
@@ -208,7 +208,7 @@ def map_fields(value: T, change: Callable[[str, Any], Any]) -> T:
 
 
 def cached_scale(value: Any, factor: float) -> Any:
-    """`scale` of a hashable value, cached: strategies use the same links one after another."""
+    """`scale` of a hashable value, cached because strategies use the same links one after another."""
     return scale(value, factor)
 
 
@@ -221,7 +221,7 @@ _ACCEPTED = (
 
 
 def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
-    """Tokens in rising order, each once; InputError names the argument.
+    """Parse lengths in tokens into ascending order, each once. InputError names the argument.
 
     >>> parse_lengths("1k:2k:512,4k", "ctx")
     (1024, 1536, 2048, 4096)

@@ -13,7 +13,7 @@ from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
 _QUOTED_NAME = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)`")
-_SAME = {"strategy": "strategies", "strategies": "strategy"}  # a command has one of the two options
+_SAME = {"strategy": "strategies", "strategies": "strategy"}  # each command has only one of the two options
 _LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
 _SIZE = re.compile(r"--(tp|pp|cp|dp)(?:-size)?")  # engines' options for the sizes of a deployment
 _MANY_NAMES = re.compile(r"[\w.+@-]+(?:, [\w.+@-]+){11,}")
@@ -59,7 +59,7 @@ def nearest(text: str, known: Iterable[str]) -> str | None:
 
 
 def options_of(command: Any) -> list[str]:
-    """Long options of a command of Click."""
+    """Names of the long options of a Click command."""
     return sorted(option for param in command.params for option in param.opts if option.startswith("--"))
 
 

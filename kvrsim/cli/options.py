@@ -1,4 +1,4 @@
-"""Options of commands, generated from groups of arguments (kvrsim/arguments.py); groups that only commands have."""
+"""Options of commands, generated from groups of arguments (kvrsim/arguments.py), and groups that only commands have."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NAMED = {  # folder or file of kvrsim/data with the names of an option's values
     **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},
     **{"link": "links", "strategy": "strategies", "strategies": "strategies"},
 }
-_PLACES = ("model", "cluster")  # positions of a question, which may be given without names
+_PLACES = ("model", "cluster")  # options of a question that may also be given by position
 JSON = switch("Print one JSON object instead of tables.")
 
 

@@ -11,7 +11,7 @@ from typing import Self
 
 _CLEAR = "\r\x1b[K"  # go to the beginning of the line and erase it
 PATIENCE_S = 0.5  # shorter work prints nothing on a terminal
-FIRST_LINE_S = 10.0  # until the first line if there is no terminal; each later line takes twice as long
+FIRST_LINE_S = 10.0  # until the first line if there is no terminal; then the time doubles from line to line
 
 
 class Progress:
@@ -31,7 +31,7 @@ class Progress:
         self._next_line_s = FIRST_LINE_S
         self._is_shown = False
         self._state: tuple[float, float | None, str] = (0, None, text)
-        self._since_s = 0.0  # when the work with this text started
+        self._since_s = 0.0  # time at which the work with this text started
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = None if is_timed else threading.Thread(target=self._keep_time, daemon=True)

@@ -1,6 +1,6 @@
 """Text for people: tables, labelled facts and trees on a terminal, and the phrases that several commands share.
 
-Rich draws them. It is imported when something is shown, so that --json does not wait for it.
+The library Rich draws them; it is imported when something is shown, so that --json does not wait for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # blanks at the end, also before codes of styles
 _NO_TERMINAL = 118  # width of output to a file or a pipe
 _WIDE = 100  # width from which two blanks separate the columns of a table
-_PROSE = 24  # least width of a cell of several words
+_PROSE = 24  # smallest width of a cell of several words
 
 
 Row = tuple[str, str | None]  # a label and its text; None or empty: the label is left out
@@ -65,7 +65,7 @@ def show(*parts: Part) -> None:
 
 
 def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
-    """Lines of `show` at a width."""
+    """Lines that `show` prints at a given width."""
     from rich.segment import Segment, Segments
 
     drawn = []
@@ -99,7 +99,7 @@ def markdown(parts: Sequence[Part]) -> str:
 
 
 def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
-    """The text of a part at a width."""
+    """The text of a part of a screen at a given width."""
     if not isinstance(part, Table) or not terminal:
         yield part
     else:

@@ -1,1 +1,1 @@
-"""What is written to disk and read back: whole files and journals."""
+"""Reading and writing of files: whole files and journals."""

@@ -93,7 +93,7 @@ def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
         found = target.stat()
     except FileNotFoundError:
         return target, None
-    except (OSError, ValueError) as error:  # a name that is too long, links in a circle, or a null byte
+    except (OSError, ValueError) as error:  # a name that is too long, circular links, or a null byte
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise InputError(argument, path, f"a file that can be written ({reason})") from None
     if not stat.S_ISREG(found.st_mode):

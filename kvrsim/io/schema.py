@@ -39,7 +39,7 @@ from kvrsim.units import MAX_TOKENS
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 2**24  # larger than any configuration; a file of weights given by mistake is not read whole
-MAX_DEPTH = 50  # most levels of nested arrays and objects; files of kvrsim have far fewer
+MAX_DEPTH = 50  # largest depth of nested arrays and objects; files of kvrsim have far fewer levels
 _FIELD = re.compile(r"[.\[]")  # characters that end the name of a field in a key path
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 
@@ -144,8 +144,8 @@ class JsonObject:
     """A JSON object whose values are checked as they are read; null counts as absent."""
 
     fields: Mapping[str, Any]  # the object as the json module gives it
-    where: str  # the argument and the file, for messages
-    key_path: str = ""  # of this object inside the file, with a final dot; empty at the top
+    where: str  # name of the argument and the file, for messages
+    key_path: str = ""  # path of this object in the file, with a final dot; empty at the top
 
     @classmethod
     def read(cls, path: Path, argument: str) -> JsonObject:
@@ -340,7 +340,7 @@ class _Kind:
 
     @property
     def accepted(self) -> str:
-        """Describe the accepted values in messages."""
+        """Accepted values in words, for messages."""
         return self._described + (", or null" if self.optional else "")
 
     @property
@@ -362,7 +362,7 @@ class _Kind:
         return names.get(self.base, "an object ({...})") + (str(self.range) if self.base is float else "")
 
     def read(self, value: Any, path: str, data: JsonObject) -> Any:
-        """The checked value at a path of an object."""
+        """Return the checked value at a path of an object."""
         if value is None and (self.optional or self.base is NoneType):
             return None
         if len(self.options) > 1:

@@ -21,7 +21,7 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
 def scalars(row: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values as scalars: nested ones by names such as "link.latency_s", a list as text with commas between.
 
-    Of waits and memory per GPU, the largest value. Lists of mappings are omitted.
+    Waits and memory per GPU become their largest value. Lists of mappings are omitted.
     """
     flat: dict[str, Any] = {}
     for name, value in row.items():

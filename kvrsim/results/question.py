@@ -31,7 +31,7 @@ class Question:
     prefix_placement: str  # where the prefix's K and V are stored, as the option is written
     dtype: str
     quantization: str | None  # such as "awq, 4 bits"; None: not quantised
-    attention: str  # kernel
+    attention: str  # attention kernel
     memory_fraction: float  # share of each GPU's memory that the prefill may use
     engine: str  # engine that serves the model; "none": the kernels and the profile's host
     seed: int

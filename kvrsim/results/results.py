@@ -156,7 +156,7 @@ class Shortfall:
     strategy: str  # the compared strategy that comes nearest to fitting
     peak_bytes: int  # peak memory of its GPU that needs the most
     over_bytes: int  # bytes of that peak above the memory limit
-    would_fit: tuple[Remedy, ...]  # empty: with none of the changes tried, a strategy fits
+    would_fit: tuple[Remedy, ...]  # empty: no change that was tried makes a strategy fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +227,7 @@ class SimResult(StrategyPrediction, Answer):
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
-    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # spans; only from the event executor
     breakdown: Breakdown | None = field(default=None, repr=False)
     noise: Noise | None = None  # the noise of `ttft_s` and `per_rank`, which show one sample
     noisy: Distribution | None = None  # TTFTs of all samples
@@ -254,7 +254,7 @@ class SimResult(StrategyPrediction, Answer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineBound:
-    """Lower bound on the TTFT of any pieces and stages of a pipeline over the same ranks."""
+    """Lower bound on the TTFT of a pipeline with any pieces and stages over the same ranks."""
 
     lower_bound_s: float  # seconds; proven
     gap: float  # TTFT / lower_bound_s - 1
@@ -273,7 +273,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
     approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
-    bound: PipelineBound | None = None  # only where pieces and stages were searched
+    bound: PipelineBound | None = None  # bound; None unless pieces and stages were searched
     layout: Layout  # layout of all GPUs
     searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
@@ -349,15 +349,15 @@ class Limit:
 
     operation: str
     share: float  # share of TTFT
-    remedy: str  # change that makes it faster
+    remedy: str  # change that makes the operation faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
     """A TTFT that a given share of prefills does not exceed."""
 
-    ttft_s: float | None  # None: more prompts arrive than the GPUs can prefill
-    share: float  # share of prefills that do not exceed it
+    ttft_s: float | None  # seconds; None: more prompts arrive than the GPUs can prefill
+    share: float  # share of prefills that do not exceed ttft_s
     rate_per_s: float | None  # rate of prompts; None: the GPUs are idle
     slo_s: float | None  # target of TTFT; None: no target
     meets: bool | None  # whether the target is met

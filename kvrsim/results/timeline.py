@@ -35,7 +35,7 @@ SpanOp = WorkKind | Payload | Literal["all-gather", "collective", "stall"]
 class Span:
     """One stretch of time on a rank's compute stream (compute, wait) or on a link (transfer)."""
 
-    rank: int  # rank that computes or waits; of a transfer, the sender
+    rank: int  # rank that computes, waits, or sends the transfer
     kind: SpanKind
     op: SpanOp  # kind of work, payload of a transfer, or cause of a wait
     name: str  # the operation, such as "attention" or "kv to rank 3"
@@ -63,7 +63,7 @@ class BreakdownRow:
     what: str  # the matrix product, the kind of recurrence, or the cause of a wait
     seconds: float
     share: float  # share of TTFT
-    roofline_share: float | None  # shortest time by the datasheet over `seconds`; None: no work of the device
+    roofline_share: float | None  # shortest time by the datasheet divided by `seconds`; None: no device work
     basis: Basis  # basis of the seconds
 
 
@@ -169,7 +169,7 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
     """Trace events of one timeline: one process per rank, with a thread for its compute stream and one for each link.
 
     Times are in microseconds, rounded to nanoseconds. A flow leads from each message to the receiver's next span.
-    ranks: their names. name: prefix of the names. number: that of the timeline in the trace.
+    ranks: names of the ranks. name: prefix of these names. number: number of the timeline in the trace.
     """
     first = number * _PIDS
     tracks = _tracks(spans)

@@ -155,7 +155,7 @@ def _by_answer(title: str, answers: Sequence[SavedAnswer], *, number: bool = Fal
 
 
 def page(answers: Sequence[SavedAnswer]) -> Page:
-    """The page: all tables, the best ones with their intervals as bars."""
+    """The page of all tables; the best strategies have their intervals as bars."""
     tables = {
         "Best": ("", bests(answers, drawn=True)),
         "Questions": ("" if differences(answers).rows else "The questions are the same.", differences(answers)),

@@ -71,7 +71,7 @@ def encoded(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> bytes:
 WAITING = OPERATIONS["waiting"]
 HATCHED: dict[str, Any] = dict(facecolor=WAITING.colour.light, edgecolor=WAITING_LINES.light, hatch="/////")
 
-_TITLE, _LINE, _LEGEND = 0.36, 0.19, 0.235  # heights of a row, inches
+_TITLE, _LINE, _LEGEND = 0.36, 0.19, 0.235  # height of a row of each, inches
 _LETTER, _SWATCH = 0.069, 0.36  # widths in a legend, inches
 
 
@@ -86,11 +86,11 @@ class Head:
 
     @property
     def height(self) -> float:
-        """Height in inches, with a margin below."""
+        """Height of the head in inches, with a margin below."""
         return 0.12 + _TITLE + _LINE * len(self._lines) + _LEGEND * len(self._rows) + 0.08
 
     def draw(self, figure: Figure) -> None:
-        """Draw at the top of a figure."""
+        """Draw the head at the top of a figure."""
         inches = figure.get_size_inches()[1]
         style: dict[str, Any] = dict(x=0.12 / self.width, va="top")
         figure.text(y=1 - 0.12 / inches, s=self._short_title, fontsize=14, fontweight="bold", color=INK, **style)
@@ -141,13 +141,13 @@ def _patch(patch: Any, label: str, colour: str) -> Any:
 
 # Lanes: one row per rank or strategy
 
-WIDTH = 10.0  # inches
+WIDTH = 10.0  # width of a figure, inches
 
 
 def headed(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
     """Make a figure with a head above axes.
 
-    lanes_inches: height of the axes. left: their left edge as a share of the width.
+    lanes_inches: height of the axes. left: left edge of the axes as a share of the width.
     """
     height = head.height + lanes_inches + 0.85
     figure = drawing(head.width, height)
@@ -157,7 +157,7 @@ def headed(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
 
 
 def set_lanes(axes: Axes, names: Sequence[str], unit: str) -> None:
-    """Label the lanes, the first on top, and the unit below; with many lanes only some have labels."""
+    """Label the lanes, the first on top, and the axis below with `unit`; of many lanes, only some get labels."""
     named = range(0, len(names), -(-len(names) // 32))
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.set_yticks(named, [names[lane] for lane in named])

@@ -49,7 +49,7 @@ def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, end_s: float, *, title: str = "") -> None:
-    """One lane per rank from 0 to `end_s`, seconds below, and TTFT: the time at which the last rank ends."""
+    """Draw one lane per rank from 0 to `end_s`, with seconds below, and mark TTFT, when the last rank ends."""
     ranks, end_s = timeline.num_ranks, max(end_s, 1e-12)
     _draw_lanes(axes, timeline.spans, end_s, alternates=not is_pipeline(timeline))
     axes.set_xlim(0.0, end_s)

@@ -61,7 +61,7 @@ class Section:
     title: str
     body: Html
     lead: str = ""  # a sentence below the heading
-    ident: str | None = None  # its id, by which a script and a link find it
+    ident: str | None = None  # id of the section, for scripts and links
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ def unpacked(page: str) -> dict[str, Any]:
 
 @cache
 def asset(name: str) -> str:
-    """A style or script of the package."""
+    """Text of a style or script of the package."""
     content = files("kvrsim.views").joinpath("assets", name).read_text("utf-8")
     assert "</s" not in content.lower(), f"{name} would end its element"
     return content
@@ -198,7 +198,7 @@ def join(parts: Iterable[str]) -> Html:
 def tag(name: str, /, *children: str, **attributes: str | int | float | bool | None) -> Html:
     """Make an element: `tag("p", "a < b", class_="dim")`.
 
-    attributes: class_ is class, data_value is data-value; True is an attribute without a value, None and False none.
+    attributes: class_ is class, data_value is data-value; True is an attribute without a value, None and False omit it.
     A page's policy allows neither `style` nor handlers such as `onclick`, so neither is taken.
     """
     parts = [name]
@@ -224,7 +224,7 @@ def table(
 ) -> Html:
     """Make a table that a reader can sort by column and that scrolls if it is too wide.
 
-    caption: what it holds, for screen readers. ident: its id. row_names: data-name of each row, for scripts.
+    caption: content, for screen readers. ident: its id. row_names: data-name of each row, for scripts.
     """
     heads = (
         tag("th", column.label, scope="col", title=column.hint or None, class_=_class(column) or None)
@@ -295,7 +295,7 @@ def in_words(value: object, name: str = "") -> str:
 
 
 def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
-    """The name next to a square of its colour, or of the colour of the strategy `colour_of`."""
+    """The strategy's name next to a square of its colour, or of the colour of `colour_of`."""
     dot = tag("rect", width=10, height=10, rx=2, fill=f"var({variable('strategy', colour_of or name)})")
     square = tag("svg", dot, class_="dot", width=10, height=10, aria_hidden="true")
     return tag("span", square, f" {name}", class_="strategy")
@@ -307,7 +307,7 @@ def interval_bar(
     """Draw an interval on an axis that several intervals share.
 
     span: both ends of the axis; an interval beyond it has no bar. colour: a CSS variable, for the value.
-    measured: marked by a line across.
+    measured: a value marked by a line across the bar.
     """
 
     if high > span[1]:

@@ -56,7 +56,7 @@ WAITING_LINES = Colour("#c4c4c4", "#565c66")  # colour of the hatching
 _TENSOR = re.compile(r"tp(\d+)(?:\+(.+))?")
 _STAGES = re.compile(r"pp(\d+)(-s)?(?:\+cp\d+)?")
 
-# Names of models, clusters and files are not formulas: a $ in one is a dollar sign.
+# Names of models, clusters and files are not formulas: a $ in a name is a dollar sign.
 _RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "hatch.linewidth": 0.6, "text.parse_math": False}
 
 

@@ -45,8 +45,8 @@ class Column:
     """A column of a table."""
 
     title: str  # may have two lines
-    number: bool = False  # aligned to the right; sorted from the smallest
-    wraps: bool = False  # prose, which may take several lines
+    number: bool = False  # whether cells are numbers: aligned to the right, sorted from the smallest
+    wraps: bool = False  # whether cells are prose, which may take several lines
     hint: str = ""  # meaning of the column; a page shows it as a tooltip
     rank: int = 1  # columns above rank 1 are hidden on phones; narrow terminals hide the highest rank first
 
@@ -74,7 +74,7 @@ class Table:
         self.styles.append(style or "")
 
     def texts(self) -> list[tuple[str, ...]]:
-        """The rows as people read them."""
+        """The rows as plain texts, as people read them."""
         return [tuple(cell.shown if isinstance(cell, Cell) else cell for cell in row) for row in self.rows]
 
     def without(self, rank: int) -> Table:
@@ -92,7 +92,7 @@ def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> T
 
 
 def narrowing(table: Table, *optional: str) -> Table:
-    """Rank columns: a narrow terminal hides those whose titles begin with these texts, in this order."""
+    """Set the ranks of columns: a narrow terminal hides those whose titles begin with these texts, in this order."""
     ranks = {title: 1 + len(optional) - place for place, title in enumerate(optional)}
 
     def ranked(column: Column) -> Column:
@@ -167,7 +167,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
     unit = format_seconds(max(one.ttft_high_s for one in rows)).split(" ")[1]
     over = None if plan.yardstick is None else baseline_title(plan.yardstick)
-    columns = {  # columns, and whether to show each
+    columns = {  # columns, each with whether it is shown
         Column(title="strategy\n"): True,
         Column(title="partition\n(tokens)", rank=4, hint="tokens of each rank or piece"): not short,
         Column(title="TTFT\n", number=True, hint="time to first token"): True,

@@ -26,7 +26,7 @@ _KEYS = (
     " [←] [→] [↑] [↓] go from operation to operation."
 )
 _FINEST_S = 1e-9
-_MOST_TICKS = 2**32  # limits the digits of long timelines
+_MOST_TICKS = 2**32  # largest number of ticks, which limits the digits of long timelines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -298,7 +298,7 @@ def calibrate_all(
     campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
     if links is None and link is None and effort.number(setup.device, setup.threads) > 1:
         links = f"{stem}.links.csv"
-        longest = max(layer_kv_bytes(setup), 2**20)  # K and V of a layer for the longest context
+        longest = max(layer_kv_bytes(setup), 2**20)  # bytes of a layer's K and V for the longest context
         ranks = effort.setup(setup.device, setup.threads, longest)
         campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
     outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
@@ -396,7 +396,7 @@ def import_(
 
 
 def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: str | None = None) -> None:
-    """Fit a profile to the rows of sources (argument: source); also write the rows if requested."""
+    """Fit a profile to the rows of sources, which are grouped by argument; also write the rows if requested."""
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 
@@ -417,7 +417,7 @@ def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: st
 def write_fit(
     rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Fit and write a profile, and print its errors; with --json only the caller prints."""
+    """Fit and write a profile, and print its errors; with --json, print nothing, because the caller prints."""
     from calibrate.fit.profile import FitChoices, Label, fit_profile
     from calibrate.measure.device import gpu_of, link_of
 

@@ -292,7 +292,7 @@ def _context(model: ModelSpec) -> str:
 
 
 def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Label and text of what a kind of layer consists of."""
+    """Label and text of each part of a kind of layer."""
     if kind.mixer is not None:
         numbers = {one.name: getattr(kind.mixer, one.name) for one in fields(kind.mixer)}
         yield "shape", ", ".join(f"{name} {value}" for name, value in numbers.items() if type(value) is int)

@@ -139,7 +139,7 @@ def confirm(
 
 
 def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:
-    """Search a partition on the machine, and print it."""
+    """Search for a partition on the machine, and print it."""
     from planner.confirm.hardware import Reporter
     from planner.confirm.search import search_here
 
@@ -216,7 +216,7 @@ def _regret(result: Confirmation) -> str:
 
 
 def show_search(result: SearchedPartition) -> None:
-    """The fastest measured partition, and the cost of the search."""
+    """Print the fastest measured partition, and the cost of the search."""
     search, question = result.search, result.question
     best, plan = (
         f"{', '.join(map(str, one))}, TTFT {format_seconds(search.median_s(one))}" for one in (search.best, search.seed)

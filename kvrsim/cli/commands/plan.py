@@ -101,7 +101,7 @@ def _check_length(args: ScenarioArgs) -> None:
 
 
 def _engine(deploy: DeployArgs) -> ForEngine | None:
-    """The engine that the plan must suit."""
+    """Return the engine for which the plan is made."""
     from planner.candidates import ForEngine
 
     name = deploy.only_deployable or deploy.emit

@@ -46,8 +46,8 @@ def simulate(
         )
 
 
-_MOST_CAUSES = 4  # number of listed causes of the interval
-_WIDE = 0.005  # least share of TTFT of a listed cause
+_MOST_CAUSES = 4  # largest number of causes of the interval that are listed
+_WIDE = 0.005  # smallest share of TTFT for which a cause is listed
 
 
 def simulation_screen(result: SimResult) -> list[lines.Part]:
