@@ -76,7 +76,7 @@ def test_terms_of_a_request_are_added() -> None:
 
 
 def test_kernel_scale_is_of_kernels_alone() -> None:
-    """With three times the kernel scale, only the time of kernels triples; the time per request stays."""
+    """If kernel_scale triples, the time of kernels triples and the time per request does not change."""
     base = with_host(request_s=0.25)
     tripled = replace(base, kernel_scale={"a100-80gb": 3.0})
     assert ttft_s(tripled) - 0.25 == pytest.approx(3 * (ttft_s(base) - 0.25))

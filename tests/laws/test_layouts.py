@@ -139,7 +139,7 @@ def test_a_prompt_per_data_group() -> None:
     assert (one.request.batch, eight.request.batch) == (1, 1)
     programs = [build_program(placed, get_strategy("dp8+ep8"), columns((4096,))) for placed in (one, eight)]
     own, others = ({op.name: op for op in program.layers[0][0] if isinstance(op, Compute)} for program in programs)
-    assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the clock may be lower
+    assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the GPU clock may drop
     assert 4 * own["experts"].device_s < others["experts"].device_s < 8.5 * own["experts"].device_s
     tensor = [Search().candidate(make_scenario(**QWEN, batch=batch)[0], get_strategy("tp")).ttft_s for batch in (1, 8)]
     data = [Search().candidate(make_scenario(**QWEN, batch=batch)[0], get_strategy("dp+ep")).ttft_s for batch in (1, 8)]

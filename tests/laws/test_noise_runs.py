@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_timeline(name: str, rng: Draws, seed: int)
 @given(rng=draws(), seed=SEEDS)
 @examples(60)
 def test_side_traffic_only_delays_and_more_of_it_more(name: str, rng: Draws, seed: int) -> None:
-    """This holds in every run, because the drawn pairs do not depend on the amount of traffic."""
+    """In every run, traffic only delays, and more traffic delays more; drawn pairs do not depend on its amount."""
     scenario, program = program_of(rng, name)
     quiet = quiet_s(scenario, program)
     less = SideTraffic(

@@ -69,8 +69,8 @@ def test_on_a_bus_a_fall_with_context_is_no_more_than_what_sharing_costs(
 ) -> None:
     """TTFT on a bus may fall with context (see the next test), but never below the TTFT with one path per pair.
 
-    With a path for every pair, all times are sums and maxima of durations, none of which falls with a chunk: TTFT
-    never falls. A bus gives no flow more than such a path does. So TTFT(longer, bus) >= TTFT(shorter, own paths).
+    With a path per pair, all times are sums and maxima of durations that never fall with a chunk, so TTFT never falls.
+    A bus gives a flow at most the bandwidth of such a path. So TTFT(longer, bus) >= TTFT(shorter, own paths).
     """
     longer = with_tokens(scenario, 2 * times * scenario.cluster.num_gpus)
     link = scenario.cluster.link

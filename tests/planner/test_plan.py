@@ -13,7 +13,7 @@ from planner.candidates import ForEngine, Search
 
 
 def test_even_chunks_will_do_where_the_host_sets_the_pace() -> None:
-    """With 1k on 4 GPUs, the host launches kernels more slowly than they run."""
+    """With 1k on 4 GPUs, the host launches kernels more slowly than they run, so even chunks suffice."""
     assert any(note.startswith("even chunks are") for note in kvrsim.plan(gpus=4, ctx="1k").warnings)
 
 

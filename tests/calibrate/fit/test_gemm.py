@@ -79,7 +79,7 @@ def test_the_systematic_error_is_how_far_other_tables_are() -> None:
     assert systematic_log_sd("send_recv", own, near) is None
 
 
-# -- Quantised products have rates of their own; products too fast for random data are refused; decoding is compared.
+# -- Quantised products have separate rates; products too fast for random data are refused.
 
 
 @pytest.mark.slow

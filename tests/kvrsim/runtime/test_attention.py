@@ -110,7 +110,7 @@ class CudaKernels(TorchDispatchMode):
         given |= dict(zip(given, args, strict=False)) | kwargs
         found = masked(*args[:3], given["scale"])  # FlashAttention 2.1 aligns its causal mask to the lower right corner
         assert given["is_causal"]
-        beside = func(*(part.to("meta") for part in args[:3]), *args[3:], **kwargs)[1:]  # sums and seeds, not read
+        beside = func(*(part.to("meta") for part in args[:3]), *args[3:], **kwargs)[1:]  # unused sums and seeds
         return (found, *beside)
 
     def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -63,7 +63,7 @@ def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -
 @given(rng=draws())
 @examples(25)
 def test_more_blocks_never_cover_more(rng: Draws) -> None:
-    """By the datasheet's rates, a call costs only the scores that it covers, and joining outputs costs one copy."""
+    """With datasheet rates, a call costs only the scores that it covers, and joining outputs costs one copy."""
     scenario = any_scenario(rng, num_gpus=(2, 5), roofline=True, kind=rng.choice(["llama", "mistral", "gemma2"]))
     costs = scenario.layer_costs()[0]
     chunk, prefix = np.meshgrid(np.geomspace(1, 5000, 12), [0.0, 10.0, 1000.0, 20000.0])

@@ -105,7 +105,7 @@ def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixt
     assert found["nearest_miss"]["unserved"] == 50
     assert found["nearest_miss"]["p99_ttft_s"] is None
     assert found["infeasible"][0]["code"] == "memory"
-    assert not any("do not fit in the memory" in note for note in found["warnings"])  # `infeasible` says it
+    assert not any("do not fit in the memory" in note for note in found["warnings"])  # `infeasible` has the reason
     assert {group["weights"] for group in answer(capsys, *asked)["answer"]["groups"]} <= {"tp2", "pp2"}
     assert any("60000 tokens exceed the max_position_embeddings" in note for note in found["warnings"])
 

@@ -1,4 +1,4 @@
-"""Plans with noise: the search and the bound know slow GPUs and links."""
+"""Plans with noise: the search and the bound take slow GPUs and links into account."""
 
 from __future__ import annotations
 

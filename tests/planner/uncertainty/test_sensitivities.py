@@ -68,7 +68,7 @@ def test_an_interval_holds_its_prediction_whatever_the_engine(name: str) -> None
 @pytest.mark.parametrize("strategy", ["kvr-e", "tp", "pp"])
 @pytest.mark.parametrize("term", TERMS)
 def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: str) -> None:
-    """A move equals the simulated difference, also for terms that are added to TTFT and not simulated."""
+    """The effect of a term equals the simulated difference, also if it is added to TTFT and not simulated."""
     host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
     engine = replace(NOTHING, host=host, spread={term: 0.5})
     scenario, even = with_engine(engine, strategy)
