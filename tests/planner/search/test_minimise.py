@@ -11,7 +11,7 @@ from planner.search.minimise import around, chunks_between, distinct, rounded, v
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[int, int, int, list[float]]:
-    """Number of ranks, a stride, enough tokens for a multiple of it per boundary, and real-valued chunks."""
+    """Number of ranks, a stride, at least ranks x stride tokens, and real-valued chunks."""
     ranks = draw(st.integers(2, 9))
     stride = draw(st.integers(1, 64))
     tokens = draw(st.integers(ranks * stride, 4096))

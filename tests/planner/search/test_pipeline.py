@@ -73,7 +73,7 @@ def test_no_slower_than_even_pieces(model: str) -> None:
 @pytest.mark.parametrize("model", ["qwen2.5-7b"])
 @pytest.mark.parametrize("steps", [lambda scenario: scenario, lambda scenario: with_step_time(scenario, "mean")])
 def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Scenario], Scenario]) -> None:
-    """The gain holds for 128k on eight GPUs; even pieces may have any number, but at least 4096 tokens."""
+    """The gain holds for 128k on eight GPUs, compared with the best number of even pieces of at least 4096 tokens."""
     scenario = steps(placed(model=model, ctx="128k"))
     even = Evaluator(scenario, get_strategy("pp"))
     even_s = min(even.one(Partition.even(131072, number).chunk_lens) for number in (4, 8, 12, 16, 20, 24, 28, 32))
