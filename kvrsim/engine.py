@@ -177,7 +177,7 @@ class HostRates:
     prepare_s: NonNegative | None = None  # host time of a step; None: not measured, step_s is used
     message_s: NonNegative = 0.0  # seconds to issue one send or one receive
     kernel_s: NonNegative = 0.0  # seconds in addition to layer_s, per kernel that the decoder layer launches
-    launch_s: NonNegative = 0.0  # additional device time of each of these kernels
+    launch_s: NonNegative = 0.0  # additional device time per kernel that the decoder layer launches
     collective_s: NonNegative = 0.0  # additional time of each collective of tensor parallelism
 
 

@@ -54,7 +54,7 @@ def check_whole(parameter: str, value: object, least: int, most: int, unit: str 
 
 
 def check_rising(parameter: str, points: Sequence[float], other: str, values: Sequence[object]) -> None:
-    """Raise InputError unless the points of a table rise, and `other` holds one value per point."""
+    """Raise InputError unless the points of a table are ascending, and `other` holds one value per point."""
     if not points or len(points) != len(values) or sorted(set(points)) != list(points):
         raise InputError(parameter, list(points), f"at least one number, rising, as many as {other}")
 

@@ -175,10 +175,10 @@ class LinkSpec:
     bandwidth_bytes_per_s: float  # payload bandwidth in one direction
     latency_s: NonNegative  # from the first byte sent to the first byte received, including software
     source: str  # citation, or the author of the figure
-    short_bytes_per_s: float | None = None  # rate of messages whose time is mostly latency; None: as for all
+    short_bytes_per_s: float | None = None  # rate of messages whose time is mostly latency; None: same as for all
     gather: GatherRates | None = None  # rates of all-gathers over such links; None: computed as single messages
     all_reduce: AllReduceRates | None = None  # all-reduces over such links; None: computed as two all-gathers
-    like: str | None = None  # measured link of the same kind: its latencies hold, its rates are scaled by bandwidth
+    like: str | None = None  # measured link of the same kind: its latencies are used, its rates are scaled by bandwidth
     profile: str | None = None  # profile that measured the figures; None: from a datasheet or a user
 
     def __post_init__(self) -> None:
@@ -368,7 +368,7 @@ def load_cluster(
 
 
 def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
-    """The cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight); None: no size.
+    """Return the cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight), else None.
 
     A node is the built-in cluster of the GPU. Nodes are joined by InfiniBand of 400 Gb/s per GPU.
     """

@@ -12,14 +12,14 @@ Floats = NDArray[np.float64]
 
 
 def log_interp(x: ArrayLike, grid: ArrayLike, values: ArrayLike) -> Floats:
-    """Interpolate on a rising grid, linear in the logarithms of both; beyond the grid, return its outermost value."""
+    """Interpolate on an ascending grid, linear in the logarithms of both; beyond the grid, its nearest value holds."""
     return np.asarray(np.exp(np.interp(np.log(x), np.log(grid), np.log(values))))
 
 
 def cell(x: ArrayLike, grid: ArrayLike) -> tuple[NDArray[np.intp], Floats]:
     """Index of the grid point below each x, and the share of the way from there to the next point.
 
-    The grid rises. Beyond its ends the outermost cell is extended: shares are below 0 or above 1.
+    The grid is ascending. Beyond its ends the outermost cell is extended: shares are below 0 or above 1.
     On a grid of one point all shares are 0.
     """
     points, at = np.asarray(grid, dtype=float), np.asarray(x, dtype=float)

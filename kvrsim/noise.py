@@ -457,7 +457,7 @@ def _percentile(ordered: np.typing.NDArray[np.float64], share: float) -> Estimat
     count = len(ordered)
     below = np.cumsum([_binomial(count, below, share) for below in range(count + 1)])
     low, high = int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))
-    value_s = float(np.quantile(ordered, share))  # interpolated between samples, which are far apart if few
+    value_s = float(np.quantile(ordered, share))  # interpolated between two samples
     return Estimate(
         value_s=value_s,
         low_s=min(value_s, float(ordered[low - 1])) if low >= 1 else None,

@@ -65,8 +65,8 @@ class Recv:
 
     src: int
     host_s: float = 0.0
-    rendezvous: bool = False  # equals that of the matching Send
-    payload: Payload = "KV"  # equals that of the matching Send
+    rendezvous: bool = False  # same value as in the matching Send
+    payload: Payload = "KV"  # same value as in the matching Send
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

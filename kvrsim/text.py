@@ -28,6 +28,6 @@ def in_markdown(text: str) -> str:
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]], rule: str | Sequence[str] = "---:") -> str:
-    """A Markdown table; `rule` aligns each column, or those after the first ("---:" to the right)."""
+    """A Markdown table; `rule` aligns each column, or each column after the first ("---:" to the right)."""
     rules = ("---", *[rule] * (len(heads) - 1)) if isinstance(rule, str) else rule
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows))

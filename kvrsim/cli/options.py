@@ -53,7 +53,7 @@ JSON = switch("Print one JSON object instead of tables.")
 def takes(
     *groups: type[Arguments], fixed: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command for Typer of a function whose first parameters are these groups.
+    """Make a Typer command from a function whose first parameters are these groups.
 
     The command has an option for each of their fields, except those with a `fixed` value, and for each further
     parameter, whose default is an `option`, a `switch` or an `argument`. The model and the cluster of a question may

@@ -89,8 +89,8 @@ def warn_once(note: str) -> None:
 def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
     """Write files, each by its own function of the path; a path of None is skipped.
 
-    One line on standard error for each: where it is, or why it failed; then typer.Exit with NOT_WRITTEN if any failed,
-    after all have been tried.
+    Prints one line per file on standard error: its path, or why writing it failed. After all files, raises typer.Exit
+    with NOT_WRITTEN if one or more failed.
     """
     sys.stdout.flush()
     failed = False

@@ -11,7 +11,7 @@ from typing import Self
 
 _CLEAR = "\r\x1b[K"  # go to the beginning of the line and erase it
 PATIENCE_S = 0.5  # shorter work prints nothing on a terminal
-FIRST_LINE_S = 10.0  # until the first line if there is no terminal; then the time doubles from line to line
+FIRST_LINE_S = 10.0  # seconds until the first line without a terminal; the time doubles with each line
 
 
 class Progress:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvrsim.errors import InputError
 
-_NAME_CHARS = 40  # characters of the file's name in the temporary name; a system's names have limits
+_NAME_CHARS = 40  # characters of the file's name that the temporary name repeats; long names may be refused
 
 
 def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) -> str:

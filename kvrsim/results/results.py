@@ -229,7 +229,7 @@ class SimResult(StrategyPrediction, Answer):
     interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # spans; only from the event executor
     breakdown: Breakdown | None = field(default=None, repr=False)
-    noise: Noise | None = None  # the noise of `ttft_s` and `per_rank`, which show one sample
+    noise: Noise | None = None  # noise in `ttft_s` and `per_rank`, which are those of one sample
     noisy: Distribution | None = None  # TTFTs of all samples
     users: ClosedLoop | None = None  # the users of `mean_ttft_s`
 
@@ -271,7 +271,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     speedup: float | None  # the baseline's TTFT divided by this TTFT; None: the plan has no baseline
     exposed_comm_s: float  # TTFT minus that of the same partition with free links
     wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
-    approximate: str | None = None  # difference of its result from the model's own prefill; None: equal
+    approximate: str | None = None  # how its output differs from that of the model's own prefill; None: equal
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
     bound: PipelineBound | None = None  # bound; None unless pieces and stages were searched
     layout: Layout  # layout of all GPUs

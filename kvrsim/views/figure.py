@@ -72,7 +72,7 @@ WAITING = OPERATIONS["waiting"]
 HATCHED: dict[str, Any] = dict(facecolor=WAITING.colour.light, edgecolor=WAITING_LINES.light, hatch="/////")
 
 _TITLE, _LINE, _LEGEND = 0.36, 0.19, 0.235  # height of a row of each, inches
-_LETTER, _SWATCH = 0.069, 0.36  # widths in a legend, inches
+_LETTER, _SWATCH = 0.069, 0.36  # width of a letter and of a colour sample in a legend, inches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,7 @@ _STYLES = {
 }  # styles of scripts
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
-_LONG = 28  # letters; a longer fact takes the width of two
+_LONG = 28  # number of letters; a longer fact is two columns wide
 _SHORT = 3  # number of facts that are always visible; the rest is folded
 
 
@@ -74,7 +74,7 @@ class Page:
     sections: Sequence[Section] = ()
     notes: Sequence[str] = ()  # assumptions of the answer, and warnings
     data: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values for the scripts
-    scripts: Sequence[str] = ()  # files of assets, in the order in which they run
+    scripts: Sequence[str] = ()  # files of kvrsim/views/assets, in the order in which they run
     live: bool = False  # whether scripts ask the server that the page is from (`kvrsim serve`)
     strategies: Sequence[str] = ()  # further strategies that need a colour, such as hybrids
 
@@ -265,7 +265,7 @@ def _cell(column: Column, cell: str | Cell) -> Html:
 
 # Values as text, and small bars
 
-_BAR = 150  # pixels
+_BAR = 150  # width of an interval bar, pixels
 _FAR = 3.0  # an interval that ends above this factor of the lowest upper end has no bar
 _LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "slo_ttft_s": "target"}
 

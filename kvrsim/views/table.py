@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvrsim.results.results import Plan, SimResult
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
-TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
+TIED = "≈"  # mark of a strategy that the prediction cannot distinguish from the best
 _CLAIMED = 0.7, 0.9  # intervals with a coverage in this range are called 80 % intervals
 _FEW = 8  # largest number of chunks that are all written out
 _ROUNDING_S = 1e-12  # smaller differences are rounding errors
@@ -247,7 +247,7 @@ def ranks_table(result: SimResult) -> Table:
 
 
 def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
-    """Sentences: what to run, what it promises, and why. `emit` is an engine whose launch is requested."""
+    """Sentences: what to run, which TTFT the plan promises, and why. `emit` is an engine whose launch is requested."""
     best, promise = plan.first, plan.promise
     if promise is None:
         yield f"{plan.misfit[0].upper()}{plan.misfit[1:]}."

@@ -33,7 +33,7 @@ _MOST_TICKS = 2**32  # largest number of ticks, which limits the digits of long 
 class LabelledTimeline:
     """A timeline that a page shows."""
 
-    name: str  # shown where a reader selects the timeline
+    name: str  # name, shown where a reader selects the timeline
     title: str  # title above the lanes
     timeline: Timeline
     basis: str | None = None  # basis of all seconds; None: each span's own

@@ -39,7 +39,7 @@ class Shelf:
     cells: Callable[[Any], dict[str, str]]  # a row of the list by the titles of its columns; prose comes last
     show: Callable[[Any], None]
     row: Callable[[Any], dict[str, Any]] | None = None  # JSON of an item in the list; None: to_json
-    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda things: ()  # printed below the list
+    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda things: ()  # notes that are printed below the list
 
     def list_screen(self, things: Sequence[Any]) -> list[Part]:
         """One row per item, and the notes."""
@@ -79,7 +79,7 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
 
 
 def _facts(rows: Mapping[str, str | None]) -> Facts:
-    """Facts of labels and their texts; a label without a text is left out."""
+    """Make Facts from labels and texts; a label without a text is left out."""
     return Facts(rows=[(label, text) for label, text in rows.items() if text])
 
 
