@@ -139,7 +139,7 @@ def theory(seeds: int = 4, count: int = 500_000) -> list[str]:
 
 
 def times_against_search(count: int = 40) -> list[str]:
-    """Compare interpolated service times with the best of a full search of single GPU, TSP and KVR-S."""
+    """Compare interpolated service times with the best of a full search of `single`, `tsp` and `kvr-s`."""
     lines = []
     rng = np.random.default_rng(0)
     for machine in (EAGER, FLASH):
@@ -202,7 +202,7 @@ def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
 
 
 def described(fit: Fit) -> str:
-    """Format a design: GPUs, and groups."""
+    """Format the number of GPUs and the groups of a design."""
     groups = " + ".join(
         f"{group.replicas} × {group.type.gpus}" + ("" if len(fit.fleet) == 1 else f" (to {group.most_new})")
         for group in fit.fleet

@@ -1,4 +1,4 @@
-"""Hybrid models: the cost of latents and states in a chain of ranks, and the gain by KV-Runahead for models."""
+"""Hybrid and other models: the cost of latents and states in a chain of ranks, and the gain by KV-Runahead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_GPUS = 8
 
 
 def expanded_prefix(cluster: str) -> Iterator[str]:
-    """Yield a table of the time to expand earlier ranks' latents, on the last of eight ranks with even chunks."""
+    """Yield a table for DeepSeek-V3: time to expand earlier ranks' latents on the last of eight ranks, even chunks."""
     yield "| context | queries of a rank | expanding the prefix, of the layer | attention expanded | absorbed |"
     yield "|---|---:|---:|---:|---:|"
     for ctx in CONTEXTS:

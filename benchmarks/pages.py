@@ -1,7 +1,7 @@
 """Interactive pages in Chromium: size, time until the first paint, and frames per second while a reader zooms.
 
-The charts show the timelines of 8 ranks x 80 layers: of five strategies for size and paint, and with 100,000 spans in
-view at once for the frames. The browser draws without a GPU.
+For size and paint, a page shows the timelines of five strategies with 8 ranks x 80 layers. For the frames, a page shows
+100,000 spans at once. The browser draws without a GPU.
 """
 
 from __future__ import annotations

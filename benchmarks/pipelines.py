@@ -25,10 +25,10 @@ from validate.report import write_benchmark
 
 EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
 MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")
-FLOORS = (4096, PAGE)  # least tokens of a piece
+FLOORS = (4096, PAGE)  # minimum number of tokens of a piece
 SMOOTH = 0.75  # SGLang's default smooth factor
 FIXED = (4096, 8192, 16384)  # tokens per piece: usual values of SGLang's chunked_prefill_size
-TARGET = 0.08  # target: least relative gain of searched pieces over even pieces
+TARGET = 0.08  # target: minimum relative gain of searched pieces over even pieces
 _FITTED, _MOST = 24, 64  # number of whole prompts in the fit; largest number of pieces
 
 
@@ -87,7 +87,7 @@ class Setting:
             found, bound_s = self.found(floor)
             numbers = sorted({round(float(one)) for one in np.geomspace(2, min(self.tokens // floor, _MOST * 8), 24)})
             even_s, number = min((self._even_s(one), one) for one in numbers)
-            # SGLang's guide: the first piece is 2 or 3 times the best even one; the least is a quarter of the first.
+            # SGLang's guide: first piece 2 or 3 times the best even one; all pieces at least a quarter of the first.
             base = self.tokens // number
             asked = [(times * base // PAGE * PAGE, smooth) for times in (2, 3) for smooth in (0.65, SMOOTH, 0.85)]
             tried = {one: dynamic(self.placed, *one, fit) for one in asked}

@@ -37,7 +37,7 @@ PLACES = 30  # number of prefills on knots, and of prefills between knots
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A prefill at a place of the predictor's grid, or between places."""
+    """A prefill on a knot of the predictor's grid, or between knots."""
 
     new_tokens: int
     cached_prefix: int

@@ -1,4 +1,4 @@
-"""Speed of kvrsim: commands in fresh processes compared with importing numpy, in turn; partitions per second.
+"""Speed of kvrsim: times of commands in fresh processes, relative to importing numpy; partitions per second.
 
 Commands that take seconds run once. On a busy machine, wall times mean nothing, and CPU times mean little.
 """
@@ -76,7 +76,7 @@ def process_s(arguments: list[str], folder: Path) -> tuple[float, float]:
 
 
 def answers() -> list[str]:
-    """Measure each command in turn with importing numpy."""
+    """Measure each command and the import of numpy alternately."""
     lines = [
         "| command | wall, s | CPU, s | wall over `import numpy` | target | |",
         "|---|---|---|---|---|---|",
@@ -99,7 +99,7 @@ def answers() -> list[str]:
     return lines
 
 
-RUNS = {  # strategy, model, profile, and least millions of partitions per second
+RUNS = {  # strategy, model, profile, and minimum of partitions per second, in millions
     "a chain, messages hold the streams": ("kvr-s", "llama-7b", "a100-eager", 5.0),
     "a chain, messages overlap": ("kvr-s", "llama-7b", "roofline", 5.0),
     "a chain with layers of several kinds": ("kvr-s", "gemma-3-27b", "roofline", 3.0),
@@ -110,7 +110,7 @@ RUNS = {  # strategy, model, profile, and least millions of partitions per secon
 
 
 def rates(call: Callable[[], object], number: int, repeats: int) -> list[float]:
-    """Runs' rates in partitions per CPU second on one core."""
+    """Rates of several runs, in partitions per CPU second on one core."""
     each = []
     for _ in range(repeats):
         begin_s = time.process_time()

@@ -85,7 +85,7 @@ def start_s() -> float:
 
 
 def measured(work: Callable[[Pool], object]) -> list[float]:
-    """Ratios of wall time in this process to wall time in two running processes, measured in turn."""
+    """Ratios of wall time in this process to wall time in two running processes, measured alternately."""
     ratios = []
     for _ in range(REPEATS):
         begin_s = time.perf_counter()

@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
 # Names of numbers that determine the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
-_MOST_LAYERS = 13  # most layers of the configurations that a template is compared on
+_MOST_LAYERS = 13  # maximum number of layers of the configurations that a template is compared on
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -147,7 +147,7 @@ class Kind:
         }
         names: dict[str, str] = getattr(self.cls, "attribute_map", {})
         known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
-        # Widths in files without a field here: head_dim if the class does not derive it, intermediate_size if it does.
+        # Widths that are not fields: head_dim if the class reads it, intermediate_size if the class derives it.
         derived = {*vars(self.cls())}
         self.defaults |= dict.fromkeys(({"head_dim"} & {*_legacy(self.cls)}) - derived)
         self.defaults |= dict.fromkeys(({"intermediate_size"} & derived) - {*self.defaults})
@@ -253,7 +253,7 @@ class Kind:
             if key in numbers or _HARMLESS.search(key) or key == "tie_word_embeddings" or len(str(value)) > 500:
                 continue
             of_layers = isinstance(values.get(key), list) and len(values[key]) == values.get("num_hidden_layers")
-            discarded = type(value) is int and values.get(key, value) is None  # the class drops it: an unused window
+            discarded = type(value) is int and values.get(key, value) is None  # the class drops an unused window
             if of_layers or discarded or value in ([], {}, ""):
                 continue
             if isinstance(value, (bool, str, float, int, list, dict)) or value is None:
@@ -301,7 +301,7 @@ class Kind:
             order["first"], order["cycle"] = [order["kinds"][key] for key in _rows(values, order["by"])], []
             config = {**config, **{key: values[key] for key in order["by"]}}
             free = self._follows(config, variant, numbers)
-        if free is None:  # find the numbers that order the layers and may change
+        if free is None:  # find which numbers that order the layers may change
             alone = [key for key in apart if self._follows(config, variant, [key]) is not None]
             fixed = [key for key in apart if key not in alone]
             free = self._follows(config, variant, [key for key in numbers if key not in fixed])
@@ -315,9 +315,9 @@ class Kind:
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # no width depends on these
         usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
-        if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # perhaps the index of a layer
+        if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # the number may be the index of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
-        for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # not discarded
+        for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # kept by the class
             variant["fixed"][key] = usual[key]
             self.data["defaults"].setdefault(key, self.defaults[key])
         if len(fixed) > len(free):

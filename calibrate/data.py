@@ -156,8 +156,8 @@ class CsvTable:
 
     path: Path
     where: str  # the argument and the file, for messages
-    columns: tuple[str, ...]  # as the header has them; an unnamed column is ""
-    rows: tuple[CsvRow, ...]  # without comments and empty lines
+    columns: tuple[str, ...]  # names in the header; an unnamed column is ""
+    rows: tuple[CsvRow, ...]  # lines after the header, without comments and empty lines
 
     @classmethod
     def read(cls, path: str | Path, argument: str) -> CsvTable:
@@ -266,17 +266,17 @@ class Measurement:
     operation: str  # one of OPERATIONS
     kernel: str  # name of the measured kernel
     device: str  # the GPU, or the machine whose host was timed
-    dtype: str | None = None  # of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
-    chunk: int | None = None  # tokens of each sequence; of attention, queries
-    prefix: int | None = None  # tokens before the chunk; of attention, keys
-    num_attention_heads: int | None = None  # attention: on the measured device
-    num_key_value_heads: int | None = None  # attention: on the measured device
+    dtype: str | None = None  # dtype of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
+    chunk: int | None = None  # tokens of each sequence; attention: queries
+    prefix: int | None = None  # tokens before the chunk; attention: keys
+    num_attention_heads: int | None = None  # attention: query heads on the measured device
+    num_key_value_heads: int | None = None  # attention: KV heads on the measured device
     head_dim: int | None = None  # attention: elements of one head
     batch: int = 1  # sequences at once
     tokens: int | None = None  # rows of a gemm or of an element-wise kernel
     in_features: int | None = None  # gemm, head: the summed dimension
     out_features: int | None = None  # gemm, head: columns of the result
-    bytes: int | None = None  # kernel: read and written; all_gather: all pieces; all_reduce, send_recv: the tensor
+    bytes: int | None = None  # bytes of a kernel: read and written; of all_gather: all pieces; of others: the tensor
     ranks: int | None = None  # number of GPUs in the collective
     nodes: int | None = None  # 1: all in one node; 2: across nodes
     src: int | None = None  # send_recv: the rank that sends
@@ -390,8 +390,8 @@ def _read_row(row: CsvRow) -> Measurement:
 class Layout:
     """A kind of CSV that measurements are read from."""
 
-    name: str  # for messages
-    signature: tuple[str, ...]  # columns that only this kind has, all of them
+    name: str  # name in messages
+    signature: tuple[str, ...]  # columns that only this kind has; a file must have all of them
     read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
 
 
@@ -405,9 +405,9 @@ def write_measurements(
     *,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a measurement CSV that reads back as the same rows; the file appears whole or not at all.
+    """Write a measurement CSV that reads back as the same rows; the file is written completely or not at all.
 
-    `origin`: plain JSON values that hold for all rows, which read_origin gives back.
+    `origin`: plain JSON values that hold for all rows, which read_origin returns.
     """
     text = io.StringIO(newline="")
     if origin is not None:
@@ -441,7 +441,7 @@ def _parse_origin(text: str, where: str) -> dict[str, Any]:
 
 
 _TABLES = ("aiconfigurator:", "aisimulate:")  # prefixes of sources that are not files
-_MAX_TEXT = 300  # most characters of a line of provenance
+_MAX_TEXT = 300  # maximum number of characters in a line of provenance
 _REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # keys copied to a profile
 
 

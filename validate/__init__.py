@@ -1,1 +1,1 @@
-"""The evidence: published numbers with their citations, and how far the predictions are from them."""
+"""Published and measured numbers with their sources, and the errors of the predictions."""

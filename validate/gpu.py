@@ -1,4 +1,4 @@
-"""The first hour on a GPU node: `python -m validate.gpu [--quick] [--steps a,b] [--output FOLDER]`.
+"""Check kvrsim on a GPU node: `python -m validate.gpu [--quick] [--steps a,b] [--output FOLDER]`.
 
 Every step runs commands of kvrsim in separate processes, with a time limit; a failure does not stop the other steps.
 report.md is rewritten after each step. docs/how-to/gpu.md says what each step must show, and what to do if it does not.
@@ -131,7 +131,7 @@ def links(machine: Machine) -> Finding:
 
 
 def logits(machine: Machine) -> Finding:
-    """Compare the logits of each of the paper's strategies, on two ranks and on all, with those of one process."""
+    """Compare logits of the paper's strategies, on two ranks and on all ranks, with those of one process."""
     finding, tokens = Finding(), 4096 if machine.on_gpu else 256
     for strategy in STRATEGIES:
         for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
@@ -169,7 +169,7 @@ def calibrate(machine: Machine) -> Finding:
 
 
 def confirm(machine: Machine) -> Finding:
-    """Plan with the profile for 1, 2, 4 and 8 GPUs, as far as there are, and measure the candidates."""
+    """Plan with the profile for 1, 2, 4 and 8 of the machine's GPUs, and measure the candidates."""
     if not machine.profile.exists():
         return Finding(lines=["`calibrate` has left no profile"], skipped=True)
     finding = Finding()

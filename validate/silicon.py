@@ -59,7 +59,7 @@ _DISAGGREGATED = 0.7  # weight of settings with disaggregated servers, which sca
 _PROBE_S = 1e-6  # seconds of a launch in the run that counts launches
 SPLITS = ("setting", "model", "gpu", "version")  # setting: a model on a GPU with an engine
 _HALVES = 8
-_LEAST_ROWS = 5  # least errors from which widths are computed
+_LEAST_ROWS = 5  # minimum number of errors from which widths are computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class Settings:
 
     rows: pandas.DataFrame
     kernels_s: Array
-    launches: Array  # launches of the decoder layers
-    collectives: Array  # collectives of tensor parallelism
+    launches: Array  # number of launches in the decoder layers
+    collectives: Array  # number of collectives of tensor parallelism
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -292,7 +292,7 @@ def records(settings: Settings) -> list[Engine]:
     return made
 
 
-_LEAST = (0.5, 0.5, 0.3, 0.12)  # least standard deviations of terms between engines, of which there are only three
+_LEAST = (0.5, 0.5, 0.3, 0.12)  # minimum standard deviations of terms between engines, of which there are only three
 _PROVENANCE = {
     "command": "python -m validate.silicon SETTINGS.csv --configs FOLDER --fit",
     "launches": "added to the kernels: what a prefill takes more than its kernels is about the same at 1k and at 8k"
@@ -367,7 +367,7 @@ def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
 
 
 def read_predictions(path: Path, count: int) -> Array:
-    """Another predictor's seconds, one per setting, or nan. Raises InputError for other numbers of rows or columns."""
+    """Another predictor's seconds, one per setting, or nan. Raises InputError if the file does not fit."""
     import pandas
 
     rows = pandas.read_csv(path)
@@ -396,7 +396,7 @@ def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
 def page(settings: Settings, predictors: dict[str, Array], others: Sequence[OtherPrefill] = ()) -> list[str]:
     """Markdown lines of docs/results/silicon.md."""
     measured_s = settings.of("prefill_s")
-    splits = {f"{split} left out": left_out(settings, split) for split in SPLITS}  # "setting left out" first
+    splits = {f"{split} left out": left_out(settings, split) for split in SPLITS}  # "setting left out" comes first
     half = np.abs(np.expm1(half_left_out(settings)))
     shipped = shipped_seconds(settings)
     prior = left_out(settings, "engine")
@@ -498,7 +498,7 @@ _PROFILES = {  # cluster and profile by a part of the GPU's name; the first matc
     "rtxpro6000": ("rtx-6000-pcie", "rtx-pro-6000-flash"),
 }
 _SAME_SHAPE = {"qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "qwen3.6-27b": "qwen3.5-27b", "glm-5.2-fp8": "glm-5"}
-_LEAST_SHORT = (0.3, 0.7)  # least widths below 512 tokens
+_LEAST_SHORT = (0.3, 0.7)  # minimum widths below 512 tokens
 
 
 def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:

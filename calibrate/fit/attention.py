@@ -45,8 +45,8 @@ from kvrsim.program import Array
 
 HEAD_DIM = 128
 NARROW_HEAD_DIM = 64
-PROMISED_CHUNK = 128  # least tokens of a chunk for which the profile states its error
-LLAMA_SCORE_BYTES = 28.0  # see kvrsim/kernels/elementwise.py
+PROMISED_CHUNK = 128  # minimum number of tokens of a chunk for which the profile states its error
+LLAMA_SCORE_BYTES = 28.0  # bytes that Llama's code moves per score, see kvrsim/kernels/elementwise.py
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 
 _WHOLE = 2**30  # keys per block: all keys are one block, because the kernel computes masked scores, too
@@ -60,7 +60,7 @@ _TURNS = 2  # alternations between constants and factors
 _POOR_FORM = 0.05  # mean error on the fitted rows above which factors by size are tried
 _A_DOUBLING = 2  # classes per doubling of the size
 _KNOT_ERROR = 0.01
-_LEAST_SHARE = 0.3  # least share of a call's time that depends on its elements; other calls are not used
+_LEAST_SHARE = 0.3  # minimum share of a call's time that depends on its elements; other calls are not used
 
 Rates = TypeVar("Rates", bound=AttentionRates)
 Sized = TypeVar("Sized", EagerRates, BlockedRates)

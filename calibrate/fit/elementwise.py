@@ -28,10 +28,10 @@ from kvrsim.kernels.elementwise import ELEMENTWISE_OPS, ElementwiseRates
 from kvrsim.kernels.profile import OperationFit
 from kvrsim.program import Array
 
-PROMISED_TOKENS = 128  # least tokens of a chunk for which the profile states its error
+PROMISED_TOKENS = 128  # minimum number of tokens of a chunk for which the profile states its error
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
 _LIKE = {"copy": "residual"}  # a rarely measured kind, and the kind with the same access pattern whose rate it takes
-_ENOUGH = 3  # least rows of a kind for a fit of its rate
+_ENOUGH = 3  # minimum number of rows of a kind for a fit of its rate
 _CPU_CACHES = 20.0  # multiple of the memory's rate that bounds all rates: a CPU's caches may hold the last output
 _GATHERS = 2  # all-gathers of one layer: K and V
 _LEAST_LOG_SD = 0.05
@@ -100,7 +100,7 @@ def _kind(row: Measurement) -> str:
 def fit_host(
     layers: Sequence[Measurement], gathers: Sequence[Measurement], messages: Sequence[Measurement] = ()
 ) -> tuple[HostRates, OperationFit]:
-    """Fit medians of host_layer rows (at least one), of host_collective rows per rank, and of host_message rows.
+    """Make HostRates: medians of host_layer rows (at least one), host_collective rows per rank, and host_message rows.
 
     Without host_collective rows, the host's time per rank of a collective is that of a send and a receive, as in the
     runtime's ring.

@@ -21,11 +21,11 @@ from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import CalibrationProfile
 
 _NOISE = 0.15  # see _NOISE in calibrate.fit.gemm
-_MOST_ROWS = 3000  # most rows of a type
+_MOST_ROWS = 3000  # maximum number of rows per type
 _STARTS = 6
-_FEW_MODELS = 3  # least models of a type to hold out models; with fewer, shares of experts are held out
-_LONG = 1024  # least tokens of the rows by which engines are compared
-_ENOUGH = 20  # least common calls for a comparison
+_FEW_MODELS = 3  # minimum number of models to hold out models; with fewer, shares of experts are held out
+_LONG = 1024  # minimum number of tokens of the rows by which engines are compared
+_ENOUGH = 20  # minimum number of common calls for a comparison
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 

@@ -190,7 +190,7 @@ class Fit(Generic[Rates]):
 class Errors:
     """A line of a fit's report: relative errors of predicted seconds."""
 
-    label: str  # names the rows and the predictor
+    label: str  # name of the rows and of the predictor
     num_rows: int
     mape: float  # mean absolute error, as a fraction
     median_ape: float

@@ -50,16 +50,16 @@ from kvrsim.program import Array
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output that a tile computes
 FINE_TILES = ((16, 64),)  # tiles of devices without waves: small, so that predicted times have only small steps
 STEP = 64  # number of rows for which a prediction is constant
-PROMISED_ROWS = 128  # least rows of a product for which the profile states its error
+PROMISED_ROWS = 128  # minimum number of rows of a product for which the profile states its error
 HALF_BYTES = 2
 
-_ENOUGH = 20  # least rows with wide matrices; with fewer, all matrices are fitted
-_LEAST_WIDTH = 1024  # least features of a wide matrix
+_ENOUGH = 20  # minimum number of measurements of wide matrices; with fewer, all matrices are fitted
+_LEAST_WIDTH = 1024  # minimum number of features of a wide matrix
 _STARTS = 24
 # Libraries choose faster and slower kernels for similar shapes: the fit follows their mean.
 _NOISE = 0.15
 _USED_SHARE = 0.005  # a tile that is the fastest for a smaller share of the rows is dropped
-_MOST_TYPE_ROWS = 4000  # most rows of a quantised type
+_MOST_TYPE_ROWS = 4000  # maximum number of measurements per quantised type
 _TYPE_STARTS = 8
 _MOST_SHARE = 0.92  # largest share of the datasheet's rate that products of random data reach on a GPU
 _LONG_SUM = 16384  # features of a product that has full waves
@@ -75,8 +75,8 @@ _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
 }
 
 # -- tables of measured shapes
-MAX_KNOTS = 40  # most knots of a shape's table
-TYPE_KNOTS = 10  # most knots of a quantised type's table
+MAX_KNOTS = 40  # maximum number of knots in a shape's table
+TYPE_KNOTS = 10  # maximum number of knots in a quantised type's table
 _LEAST_KNOTS = 4
 _KNOT_ERROR = 0.003  # relative error at which a table needs no more knots
 
@@ -305,7 +305,7 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
 
 
 def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
-    """Predict rows of shapes with tables, each by tables made without the row's tenth of the row counts."""
+    """Cross-validate tables: each row is predicted by tables without the tenth of the row counts with this row."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
     wanted = rows.tokens >= PROMISED_ROWS
     wanted &= np.array([shape in shapes for shape in rows.shapes])
@@ -383,7 +383,7 @@ class FittedClock:
 
 
 def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
-    """Fit the clock to half-precision products with known loops; None if they are too few or show no fall.
+    """Fit the clock to half-precision products with known loops; None if there are too few, or if they show no fall.
 
     Rows of several sources may have loops of different length, which separates an effect of time from one of size. Each
     source has its own rate.

@@ -95,7 +95,7 @@ _IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # only the c
 _MOST_LINK_ERROR = 0.4  # largest mean error on held-out transfers: GPUs on a host's bus do not behave like a ring
 _DATASHEET_LOG_SD = 0.3  # uncertainty of datasheet figures that replace measurements
 _HAND_LOG_SD = 0.5
-_MOST_SHAPES = 64  # most shapes with tables if the caller names none
+_MOST_SHAPES = 64  # maximum number of shapes with tables if the caller names none
 _WERE = {"elementwise": "were", "send_recv": "were", "all_gather": "was"}
 
 # -- other tables of the same GPU: fields that two rows of one operation share, and the least size for a comparison
@@ -106,7 +106,7 @@ _SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _LEAST_SIZE = 1024
-_ENOUGH = 20  # least common shapes for a comparison
+_ENOUGH = 20  # minimum number of common shapes for a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +114,8 @@ class Label:
     """Name and description of a profile."""
 
     name: str
-    description: str | None = None  # None: names the measured devices
-    not_covered: str = ""  # text; names of operations that were not measured are added
+    description: str | None = None  # None: the description names the measured devices
+    not_covered: str = ""  # operations that the profile does not cover; unmeasured ones are added
     provenance: Mapping[str, str] | None = None  # entries in addition to those from the rows
 
 
@@ -133,11 +133,11 @@ class FitChoices:
     """Settings of a fit that do not follow from the rows."""
 
     attention_kernel: str | None = (
-        None  # one of calibrate.fit.attention.KERNELS; None: by the rows' kernels, then the best fit
+        None  # one of calibrate.fit.attention.KERNELS; None: chosen by the rows' kernels, then by the best fit
     )
     head_dim: int | None = None  # attention's head_dim; None: 128 where it was measured, else the most frequent
     fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; ignored for measured layers
-    sends: SendStyle = "overlap"  # whether messages hold the compute streams
+    sends: SendStyle = "overlap"  # whether messages block the compute streams
     keep_shapes: Collection[Shape] | None = (
         None  # shapes with tables; None: all, or those of built-in models if there are many
     )
@@ -601,7 +601,7 @@ def _kernels_of(model: ModelSpec) -> dict[str, int]:
     """Number of kernels of each element-wise step of a layer of eager code, by operation."""
     layer = model.layers[0]
     steps = (*before_mixer(model, layer, fused=False), *after_mixer(model, layer, fused=False, intermediate=1.0))
-    return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm precedes attention
+    return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first of several norms counts
 
 
 def _unmeasured(source: str, log_sd: float) -> OperationFit:

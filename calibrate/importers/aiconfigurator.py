@@ -15,7 +15,7 @@ These tables of the folder systems/data/SYSTEM are read:
     .../generation_attention_perf.parquet                       one query behind step keys (decoding), same kernels
     comm/nccl/VERSION/nccl_perf.parquet                         all_gather and all_reduce of `half`; message_size counts
                                                                 all elements gathered: 2**28 took 2.1 ms on four A100s,
-                                                                a third of the time if each sent as many
+                                                                a third of the time for 2**28 elements from each GPU
     comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        the framework's all_reduce, in CUDA graphs if measured
     moe, mla, linear_attention, kda, sparse_attention, msa      see read_experts, read_latent, read_recurrence and
                                                                 read_module
@@ -69,7 +69,7 @@ _NCCL_FILE = "nccl_perf.parquet"
 _CUSTOM_FILE = "custom_allreduce_perf.parquet"
 _COMM_SHAPE = ["num_gpus", "message_size"]
 
-# The position of the first of these parts that a kernel's name contains determines the order of preference.
+# Parts of kernels' names in the order of preference; the first part that a name contains counts. "decode" comes last.
 _KERNEL_ORDER = ("decode", "fa3", "flash_att", "fa4", "trtllm", "flashinfer", "triton")
 
 # How often collectors run an operation without a pause (collector/helper.py, benchmark_with_power): warm-up runs of a
@@ -78,8 +78,8 @@ _KERNEL_ORDER = ("decode", "fa3", "flash_att", "fa4", "trtllm", "flashinfer", "t
 # often as the weights fit into the L2 cache, at most 5 times. A graph of collect_attn.py contains one call.
 _GEMM_RUNS = (3, 6)  # runs before and during timing
 _ATTENTION_RUNS = {"sglang": (3, 20), "trtllm": (10, 6), "vllm": (3, 6)}
-_MOST_COPIES = 5  # most copies of TensorRT-LLM's weights in a graph
-_COPIES = 6  # copies of SGLang's and vLLM's weights in a graph
+_MOST_COPIES = 5  # maximum number of copies of TensorRT-LLM's weights in a graph
+_COPIES = 6  # number of copies of SGLang's and vLLM's weights in a graph
 # Size of the L2 cache in MiB, from NVIDIA's architecture whitepapers and datasheets.
 _L2_MIB = {
     **{"a100_sxm": 40, "h100_sxm": 50, "h200_sxm": 50, "l40s": 96, "rtx_pro_6000_server": 128},
@@ -139,7 +139,7 @@ def _read_attention(table: Table) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
     frame = table.read([*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
-    if table.name == _DECODE_FILE:  # in a prefill, only single sequences are decoded
+    if table.name == _DECODE_FILE:  # a prefill has no batch of single queries
         plain &= frame["batch_size"] == 1
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)

@@ -22,8 +22,8 @@ from kvrsim.interp import median_error
 from kvrsim.io.journal import Journal
 from kvrsim.runtime.host import busy_note
 
-LEAST_SAMPLES = 3  # least samples per point
-_MOST_SAMPLES = 25  # most samples per point
+LEAST_SAMPLES = 3  # minimum number of samples per point
+_MOST_SAMPLES = 25  # maximum number of samples per point
 _ERROR = 0.01  # accepted relative standard error of a median
 _MOST_OF_BUDGET = 0.2  # share of the budget that one point may take
 
@@ -58,7 +58,7 @@ class Bench(Protocol):
 class Campaign:
     """What is measured, and the file for the rows."""
 
-    title: str  # for messages
+    title: str  # title in messages
     build: Callable[[], Bench]
     about: Mapping[str, Any]  # command, versions, machine and date, with which the CSV and the journal begin
     origin: Callable[[list[Measurement]], Mapping[str, Any]]  # the rest of the rows' origin for the CSV
@@ -83,7 +83,7 @@ class Outcome:
 
     @property
     def median_spread(self) -> float | None:
-        """Median over all rows of the interquartile range over the median of the repeats."""
+        """Median over all rows of interquartile range / median of the repeats."""
         spreads = [row.spread_s / row.median_s for row in self.rows if row.spread_s is not None]
         return round(median(spreads), 4) if spreads else None
 

@@ -27,7 +27,7 @@ BARE_LAYER = "bare layer"  # name of a sample's seconds of a whole layer without
 
 _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of a first forward that measures the device's speed
-_MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, which would add a large part of the time
+_MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, because marks would take much of the time
 _HOST = ("host_layer", "host_prepare")  # parts that the host spends; the device spends the others
 _BY_POINT = (
     "attention",
@@ -123,7 +123,7 @@ class ComputeBench:
     timer: ForwardTimer
     _warm: set[Point] = field(default_factory=set)  # points that have run once
     _rate: float = 0.0  # FLOP/s in the probe
-    _least_s: float = 0.0  # least seconds of a forward of any length
+    _least_s: float = 0.0  # seconds of the shortest forward
     _pending: PendingRanks | None = None  # ranks, started on their first use
 
     @classmethod
@@ -309,7 +309,7 @@ def traffic_of(model: ModelSpec) -> dict[str, float]:
     width = next((gemm.in_features for gemm in reversed(layer.mlp) if gemm.out_features == model.hidden_size), 0)
     before = before_mixer(model, layer, fused=False)
     after = after_mixer(model, layer, fused=False, intermediate=width)
-    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first norm precedes attention
+    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first of several norms counts
     return {
         "norm": nbytes["norm"],
         **({"rotary": nbytes["rotary"]} if "rotary" in nbytes else {}),

@@ -59,7 +59,7 @@ class ComputeSetup:
     device: str  # "cpu" or "cuda"
     dtype: str
     kernels: tuple[str, ...]  # attention kernels
-    max_context: int  # most tokens
+    max_context: int  # maximum number of tokens of prefix and chunk together
     threads: int  # threads of a CPU
     num_gpus: int = 1  # GPUs of this machine; with two or more, layers are also timed during a pending receive
 

@@ -55,7 +55,7 @@ _COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # operation of 
 _LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce, as for hidden states of a few tokens
 _FP32_BYTES = 4  # bytes of an fp32 element
 _LARGE_SIZES = 2  # number of the largest sizes at which several messages are sent at once
-_LEAST_S = 2e-2  # least seconds of a sample: shorter ones depend on the CPU's state at their start
+_LEAST_S = 2e-2  # minimum seconds of a sample: shorter ones depend on the CPU's state at their start
 _LEAST_REPEATS = 3  # with three, the median excludes one disturbed repeat
 _MOST_REPEATS = 200
 _LONG_S = 0.1  # seconds of a transfer; longer transfers are not repeated
@@ -100,7 +100,7 @@ class LinkPoint:
         return latency_s + len(self.flows) * self.nbytes / bytes_per_s
 
     def repeats(self, one_s: float) -> int:
-        """Repeats in one sample: so many that a sample is long compared with its start and end."""
+        """Number of repeats that makes a sample long compared with its start and end."""
         least = 1 if one_s > _LONG_S else _LEAST_REPEATS
         return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
 
@@ -303,7 +303,7 @@ _SHAPES = {"separate": "of separate pairs", "chain": "along a chain", "both": "i
 
 
 def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -> tuple[Topology, str]:
-    """Return the topology that send_recv rows with src and dst show, and sentences with the ratios that prove it.
+    """Return the topology that send_recv rows with src and dst show, and sentences with the ratios that show it.
 
     Ranks share a bus if simultaneous messages slow each other down: with four ranks or more, messages of separate
     pairs; with fewer ranks, the two directions of a pair and the links of a chain. Raises InputError naming `argument`
@@ -314,7 +314,7 @@ def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -
         raise InputError(argument, f"{len(sent)} such rows", "send_recv rows with src, dst and one message at a time")
     slowdowns = _slowdowns(sent)
     separate = {messages: factor for (shape, messages), factor in slowdowns.items() if shape == "separate"}
-    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains override
+    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains come last
     decisive = separate or {messages: slowdowns[shape, messages] for shape, messages in others}
     if not decisive:
         return "switch", "No simultaneous messages were measured: assumed to be a switch."

@@ -39,7 +39,7 @@ _NOTICE = 0.8  # share of the timeout after which a rank raises its own error, s
 
 
 BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # backends, and the devices whose data they send
-MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
+MAX_BYTES = 2**26  # bytes of K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class LinkSetup:
     backend: str = "gloo"
     device: str = "cpu"
     num_threads: int = 1  # threads of each rank
-    max_bytes: int = MAX_BYTES  # most bytes of a message
+    max_bytes: int = MAX_BYTES  # maximum bytes of a message
     timeout_s: float = 60.0  # a rank that does not answer within this time counts as failed
 
     def __post_init__(self) -> None:
@@ -234,7 +234,7 @@ class _FirstRanks(Transport):
 
 
 ALONE, PENDING = "layer_alone", "layer_pending"
-_MOST_BYTES = 2**28  # most bytes of a message: a longer message occupies as many blocks
+_MOST_BYTES = 2**28  # maximum bytes of a message: longer messages occupy no more blocks
 _TIMEOUT_S = 60.0
 
 

@@ -35,7 +35,7 @@ MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
 _CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; kernel_scale covers larger differences
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
-_SPANNED = 4  # least ratio of the longest prompt to the shortest for which token_s is fitted
+_SPANNED = 4  # minimum ratio of the longest prompt to the shortest for which token_s is fitted
 _IDENTIFIED = 0.5**0.5  # share of the prior's width below which the rows determine a term better than the prior
 _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
 
@@ -178,7 +178,7 @@ def _chips(text: str) -> list[str]:
 
 
 def _is_named(gpu: str, text: str) -> bool:
-    """Whether one name has all parts of the other; parts are separated as in "A100-SXM-80GB"."""
+    """Whether one of the names has all parts of the other, such as "A100-SXM-80GB" and "A100"."""
     ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
     return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
 

@@ -99,7 +99,7 @@ class PrefillDefaults:
 
 # -- one file that a benchmark wrote
 
-MOST_LENGTHS = 24  # most prompt lengths of a run that each have a row; more lengths are grouped
+MOST_LENGTHS = 24  # maximum number of prompt lengths of a run that each have a row; more lengths are grouped
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
@@ -158,7 +158,7 @@ def known_model(name: object) -> str | None:
     if _QUANTISED.search(name.lower()):
         return None
     plain = re.sub(r"[^a-z0-9.]+", "-", name.rpartition("/")[2].lower())
-    plain = re.sub(r"^(?:meta-)?(llama-[0-9])(?:\.[0-9])?", r"\1", plain)  # 3, 3.1 and 3.3 have the same layers
+    plain = re.sub(r"^(?:meta-)?(llama-[0-9])(?:\.[0-9])?", r"\1", plain)  # Llama 3, 3.1, 3.3: same layers
     shapes = [model for model in builtin_models() if plain == model or plain.startswith(f"{model}-")]
     return max(shapes, key=len, default=None)
 

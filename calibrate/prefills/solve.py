@@ -32,11 +32,11 @@ _STEP = 0.02  # step of numerical derivatives, in prior standard deviations
 _STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # moves of one term, in prior standard deviations, for further starts
 _HIDDEN = 0.9  # share of the prior's width; another term may hide a term that stays wider
 _MOST_STEPS = 20
-_MOST_MOVE = 2.0  # most prior standard deviations of a term's move in one step
+_MOST_MOVE = 2.0  # maximum change of a term in one step, in prior standard deviations
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # gain of twice the log-probability below which the search ends
 _SMALL_MOVE = 0.5  # prior standard deviations; if all terms move less in a fit without some rows, derivatives are kept
-MOST_FOLDS = 60  # most groups of cases that are left out
+MOST_FOLDS = 60  # maximum number of groups of cases that are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,8 @@ class _Problem:
     def search(self, rows: NDArray[np.bool_], noise: float) -> Array:
         """The most probable point from several starts: the best of those with one term away from the prior's median.
 
-        A term that the rows do not narrow at that point may be hidden (as a host behind the device): its best start is
+        A term that the rows do not narrow at that point may be hidden (such as the host's time behind the device's):
+        its best start is tried, too.
         tried, too.
         """
         count = len(self.priors)

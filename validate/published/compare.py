@@ -44,7 +44,7 @@ class Row:
 
     @property
     def rounding_s(self) -> float:
-        """Half a unit of the last printed digit: 1 ms below 4k tokens over NVLink, except for Llama 30B; else 10 ms."""
+        """Half a printed digit, which is 1 ms below 4k tokens over NVLink, except for Llama 30B, else 10 ms."""
         fine = self.link == "300GB/s" and self.context_len < 4096 and self.model != "llama-30b"
         return 0.0005 if fine else 0.005
 
@@ -87,8 +87,8 @@ def _row(fields: dict[str, str]) -> Row:
 
 
 MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
-_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # links of the runs with the CUDA-direct link off
-_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy of rows whose strategy is "kvr"
+_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; these runs had the CUDA-direct link off
+_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # simulated strategy of rows whose strategy is "kvr", by link
 
 
 def scenario_of(row: Row) -> tuple[Scenario, str]:

@@ -164,7 +164,7 @@ _STEPS = np.array([0.05, 0.02, 0.2, 0.05, 0.2, 0.05])  # scales of the first ste
 PRIORS = {2: np.log(1e-5), 5: np.log(28.0)}  # priors, by index, of constants that the rows may not determine
 _PRIOR_SD = np.log(2.0)
 _ROUNDS = 4
-_LEAST_GAIN = 2e-3  # least relative gain of a round; a smaller gain ends the fit
+_LEAST_GAIN = 2e-3  # minimum relative gain of a round; a smaller gain ends the fit
 _NOISE = 0.03  # relative noise of a measured TTFT
 
 Errors = dict[Row, float]  # logarithms of predicted / reported, by row
