@@ -1,1 +1,1 @@
-"""The best partition: analytical plan, pattern search, grid search and lower bound."""
+"""Searches for the best partition: analytical plan, pattern search and grid search; and lower bounds."""

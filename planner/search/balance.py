@@ -1,4 +1,4 @@
-"""What the ranks of a KVR chain must do, whatever the others do: the pieces that plans and bounds are made of."""
+"""The work of the ranks of a KVR chain without waits for each other: the basis of plans and bounds."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 
-_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, and next to it: other chunks move it
-_NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, on either side of the linear crossing of the limit
-_WIDER = 2.0  # widths of a bracket beyond one that holds no crossing
-_DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swing
+_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # in brackets; other chunks move the crossing
+_NEAR = np.array([-0.02, 0.02])[:, None]  # distances from the linear estimate of the crossing, in brackets
+_WIDER = 2.0  # width of the next bracket over one that holds no crossing
+_DAMPING = 0.8  # a longer chunk shortens those after it; without damping, chunks oscillate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """Seconds of some ranks with given chunks and starts; every field of their shape, ranks first."""
+    """Seconds of some ranks with given chunks and starts; every field has the shape of the chunks, ranks first."""
 
     compute_s: Array  # device time of all layers
-    first_qkv_s: Array  # the part of compute_s before the append of the first layer that forwards anything
-    last_post_s: Array  # the part after the append of the last such layer: attention, output, MLP, later layers
+    first_qkv_s: Array  # part of compute_s before the append of the first layer that sends anything
+    last_post_s: Array  # part of compute_s after the append of the last such layer, with later layers
     sends_s: Array  # messages of all layers on the link to the next rank
-    last_send_s: Array  # the last of these messages
-    recv_held_s: Array  # messages of all layers from the rank before, where they hold the compute stream
-    send_held_s: Array  # `sends_s`, where they hold the compute stream
+    last_send_s: Array  # last of these messages
+    recv_held_s: Array  # messages of all layers from the previous rank, if these occupy the compute stream
+    send_held_s: Array  # `sends_s`, if messages occupy the compute stream
 
     @property
     def busy_s(self) -> Array:
-        """Everything that occupies the compute stream."""
+        """Seconds for which the compute stream is occupied."""
         return self.compute_s + self.recv_held_s + self.send_held_s
 
 
 class ChainWork:
-    """A KVR chain of a scenario; `least`: with attention at the least that proofs may count on.
+    """A KVR chain of a scenario; `least`: attention takes the lower limit of its time, for proofs.
 
-    Ranks are given as a range, in one call; they differ in their links and slowness, not in their layers.
+    A call takes a range of ranks, which differ in their links and slowness but not in their layers.
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
@@ -49,22 +49,22 @@ class ChainWork:
         self.kinds = scenario.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
         mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].has_mixer]
-        first, last = mixed[0], mixed[-1]  # layers that hand anything on; those besides are an MLP alone
+        first, last = mixed[0], mixed[-1]  # first and last layer that send anything
         self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
         self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
         self._first, self._last = self.kinds[first], self.kinds[last]
         self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
         paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._paths = list(dict.fromkeys(paths))
-        # Links from each rank to the next: none from the last rank, and none (index -1) to the first rank.
+        # By path: 1 for ranks with this path to the next rank, else 0. The last entry, also for rank -1, is 0.
         self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
         self._latency_s = np.array([path.latency_s for path in paths])
 
     def work(self, ranks: range, chunk: Array, start: Array) -> RankWork:
-        """The work of these ranks, if their chunks and starts were these (tokens, any one shape, ranks first)."""
+        """The work of these ranks with these chunks and starts (tokens, equal shapes, ranks first)."""
         compute = qkv = post = sent = received = last_sent = none = np.zeros((1,) * chunk.ndim)
         slowness, blocks = _along(self._slowness[ranks.start : ranks.stop], chunk), self.strategy.query_blocks
-        inner = max(0, min(1, self.num_ranks - 2))  # a rank with one before it and one after it, where there is one
+        inner = max(0, min(1, self.num_ranks - 2))  # a rank with a previous and a next rank, if there is one
         for kind, costs in enumerate(self.costs):
             step = Step(costs, [chunk] * self.num_ranks, [start] * self.num_ranks, query_blocks=blocks)
             total, before, after, inside, nbytes = _split(layer_ops(self.strategy, step, inner), none)
@@ -94,29 +94,29 @@ class ChainWork:
         )
 
     def first_message_s(self, ranks: range, end: Array) -> Array:
-        """Seconds of the first message, of `end` tokens, from each of these ranks to the next."""
+        """Seconds of the first message, of `end` tokens, from each of these ranks to the next one."""
         sent_s = self._busy_s(ranks, self.costs[self._first].forwarded_kv_bytes(end))
         return sent_s + _along(self._latency_s[ranks.start : ranks.stop], end)
 
     def first_append_s(self, end: Array) -> Array:
-        """The least time to append to a prefix of `end` tokens, of the first message."""
+        """The least seconds to append the first message, of `end` tokens."""
         return self.costs[self._first].mixer.append_s(np.zeros_like(end), end)
 
     def first_message_ready_s(self, chunk: Array) -> Array:
-        """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V or scan it."""
+        """The least seconds until rank 0's first message is ready: project the chunk, then append or scan it."""
         costs, none = self.costs[self._first], np.zeros_like(chunk)
         return costs.qkv_s(chunk) + (
             costs.mixer.attention_s(chunk, none) if costs.has_state else costs.mixer.append_s(chunk, none)
         )
 
     def last_hop_s(self, ranks: range, end: Array) -> Array:
-        """The last message, of `end` tokens, from each of these ranks to the next, and the least for its append."""
+        """Least seconds of the last message, of `end` tokens, from each of these ranks to the next, with its append."""
         costs = self.costs[self._last]
         sent_s = self._busy_s(ranks, costs.forwarded_kv_bytes(end)) + costs.mixer.append_s(np.zeros_like(end), end)
         return np.asarray(sent_s + _along(self._latency_s[ranks.start : ranks.stop], end))
 
     def _busy_s(self, ranks: range, nbytes: Array) -> Array:
-        """How long messages keep the paths from these ranks to the next busy; 0 from the last rank, or to the first."""
+        """Seconds for which messages occupy the paths from these ranks to the next; 0 if there is no such path."""
         index = np.arange(ranks.start, ranks.stop)
         return sum(
             (
@@ -128,15 +128,15 @@ class ChainWork:
 
 
 def _along(values: Array, shaped: Array) -> Array:
-    """Values of ranks, to be put together with an array whose first axis is the ranks."""
+    """Values by rank, reshaped to broadcast with an array whose first axis is the ranks."""
     return values.reshape(-1, *[1] * (shaped.ndim - 1))
 
 
 def _split(ops: Iterable[Op], none: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """All compute, its parts before and after the append or the scan, the time of group collectives, and bytes sent.
+    """All compute, its parts before and after the append or scan, the time of group collectives, and sent bytes.
 
-    The scan of a layer with a state stands for its append: what is sent waits for it. Collectives of a rank's own group
-    end a layer. none: zero, of as many dimensions.
+    In a layer with a state, the scan takes the place of the append, because the message waits for the scan. Collectives
+    inside a rank's group end a layer. none: zeros with the right number of dimensions.
     """
     total = before = after = inside = nbytes = none
     appended = False
@@ -165,15 +165,15 @@ def longest_chunks_within(
     spread: float,
     rounds: int,
 ) -> tuple[Array, Array]:
-    """Longest chunk of each rank within the limit, and one that is longer by at most the precision.
+    """The longest chunk of each rank within the limit, and a chunk beyond the limit, longer by at most the precision.
 
-    All ranks at once: `needed_s(chunks, tried)` says what chunks `tried`, shape (ranks, K, columns), take where the
-    others' are `chunks`, shape (ranks, columns); it does not fall with a rank's own. Brackets around the crossings
-    shrink while the chunks of the others settle, and move where these push the crossing out of them. What is found
-    depends on chunks that have settled only to the precision; who proves anything with it evaluates it once more.
+    All ranks are solved together. `needed_s(chunks, tried)` returns the seconds of the chunks `tried`, shape (ranks, K,
+    columns), if the other ranks have `chunks`, shape (ranks, columns); it must not decrease with a rank's own chunk.
+    Brackets around the crossings shrink while the other chunks converge, and move if these shift the crossing out of a
+    bracket. The other chunks converge only to the precision, so proofs have to evaluate the results once more.
 
-    limit_s: shape (columns,). chunks: to begin with, shape (ranks, columns); spread: the share of them that the first
-    brackets reach to either side. most: tokens that each may have, where the chunks are these; each has at least 1.
+    limit_s: shape (columns,). chunks: start values, shape (ranks, columns). spread: half-width of the first
+    brackets over the chunks. most: returns the most tokens of each rank, given the chunks; the least is 1.
     """
     low, high = np.maximum(1.0, chunks * (1.0 - spread)), chunks * (1.0 + spread)
     for _ in range(rounds):
@@ -200,21 +200,21 @@ def longest_chunks_within(
     return low, high
 
 
-# -- The analytical planner: on a quiet, fast network the best partition makes all ranks equally long.
+# -- The analytical planner: without contention and on fast links, the best partition keeps all ranks busy equally long.
 
 _TARGETS, _ZOOMS, _AROUND = 12, 2, 0.08
-_SPREAD, _AGAIN = 0.25, 0.05  # of a chunk: half-width of the bracket in which the longest is searched
-_POINTS = 129  # of the context, at which a token's time is looked up
+_SPREAD, _AGAIN = 0.25, 0.05  # half-widths of the first and the later brackets, as shares of a chunk
+_POINTS = 129  # points of the context at which the time of a token is computed
 _ROUNDS = 32
-_PRECISION = 2.0**-14  # of a chunk
+_PRECISION = 2.0**-14  # relative precision of a chunk
 
 
 def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
-    """Chunk lengths, shape (num_ranks,), real-valued tokens, whose ranks are busy equally long.
+    """Chunk lengths for which all ranks are busy equally long: real-valued tokens, shape (num_ranks,).
 
-    For a target time, each rank takes the longest chunk that keeps it within; the least target that covers the
-    context is found by zooming, and between two close ones by linear interpolation. All ranks and targets are evaluated
-    at once, so that the number of calls does not grow with the ranks.
+    For a target time, each rank takes the longest chunk within this time. The least target whose chunks cover the
+    context is found on finer and finer grids, then by linear interpolation between two targets. All ranks and targets
+    are evaluated together, so that the number of calls does not increase with the ranks.
     """
     chain, request = ChainWork(scenario, strategy), scenario.request
     tokens = float(request.new_tokens)
@@ -238,7 +238,7 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
 
 
 def _smooth(chain: ChainWork) -> Array:
-    """Chunks in balance if every token took the time of a token in the middle of an even chunk."""
+    """Balanced chunks if every token took the time of a token in the middle of an even chunk."""
     request = chain.scenario.request
     share = request.new_tokens / chain.num_ranks
     ends = np.linspace(0.0, 1.0, _POINTS) * request.new_tokens
@@ -260,7 +260,7 @@ def _starts(chain: ChainWork, chunks: Array) -> Array:
 
 
 def _longest(chain: ChainWork, targets: Array, chunks: Array, spread: float) -> Array:
-    """The longest chunks that keep all ranks within each target, shape (num_ranks, targets), from a start value."""
+    """The longest chunks that keep all ranks within each target, shape (num_ranks, targets); `chunks`: start values."""
 
     def needed_s(settling: Array, tried: Array) -> Array:
         return _busy_s(chain, tried, _starts(chain, settling)[:, None])

@@ -1,12 +1,12 @@
-"""A beam search over the pieces of a pipeline: the clocks of all stages after each piece, the best few kept per end.
+"""A beam search over the pieces of a pipeline. It keeps the best few states of all stages at each end of a piece.
 
-Pieces end at given nodes of the context. What a piece takes on a stage depends on its two ends and on the stage's
-layers, so that a program over the nodes finds the best pieces of any number: at each node it extends the labels of all
-nodes before by one piece. A label holds when each stage and each link is free and how many pieces there are. The labels
-kept are those with the least TTFT if the rest of the context went as in a reference partition.
+Pieces end at given nodes of the context. The time of a piece on a stage depends only on its two ends and on the layers
+of the stage. So dynamic programming over the nodes finds the best pieces of any number: each node extends the labels of
+all earlier nodes by one piece. A label holds the number of pieces, and the times at which each stage and each link are
+free. A node keeps the labels with the least TTFT if the rest of the context is divided as in a reference partition.
 
-Times are those of the executor of pipelines, but for two things: layers of one kind on a stage count as neighbours, and
-the request is left out, which all pieces share. Flows do not share bandwidth here.
+The times are those of the executor of pipelines with three differences: equal layers of a stage are treated as
+neighbours, the request is omitted because all pieces share it, and flows do not share bandwidth.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kvrsim.strategies.layers import layer_ops
 
 Index = npt.NDArray[np.int64]
 
-_LABELS = 8  # per node
-_MEAN = 0.01  # weight of the mean clock against the latest: it breaks ties
-_CAPS = 2.0 ** -np.arange(0, 8, 0.5)  # limits of a piece's time, over the time of the longest piece
-_ONE_STAGE = 0  # index of a layout with the same layers on every rank
+_LABELS = 8  # labels per node
+_MEAN = 0.01  # weight of the mean clock relative to the latest clock; it decides between equal ones
+_CAPS = 2.0 ** -np.arange(0, 8, 0.5)  # limits of a piece's time, as shares of the longest piece's time
+_ONE_STAGE = 0  # index of the only rank in a Step
 
-Layers = tuple[int, ...]  # per stage
+Layers = tuple[int, ...]  # number of layers of each stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +43,25 @@ class Pieces:
 
     ttft_s: float
     layers: Layers
-    inner: Index  # indices of the nodes at which they end, without the last
+    inner: Index  # indices of the nodes at which pieces end, without the last node
 
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """Seconds of every piece between two nodes (a cell) on each stage, for several layouts."""
+    """Seconds of every piece between two nodes (a cell), on each stage, for several layouts of layers."""
 
     device_s: Array  # shape (stages, layouts, cells)
-    floor_s: Array  # least time from the host's begin to the end, shape (stages, layouts, cells)
-    issued_s: Array  # of the host per piece, messages left out, shape (stages, layouts)
+    floor_s: Array  # least time from the host's begin to the device's end, shape (stages, layouts, cells)
+    issued_s: Array  # host time per piece without messages, shape (stages, layouts)
 
     @property
     def rest_s(self) -> Array:
-        """Seconds of a piece where neither device nor host wait for another stage."""
+        """Seconds of each piece if neither device nor host waits for another stage."""
         return np.maximum(self.device_s, self.issued_s[..., None])
 
 
 def layers_s(scenario: Scenario, strategy: Strategy, lengths: Array, starts: Array) -> Array:
-    """Seconds of a layer of each kind, shape (kinds, pieces), by device or host; lengths and starts in tokens."""
+    """Seconds of a layer of each kind, shape (kinds, pieces): the maximum of device and host; arguments in tokens."""
     each = [segment_of(_layer_ops(strategy, costs, lengths, starts)) for costs in scenario.layer_costs()]
     return np.stack([np.maximum(one.device_s, one.host_s) for one in each])
 
@@ -71,9 +71,9 @@ def _layer_ops(strategy: Strategy, costs: LayerCosts, lengths: Array, starts: Ar
 
 
 class Beam:
-    """All pieces between nodes: `nodes` are tokens from 0 to all, rising.
+    """All pieces between nodes; `nodes`: tokens from 0 to the context, ascending.
 
-    least: fewest tokens per piece, unless it is the only one. most: the longest piece from each node; None: any.
+    least: fewest tokens per piece, except for a single piece. most: the longest piece from each node; None: no limit.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class Beam:
             allowed &= lengths <= most[begin]
         order = np.flatnonzero(allowed)[np.argsort(end[allowed], kind="stable")]
         self.begin, lengths = begin[order], lengths[order]
-        self.first = np.searchsorted(end[order], np.arange(len(nodes) + 1))  # cell of each node that ends there
+        self.first = np.searchsorted(end[order], np.arange(len(nodes) + 1))  # by node: first cell that ends there
         starts = scenario.request.cached_prefix + nodes[self.begin]
         costs, cost = scenario.layer_costs(), scenario.cost
         self.slowness = [scenario.cluster.slowness(stage) for stage in range(self.num_stages)]
         self.kinds = scenario.share.layer_kind_index
         prepared = step(scenario, lengths, starts + lengths, cost)
-        ops = [(*embedding(scenario, lengths, cost), *prepared), prepared]  # before the layers, by min(stage, 1)
+        ops = [(*embedding(scenario, lengths, cost), *prepared), prepared]  # before the layers: stage 0, later stages
         ops += [_layer_ops(strategy, one, lengths, starts) for one in costs]
         work = {one: [segment_of(slower(own, one)) for own in ops] for one in dict.fromkeys(self.slowness)}
-        self.work = [work[one] for one in self.slowness]  # per stage
+        self.work = [work[one] for one in self.slowness]  # operations per stage
         whole = slice(self.first[self.last], None)
         head = last(scenario, lengths[whole], starts[whole] + lengths[whole], cost)
-        self.head = segment_of(slower(head, self.slowness[-1]))  # of the pieces that end the context
+        self.head = segment_of(slower(head, self.slowness[-1]))  # for pieces that end the context
         paths = [scenario.cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
         busy_s = {path: path.busy_s(costs[0].activation_bytes(lengths)) for path in paths}
         self.sent_s, self.latency_s = [busy_s[path] for path in paths], [path.latency_s for path in paths]
@@ -109,8 +109,8 @@ class Beam:
     def best(self, layouts: Sequence[Layers], references: Sequence[Index] = ()) -> list[Pieces]:
         """The best pieces for layouts of layers, fastest first.
 
-        The rest of the context is expected to go as in the references, which are allowed partitions; without any they
-        are those with the least sum of pieces.
+        The time of the rest of the context is estimated from the references, which must be allowed partitions. By
+        default, they are the partitions with the least sum of pieces.
         """
         if not references:
             references = self.least_sums(layouts[0])
@@ -119,9 +119,9 @@ class Beam:
         return sorted(found, key=lambda one: one.ttft_s)
 
     def least_sums(self, layers: Layers, number: int = 3) -> list[Index]:
-        """Partitions with the least sum of pieces, each for a limit of the longest piece; at most this number.
+        """Partitions with the least sum of piece times, each for a limit on the longest piece; at most `number`.
 
-        On stages alike, TTFT is this sum and the longest piece on each other stage.
+        On equal stages, TTFT is this sum plus the longest piece on each other stage.
         """
         work_s = self._stages([layers]).rest_s[:, 0]
         longest_s = work_s.max(axis=0)
@@ -169,7 +169,7 @@ class Beam:
         return _Stages(device_s, floor_s, issued_s)
 
     def _stage(self, stage: int, layers: range) -> Segment:
-        """A piece on a stage with these layers."""
+        """The times of all pieces on a stage with these layers."""
         whole, kinds = self.work[stage][min(stage, 1)], self.work[stage][2:]
         for kind, count in Counter(self.kinds[layers.start : layers.stop]).items():
             one = kinds[kind]
@@ -179,9 +179,9 @@ class Beam:
         return whole
 
     def _rest_s(self, stages: _Stages, references: Sequence[Index]) -> tuple[Array, Array]:
-        """Seconds from when a stage, or the link behind it, is free at a node to the end, by a partition per layout.
+        """Remaining seconds after a stage, or the link behind it, is free at a node, from one reference per layout.
 
-        Both of shape (stages, layouts, nodes); between the partition's nodes by straight lines.
+        Both have shape (stages, layouts, nodes), and are linear between the nodes of the reference.
         """
         shape = (self.num_stages, len(references), len(self.nodes))
         rest_s, link_s = np.zeros(shape), np.zeros(shape)
@@ -201,7 +201,7 @@ class Beam:
         return rest_s, link_s
 
     def _rest_of(self, work_s: Array, sent_s: Array) -> tuple[Array, Array]:
-        """What is left from each piece on; work_s: shape (stages, layouts, pieces), sent_s: (stages - 1, pieces)."""
+        """Seconds from each piece to the end; work_s: shape (stages, layouts, pieces), sent_s: (stages - 1, pieces)."""
         shape = (*work_s.shape[:2], work_s.shape[2] + 1)
         rest_s, link_s = np.zeros(shape), np.zeros(shape)
         last = self.num_stages - 1
@@ -234,13 +234,13 @@ class Beam:
         return int(cell)
 
     def _walk(self, layouts: Sequence[Layers], references: Sequence[Index]) -> list[Pieces]:
-        """The labels of the last node, for each layout and a partition by which the rest is expected to go."""
+        """The labels of the last node, for each layout with a reference partition that estimates the remaining time."""
         stages = self._stages(layouts)
         rest_s, link_rest_s = self._rest_s(stages, references)
         count = len(references)
         shape = (self.num_stages, count, len(self.nodes), _LABELS)
         clock_s, link_s, number = np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape[1:], dtype=np.int64)
-        before = np.zeros((*shape[1:], 2), dtype=np.int64)  # node and label
+        before = np.zeros((*shape[1:], 2), dtype=np.int64)  # node and label of the previous piece's end
         clock_s[:, :, 0, 0], link_s[:, :, 0, 0] = 0.0, -np.inf
         rows = np.arange(count)[:, None]
         for node in range(1, len(self.nodes)):
@@ -300,7 +300,7 @@ class Beam:
         return np.asarray(begin_s + each_s)
 
     def _traced(self, before: Index, label: int) -> Index:
-        """The inner nodes of a label of the last node."""
+        """The inner nodes of a label of the last node, in ascending order."""
         inner, node = list[int](), self.last
         while True:
             node, label = before[node, label]

@@ -1,36 +1,34 @@
 """A proven lower bound on the TTFT of every KVR partition over the given GPUs.
 
-Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T. No rank begins a
-layer before the request and the engine's step: times count from there, those of hosts and loads from the beginning.
-1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
-   Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
-   before its message of the last layer can go it has spent all its work but the first projection and the
-   last layer's part after the append. That message, and each that follows it to the last rank, carries at
-   least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
-   last layer and the head to do. All these come one after another.
-2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
-   not before the fill, the last followed as in 1. A bus carries those of all links.
-3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
-   prefix that lies elsewhere, it loads all layers' one after another.
+Proof. Let a partition have the chunk ends e_0 < ... < e_(p-1) = C, the last chunk x, and the TTFT T. No rank begins a
+layer before the request and the engine's step. Times count from there; those of hosts and loads count from the start.
+1. Rank i cannot append in the first layer before a message has passed along the chain to it (the fill, Fill_i), even if
+   it has projected its chunk before. Then it computes its layers in order. Before its message of the last layer leaves,
+   it has done all its work except the first projection and the part of the last layer after the append. This message,
+   and each following one up to the last rank, carries at least e_i tokens, which the receiver appends (the drain). Then
+   the last rank computes its attention and MLP of the last layer, and the head. These steps follow one another.
+2. Link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another. The first one is sent after
+   the fill; after the last one, the drain follows as in 1. A bus carries the messages of all links.
+3. The last rank needs the fill, all its work after the fill, and the head; its host issues all launches. If a cached
+   prefix is elsewhere, the last rank loads the prefix of all layers, one layer after another.
 
-A target T is refuted so, for any given walls w_0 <= ... <= w_(p-2) = C - x. At a fixed end, a later start leaves fewer
-queries over the same keys, so that what 1 and 2 need falls with the start, and it grows with the end. Suppose that T is
-less than they need of rank i with a chunk from w_(i-1) to w_i, for every rank but the first and the last. Then no rank
-that ends at w_i or later can have started before w_(i-1), so that from the right every e_i is at least w_i. With this
-the fill and the drain are bounded: their messages carry at least w_j tokens. If the first rank needs more than T from
-the start to w_0 as well, or 3 exceeds T, no partition with that x reaches T. So every choice of walls proves a bound,
-their least need; the best are those that make it the same for all ranks, as balanced chunks do for busy time. They are
-found without a fill first, and again with the fill that they prove. Walls may be no further to the left than the
-tokens of the ranks before; those that would be prove nothing, and need not. A chunk has at least one token, and is
-counted with as many.
+Any walls w_0 <= ... <= w_(p-2) = C - x can refute a target T. At a fixed end, a later start leaves fewer queries over
+the same keys, so the times that 1 and 2 need decrease with the start; they increase with the end. Suppose that these
+times exceed T for every rank i but the first and the last, with a chunk from w_(i-1) to w_i. Then no rank that ends at
+w_i or later can start before w_(i-1). From right to left, it follows that every e_i is at least w_i. This bounds fill
+and drain, because their messages carry at least w_j tokens. If the first rank also needs more than T from the start
+to w_0, or if 3 exceeds T, no partition with this x reaches T. So every choice of walls proves a bound, the least of the
+needed times. The best walls make these times equal for all ranks, as balanced chunks do for busy times. They are
+computed first without a fill, then with the fill that these walls prove. Every rank before a wall has at least one
+token; a wall at this limit needs no proof. A chunk counts with at least one token.
 
-x is cut into intervals; in each, every condition takes the end of the interval that weakens it. Where messages hold the
-compute stream, those received grow with the start; they count as much as at the wall. Attention counts as much as a
-time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not shrink as
-smoothly as the work in them: `AttentionRates.least_seconds`).
-In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
-the first and the last layer are the first and the last that do.
-Other waiting, queueing and contention are left out, which only lowers the bound.
+The range of x is divided into intervals. In each, every condition is evaluated at the end where it is weakest. If
+messages occupy the compute stream, the time of received messages increases with the start; it is counted for a start at
+the wall. The time of attention is one that no call of its kernel beats and that, at a fixed end, does not increase with
+the start (measured times may, because work is rounded up to tiles: `AttentionRates.least_seconds`).
+In a layer with a state, the scan takes the place of the append, whose time counts as 0. A layer without a mixer sends
+nothing: the "first" and the "last" layer are the first and the last one that send.
+Other waiting, queueing and contention are ignored, which only lowers the bound.
 """
 
 from __future__ import annotations
@@ -48,37 +46,37 @@ from kvrsim.strategies import Strategy
 from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_within
 from planner.search.minimise import unique_rows
 
-PRECISION = 2.0**-12  # of a chunk
-_NEARLY, _ROUNDING = 0.999, 1e-9  # of a limit, which proves a wall nearly as well; of the context
-FIRST, AGAIN = (0.25, 32), (0.05, 12)  # half-width of the first bracket, as a share of a chunk; and rounds
+PRECISION = 2.0**-12  # relative precision of a chunk
+_NEARLY, _ROUNDING = 0.999, 1e-9  # share of a limit that still proves a wall; rounding error over the context
+FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket over a chunk, number of rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class StallBounds:
     """Proven lower bounds on the stalls of each rank, given walls."""
 
-    fills_s: Array  # the least before each rank's first append, shape (ranks, columns)
-    received_s: Array  # the least that received messages hold each sender's stream, shape (senders, columns)
+    fills_s: Array  # least seconds before each rank's first append, shape (ranks, columns)
+    received_s: Array  # least seconds for which received messages occupy each sender's stream, shape (senders, columns)
 
     def where(self, flags: Flags, others: StallBounds) -> StallBounds:
-        """These in the columns with a flag, the others' elsewhere."""
+        """Return these bounds in the columns where the flag is set, and the others' bounds elsewhere."""
         fills_s = np.where(flags, self.fills_s, others.fills_s)
         return StallBounds(fills_s, np.where(flags, self.received_s, others.received_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Walls for several limits, one per column, and their seconds up to the last rank's append."""
+    """Walls for several limits, one per column, and the seconds that ranks between them need up to the last append."""
 
-    chunks: Array  # of all senders but the first, shape (senders - 1, columns)
-    ends: Array  # shape (senders, columns)
-    first_s: Array  # needed by the first sender; 0 where nothing is proven of the walls before
-    others_s: Array  # the least that is needed by any other, of those that prove the walls
-    free: Array  # share of the walls that are as far to the left as they may be
+    chunks: Array  # chunks of all senders but the first, shape (senders - 1, columns)
+    ends: Array  # chunk ends of all senders, shape (senders, columns)
+    first_s: Array  # seconds that the first sender needs; 0 if its wall is not proven
+    others_s: Array  # least seconds that any other sender needs, of those that prove the walls
+    free: Array  # share of the walls that are at their left limit
 
 
 class SendersBetweenWalls:
-    """The senders of a chain, all ranks but the last, between walls."""
+    """All ranks of a chain but the last (the senders), with chunks between walls."""
 
     def __init__(self, chain: ChainWork) -> None:
         self.chain, self.senders = chain, range(chain.num_ranks - 1)
@@ -90,7 +88,7 @@ class SendersBetweenWalls:
     def walls_for(
         self, last_end: Array, limit: Array, chunks: Array, waits: StallBounds | None, within: tuple[float, int]
     ) -> Walls:
-        """Walls by chunks of all senders but the first that just exceed the limit, and the seconds they need."""
+        """Walls from chunks of all senders but the first that just exceed the limit, and the seconds they need."""
 
         def ends_of(chunks: Array) -> Array:
             behind = np.cumsum(chunks[::-1], axis=0)[::-1]
@@ -109,7 +107,7 @@ class SendersBetweenWalls:
         ends = ends_of(chunks)
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
-        free = ends[:-1] <= self.floors[:-1] + _ROUNDING * self.total  # to begin so early needs no proof
+        free = ends[:-1] <= self.floors[:-1] + _ROUNDING * self.total  # a wall at this limit needs no proof
         holds = np.logical_and.accumulate((free | (each_s[1:] >= limit * _NEARLY))[::-1], axis=0)[::-1]
         others_s = np.where(holds & ~free, each_s[1:], np.inf).min(axis=0, initial=np.inf)
         ends[:-1] = np.where(holds, ends[:-1], self.floors[:-1])
@@ -118,15 +116,15 @@ class SendersBetweenWalls:
         return Walls(chunks, ends, first_s, others_s, none)
 
     def waits(self, ends: Array) -> StallBounds:
-        """Lower bounds on the stalls, if ends are no earlier than these."""
+        """Lower bounds on the stalls, if chunk ends are not before `ends`."""
         return StallBounds(self._fills(ends), self._received_s(ends))
 
     def bus_s(self, ends: Array) -> Array:
-        """The least seconds of all messages over the one bus."""
+        """The least seconds of all messages over a single bus."""
         return np.asarray(self.chain.work(self.senders, np.ones_like(ends), ends - 1.0).sends_s.sum(axis=0))
 
     def _received_s(self, ends: Array) -> Array:
-        """The least that received messages hold each sender's stream, if starts are no earlier than these ends."""
+        """Least seconds for which received messages occupy each sender's stream, for ends not earlier than these."""
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         return self.chain.work(self.senders, np.ones_like(starts), starts).recv_held_s + np.zeros_like(ends)
 
@@ -135,14 +133,14 @@ class SendersBetweenWalls:
         message_s = self.chain.first_message_s(self.senders, ends)
         hops_s = message_s + self.chain.first_append_s(ends)
         reached_s = self.chain.first_message_ready_s(ends[0] - self.first_start) + np.cumsum(hops_s, axis=0) - hops_s
-        # A received message that holds the stream is counted as the receiver's work already.
+        # If received messages occupy the stream, they already count as work of the receiver.
         fills = reached_s if self.holds else reached_s + message_s
         return np.concatenate([np.zeros_like(fills[:1]), fills])
 
     def _needed_s(self, first: int, starts: Array, walls: Array, waits: StallBounds | None) -> Array:
-        """Conditions 1 and 2 of the senders from `first` on, up to the last rank's append.
+        """Seconds that conditions 1 and 2 need of the senders from `first` on, up to the last rank's append.
 
-        starts: shape (senders, K, columns); the others: (senders, columns), of all senders.
+        Shapes: starts (senders, K, columns); walls and waits (senders, columns), for all senders.
         """
         ranks, ends = self.senders[first:], walls[first:, None]
         chunks = np.maximum(ends - starts, 1.0)
@@ -157,19 +155,19 @@ class SendersBetweenWalls:
         return np.maximum(own, link) + drain_s[first:, None]
 
 
-_LENGTHS = 129  # of the last chunk; the longest that is not refuted outright is used
-_INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # of x; for many ranks, fewer
-_CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; targets per round, at most
-_WEAK = 0.5  # of the gap of the weakest interval: intervals with smaller gaps are not divided
-_PLANS = 4  # partitions between walls that are returned
-_OPEN = 0.1  # of the gap, which may be left to the next division
-_CLOSE = 2.5e-3  # of the TTFT reached; a bound within it is not improved
+_LENGTHS = 129  # tried lengths of the last chunk; the longest one that is not refuted at once is used
+_INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # number of intervals of x; for many ranks, the smaller number
+_CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; largest number of targets per round
+_WEAK = 0.5  # share of the weakest interval's gap; intervals with smaller gaps are not divided
+_PLANS = 4  # number of partitions between walls that are returned
+_OPEN = 0.1  # share of the gap that may remain before the next division
+_CLOSE = 2.5e-3  # relative distance to the given TTFT within which a bound is not improved
 
 
 def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
-    """A TTFT that no partition beats; `ttft_s` is one that some partition reaches.
+    """A TTFT that no partition beats; `ttft_s` is the TTFT of some partition.
 
-    warm_start: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
+    warm_start: chunks from which the search for walls starts, shape (num_ranks,), tokens; None: balanced chunks.
     """
     start = balanced_chunks(scenario, strategy) if warm_start is None else warm_start
     return lower_bound_and_plans(scenario, strategy, ttft_s, start)[0]
@@ -178,9 +176,9 @@ def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_st
 def lower_bound_and_plans(
     scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array
 ) -> tuple[float, Array]:
-    """The bound, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks).
+    """The bound, and the chunks between the walls of the weakest intervals, shape (few, num_ranks).
 
-    These chunks balance all ranks, with their waits for each other included.
+    These chunks balance all ranks, including their waits for each other.
     """
     begin_s = _begin_s(scenario)
     bound = _Bound(scenario, strategy, ttft_s - begin_s, warm_start)
@@ -188,14 +186,14 @@ def lower_bound_and_plans(
 
 
 def _begin_s(scenario: Scenario) -> float:
-    """The request and the engine's step, before which no rank begins a layer."""
+    """Seconds of the request and the engine's step, before which no rank begins a layer."""
     one = np.ones(1)
     ops = (*request(scenario, one), *step(scenario, one, one, scenario.cost))
     return sum(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.kind == "request")
 
 
 def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
-    """Launches of the last rank, all layers; or what it loads of the cached prefix, one layer after another."""
+    """Seconds in which the last rank's host issues all layers, or the rank loads the cached prefix, if longer."""
     last = scenario.cluster.num_gpus - 1
     ops = [op for _, op in build_program(scenario, strategy, [np.ones(1)] * (last + 1)).ops(last)]
     loaded_s = sum(op.seconds.item() for op in ops if isinstance(op, Load))
@@ -206,32 +204,32 @@ def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
 class _Tails:
     """The least seconds of work of the last rank, for each interval of its chunk x."""
 
-    whole_s: Array  # of all layers and the head
-    first_qkv_s: Array  # the part that may run during the fill
-    after_append_s: Array  # its last layer after the append, and the head
+    whole_s: Array  # seconds of all layers and the head
+    first_qkv_s: Array  # part that may run during the fill
+    after_append_s: Array  # part of the last layer after the append, and the head
 
 
 class _Intervals:
     """Intervals of x with their proven bounds; the last axis of every array is the interval."""
 
     def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
-        """Bound the stalls without a fill first; `chunks` are the start values of all senders but the first."""
+        """Bound the stalls, first without a fill; `chunks`: start values for all senders but the first."""
         self.bound, self.least, self.most = bound, least, most
         self.tails, self.last_wall = bound.tails(least, most), bound.chain.total - most
         self.goal = self.above = self.holds = np.full_like(least, bound.ttft_s)
-        # The latest target below which no partition is, the earliest that is not refuted, and what each lacks.
+        # low: proven bound; below, above: highest refuted and lowest other target; *_by: needed time less target.
         self.low = self.below = np.zeros_like(least)
         self.below_by = self.above_by = np.full_like(least, np.nan)
         after_s = self.tails.after_append_s
         walls = bound.chain.walls_for(self.last_wall, self.goal - after_s, chunks, None, within)
         self.chunks, self.waits = walls.chunks, bound.chain.waits(walls.ends)
-        self.holds = np.minimum(self.holds, after_s + walls.others_s)  # the waits are proven for TTFTs below this
+        self.holds = np.minimum(self.holds, after_s + walls.others_s)  # the waits are proven for TTFTs below this value
 
     def improve(self) -> None:
-        """Try the next target of each interval, and choose the one after it.
+        """Try the next target of each interval, and choose the target after that.
 
-        The target is sought for which the first rank needs as long with what is left to it. What is proven of the waits
-        for a target holds for all below it.
+        The search is for the target that equals the first rank's time with its remaining chunk. Waits that are proven
+        for a target are proven for all lower targets.
         """
         chain, goal, after_s = self.bound.chain, self.goal, self.tails.after_append_s
         walls = chain.walls_for(self.last_wall, goal - after_s, self.chunks, self.waits, AGAIN)
@@ -246,7 +244,7 @@ class _Intervals:
         self.above, self.above_by = np.where(is_below, (self.above, self.above_by), (goal, by))
         self.chunks, self.holds = walls.chunks, np.where(is_below, self.holds, holds)
         self.waits = self.waits.where(is_below, chain.waits(walls.ends))
-        # A later target makes the chunks of all others longer, and the rest for the first rank shorter.
+        # A later target makes the chunks of all other ranks longer, and the first rank's chunk shorter.
         first = np.where(walls.free > 0, (1.0 - walls.free) * goal, goal + 1.2 * (first_s - goal) / len(chain.senders))
         alone = np.maximum(first, ends_s)
         share = np.clip(self.below_by / (self.below_by - self.above_by), 0.05, 0.95)
@@ -254,26 +252,26 @@ class _Intervals:
         self.goal = np.where(np.isnan(share), np.clip(alone, 0.5 * (self.below + goal), self.above), between)
 
     def _last_s(self) -> Array:
-        """Condition 3 without the host's and the loads' times."""
+        """Seconds of condition 3, without the times of the host and of loads."""
         waits_s = np.maximum(0.0, self.waits.fills_s[-1] - self.tails.first_qkv_s)
         return np.asarray(self.tails.whole_s + waits_s)
 
     @property
     def is_done(self) -> bool:
-        """Whether the gap of the weakest interval is small."""
+        """Whether more targets can hardly raise the bound of the weakest interval."""
         weakest = int(self.low.argmin())
         missing_s = self.bound.ttft_s - self.low[weakest]
         return bool(self.above[weakest] - self.low[weakest] <= max(_OPEN * missing_s, PRECISION * self.bound.ttft_s))
 
     def plans(self) -> Array:
-        """Chunks between the walls of the weakest intervals."""
+        """Partitions between the walls of the weakest intervals."""
         index = np.argsort(self.low, kind="stable")[:_PLANS]
         chunks, last = self.chunks[:, index], self.most[index]
         first = self.last_wall[index] - self.bound.chain.first_start - chunks.sum(axis=0)
         return np.asarray(np.maximum(1.0, np.concatenate([first[None], chunks, last[None]])).T)
 
     def divide(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
-        """The weak intervals, each divided into this number of pieces, with the bound proven for the whole."""
+        """The weak intervals, each divided into `pieces`, which begin with the bound of the whole interval."""
         edges, whole = np.linspace(self.least[weak], self.most[weak], pieces + 1), np.tile(weak, pieces)
         least, most = edges[:-1].ravel(), edges[1:].ravel()
         start = self.bound.chain.first_start
@@ -293,7 +291,7 @@ class _Bound:
         self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
-        """The bound of the layers and the head, at the weakest interval of x after dividing weak intervals."""
+        """The bound of the layers and the head: that of the weakest interval of x, after dividing weak intervals."""
         tokens = float(self.scenario.request.new_tokens)
         if self.num_ranks == 1:
             only = np.array([tokens])
@@ -320,7 +318,7 @@ class _Bound:
         return min(proven_s, float(intervals.low.min()))
 
     def _possible(self, most: float, number: int) -> tuple[Array, Array]:
-        """Intervals of x, closer near the longest that the last rank can compute in time: there they are weak."""
+        """Intervals of x, narrower near the longest chunk that the last rank can compute in time (weak bounds)."""
         ends = np.geomspace(1.0, most, _LENGTHS)
         possible = self.tails(ends[:-1], ends[1:]).whole_s < self.ttft_s
         if not possible.any():
@@ -330,7 +328,7 @@ class _Bound:
         return (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
 
     def tails(self, least: Array, most: Array) -> _Tails:
-        """The least work of the last rank with a chunk between these."""
+        """The least work of the last rank with a chunk from `least` to `most` tokens."""
         last, total = range(self.num_ranks - 1, self.num_ranks), self.chain.total
         work = self.chain.chain.work(last, least[None], (total - least)[None])
         received = self.chain.chain.work(last, least[None], (total - most)[None]).recv_held_s

@@ -1,7 +1,7 @@
-"""The best partition where flows share one bandwidth: many seeds, and descents from the best of them side by side.
+"""The best partition where flows share one bandwidth: many seeds, and parallel descents from the best of them.
 
-Fewer bytes cross the bus the later the context lies, down to nearly all of it on the last rank; the best partition may
-leave ranks out with a single token each. No bound is known here, so the seeds are spread widely.
+Fewer bytes cross the bus if later ranks have more of the context. In the best partition, nearly all of it may be on the
+last rank, or some ranks may be idle with a single token each. There is no bound here, so the seeds are spread widely.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from planner.search.minimise import (
     valid,
 )
 
-_WORK, _LEAST = 8_000_000, 400  # messages of all partitions that a search simulates; partitions at least
+_WORK, _LEAST = 8_000_000, 400  # most messages in all simulated partitions of a search; least number of partitions
 _DESCENTS = 3
-_BEHIND = ((5, 1.01), (3, 1.1))  # from this round on, a descent this much slower than the best ends
-_ROUNDS, _IDLE_ROUNDS = 60, 2  # at most; and without a gain at the smallest steps, after which a descent ends
-_STEPS = 12  # powers of two that a round tries, of all descents together
-_HELPED = 8  # moves of a round whose sums the next one tries
-_RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # of each chunk to the one before
-_SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the context between two ranks
-_SCATTERED = 40  # random seeds of each kind
-_TOGETHER = 32  # moves of all boundaries together in a round
-_PLACES = 8  # number of ranks (or square of pairs) on which seeds concentrate the context
+_BEHIND = ((5, 1.01), (3, 1.1))  # (round, factor): from this round on, a descent slower than factor x best ends
+_ROUNDS, _IDLE_ROUNDS = 60, 2  # most rounds; rounds without a gain at the smallest steps, after which a descent ends
+_STEPS = 12  # number of steps (powers of two) per round, for all descents together
+_HELPED = 8  # improving moves of a round whose sums the next round tries
+_RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # ratios of each chunk to the previous one
+_SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of the context on the first of two ranks
+_SCATTERED = 40  # number of random seeds of each kind
+_TOGETHER = 32  # moves of all boundaries together, per round
+_PLACES = 8  # most ranks on which seeds concentrate the context, alone or in pairs
 _BETTER = 1e-5  # a move must gain this share of TTFT
 
 
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
-    """The limit of partitions that a search on a bus simulates; the time of each grows with its messages.
+    """The largest number of partitions that a search on a bus simulates, less for partitions with more messages.
 
-    On up to 8 GPUs and 32 layers the search ends before.
+    On up to 8 GPUs and with up to 32 layers, the search ends before this limit.
     """
     num_ranks = scenario.cluster.num_gpus
     pairs = num_ranks - 1 if strategy.chains else num_ranks * (num_ranks - 1) // 2
@@ -57,17 +57,17 @@ def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
 class _Descent:
     """State of a descent."""
 
-    best: Row  # boundaries
+    best: Row  # best boundaries so far
     best_s: float
-    step: int  # the largest that is tried
-    also: Boundaries  # candidates from the moves that helped in the last round
-    idle: int = 0  # rounds at the smallest steps without a gain
+    step: int  # largest step of the next round
+    also: Boundaries  # candidates from the moves that improved TTFT in the last round
+    idle: int = 0  # number of rounds without a gain at the smallest steps
 
 
 class BusSearch:
-    """A search over boundaries that are multiples of the stride; `most`: partitions to simulate.
+    """A search over boundaries that are multiples of the stride; `most`: largest number of simulated partitions.
 
-    chain: the strategy whose balanced chunks are seeds; plans: chunks that are seeds, too; wide: and many others.
+    chain: strategy whose balanced chunks are seeds. plans: chunks of more seeds. wide: whether to add many other seeds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BusSearch:
         self.scenario, self.chain, self.stride, self.evaluate = scenario, chain, stride, evaluate
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
         self.left, self.plans, self.wide = most, plans, wide
-        self.was_limited = False  # the limit left some partitions untried
+        self.was_limited = False  # whether the limit left some partitions untried
         self.rng = np.random.default_rng(0)
         self.first_step = first_step(self.tokens, 8, stride)
 
@@ -113,7 +113,7 @@ class BusSearch:
         return min(descents, key=lambda one: one.best_s)
 
     def _round(self, descents: list[_Descent]) -> bool:
-        """One round of each descent; False where no partition may be simulated any more."""
+        """Run one round of each descent; return False if no more partitions may be simulated."""
         steps = [self._steps(one, _STEPS // len(descents) if self.wide else _STEPS // 2) for one in descents]
         candidates = [self._around(one, own) for one, own in zip(descents, steps, strict=True)]
         room = self.left // len(descents)
@@ -133,7 +133,7 @@ class BusSearch:
         return [one.step >> power for power in range(most) if one.step >> power >= self.stride]
 
     def _take(self, one: _Descent, steps: list[int], rows: Boundaries, found_s: Array) -> None:
-        """Move to the best candidate and keep the other improving moves for the next round, else reduce the steps."""
+        """Move to the best candidate, and keep other good moves for the next round; without gain, reduce the steps."""
         order = np.argsort(found_s, kind="stable")[:_HELPED]
         order = order[found_s[order] < one.best_s * (1.0 - _BETTER)]
         one.also = rows[:0]
@@ -148,7 +148,7 @@ class BusSearch:
         one.best, one.best_s, one.idle = rows[order[0]], float(found_s[order[0]]), 0
 
     def _around(self, one: _Descent, steps: list[int]) -> Boundaries:
-        """Candidates: groups moved by the steps, all boundaries moved at random, sums of the last moves, idle ranks."""
+        """Candidates: groups moved by the steps, random moves of all boundaries, sums of the last moves, idle ranks."""
         count = len(one.best)
         moves = np.concatenate([step * groups(count) for step in steps])
         lengths = steps[0] * 4.0 ** self.rng.uniform(-len(steps) / 2, 0.5, size=(_TOGETHER, 1))
@@ -159,7 +159,7 @@ class BusSearch:
         return unique_rows(rows) if len(rows) else rows
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
-        """Partitions with one rank at the smallest chunk; its tokens go to a neighbour or to the last rank."""
+        """Partitions where one rank has the smallest chunk, and its other tokens go to a neighbour or the last rank."""
         chunks = chunks_between(boundaries, self.tokens)
         last, rows = self.num_ranks - 1, []
         for rank in range(self.num_ranks):
@@ -171,7 +171,7 @@ class BusSearch:
         return moved[valid(moved, self.tokens)]
 
     def _plans(self) -> Iterator[Array]:
-        """Chunks of the seeds; ranks that are left out have no token here, and get one by rounding."""
+        """Chunks of the seeds. Idle ranks have 0 tokens here; rounding gives them one."""
         yield from self.plans
         ranks, counts = np.arange(self.num_ranks), _spread(1, self.num_ranks)
         for used in counts:
@@ -215,7 +215,7 @@ class BusSearch:
 
 
 def _spread(first: int, last: int) -> list[int]:
-    """All whole numbers from first to last, or a few, denser near the last."""
+    """All whole numbers from first to last; if these are many, some of them, closer together near the last."""
     if last - first < _PLACES:
         return list(range(first, last + 1))
     return sorted({last + 1 - round(float(back)) for back in np.geomspace(1, last - first + 1, _PLACES)})

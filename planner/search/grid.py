@@ -1,7 +1,7 @@
 """The paper's hierarchical grid search (Fig. 6), as published: a baseline for the faster searches.
 
-Two ranks: binary search. More: five values a boundary and level, all combinations, around the best so
-far; the stride halves from level to level. That is 5^(p-1) candidates a level for p ranks.
+With two ranks, it is a binary search. With more, each level tries all combinations of five values per boundary around
+the best partition so far: 5^(p-1) candidates for p ranks. The stride is halved from level to level.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from planner.search.minimise import Boundaries, Evaluate, combinations, shifts, valid
 
-_BLOCK = 5**6  # candidates evaluated at once
-_WINDOW = 4  # boundaries that move together where there are too many for all combinations
-_MOST_WHOLE = 7  # boundaries up to which all combinations are tried
+_BLOCK = 5**6  # number of candidates that are evaluated together
+_WINDOW = 4  # boundaries that move together if there are too many for all combinations
+_MOST_WHOLE = 7  # most boundaries for which all combinations are tried
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Grid:
         return self._hierarchical(min_stride)
 
     def strides(self, min_stride: int) -> Iterator[int]:
-        """Strides: a quarter of the even share (the paper's 8 for 96 tokens on 3 ranks), halved to the minimum."""
+        """Yield strides: a quarter of the even share (paper: 8 for 96 tokens on 3 ranks), halved to the minimum."""
         stride = max(min_stride, self.num_tokens // self.num_ranks // 4)
         while stride > min_stride:
             yield stride
@@ -45,7 +45,7 @@ class Grid:
         yield min_stride
 
     def _binary(self, stride: int) -> tuple[tuple[int, ...], float]:
-        """TTFT falls, then rises with the first chunk: halve the interval that holds its lowest point."""
+        """Find the minimum of TTFT, which falls and then rises with the first chunk, by bisection."""
         low, high = 1, max(1, (self.num_tokens - 1) // stride)
         while low < high:
             middle = (low + high) // 2
@@ -65,7 +65,7 @@ class Grid:
         return tuple(int(boundary) for boundary in center), best_s
 
     def _windows(self) -> Iterator[slice]:
-        """All boundaries at once, or overlapping windows of them from left to right."""
+        """Yield a window of all boundaries or, if there are many, overlapping windows from left to right."""
         count = self.num_ranks - 1
         if count <= _MOST_WHOLE:
             yield slice(0, count)
@@ -86,7 +86,7 @@ class Grid:
         return best, best_s
 
     def _combinations(self, center: npt.NDArray[np.int64], stride: int, window: slice) -> Iterator[Boundaries]:
-        """All shifts of the window's boundaries that leave every chunk a token."""
+        """Yield all shifts of the window's boundaries that leave every chunk at least one token, in blocks."""
         count = len(center[window])
         for first in range(0, combinations(count), _BLOCK):
             moves = stride * shifts(count, first, first + _BLOCK)

@@ -1,4 +1,4 @@
-"""The pattern search over chunk boundaries, their evaluation, and boundaries on a grid of multiples."""
+"""Pattern search over chunk boundaries, evaluation of partitions, and boundaries at multiples of a stride."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvrsim.units import format_seconds
 
 @dataclass(slots=True)
 class Allowance:
-    """Model work that a search may do: counted in partitions, so that every machine stops at the same one."""
+    """The modelled work that a search may do, counted in partitions, so that all machines stop at the same one."""
 
     left_s: float
-    each_s: float  # about what a partition takes on one core of 2026
-    to_beat_s: float = math.inf  # TTFT, that a search may end as soon as it cannot beat
+    each_s: float  # estimated time per partition on one core of 2026
+    to_beat_s: float = math.inf  # TTFT to beat: a search may end as soon as it cannot be faster
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class Evaluator:
     strategy: Strategy
     on_progress: OnProgress | None = None
     evaluations: int = 0
-    most: int | None = None  # evaluations that the search will not go beyond; None: unknown
+    most: int | None = None  # most evaluations of the search; None: unknown
     best_s: float = math.inf
-    allowance: Allowance | None = None  # evaluations; after they are spent, batches get infinity; None: no limit
+    allowance: Allowance | None = None  # work limit; beyond it, larger batches get infinity; None: no limit
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left of the allowance."""
+        """Whether the allowance is used up."""
         return self.allowance is not None and self.allowance.left_s <= 0
 
     def ttft_s(
@@ -50,7 +50,8 @@ class Evaluator:
     ) -> Array:
         """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,).
 
-        enough_s: rows above it may get a lower bound that is above it, too. stage_layers: see Runner.finish_s.
+        enough_s: a row with a longer TTFT may get a lower bound that also exceeds `enough_s`. stage_layers: see
+        Runner.finish_s.
         """
         if self.is_spent and len(chunks) > 1:
             return np.full(len(chunks), np.inf)
@@ -68,7 +69,7 @@ class Evaluator:
         return np.concatenate(parts)
 
     def report(self) -> None:
-        """Report how many evaluations are done."""
+        """Report the number of evaluations and the best TTFT."""
         if self.on_progress is not None:
             most = "" if self.most is None else f" of at most {self.most}"
             best = f", best TTFT {format_seconds(self.best_s)}" if math.isfinite(self.best_s) else ""
@@ -83,7 +84,7 @@ class Evaluator:
 # -- chunk boundaries
 
 Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
-Row = npt.NDArray[np.int64]  # shape (num_ranks - 1,): the boundaries of one partition
+Row = npt.NDArray[np.int64]  # boundaries of one partition, shape (num_ranks - 1,)
 
 
 class Evaluate(Protocol):
@@ -92,10 +93,10 @@ class Evaluate(Protocol):
     def __call__(self, boundaries: Boundaries, enough_s: float = ..., /) -> Array: ...
 
 
-_SHIFTS = np.array([-2, -1, 0, 1, 2])  # in strides, as in the paper
-_MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
-_APART = 0.1  # of the tokens
-_MOST_GROUPS = 160  # groups of boundaries per step, for at most that many boundaries
+_SHIFTS = np.array([-2, -1, 0, 1, 2])  # shifts of a boundary in strides, as in the paper
+_MOST_AT_ONCE = 4  # most boundaries for all combinations of shifts; with more, each is shifted alone and all together
+_APART = 0.1  # share of the tokens
+_MOST_GROUPS = 160  # most groups of boundaries per step; for more boundaries than that, fewer groups
 
 
 def chunks_between(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
@@ -117,7 +118,7 @@ def valid(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.
 
 
 def rounded(chunks: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Boundaries at multiples of the stride, nearest to those of real-valued chunks."""
+    """Boundaries at multiples of the stride, nearest to the ends of real-valued chunks."""
     return to_grid(np.cumsum(chunks)[:-1], stride, num_tokens)
 
 
@@ -127,9 +128,9 @@ def to_grid(ends: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def distinct(boundaries: npt.NDArray[np.int64], stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Round boundaries to multiples of the stride; move them only as needed to be distinct and inside.
+    """Boundaries rounded down to multiples of the stride, moved only as needed to be distinct and inside the context.
 
-    Shape (..., num_ranks - 1).
+    The shape is (..., num_ranks - 1).
     """
     count = boundaries.shape[-1]
     ranks = np.arange(1, count + 1)
@@ -138,7 +139,7 @@ def distinct(boundaries: npt.NDArray[np.int64], stride: int, num_tokens: int) ->
 
 
 def unique_rows(rows: Sequence[npt.NDArray[Any]] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Rows (B, ...) in ascending order, each once: np.unique without its import of masked arrays at every start."""
+    """Distinct rows (B, ...) in ascending order, like np.unique, which would import masked arrays at every start."""
     ordered = np.asarray(rows)
     ordered = ordered[np.lexsort(ordered.reshape(len(ordered), -1).T[::-1])]
     changes = (ordered[1:] != ordered[:-1]).any(axis=tuple(range(1, ordered.ndim)))
@@ -146,7 +147,7 @@ def unique_rows(rows: Sequence[npt.NDArray[Any]] | npt.NDArray[Any]) -> npt.NDAr
 
 
 def apart(boundaries: Boundaries, times_s: Array, num_tokens: int, most: int) -> list[int]:
-    """Indices of the fastest rows, at most `most`, that differ from each other in a tenth of the tokens."""
+    """Indices of the fastest rows, at most `most`, that differ from each other in more than a tenth of the tokens."""
     chunks, chosen = chunks_between(boundaries, num_tokens), list[int]()
     for index in np.argsort(times_s, kind="stable"):
         moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in chosen]
@@ -158,12 +159,12 @@ def apart(boundaries: Boundaries, times_s: Array, num_tokens: int, most: int) ->
 
 
 def combinations(count: int) -> int:
-    """The number of rows that `shifts` has in all."""
+    """The total number of rows of `shifts`."""
     return int(len(_SHIFTS) ** count)
 
 
 def shifts(count: int, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
-    """All combinations of -2 to 2 strides for `count` boundaries, in order; or those from `first` to before `end`."""
+    """All combinations of -2 to 2 strides for `count` boundaries, in order; or those from `first` up to `end`."""
     index = np.arange(first, combinations(count) if end is None else min(end, combinations(count)))
     return np.asarray(_SHIFTS[index[:, None] // len(_SHIFTS) ** np.arange(count)[::-1] % len(_SHIFTS)])
 
@@ -181,9 +182,9 @@ def around(center: npt.NDArray[np.int64], stride: int, num_tokens: int) -> Bound
 
 
 def groups(count: int) -> npt.NDArray[np.int64]:
-    """Rows of zeros and ones, one a group of neighbouring boundaries: moving a group resizes two chunks.
+    """Groups of neighbouring boundaries, as rows of zeros and ones. A moved group resizes two chunks.
 
-    All of them where they are few; else blocks of lengths 1, 2, 4, ... spread over the chain.
+    These are all groups or, if there are many, groups of 1, 2, 4, ... boundaries, spread over the chain.
     """
     spans = [(first, last) for first in range(count) for last in range(first, count)]
     if len(spans) > _MOST_GROUPS:
@@ -219,14 +220,15 @@ def minimise(
     directions: Boundaries | None = None,
     also: Boundaries | None = None,
 ) -> tuple[Row, float]:
-    """Improve boundaries of shape (num_ranks - 1,) by moves that are multiples of the stride; also returns their TTFT.
+    """Improve boundaries of shape (num_ranks - 1,) by moves of multiples of the stride; return them and their TTFT.
 
-    Each round tries every group of neighbouring boundaries both ways by every step, the stride times 1, 2, 4, ... up to
-    half the even share, and the sum of the moves that helped; and moves of all boundaries together, since TTFT is a
-    maximum and has edges that no group follows. It ends where nothing has helped for a few rounds.
+    Each round moves every group of neighbouring boundaries in both directions by every step: the stride times 1, 2, 4,
+    ... up to half the even share. It also tries sums of improving moves, and moves of all boundaries together, because
+    TTFT is a maximum with edges that no group follows. The search ends after a few rounds without improvement.
 
-    halve_from: for evaluations that take long: the first step, of which a round tries only one; it is halved when it no
-    longer helps, down to the stride. directions: moves of a step instead of the groups; also: moves of every round.
+    halve_from: for slow evaluations, the first step; each round then tries one step, which is halved down to the stride
+    when it brings no improvement. directions: moves per step, instead of the groups. also: additional moves of every
+    round.
     """
     best, best_s = start, float(evaluate(start[None])[0])
     if directions is None:
@@ -255,18 +257,18 @@ def minimise(
 
 
 def _moves_together(count: int, num_steps: int, stride: int, round_: int) -> Boundaries:
-    """Moves of all boundaries, of all lengths up to the largest step: points of the R sequence (Roberts, 2018)."""
+    """Moves of all boundaries together, of many lengths, from the R sequence (Roberts, 2018)."""
     root = 2.0
     for _ in range(32):
         root = (1.0 + root) ** (1.0 / (count + 2))
     numbers = np.arange(round_ * _MOVES_TOGETHER + 1, (round_ + 1) * _MOVES_TOGETHER + 1)[:, None]
-    spread = (0.5 + numbers * root ** -np.arange(1.0, count + 2)) % 1.0  # fills the unit cube evenly
+    spread = (0.5 + numbers * root ** -np.arange(1.0, count + 2)) % 1.0  # points that fill the unit cube evenly
     lengths = stride * 2.0 ** (num_steps * spread[:, :1])
     return np.round(2.0 * lengths * (2.0 * spread[:, 1:] - 1.0) / stride).astype(np.int64) * stride
 
 
 def first_step(num_tokens: int, share: int, stride: int) -> int:
-    """The stride times a power of two, at most the tokens over `share`."""
+    """The largest stride times a power of two that is at most the tokens over `share`; at least the stride."""
     step = stride
     while 2 * step <= num_tokens // share:
         step *= 2
@@ -276,7 +278,7 @@ def first_step(num_tokens: int, share: int, stride: int) -> int:
 def best_of(
     candidates: Boundaries, center: Row, center_s: float, num_tokens: int, evaluate: Evaluate
 ) -> tuple[Row, float]:
-    """The best candidate, or the best sum of the moves that gained alone."""
+    """The best of the candidates and of the sums of improving moves, and its TTFT."""
     if not len(candidates):
         return center, center_s
     ttft_s = evaluate(candidates, center_s)

@@ -1,8 +1,9 @@
 """The best pipeline: pieces and layers per stage, by beam searches over coarse nodes, then over nodes near the best.
 
-With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. Early
-pieces are longer, since later ones see more keys. A beam search finds pieces of any number between given nodes; the
-executor judges the best of them. Coarse nodes lie at parts of lengths that fill the tiles of matrix products.
+With equal stages, TTFT is the work of all pieces on one stage, plus that of the longest piece on each other stage.
+Early pieces are longer, because later ones attend to more keys. A beam search finds pieces of any number between given
+nodes, and the executor simulates the best of them. The distances of coarse nodes are parts of lengths that fill the
+tiles of matrix products.
 """
 
 from __future__ import annotations
@@ -44,41 +45,41 @@ from planner.search.minimise import (
 )
 from planner.search.search import SearchResult
 
-_STEP_TOKENS = 8192  # of chunked prefill: max_num_batched_tokens of vLLM, chunked_prefill_size of SGLang
-_GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
+_STEP_TOKENS = 8192  # step of chunked prefill: vLLM's max_num_batched_tokens, SGLang's chunked_prefill_size
+_GAIN = 0.002  # least relative gain in TTFT from doubling the pieces
 _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds per piece of any length
 
 
-PAGE = 64  # tokens; ends of pieces are multiples, and engines' page sizes divide it
-MOST_A_STAGE = 64  # pieces per stage; filling and emptying the stages then takes less than 1.6 % of TTFT
-_NODES = 96  # of a coarse search, at most
-_LENGTHS, _PARTS = 96, 4  # lengths of pieces; spacings of nodes per length
-_LONG, _LONGEST = 4, 12  # times as many nodes are possible where pieces are short; spacings of a piece, at most
-_CLOSE = 1.01  # TTFT of a second partition that is refined over that of the first, at most
-_AROUND, _FEW = 3, 24  # nodes on each side of an end, where the ends are few; number of ends that are not few
-_MOST_REFINED = 512  # ends of pieces, above which nothing is refined
-_LONGER = 2.2  # a refined piece over the one before, at most
-_ALL_LAYOUTS = 8  # up to which all are tried
-_NEIGHBOURS, _NEAR = 11, 1.03  # layouts that a round tries; TTFT with the same pieces over the best, at most
-_SIMULATED = 6  # partitions of a beam search
-_ROUNDS = 48  # of a descent
-_MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # candidates per round; cells: x pieces x stages
-_MOST_GAIN = 0.04  # of TTFT, that a search is taken to gain over its first coarse search
-_WORTH = 1e-4  # of TTFT, that a round must gain
+PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page sizes divide
+MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
+_NODES = 96  # most nodes of a coarse search
+_LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most parts of a length
+_LONG, _LONGEST = 4, 12  # factor on the nodes if pieces are short; longest piece in node distances
+_CLOSE = 1.01  # a second partition is refined if its TTFT is within this factor of the best
+_AROUND, _FEW = 3, 24  # nodes on each side of an end if there are few ends; number from which there are many
+_MOST_REFINED = 512  # most ends of pieces for refinement
+_LONGER = 2.2  # longest refined piece, relative to the length of the piece there
+_ALL_LAYOUTS = 8  # most possible layouts for which all are tried
+_NEIGHBOURS, _NEAR = 11, 1.03  # layouts per round; largest TTFT with the same pieces, relative to the best
+_SIMULATED = 6  # partitions of a beam search that are simulated
+_ROUNDS = 48  # most rounds of a descent
+_MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # most and fewest candidates per round; candidates x ends x stages
+_MOST_GAIN = 0.04  # share of TTFT that a search is assumed to gain over its first coarse search
+_WORTH = 1e-4  # least relative gain in TTFT of a round
 
 RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
 
 
 class _Effort(NamedTuple):
-    """How much a search tries."""
+    """The amount of work of a search."""
 
-    spacings: int  # of nodes in coarse searches
-    refinements: int  # partitions of coarse searches
-    again: int  # rounds with the same spacing
+    spacings: int  # node distances of coarse searches
+    refinements: int  # refined partitions of coarse searches
+    again: int  # repeated rounds with the same distance
 
 
 _ROUGH, _QUICK, _THOROUGH = _Effort(2, 1, 0), _Effort(3, 1, 1), _Effort(4, 2, 5)
-_LITTLE_S = 0.1  # of an allowance, with which a search is rough; without an allowance it is thorough
+_LITTLE_S = 0.1  # allowance below which a search is rough; without an allowance, it is thorough
 
 
 def search_pipeline(
@@ -91,10 +92,11 @@ def search_pipeline(
     on_progress: OnProgress | None = None,
     allowance: Allowance | None = None,
 ) -> SearchResult:
-    """Search the best pieces and stages; with `pieces` given, only the best stages.
+    """Search the best pieces and the best layers per stage; with given `pieces`, only the layers.
 
-    scenario: as the strategy sees it. stride: tokens that pieces are multiples of, but for what the last one has more;
-    least_piece: the fewest tokens per piece, if the context has as many. None: a page, and the GPUs of a group.
+    scenario: per rank of the strategy. stride: pieces except the last are multiples of it, in tokens; None: a page, as
+    a multiple of the GPUs of a rank. least_piece: fewest tokens per piece, if the context is that long; None: the
+    stride.
     """
     begin_s = time.perf_counter()
     tokens = scenario.request.new_tokens
@@ -121,12 +123,13 @@ def search_pipeline(
 def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
     """Search even pieces that fit in memory: 1, 2, 4, ... pieces, as long as TTFT falls.
 
-    One stage has nothing to fill: its pieces are the steps of chunked prefill, of at most 8192 tokens as engines do.
+    A single stage need not be filled: its pieces are the steps of chunked prefill, of at most 8192 tokens as in
+    engines.
 
-    More pieces fill the stages sooner, fewer waste less on each. TTFT has one minimum: S stages take
-    (S + M - 1) x (work / M + the fixed cost of a piece) for M pieces. The steps of the engine are taken as long as the
-    upper end of their 80 % interval: longer pieces lose little where steps are shorter, and shorter ones much where
-    they are not.
+    More pieces fill the stages sooner; fewer pieces have less fixed cost. TTFT has one minimum: with M pieces, S stages
+    take (S + M - 1) x (work / M + fixed cost of a piece). The engine's steps take the upper end of their 80 % interval
+    here: pieces that are too long lose little if steps are shorter, but pieces that are too short lose much if steps
+    are long.
     """
     begin_s = time.perf_counter()
     evaluator = Evaluator(with_step_time(scenario, "p90"), strategy, on_progress)
@@ -137,10 +140,10 @@ def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnPr
 
 
 def with_step_time(scenario: Scenario, statistic: Literal["mean", "p90"]) -> Scenario:
-    """The scenario with this statistic of what each piece costs anew: the engine's step, its launches and collectives.
+    """The scenario with this statistic of the cost of each piece: the engine's step, its launches and collectives.
 
-    Their spread is log-normal, if the engine has one. TTFT is linear in their seconds where the host is not behind, so
-    the best pieces for the mean are those of the least expected TTFT.
+    The costs vary log-normally if the engine has a spread. TTFT is linear in them if the host is ahead of the device,
+    so the best pieces for the mean have the least expected TTFT.
     """
     if scenario.engine is None:
         return scenario
@@ -160,7 +163,7 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
     most = min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context))
     numbers = [2**power for power in range(most.bit_length())]
     if scenario.cluster.shares_bandwidth and context > 1:
-        # All ranks gather at the same time: links of their share of the bus give the number in little time.
+        # All ranks gather at the same time, so links with a rank's share of the bus find the number quickly.
         share = scenario.cluster.link.bandwidth_bytes_per_s / scenario.cluster.num_gpus
         number = len(_best_even_pieces(Evaluator(scenario.with_own_links(share), strategy))[0].chunk_lens)
         numbers = [one for one in numbers if one in (number // 2, number)]
@@ -178,10 +181,10 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
 
 
 class _Search:
-    """A search over ends of pieces and of stages together, as rows that rise.
+    """A search over the ends of pieces and of stages together, in ascending rows.
 
-    A row has the ends of all pieces but the last, in strides; the end of the context; and behind it the ends of all
-    stages but the last, in layers.
+    A row has the ends of all pieces but the last, in strides; the end of the context; and, counted from there, the ends
+    of all stages but the last, in layers.
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, stride: int, least: int) -> None:
@@ -193,7 +196,7 @@ class _Search:
         self.effort = _THOROUGH
 
     def run(self, given: Row | None) -> RowTime:
-        """Return the best row and its TTFT; where `given` fixes the pieces' ends, only their layers are searched."""
+        """Return the best row and its TTFT; if `given` fixes the ends of pieces, only the layers are searched."""
         if given is not None:
             return min((self._descend(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
         if self.scenario.cluster.shares_bandwidth:
@@ -210,7 +213,7 @@ class _Search:
         return self._descend(min(refined, key=itemgetter(1))[0], moves_pieces=True)
 
     def _spacings(self) -> list[int]:
-        """Distances between nodes, in strides: parts of the lengths whose even pieces take the least TTFT.
+        """Distances between nodes, in strides: parts of the lengths of even pieces with the least TTFT.
 
         Multiples of such lengths fill the tiles of matrix products.
         """
@@ -225,11 +228,11 @@ class _Search:
         return list(dict.fromkeys(parts))[: self.effort.spacings]
 
     def _longest(self, nodes: Row, spacing: int) -> Array | None:
-        """The longest pieces of a coarse search, tokens; None: any."""
+        """The longest piece from each node of a coarse search, tokens; None: no limit."""
         return None if len(nodes) <= _NODES else np.full(len(nodes), float(_LONGEST * self.stride * spacing))
 
     def _part(self, length: int) -> int:
-        """The least part of a length that does not make too many nodes."""
+        """The smallest part of a length that does not give too many nodes."""
         most = [_NODES * _LONG, *[_NODES] * (_PARTS - 1)]
         parts = [
             length // number
@@ -239,7 +242,7 @@ class _Search:
         return min(parts, default=-(-self.end // most[0]))
 
     def _refine(self, row: Row, ttft_s: float, spacing: int) -> RowTime:
-        """Move the ends of pieces and of stages by less and less, with pieces more or less, as long as TTFT falls."""
+        """Move the ends of pieces and stages in smaller and smaller steps, also with more or fewer pieces."""
         again = 0
         while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
             around = spacing * np.arange(-_AROUND, _AROUND + 1) if len(ends) < _FEW else spacing * np.arange(-1, 2)
@@ -257,7 +260,7 @@ class _Search:
         return row, ttft_s
 
     def _neighbours(self, row: Row, ttft_s: float) -> list[Layers]:
-        """Layouts near the row's, the fastest with its pieces."""
+        """Layouts of layers near the row's that are the fastest with the row's pieces."""
         moves = self._layer_moves(len(self._ends(row)))
         rows = row + moves[valid(row + moves, self.end + self.num_layers)]
         if not len(rows):
@@ -278,7 +281,7 @@ class _Search:
         return Beam(self.scenario, self.strategy, tokens, self.least, longest)
 
     def _fastest(self, nodes: Row, found: Sequence[Pieces]) -> RowTime:
-        """The row with the least TTFT of some pieces."""
+        """The row with the least simulated TTFT, and this TTFT, of the first of the given pieces."""
         rows: dict[int, list[Row]] = {}
         for pieces in found[:_SIMULATED]:
             rows.setdefault(len(pieces.inner), []).append(self._row(nodes[pieces.inner], pieces.layers))
@@ -289,7 +292,7 @@ class _Search:
         return min(each, key=itemgetter(1))
 
     def _is_hopeless(self, ttft_s: float) -> bool:
-        """Whether nothing near a row of this TTFT is taken to beat what the search's allowance says."""
+        """Whether no row near one with this TTFT is expected to beat the TTFT in the search's allowance."""
         allowance = self.evaluator.allowance
         if allowance is None or ttft_s * (1 - _MOST_GAIN) <= allowance.to_beat_s:
             return False
@@ -297,7 +300,7 @@ class _Search:
         return True
 
     def _on_own_links(self) -> Row:
-        """The best for links of all of a bus or of a flow's least share, which takes little time."""
+        """The best row for separate links, with the whole bus or a fair share each; this search takes little time."""
         rows = []
         for flows in sorted({1, self.num_stages - 1}):
             own = self.scenario.with_own_links(self.scenario.cluster.link.bandwidth_bytes_per_s / flows)
@@ -308,7 +311,7 @@ class _Search:
         return min(rows, key=lambda row: float(self.evaluate(row[None])[0]))
 
     def _layouts(self, ends: Row) -> list[Layers]:
-        """Layers per stage: all, where they are few; else even, by speed, and fewer where messages hold a stage."""
+        """Layouts of layers: all of them if few; else even, by speed, and fewer layers where messages take time."""
         if math.comb(self.num_layers - 1, self.num_stages - 1) <= _ALL_LAYOUTS:
             ends = np.array(list(combinations(range(1, self.num_layers), self.num_stages - 1)), dtype=np.int64)
             return [tuple(map(int, one)) for one in chunks_between(ends, self.num_layers)]
@@ -334,7 +337,7 @@ class _Search:
         return list(dict.fromkeys(layouts))
 
     def _descend(self, row: Row, *, moves_pieces: bool = False) -> RowTime:
-        """Ends of stages moved, alone and in groups, as long as TTFT falls; and of pieces."""
+        """Move the ends of stages (and of pieces, if `moves_pieces`), alone and in groups, as long as TTFT falls."""
         number = len(self._ends(row))
         pieces = np.pad(groups(number if moves_pieces else 0), ((0, 0), (0, len(row) - number * moves_pieces)))
         return minimise(
@@ -365,7 +368,7 @@ class _Search:
         return pieces, chunks_between(rows[:, number + 1 :] - self.end, self.num_layers)
 
     def evaluate(self, rows: Boundaries, enough_s: float = math.inf) -> Array:
-        """TTFT of each row; infinite where a piece is shorter than the least."""
+        """TTFT of each row; infinite if a piece is shorter than the least."""
         pieces, layers = self.partitions(rows)
         allowed = (pieces >= min(self.least, self.tokens // pieces.shape[1])).all(axis=1)
         ttft_s = np.full(len(rows), np.inf)
@@ -374,6 +377,6 @@ class _Search:
         return ttft_s
 
     def _thinned(self, rows: Boundaries) -> Boundaries:
-        """Candidates, thinned until a round takes about as long as with few pieces and stages."""
+        """Some of the candidates, so that a round with many pieces and stages takes no longer than one with few."""
         most = int(np.clip(_CELLS // (max(1, rows.shape[1]) * self.num_stages), _LEAST_MOVES, _MOST_MOVES))
         return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]

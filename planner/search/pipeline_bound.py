@@ -1,37 +1,38 @@
 """A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
 
-Why it holds. Stage s takes d(s, m) for piece m of M. It begins a piece when it has done the one before, and when the
-stage before has done that piece; so TTFT is at least the sum of d along every path that goes from (1, 1) to (S, M) by
-one stage or one piece at a time, S + M - 1 steps of the engine among them.
+Proof. Stage s takes d(s, m) for piece m of M. It begins a piece after its previous piece, and after the previous stage
+has done the same piece. So TTFT is at least the sum of d along every path from (1, 1) to (S, M) that advances by one
+stage or one piece at a time; such a path contains S + M - 1 steps of the engine.
 
 Theorem. If d(s, m) = f(s) D(m) with f, D >= 0, some path is at least (S + M - 1) / (S M) of the sum of all d.
-Proof, with sum f = sum D = 1, by induction on S; one stage is clear. Let x = f(1) and let the longest path be T. Paths
-that leave stage 1 at piece k have x (D(1) + ... + D(k)) and, by induction, of what D(k) + ... + D(M) takes on the other
-stages, (1 - x) of all, at least (S + M - k - 1) / ((S - 1)(M - k + 1)). With y(k) = D(k + 1) + ... + D(M), so that
-y(0) = 1 and y(M) = 0, this reads, for r = (1 - x) / (x (S - 1)) and N = M - k + 1,
+Proof, with sum f = sum D = 1, by induction on S; S = 1 is trivial. Let x = f(1), and let the longest path be T. Paths
+that leave stage 1 at piece k take x (D(1) + ... + D(k)) there. On the other stages, by induction, the longest of them
+takes at least (S + M - k - 1) / ((S - 1)(M - k + 1)) of (1 - x)(D(k) + ... + D(M)). With y(k) = D(k + 1) + ... + D(M),
+r = (1 - x) / (x (S - 1)) and N = M - k + 1, it follows that y(0) = 1, y(M) = 0 and
     y(k) >= 1 - T / x + r (N + S - 2) / N y(k - 1).
-Unrolled, T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n, c(n) = binomial(n + S - 2, n), n = 0 ... M. Now
-Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1) has a coefficient of r^n that is c(n) times a factor which falls
-with n from (S - 1)(M - 1) to below 0 at n = M - 1, and a positive one at n = M: two changes of sign, so at most two
-positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0 for all r > 0, that is,
-T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
+For k = 1 ... M this gives T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n over n = 0 ... M, with
+c(n) = binomial(n + S - 2, n). Let Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1). Its coefficient of r^n is c(n)
+times a factor that decreases with n from (S - 1)(M - 1) to below 0 at n = M - 1; at n = M it is positive. With two
+changes of sign, Q has at most two positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0
+for all r > 0, that is, T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
 
-Layers. f(s) is the weight of a stage's layers, which depends on their kinds, and D(m) what a layer of weight 1 takes at
-least for the piece: an amount per piece, an amount per token (a line below the times of all lengths, for each slope),
-and its share of the mixing of the whole context. The share is the rise of a convex function V of the context over the
-piece, times a factor that no piece undercuts: time grows with the length and the start of a piece, so that the shortest
-and first piece of each cell of a grid bounds all pieces of the cell, and V rises most over its longest and last piece.
-Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
-stage does its work on all pieces, and the others at least the first or the last piece, a token long. On slow GPUs, the
-mean is the work over the sum of their speeds. The number of pieces is the one for which the bound is least.
+Layers. f(s) is the weight of a stage's layers, which depends on their kinds. D(m) is the least time of a layer of
+weight 1 for piece m: a time per piece, a time per token (the two give a line below the times of all lengths, for each slope),
+and a share of the mixing of the whole context. The share is the rise of a convex function V over the piece, times the
+least ratio of mixing time to rise. This ratio is computed per cell of a grid of lengths and starts: time increases with
+both, so the shortest, first piece bounds the times in the cell, and V rises most over the longest, last piece.
+If the times of the kinds grow differently, D omits part of the work. Then the mean over the stages may be a better
+bound: TTFT contains the work of a stage on all pieces, and that of each other stage on at least the first or the last
+piece, of one token. With slow GPUs, the mean is the work over the sum of their speeds. The bound is the least one over
+all numbers of pieces.
 
-Hosts. The host of a stage issues the launches of its layers for each piece, one after another; the mean over the stages
-counts.
+Hosts. The host of a stage issues the launches of its layers for each piece, one after another. The bound is the mean of
+these times over the stages.
 
-Links. Each link carries all pieces one after another, between what the first piece takes on the stages before it and
-the last piece on those behind it, where every layer takes at least what it takes for a token. Where messages hold both
-stages, a stage has the messages of both its links besides its layers; the mean over the stages counts, and the stage
-that needs the most with one layer.
+Links. Each link carries all pieces one after another. Before that, the first piece passes the stages before the link;
+after that, the last piece passes the stages behind it. Every layer takes at least its time for one token. If messages
+occupy both stages, a stage also has the messages of both its links. Then the bound is the mean over the stages, or the
+largest time of a stage with one layer.
 """
 
 from __future__ import annotations
@@ -53,25 +54,25 @@ from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
 from planner.search.minimise import unique_rows
 
-_SLOPES, _NUMBERS = 48, 400  # of lines below the times of all lengths; of intervals of numbers of pieces
-_RATIO = 1.02  # of a cell's longest piece to its shortest
-_PROBES = (4, 16, 128)  # parts of the context: pieces whose time per token is the rise of V
+_SLOPES, _NUMBERS = 48, 400  # lines below the times of all lengths; intervals of numbers of pieces
+_RATIO = 1.02  # ratio of a cell's longest to its shortest piece
+_PROBES = (4, 16, 128)  # context over length of the pieces whose time per token is the rise of a function V
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The least times of a kind of layer."""
+    """The least times of one kind of layer."""
 
     count: int
-    rows_s: Array  # of 1, 2, ... tokens: products, element-wise kernels, all-reduces
-    host_s: float  # to issue one layer for one piece
-    mixed_s: Array  # of all pieces together, as shares of each V, shape (functions V,)
+    rows_s: Array  # for 1, 2, ... tokens: matrix products, element-wise kernels, all-reduces
+    host_s: float  # host time to issue one layer for one piece
+    mixed_s: Array  # mixing time of all pieces together, from their shares of each V, shape (functions V,)
 
 
 def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
-    """A TTFT that no pipeline beats whose pieces have at least `least_piece` tokens.
+    """A lower bound on the TTFT of all pipelines whose pieces have at least `least_piece` tokens.
 
-    scenario: as the strategy sees it, stages for ranks.
+    scenario: per rank of the strategy; ranks are stages.
     """
     num_stages, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
     least_piece = min(least_piece, tokens)
@@ -84,11 +85,11 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     fixed_s = ends_s + sum(float(path.busy_s(nbytes)[0]) + path.latency_s for path in paths)
     step_s = _held_s(tuple(op for op in step(scenario, one, one, scenario.cost) if op.host_s))
     edges = unique_rows(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
-    fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
+    fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # ends of the intervals of the number of pieces
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
     slowness = np.array([scenario.cluster.slowness(stage) for stage in range(num_stages)])
-    speed = (1 / slowness).sum()  # in stages on unslowed GPUs
+    speed = (1 / slowness).sum()  # total speed of the stages, relative to a GPU that is not slowed
     work_s = _work_s(kinds, tokens, fewest)
     mean_s = (work_s + (speed - 1) * least_s) / speed
     sent_s = [_sent_s(path, tokens * nbytes, most) for path in paths]
@@ -108,7 +109,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
 
 
 def _sent_s(path: Path, nbytes: Array, numbers: npt.NDArray[np.floating]) -> Array:
-    """The least seconds of at most these numbers of messages that have these bytes together."""
+    """The least seconds of messages with these bytes in total, if there are at most these numbers of messages."""
     if path.short_bytes_per_s is None:
         return path.busy_s(nbytes) + np.zeros_like(numbers)
     long_s = nbytes / path.bandwidth_bytes_per_s - numbers * path.latency_s
@@ -122,7 +123,7 @@ def _work_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 
 def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
-    """Least seconds of all layers together: the sum of their weights, times a least time per weight that all share."""
+    """Least seconds of all layers together: the sum of their weights, times a least time per weight for all kinds."""
     weights = np.array([float(kind.rows_s[-1]) for kind in kinds])
     mixed_s = np.min([kind.mixed_s / weight for kind, weight in zip(kinds, weights, strict=True)], axis=0).max()
     common_s = _rows_s(list(zip(kinds, weights, strict=True)), tokens, numbers) + mixed_s
@@ -130,14 +131,14 @@ def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 
 def _rows_s(kinds: list[tuple[_Kind, float]], tokens: int, numbers: Array) -> Array:
-    """Least seconds of at least these numbers of pieces in any layer of weight 1: lines below all times."""
+    """Least seconds of at least these numbers of pieces in a layer of weight 1, from lines below all times."""
     lengths = np.arange(1.0, tokens + 1)
     scaled = [kind.rows_s / weight for kind, weight in kinds]
     slopes = np.linspace(0.0, 1.0, _SLOPES) * min(float(rows_s[-1]) for rows_s in scaled) / tokens
     best = np.zeros_like(numbers)
     for slope in slopes:
         offset = min(float((rows_s - slope * lengths).min()) for rows_s in scaled)
-        if offset >= 0:  # so that more pieces never take less
+        if offset >= 0:  # more pieces must not take less
             best = np.maximum(best, numbers * offset + slope * tokens)
     return best
 
@@ -156,7 +157,7 @@ def _kinds(scenario: Scenario) -> list[_Kind]:
 
 
 def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
-    """What depends on the tokens of a piece alone."""
+    """Seconds of a layer that depend only on the number of tokens in a piece."""
     seconds = costs.output_mlp_s(lengths)
     if costs.has_mixer:
         seconds = seconds + costs.qkv_s(lengths)
@@ -167,17 +168,17 @@ def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
 
 
 def _mixed_s(each: Sequence[LayerCosts], cached: int, tokens: int) -> Array:
-    """What all pieces take together in a layer of each kind, as shares of several functions V; shape (kinds, V)."""
+    """Least mixing seconds of all pieces together in a layer of each kind, by function V; shape (kinds, V)."""
     count = 2 + int(np.log(tokens) / np.log(_RATIO))
     edges = np.append(unique_rows(np.geomspace(1, tokens, count).astype(np.int64)), tokens + 1)
     lengths, starts = edges[:-1, None].astype(float), np.append(0.0, edges[:-1])[None]
     longest = edges[1:, None] - 1.0
-    ends = np.minimum(np.append(0.0, edges[1:] - 1)[None] + longest, tokens)  # of the last piece of each cell
+    ends = np.minimum(np.append(0.0, edges[1:] - 1)[None] + longest, tokens)  # end of the last piece of each cell
     possible = lengths + starts <= tokens
     functions, least_s = list[Array](), list[Array]()
     for costs in each:
         pieces_s = np.where(possible, _mix_s(costs, lengths, starts + cached), np.inf)
-        for axis in (0, 1):  # in case it does not grow with both
+        for axis in (0, 1):  # make the times increase with both axes
             pieces_s = np.flip(np.minimum.accumulate(np.flip(pieces_s, axis), axis=axis), axis)
         least_s.append(pieces_s)
         for parts in _PROBES:

@@ -1,4 +1,4 @@
-"""The search of the best partition: the analytical plan, the paper's grid, or seeds refined by pattern search."""
+"""The search for the best partition: the analytical plan, the paper's grid, or seeds refined by pattern search."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
-_FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride, and their least gain of TTFT
+_FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride, and their least relative gain in TTFT
 _MANY_ROUNDS = 4  # rounds of a search over many ranks
-_COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
+_COARSE = 64  # strides in the shortest chunk below which the stride is too coarse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """A partition and the effort of its search."""
+    """A partition, and the effort of the search that found it."""
 
-    strategy: Strategy  # a pipeline has the layers of its stages
+    strategy: Strategy  # strategy; for a pipeline, with the layers of its stages
     partition: Partition
     ttft_s: float
     report: SearchReport
-    lower_bound_s: float | None = None  # proven; None: the search did not compute it
-    balanced: Array | None = None  # the analytical plan of its chain, tokens; may be None as well
+    lower_bound_s: float | None = None  # proven bound; None: not computed
+    balanced: Array | None = None  # chunks of the analytical plan, tokens; None: not computed
 
 
 def search(
@@ -65,10 +65,10 @@ def search(
 ) -> SearchResult:
     """Search the best partition.
 
-    auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
+    auto: the analytical plan and other seeds, refined by pattern search; analytical: only the analytical plan;
     grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of the stride, in tokens.
-    warm_start: the best partition of KVR's chain, for a strategy that is searched from it; None: it is searched first.
-    Raises InputError for an unknown method or a stride that leaves no room.
+    warm_start: the best partition of KVR's chain, for strategies near the chain; None: the chain is searched first.
+    Raises InputError for an unknown method or a stride that is too large.
     """
     if method not in METHODS:
         raise InputError("method", method, ", ".join(METHODS))
@@ -82,10 +82,10 @@ def search(
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress, allowance=allowance)
     if scenario.cluster.shares_bandwidth and method == "auto":
-        from planner.search.bus import most_on_a_bus  # not at every start
+        from planner.search.bus import most_on_a_bus  # not imported at every start
 
         evaluator.most = most_on_a_bus(scenario, strategy)
-        step = stride or 1  # the first steps are coarse
+        step = stride or 1  # the search on a bus begins with coarse steps
     run = _Search(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
         warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride, allowance=allowance).partition
@@ -115,9 +115,9 @@ def search(
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:
-    """A 512th of the even share, as a power of two, at most 128 tokens.
+    """The even share over 512, rounded down to a power of two, from 1 to 128 tokens.
 
-    On fast links, finer moves no TTFT by 0.1 %; elsewhere the search polishes by single tokens.
+    On fast links, a finer stride changes TTFT by less than 0.1 %; on slow links, the search refines by single tokens.
     """
     return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
 
@@ -127,14 +127,14 @@ class _Search:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
         self.lower_bound_s: float | None = None
         self.balanced: Array | None = None
-        self.warm_start: Row | None = None  # boundaries; the best ones are near them
-        self.was_limited = False  # on a bus: the limit of partitions left some untried
-        # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
+        self.warm_start: Row | None = None  # boundaries near which the best ones are expected
+        self.was_limited = False  # whether the limit of a search on a bus left some partitions untried
+        # Balanced chunks and bounds are those of KVR's chain; other strategies start from its chunks and have no bound.
         self.chain = strategy if strategy.chains else chain_like(strategy)
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
 
     def run(self, method: str) -> tuple[Row, float, str]:
-        """Boundaries, TTFT and the name of the method."""
+        """The best boundaries, their TTFT and the name of the method."""
         if self.num_ranks == 1:
             none = np.zeros(0, dtype=np.int64)
             return none, float(self._evaluate(none[None])[0]), "analytical"
@@ -152,7 +152,7 @@ class _Search:
         from planner.search.bus import BusSearch
 
         assert self.evaluator.most is not None
-        # A flow gets between the whole bus and one of p - 1 shares: plans for links of both bandwidths are seeds.
+        # A flow gets from 1 / (p - 1) to all of the bus; plans for links with each of these bandwidths are seeds.
         bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
         step = max(default_stride(self.tokens, self.num_ranks), self.stride)
         for flows in sorted({1, self.num_ranks - 1}):
@@ -169,9 +169,9 @@ class _Search:
         return best
 
     def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
-        """Refine the best seed, then walls that nearly prove a bound and scattered ones, where they come near it.
+        """Refine the best seed, then partitions between walls of the bound and scattered ones, if nearly as fast.
 
-        With few layers, the best partition may lie far from the balanced one.
+        With few layers, the best partition may be far from the balanced one.
         """
         rounds = max(4, 600 // self.num_ranks)
         is_proven = self.strategy.chains and self.scenario.chain_is_proven
@@ -195,25 +195,25 @@ class _Search:
         return best, best_s
 
     def _refined(self, seeds: Boundaries, rounds: int) -> tuple[Row, float]:
-        """Improve the best seed."""
+        """Improve the best of the seeds."""
         seed = seeds[int(self._evaluate(seeds).argmin())]
         return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
     def _refined_with_walls(self, seeds: Boundaries) -> tuple[Row, float]:
-        """Refine, on many ranks, the faster of the best seed and the walls that prove the bound."""
+        """Refine, with many ranks, the faster of the best seed and the partitions between walls of the bound."""
         seeds_s = self._evaluate(seeds)
         best, best_s = seeds[int(seeds_s.argmin())], float(seeds_s.min())
         return self._refined(np.array([best, *self._walls(best, best_s)]), _MANY_ROUNDS)
 
     def _walls(self, best: Row, best_s: float) -> list[Row]:
-        """Find the bound, and the boundaries at the walls that come nearest to refuting it."""
+        """Compute the bound, and return the boundaries at the walls of its weakest intervals."""
         near = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
         self.lower_bound_s, plans = lower_bound_and_plans(self.scenario, self.strategy, best_s, near)
         scaled = plans * (self.tokens / plans.sum(axis=1, keepdims=True))
         return [rounded(plan, self.stride, self.tokens) for plan in scaled]
 
     def _scattered(self) -> Boundaries:
-        """Chunks that shrink or grow from rank to rank, with any last chunk or the first ranks idle; and at random."""
+        """Chunks that shrink or grow from rank to rank, with various last chunks or idle first ranks; random chunks."""
         rng = np.random.default_rng(0)
         ranks = np.arange(self.num_ranks)
         shrinking = [ratio**ranks for ratio in (0.6, 0.75, 0.9, 1.0, 1.1)]
@@ -224,7 +224,7 @@ class _Search:
         return unique_rows([rounded(chunks, self.stride, self.tokens) for chunks in shares])
 
     def is_worth_polishing(self, boundaries: Row, ttft_s: float) -> bool:
-        """Whether steps of single tokens may matter: on slow links a chunk of one token may be the best."""
+        """Whether steps of single tokens may reduce TTFT: on slow links, a chunk of one token may be the best."""
         if self.stride == 1 or self.evaluator.is_spent or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
             return False
         coarse = min(chunk_lens(tuple(boundaries), self.tokens)) < _COARSE * self.stride
@@ -232,19 +232,19 @@ class _Search:
         return coarse or not proven
 
     def polished(self, boundaries: Row) -> tuple[Row, float]:
-        """Refine by single tokens, from these boundaries or with the chunks of some ranks given to a neighbour."""
+        """Refine by single tokens, from these boundaries or from the same with some idle ranks."""
         seeds = self._with_idle_ranks(boundaries)
         seed = seeds[int(self._evaluate(seeds).argmin())]
         return minimise(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
 
     def fine(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
-        """Refine by steps below the stride, if that gains enough: one more token may need another row of tiles."""
+        """Refine by steps below the stride, if that gains enough: one token more may need another row of tiles."""
         halve_from = max(1, self.stride // 2)
         fine, fine_s = minimise(boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, halve_from=halve_from)
         return (fine, fine_s) if fine_s < ttft_s * (1 - _FINE_GAIN) else (boundaries, ttft_s)
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
-        """These boundaries, and others with one rank, or the first few ranks, at a single token."""
+        """These boundaries, and others where one rank, or the first few ranks, have a single token each."""
         chunks = np.array(chunk_lens(tuple(boundaries), self.tokens))
         rows = [chunks]
         for rank in range(self.num_ranks):
@@ -258,7 +258,7 @@ class _Search:
         return unique_rows([np.cumsum(row)[:-1] for row in rows])
 
     def _seeds(self) -> Boundaries:
-        """Blends of the balanced and the even plan."""
+        """Blends of the balanced and the even plan, and the warm start."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
         plan = self.balanced = balanced_chunks(self.scenario, self.chain)
         blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
