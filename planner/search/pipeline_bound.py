@@ -17,7 +17,7 @@ changes of sign, Q has at most two positive roots (Descartes). r = 1 is a double
 for all r > 0, that is, T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
 
 Layers. f(s) is the weight of a stage's layers, which depends on their kinds. D(m) is the least time of a layer of
-weight 1 for piece m: a time per piece, a time per token (the two give a line below the times of all lengths, for each slope),
+weight 1 for piece m: a time per piece, a time per token (for each slope, a line below the times of all lengths),
 and a share of the mixing of the whole context. The share is the rise of a convex function V over the piece, times the
 least ratio of mixing time to rise. This ratio is computed per cell of a grid of lengths and starts: time increases with
 both, so the shortest, first piece bounds the times in the cell, and V rises most over the longest, last piece.
