@@ -22,20 +22,20 @@ import torch.nn.functional as functional
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
 
-# The name must not contain "flash": transformers takes such names for its own kernels.
+# The name must not contain "flash": transformers reserves such names for its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
 _OWN_NAME = "kvrsim_own_attention"
-_LEAST_BLOCK = 128  # queries in a block of attention in a window: kernels for fewer are no faster
-_FLASH_WIDTH = 8  # the width of a head must be a multiple
+_LEAST_BLOCK = 128  # least queries per block in a window: kernels for fewer queries are no faster
+_FLASH_WIDTH = 8  # the width of a head must be a multiple of it
 
 Attend = Callable[[Any, float | None], Any]  # attention of queries at a scale; K and V are in the cache
-Compute = Callable[[Any, Any, Any, float | None, int | None], Any]  # of Q, K and V, a scale and a window
+Compute = Callable[[Any, Any, Any, float | None, int | None], Any]  # attention from Q, K, V, a scale and a window
 
 
 def use_flash(model: Any) -> None:
-    """Make a model, loaded with "sdpa", run `chunk_attention`.
+    """Make a model that was loaded with "sdpa" run `chunk_attention`.
 
-    Raises InputError naming `attention` for ALiBi, whose biases these kernels do not take.
+    Raises InputError naming `attention` for ALiBi, because these kernels do not support its biases.
     """
     if getattr(model.config, "alibi", False):
         raise InputError("attention", "flash", "eager or sdpa for a model with ALiBi")
@@ -59,10 +59,10 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 
 
 def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], object]:
-    """Make the model compute attention by `compute`, registered by `name`, without a mask.
+    """Make the model compute attention by `compute`, registered as `name`, without a mask.
 
-    Falcon does not use transformers' AttentionInterface: it gets a mask that computes. Return a function that
-    removes the mask.
+    Falcon does not use transformers' AttentionInterface: instead, it gets a mask object that runs `compute`. Return a
+    function that removes this mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -91,8 +91,8 @@ def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], 
 
 
 def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
-    """Return causal attention of the chunk to all tokens, or to a window: the tokens that a query sees."""
-    if value.shape[-1] != key.shape[-1]:  # latent attention, expanded: kernels take one width
+    """Return causal attention of the chunk to all tokens, or to a window: the number of tokens that a query sees."""
+    if value.shape[-1] != key.shape[-1]:  # expanded latent attention: kernels need equal widths
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
         return chunk_attention(query, key, padded, scale, window)[..., : value.shape[-1]]
@@ -130,9 +130,9 @@ def lower_right(
 def in_query_blocks(
     kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None, blocks: int
 ) -> Any:
-    """Return `lower_right`, computed in `blocks` calls: each attends with some queries to the keys up to the last one.
+    """Return `lower_right` in `blocks` calls: each attends with a block of queries to the keys up to the block's end.
 
-    A chunk without a prefix takes one call of SDPA, which leaves out the masked half by itself.
+    A chunk without a prefix takes one call of SDPA, which leaves out the masked half itself.
     """
     num_queries, prefix_len = query.shape[2], key.shape[2] - query.shape[2]
     if prefix_len == 0 and kernel != "eager":
@@ -182,14 +182,14 @@ class Merged:
 
 
 def _mask(query: Any, length: int, window: int | None = None) -> Any:
-    """Return True where a query sees a key, [c, S]: queries are the last tokens."""
+    """Return a mask [c, S] that is True where a query sees a key; queries are the last c tokens."""
     prefix_len = length - query.shape[2]
     mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device).tril_(prefix_len)
     return mask if window is None else mask.triu_(prefix_len - window + 1)
 
 
 def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
-    """Attend in blocks of one window of queries, each to the keys that any of its queries sees."""
+    """Attend in blocks of as many queries as the window has tokens; each block uses the keys that its queries see."""
     prefix_len, parts = key.shape[2] - query.shape[2], []
     block_len = max(window, _LEAST_BLOCK)
     for start in range(0, query.shape[2], block_len):
@@ -203,14 +203,14 @@ def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: in
 
 
 def _eager(query: Any, key: Any, value: Any, scale: float | None, mask: Any) -> tuple[Any, Any]:
-    """Attend with the score matrix in memory; softmax in fp32, as transformers."""
+    """Attend with the score matrix in memory and softmax in fp32, as transformers does."""
     heads = query.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (query @ repeat_heads(key, heads).transpose(-1, -2)).mul_(scale)
     if mask is not None:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32)
-    lse = scores.amax(-1).float() - weights.amax(-1).log()  # the largest weight is at least 1 / S
+    lse = scores.amax(-1).float() - weights.amax(-1).log()  # log of the sum: the largest weight is at least 1 / S
     return weights.to(query.dtype) @ repeat_heads(value, heads), lse
 
 
@@ -225,7 +225,7 @@ def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal:
 def _of_prefix(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool = False) -> tuple[Any, Any]:
     """Attend to all keys without a mask.
 
-    The query heads of a KV head are joined along the axis of the tokens, so that K and V are not repeated.
+    All query heads of a KV head are joined along the token axis, so K and V are not repeated.
     """
     batch, heads, chunk_len, dim = query.shape
     groups = key.shape[1]
@@ -237,8 +237,8 @@ def _of_prefix(query: Any, key: Any, value: Any, scale: float | None, *, causal:
 def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
     """Run FlashAttention, whose causal mask is aligned to the lower right corner, or a kernel with the mask.
 
-    It is called directly: torch.nn.attention.bias.CausalBias, which calls the same kernel, allocates 2 c S floats of
-    host memory in each call.
+    The kernel is called directly, because torch.nn.attention.bias.CausalBias, which calls the same kernel, allocates 2
+    c S floats of host memory in each call.
     """
     if _takes_flash(query, key, value):
         return _flash_cuda(query, key, value, scale, causal=True)[0]
@@ -255,7 +255,7 @@ def _takes_flash(query: Any, key: Any, value: Any) -> bool:
 
 
 def _flash_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
-    """Run FlashAttention, which takes K and V of fewer heads as they are; also return the log of the sums."""
+    """Run FlashAttention, which accepts fewer heads of K and V; also return the logarithm of the sums."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = kernel(query, key, value, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale)
     return out, lse
@@ -267,7 +267,7 @@ def repeat_heads(kv: Any, heads: int) -> Any:
 
 
 def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
-    """Make no mask, for transformers' AttentionMaskInterface: `chunk_attention` needs none and takes no padding."""
+    """Make no mask, for transformers' AttentionMaskInterface: `chunk_attention` needs none and supports no padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("attention_mask", "padding", "prompts of equal length, without padding, under flash attention")
 

@@ -1,4 +1,4 @@
-"""Errors of ranks: RankError for the process that started them, LinkError inside one."""
+"""Errors of ranks: RankError for the process that started them, LinkError inside a rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Literal
 
 from kvrsim.errors import InputError, KvrsimError
 
-# The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
+# Kinds in order of likelihood as a cause: if a rank runs out of memory, its neighbours only lose their connection.
 FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]
 _KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "silent", "link")
 
-# Messages of gloo, NCCL and torch's stores, with their meaning; the first matching pattern applies.
+# Messages of gloo, NCCL and torch's stores, with their meaning; the first matching pattern is used.
 _MEANINGS = (
     (r"[Cc]onnection (?:was )?(?:closed|reset)|Broken pipe|pair closure|GLHF", "the connection was closed"),
     (r"[Tt]im(?:ed out|eout)\D*?(\d+) ?ms", "no answer within {seconds:g} s"),
@@ -24,11 +24,11 @@ _MEANINGS = (
     (r"Address already in use|EADDRINUSE", "the port is in use"),
     (r"[Cc]onnection refused|failed to connect", "nobody listens there"),
 )
-_LONGEST = 200  # characters of an unknown message
+_LONGEST = 200  # largest number of characters of an unknown message
 
 
 class LinkError(KvrsimError):
-    """A message did not come or did not leave in time; names the peer."""
+    """A message did not arrive or leave in time; `peer`: the other rank."""
 
     def __init__(self, peer: int | None, reason: str) -> None:
         self.peer, self.reason = peer, reason
@@ -41,9 +41,9 @@ class Fault:
 
     rank: int
     kind: FaultKind
-    message: str  # without the rank and layer
+    message: str  # error message without the rank and layer
     layer: int | None = None  # decoder layer that the rank had reached; None: outside the layers
-    peer: int | None = None  # rank that it waited for; None: no single rank
+    peer: int | None = None  # rank that this rank waited for; None: no single rank
     parameter: str | None = None  # parameter that an InputError on the rank names
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Fault:
 
 
 class RankError(KvrsimError):
-    """A rank died, hung, was late, ran out of memory or had other plans than the rest."""
+    """A rank died, hung, was late, ran out of memory, or had other plans than the other ranks."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         waited_for = {fault.peer for fault in faults}
@@ -74,7 +74,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def meaning(error: BaseException) -> str:
-    """Return a message of gloo, NCCL or torch's stores in plain words; an unknown one without its C++ locations."""
+    """Return the meaning of a message of gloo, NCCL or torch's stores; other messages lose their C++ locations."""
     text = " ".join(str(error).split())
     for pattern, words in _MEANINGS:
         if match := re.search(pattern, text):

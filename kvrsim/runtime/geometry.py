@@ -1,4 +1,4 @@
-"""Geometry: what the layers of a Hugging Face model keep of each token, and the names of the model's parts."""
+"""Geometry: the data that the layers of a Hugging Face model keep of each token, and the names of the model's parts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvrsim.model.mixers import Attention as Softmax
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-RECURRENT_BYTES = 4  # per element of a recurrent state, which is kept in fp32
+RECURRENT_BYTES = 4  # bytes per element of a recurrent state, which is kept in fp32
 
-# How rotary frequencies may be scaled. The others ("dynamic", "longrope") depend on the longest position
-# in a forward, so that a chunk would be rotated differently from the whole context.
+# Supported scalings of rotary frequencies. The others ("dynamic", "longrope") depend on the longest position in a
+# forward, so they would rotate a chunk differently from the whole context.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -28,12 +28,12 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 class KvLayout:
     """K and V of each token in one layer. Latent attention keeps one head: the latent as K, the rotary key as V."""
 
-    num_key_value_heads: int  # stored and sent
+    num_key_value_heads: int  # number of heads that are stored and sent
     head_dim: int  # width of a head of K
     v_head_dim: int  # width of a head of V
-    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    sliding_window: int | None = None  # number of tokens that a query sees, itself included; None: all earlier tokens
     model_heads_per_kv_head: int = 1  # copies of each KV head in the K and V that the model computes
-    returned_heads_per_kv_head: int = 1  # copies of each KV head that attention gets
+    returned_heads_per_kv_head: int = 1  # copies of each KV head that attention receives
     is_latent: bool = False
 
     @property
@@ -46,7 +46,7 @@ class KvLayout:
         return 0 if self.sliding_window is None else max(0, start - self.sliding_window + 1)
 
     def share(self, size: int) -> KvLayout:
-        """Return the layout of one of `size` ranks that share the KV heads: one head at least."""
+        """Return the layout of one of `size` ranks that share the KV heads; it has at least one head."""
         return replace(self, num_key_value_heads=max(1, self.num_key_value_heads // size))
 
 
@@ -55,9 +55,9 @@ class StateLayout:
     """A recurrent state of fixed size, in fp32, and the last inputs of the convolution before it."""
 
     recurrent: tuple[int, ...]  # shape for one prompt
-    conv_channels: int  # of the convolution
-    conv_tokens: int  # inputs that the convolution of the next token needs: the size of its kernel less one
-    least_chunk: int = 1  # tokens of a chunk after a state: shorter ones change the result
+    conv_channels: int  # channels of the convolution
+    conv_tokens: int  # inputs that the convolution of the next token needs: kernel size - 1
+    least_chunk: int = 1  # least tokens of a chunk after a state: shorter chunks change the result
 
     def nbytes(self, batch: int, element_bytes: int) -> int:
         """Return the bytes for `batch` prompts; `element_bytes` is the size of an input of the convolution."""
@@ -65,7 +65,7 @@ class StateLayout:
         return batch * (prod(self.recurrent) * RECURRENT_BYTES + conv)
 
 
-Layout = KvLayout | StateLayout | None  # None: the layer has no cache, such as an MLP alone
+Layout = KvLayout | StateLayout | None  # None: the layer has no cache, for example only an MLP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ FAMILIES = {
     "gpt_oss": Family(eager_only="each head's softmax has a sink"),
     "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj"))),
 }
-# Reasons why the runtime refuses architectures that resemble those that it runs.
+# Reasons why the runtime refuses architectures that are similar to supported ones.
 _REFUSED = {
     "deepseek_v32": "its layers also keep keys of an indexer",
     "deepseek_v4": "its layers keep compressed entries in place of tokens",
@@ -102,7 +102,7 @@ _REFUSED = {
 
 
 def family_of(model_type: str, argument: str = "model") -> Family:
-    """Return the family of an architecture; raise InputError where the runtime does not know it."""
+    """Return the family of an architecture; raise InputError if the runtime does not support the architecture."""
     if model_type not in FAMILIES:
         accepted = f"an architecture that the runtime supports: {', '.join(sorted(FAMILIES))}"
         if model_type in _REFUSED:
@@ -112,7 +112,7 @@ def family_of(model_type: str, argument: str = "model") -> Family:
 
 
 def check_kernel(model_type: str, attention: str) -> None:
-    """Raise InputError where the runtime does not run the architecture, or not with this attention kernel."""
+    """Raise InputError if the runtime does not support the architecture, or not with this attention kernel."""
     reason = family_of(model_type).eager_only
     if reason is not None and attention != "eager":
         raise InputError("attention", attention, f"eager for {model_type}: {reason}, which other kernels leave out")
@@ -123,11 +123,11 @@ class Geometry:
     """The caches of all layers, as stored and sent, and the places of the model's parts."""
 
     model_type: str  # Hugging Face architecture
-    layouts: tuple[Layout, ...]  # by layer
+    layouts: tuple[Layout, ...]  # layout of each layer
     num_attention_heads: int  # query heads
     attention: Attention = "sdpa"  # attention kernel of the loaded model
     alibi: bool = False  # whether attention adds biases that grow with the distance
-    dtype: torch.dtype = torch.float32  # of K and V
+    dtype: torch.dtype = torch.float32  # dtype of K and V
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
@@ -171,11 +171,11 @@ class Geometry:
 
     @property
     def least_chunk(self) -> int:
-        """Least tokens of a chunk behind a prefix: shorter ones change the result."""
+        """Least number of tokens of a chunk behind a prefix: shorter chunks change the result."""
         return max((layout.least_chunk for layout in self.layouts if isinstance(layout, StateLayout)), default=1)
 
     def why_no_own_attention(self) -> str | None:
-        """Return why the runtime cannot compute attention to K and V itself, in place of the model; None: it can."""
+        """Return why the runtime cannot compute attention to K and V instead of the model; None if it can."""
         if self.alibi:
             return "its attention adds biases (ALiBi)"
         if any(isinstance(layout, KvLayout) and layout.is_latent for layout in self.layouts):
@@ -187,11 +187,11 @@ class Geometry:
         return list(getattr(model.base_model, self.family.layers))
 
     def attention_of(self, layer: Any) -> Any:
-        """Return the module of a decoder layer that mixes tokens; None where the layer has none."""
+        """Return the module of a decoder layer that mixes tokens; None if the layer has no mixer."""
         return next((module for module, _ in self._mixers(layer)), None)
 
     def output_projection_of(self, layer: Any) -> Any:
-        """Return the module that projects the mixer's output, where attention ends; None without a mixer."""
+        """Return the module that projects the mixer's output, where attention ends; None if the layer has no mixer."""
         return next((output for _, output in self._mixers(layer)), None)
 
     def _mixers(self, layer: Any) -> list[tuple[Any, Any]]:
@@ -200,7 +200,7 @@ class Geometry:
 
 
 def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
-    """Return what a layer with this mixer keeps."""
+    """Return the layout of a layer with this mixer."""
     if mixer is None:
         return None
     if isinstance(mixer, Recurrence):
@@ -210,7 +210,7 @@ def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
             recurrent=(mixer.num_value_heads, *(widths[::-1] if is_mamba else widths)),
             conv_channels=mixer.conv_channels,
             conv_tokens=mixer.conv_kernel - 1,
-            # After a state, transformers computes a single token of Mamba-2 without time_step_min.
+            # For a single token after a state, transformers computes Mamba-2 without time_step_min.
             least_chunk=2 if is_mamba else 1,
         )
     if isinstance(mixer, LatentAttention):
@@ -219,10 +219,10 @@ def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
     assert isinstance(mixer, Softmax)
     kv_heads, repeats, returned = mixer.num_key_value_heads, 1, 1
     if config.model_type == "falcon" and config.new_decoder_architecture:
-        # Falcon 40B repeats each KV head for every query head that shares it, and expects them repeated.
+        # Falcon 40B repeats each KV head for every query head that shares it, and expects repeated heads.
         repeats = returned = mixer.num_attention_heads // kv_heads
     elif config.model_type == "falcon" and kv_heads == 1 and attention != "eager":
-        # With one KV head for many query heads SDPA takes its slowest kernel; a view with as many heads costs nothing.
+        # With one KV head for many query heads, SDPA uses its slowest kernel. A view with repeated heads costs nothing.
         returned = mixer.num_attention_heads
     return KvLayout(
         num_key_value_heads=kv_heads,

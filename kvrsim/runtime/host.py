@@ -1,4 +1,4 @@
-"""This host: its devices, its software versions, its free memory, and whether others use it."""
+"""This host: its devices, its software versions, its free memory, and whether other processes use it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kvrsim.errors import InputError
 from kvrsim.runtime.ranks import available_cores, started_by_torchrun
 from kvrsim.version import __version__
 
-# Cores that other processes may keep busy without disturbing a measurement: a part of one, or a share of a large host.
+# Cores that other processes may use without disturbing a measurement: part of a core, or a share of a large host.
 _BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
-_SAMPLE_S = 0.3  # the system's CPU accounting is too coarse for a shorter sample
+_SAMPLE_S = 0.3  # the CPU accounting of the system is too coarse for a shorter sample
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that torch sees here."""
+    """Return the number of GPUs that torch sees on this host."""
     import torch
 
     return int(torch.cuda.device_count())
 
 
 def devices(device: str, threads: int) -> int:
-    """Return how many ranks can compute at once: one per GPU, or per `threads` cores."""
+    """Return the number of ranks that can compute at once: one per GPU, or one per `threads` cores."""
     if device == "cuda":
         return num_gpus()
     return max(1, (len(available_cores()) or os.cpu_count() or 1) // threads)
 
 
 def chosen_device(device: str) -> str:
-    """Resolve a device; "auto" is cuda if available. Raises InputError if unknown or absent."""
+    """Resolve a device; "auto" is cuda if available. Raises InputError if the device is unknown or absent."""
     if device not in DEVICES:
         raise InputError("device", device, ", ".join(DEVICES))
     there = num_gpus() > 0
@@ -42,7 +42,7 @@ def chosen_device(device: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU by its maker."""
+    """Return the maker's name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -75,8 +75,8 @@ def versions() -> dict[str, str]:
 
 
 def busy_note() -> tuple[str, ...]:
-    """Return a note where other processes keep cores of this host busy before a measurement; else ()."""
-    if started_by_torchrun():  # other ranks are starting
+    """Return a note if other processes keep cores of this host busy before a measurement; else ()."""
+    if started_by_torchrun():  # other ranks are starting and keep cores busy
         return ()
     first_s = _busy_s()
     time.sleep(_SAMPLE_S)
@@ -87,13 +87,13 @@ def busy_note() -> tuple[str, ...]:
 
 
 def _busy_s() -> float:
-    """Return the processor time that all processes have used, in seconds; 0 where the system does not report it."""
+    """Return the processor time of all processes, in seconds; 0 if the system does not report it."""
     try:
         with open("/proc/stat", encoding="utf-8") as file:
             user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])
     except (OSError, ValueError):
         return 0.0
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")  # steal: time of other guests of the host
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")  # steal: time of the host's other guests
 
 
 def free_memory() -> float:

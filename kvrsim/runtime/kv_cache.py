@@ -1,4 +1,4 @@
-"""KV cache: buffers of what each layer keeps, as it is stored and sent, and transformers' view of them."""
+"""KV cache: buffers in which each layer's K, V or states are stored and sent, and transformers' view of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kvrsim.runtime.attention import repeat_heads
 from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, StateLayout
 
 UpdateEvent = Literal["update", "updated", "scan"]
-KvPairs = list[tuple[Any, Any] | None]  # K and V of each layer in the model's own layout, or its states
-Memory = list[Any]  # bytes of each layer, used in turn by several prefills; None for a layer without a cache
+KvPairs = list[tuple[Any, Any] | None]  # by layer: K and V in the model's own layout, or states
+Memory = list[Any]  # bytes of each layer, for several prefills in turn; None for a layer without a cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """The tokens that a rank computes, and those that it holds."""
+    """The tokens that a rank computes, and the tokens that it holds."""
 
-    start: int  # first token; the tokens before it are the prefix
+    start: int  # position of the first token; earlier tokens are the prefix
     length: int
-    batch: int = 1  # prompts of equal length
-    total_len: int | None = None  # tokens held, from the first token on; None: what the chunk sees
-    visible_len: int | None = None  # tokens that attention sees; None: all that are held
+    batch: int = 1  # number of prompts of equal length
+    total_len: int | None = None  # tokens held, from the context's start; None: those that the chunk sees
+    visible_len: int | None = None  # tokens that attention sees; None: all tokens that are held
 
     @property
     def end(self) -> int:
-        """The token after the last one."""
+        """Position after the chunk's last token."""
         return self.start + self.length
 
     def nbytes(self, layout: KvLayout | StateLayout, element_bytes: int) -> int:
@@ -43,42 +43,42 @@ class Chunk:
 
 
 class KvBuffer:
-    """K and V of one layer, token first and contiguous: [S, W], a row holding K [B, Hkv, Dk], then V [B, Hkv, Dv].
+    """K and V of one layer, token first and contiguous: [S, W]; a row has K [B, Hkv, Dk], then V [B, Hkv, Dv].
 
-    A chunk lies behind its prefix, so that one message is received in place, and one is sent without a copy. With a
-    window, only the tail of the prefix that the chunk sees is held. Where tokens after
-    the chunk follow, as under TSP, all tokens before it are held too.
+    A chunk comes after its prefix, so a message is received in place and sent without a copy. With a window, the buffer
+    has only the last tokens of the prefix, which the chunk sees. If it also has tokens after the chunk, as in TSP, it
+    has all tokens before the chunk.
     """
 
     def __init__(self, geometry: Geometry, layout: KvLayout, chunk: Chunk, memory: Any = None) -> None:
         """memory: see `memory_of`."""
         self.layout, self.chunk = layout, chunk
         self.first_seen = layout.first_seen(chunk.start)
-        self.first = self.first_seen if chunk.total_len is None else 0  # the token in the first row
+        self.first = self.first_seen if chunk.total_len is None else 0  # position of the token in the first row
         self.total_len = chunk.total_len or chunk.end
         reach = self.total_len if layout.sliding_window is None else layout.sliding_window
-        # In a window that is shorter than the context, attention sees nothing after the chunk.
+        # With a window shorter than the context, attention sees no tokens after the chunk.
         self.visible_len = chunk.end if reach < self.total_len else chunk.visible_len or self.total_len
         assert chunk.end <= self.visible_len <= self.total_len
         memory = memory_of(geometry, layout, chunk, memory)
         self.data = memory.view(geometry.dtype).view(-1, chunk.batch * layout.elements)
 
     def incoming(self) -> Any:
-        """Return the rows of the prefix that the chunk sees: what is received."""
+        """Return the rows that are received: those of the prefix that the chunk sees."""
         return self.rows(self.first_seen, self.chunk.start)
 
     def outgoing(self) -> Any:
-        """Return the rows up to the chunk's end that later tokens see: what is sent."""
+        """Return the rows that are sent: those up to the chunk's end that later tokens see."""
         return self.rows(self.layout.first_seen(self.chunk.end), self.chunk.end)
 
     def write(self, keys: Any, values: Any) -> None:
-        """Put the chunk's K and V, as the model gives them, behind the prefix."""
+        """Write the chunk's K and V, in the model's layout, after the prefix."""
         step = self.layout.model_heads_per_kv_head
         for own, new in zip(self.views(self.rows(self.chunk.start, self.chunk.end)), (keys, values), strict=True):
             own.copy_(new[:, ::step])
 
     def keys_values(self) -> tuple[Any, Any]:
-        """Return K and V that attention sees, [B, H, S, D]: views, unless heads are repeated (Falcon 40B)."""
+        """Return the K and V that attention sees, [B, H, S, D]: views, unless heads are repeated (Falcon 40B)."""
         times = self.layout.returned_heads_per_kv_head
         keys, values = self.views(self.rows(self.first_seen, self.visible_len))
         if keys.shape[1] == 1:
@@ -94,11 +94,11 @@ class KvBuffer:
         return repeat_heads(keys, heads), repeat_heads(values, heads)
 
     def rows(self, start: int, end: int) -> Any:
-        """Return the rows of these tokens: contiguous."""
+        """Return the contiguous rows of these tokens."""
         return self.data[start - self.first : end - self.first]
 
     def views(self, rows: Any) -> tuple[Any, Any]:
-        """Return K and V in rows of this layout (this buffer's or another's): [B, Hkv, S, D]."""
+        """Return K and V of rows in this layout (of this buffer or another): [B, Hkv, S, D]."""
         heads, batch = self.layout.num_key_value_heads, self.chunk.batch
         widths = (self.layout.head_dim, self.layout.v_head_dim)
         columns = rows.split([batch * heads * width for width in widths], dim=1)
@@ -110,7 +110,7 @@ class KvBuffer:
 
 
 class StateBuffer:
-    """The state of one recurrent layer: bytes of one message, received in place of the prefix and sent after the chunk.
+    """The state of one recurrent layer, as bytes of one message: received before the chunk, sent after the chunk.
 
     `recurrent`: fp32, [B, *recurrent]; `conv`: the convolution's last inputs, [B, channels, tokens]. Both are views.
     """
@@ -135,7 +135,7 @@ class StateBuffer:
         return self.recurrent, self.conv
 
 
-Buffer = KvBuffer | StateBuffer | None  # None: the layer keeps nothing
+Buffer = KvBuffer | StateBuffer | None  # None: the layer has no cache
 
 
 def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None) -> list[Buffer]:
@@ -150,14 +150,14 @@ def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None)
 
 
 def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
-    """Allocate memory of each layer that holds a chunk, for prefills that use it in turn."""
+    """Allocate memory for a chunk in each layer, which several prefills use in turn."""
     return [None if layout is None else memory_of(geometry, layout, chunk) for layout in geometry.layouts]
 
 
 def memory_of(geometry: Geometry, layout: KvLayout | StateLayout, chunk: Chunk, memory: Any = None) -> Any:
-    """Return memory of the size that a layer holds: of `memory`, or new where that is None or too small.
+    """Return memory for a layer: part of `memory`, or new memory if `memory` is None or too small.
 
-    New memory is zeroed: what a mask hides must be a number, too.
+    New memory is zeroed, because even masked values must be numbers.
     """
     nbytes = chunk.nbytes(layout, geometry.dtype.itemsize)
     if memory is None or len(memory) < nbytes:
@@ -166,20 +166,20 @@ def memory_of(geometry: Geometry, layout: KvLayout | StateLayout, chunk: Chunk, 
 
 
 class CacheListener:
-    """Base of what is called while a model updates its cache; does nothing by default."""
+    """Base of listeners to the cache updates of a model; its methods do nothing."""
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:
-        """A layer begins ("update") or ends ("updated") to write its cache, or its scan begins ("scan")."""
+        """Called when a layer begins ("update") or ends ("updated") to write its cache, or begins its scan ("scan")."""
 
     def before_attention(self, layer: int) -> None:
-        """The chunk's K and V are written, or a scan is about to begin: the prefix is needed now."""
+        """Called when the chunk's K and V are written, or before a scan: now the prefix is needed."""
 
     def after_scan(self, layer: int) -> None:
-        """The scan has ended: the state after the chunk is written."""
+        """Called when the scan has ended and the state after the chunk is written."""
 
 
 class PrefixCache(Cache):  # type: ignore[misc]
-    """A transformers Cache of a chunk behind a prefix: every forward writes the chunk anew, and nothing grows."""
+    """A transformers Cache of a chunk behind a prefix: every forward overwrites the chunk; nothing grows."""
 
     def __init__(self, buffers: Sequence[Buffer], listener: CacheListener | None = None) -> None:
         self.buffers, self.listener = tuple(buffers), listener or CacheListener()
@@ -194,13 +194,14 @@ class PrefixCache(Cache):  # type: ignore[misc]
 
     @property
     def visible_len(self) -> int:
-        """Most tokens that attention sees in any layer."""
+        """Largest number of tokens that attention sees in any layer."""
         return max(buffer.visible_len for buffer in self.buffers if isinstance(buffer, KvBuffer))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """The convolution's inputs before the chunk, None if there are none; transformers calls this."""
+        """Return the convolution's inputs before the chunk, None if there are none; transformers calls this."""
         layer = self.layers[layer_idx]
-        # For a single token, models update them in place; otherwise they read them later, in `update_conv_state`.
+        # For a single token, models update these inputs in place; otherwise they read them later, in
+        # `update_conv_state`.
         if layer.has_previous_state[state_idx] and layer.buffer.chunk.length == 1:
             layer.fetch()
         return super().get_conv_state(layer_idx, state_idx)
@@ -218,13 +219,13 @@ class PrefixCache(Cache):  # type: ignore[misc]
         return cls(buffers, listener)
 
     def parts(self) -> Iterator[tuple[Any, Any] | None]:
-        """Yield the cache of each layer up to the end of the chunk: K and V in the model's layout, or its states."""
+        """Yield the cache of each layer up to the chunk's end: K and V in the model's layout, or states."""
         for buffer in self.buffers:
             yield None if buffer is None else buffer.parts()
 
 
 class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of K and V, which knows its length before any tensor exists."""
+    """One layer of K and V, whose length is known before any tensor exists."""
 
     def __init__(self, listener: CacheListener, index: int, buffer: KvBuffer) -> None:
         super().__init__()
@@ -243,11 +244,11 @@ class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Return where the chunk begins, which determines masks and rotary embeddings."""
+        """Return the position of the chunk's first token, which determines masks and rotary embeddings."""
         return self.buffer.chunk.start
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Return how many tokens attention sees, and the position of the first one."""
+        """Return the number of tokens that attention sees, and the position of the first one."""
         return self.buffer.visible_len - self.buffer.first_seen, self.buffer.first_seen
 
     def get_max_length(self) -> int:

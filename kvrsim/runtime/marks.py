@@ -1,17 +1,17 @@
-"""Marks of a forward pass: clocks that record them, hooks that set them on a model, and the timeline that they give.
+"""Marks of a forward pass: clocks that record marks, hooks that set marks on a model, and the resulting timeline.
 
 A calibration turns marks into rows (calibrate.measure.forward). Marks of a layer, in this order:
 
-    layer               it begins; "output" instead, where it has no mixer
-    update              its K and V are computed; the cache's update begins
+    layer               the layer begins; "output" instead, if the layer has no mixer
+    update              the layer's K and V are computed; the cache's update begins
     wait, received      waiting for other ranks' K and V begins and ends
-    send                own K and V are sent
+    send                the rank's own K and V are sent
     updated             the cache's update has ended; attention begins
-    scan                instead, where a layer keeps a state: the state before the chunk has arrived
-    attending           where attention itself sends and waits: it computes, after what it has sent
-    sent                the state after the chunk is on its way
+    scan                instead of updated, in a layer with a state: the state before the chunk has arrived
+    attending           if attention itself sends and waits: attention computes, after its sends
+    sent                the state after the chunk is being sent
     output              attention has ended; the output projection begins
-    layer_end           it has ended
+    layer_end           the layer has ended
 
 `>NAME` and `<NAME` enclose one module. Around the layers: "start" of a prefill or of a
 pipeline's piece, "embedding" and "head" modules, and "token".
@@ -31,10 +31,10 @@ import numpy as np
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.geometry import Geometry
 
-# Cycles per second of a delay on the device. It is above the clock of nearly all GPUs, so that the delay is at least as
-# long as requested.
+# Cycles per second of a delay on the device. The value is above the clock of nearly all GPUs, so that the delay is at
+# least as long as requested.
 _CYCLES_PER_S = 2.0e9
-_EMPTY_MARKS = 8  # intervals before a forward that contain nothing
+_EMPTY_MARKS = 8  # number of empty intervals before a forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,35 +45,35 @@ class Mark:
     layer: int | None = None  # decoder layer; None: outside the layers
     device_s: float  # time at which the device finished all earlier work; seconds since the first mark
     host_s: float  # time at which the host issued the mark; seconds since the first mark
-    peer: int | None = None  # of "send" and "received": the other rank; None: all ranks
-    nbytes: float = 0.0  # of "send"
+    peer: int | None = None  # the other rank of "send" and "received"; None: all ranks
+    nbytes: float = 0.0  # bytes of "send"
 
 
 class Clock:
-    """Records the marks of one forward pass at a time by the monotonic clock, for a CPU."""
+    """Recorder of the marks of one forward pass at a time, by the monotonic clock, for a CPU."""
 
-    host_is_device = True  # the host computes itself, so that device_s and host_s are equal
+    host_is_device = True  # on a CPU, the host is the device: device_s and host_s are equal
 
     def __init__(self) -> None:
         self.start_s = 0.0  # time.monotonic() of the first mark; the processes of one host share this clock
-        self.moments: list[tuple[dict[str, Any], Any, float]] = []  # of each mark: fields, event, host's time
+        self.moments: list[tuple[dict[str, Any], Any, float]] = []  # fields, event and host time of each mark
 
     def start(self, hold_s: float = 0.0) -> None:
         """Remove all marks and wait for the device; then keep it busy for `hold_s`, so that the host runs ahead."""
         self.moments = []
 
     def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
-        """Record this moment, on the device behind all that was issued so far; `message` holds peer and nbytes."""
+        """Record the end of all earlier work on the device; `message` has peer and nbytes."""
         event, now_s = self._event(), time.monotonic()
         if not self.moments:
             self.start_s = now_s
         self.moments.append((dict(name=name, layer=layer, **message), event, now_s))
 
     def wait(self) -> None:
-        """Return when the device has finished all that was issued."""
+        """Return when the device has finished all issued work."""
 
     def finish(self) -> Sequence[Mark]:
-        """Wait for the device; return all marks since start, in order."""
+        """Wait for the device; return all marks since `start`, in order."""
         self.wait()
         marks = []
         for fields, event, now_s in self.moments:
@@ -82,19 +82,19 @@ class Clock:
         return marks
 
     def _event(self) -> Any:
-        """Return what the device records with a mark."""
+        """Return the device's record of a mark."""
         return None
 
     def _device_s(self, event: Any, host_s: float) -> float:
-        """Return the device's time of a mark, in seconds since the first one."""
+        """Return the device's time of a mark, in seconds since the first mark."""
         return host_s
 
 
 class CudaClock(Clock):
-    """CUDA events on the current stream; `cuda` is torch.cuda or a stand-in.
+    """Clock with CUDA events on the current stream; `cuda` is torch.cuda or a replacement.
 
-    all_streams False: wait for the current stream only. A pending receive on another stream would block a wait for the
-    whole device for ever.
+    all_streams: False waits only for the current stream; a wait for the whole device would never end while a receive on
+    another stream is pending.
     """
 
     host_is_device = False
@@ -123,7 +123,7 @@ class CudaClock(Clock):
 
 
 def clock_of(device: Any, *, all_streams: bool = False) -> Clock:
-    """Return the clock of a torch device, or of its type ("cpu" or "cuda")."""
+    """Return the clock of a torch device, or of a type of device ("cpu" or "cuda")."""
     if getattr(device, "type", device) != "cuda":
         return Clock()
     import torch
@@ -132,15 +132,15 @@ def clock_of(device: Any, *, all_streams: bool = False) -> Clock:
 
 
 def mark_empty(clock: Clock) -> None:
-    """Set marks with nothing between them: they show how long a mark takes on the device."""
+    """Set marks without work between them, which show how long a mark takes on the device."""
     for _ in range(_EMPTY_MARKS + 1):
         clock.mark("empty")
 
 
 def without_marks(marks: Sequence[Mark]) -> list[Mark]:
-    """Return the marks after the empty ones, each reduced by the device time of the marks before it.
+    """Return the marks after the empty ones, without the device time that the marks themselves take.
 
-    Host times are unchanged, because real prefills mark their layers, too.
+    Host times are unchanged, because real prefills also mark their layers.
     """
     empty, rest = marks[: _EMPTY_MARKS + 1], marks[_EMPTY_MARKS + 1 :]
     gaps = [after.device_s - before.device_s for before, after in pairwise(empty)]
@@ -158,8 +158,8 @@ def hooked(
 ) -> Iterator[None]:
     """Make the model's layers mark "layer", "output" and "layer_end" while the context lasts.
 
-    parts: names of modules of every layer that are marked too. ends: also mark the embedding and the head.
-    first_layer: the number of the first layer.
+    parts: names of modules of every layer that are also marked. ends: also mark the embedding and the head.
+    first_layer: number of the first layer.
     """
     handles = []
 
@@ -189,13 +189,13 @@ def hooked(
             handle.remove()
 
 
-# Simulator's name of what begins at a mark; other marks only interrupt it.
+# Simulator's name of the work that begins at a mark; other marks only interrupt this work.
 _BEGINS = {
     **{"start": "embedding", "layer": "qkv", "update": "append", "scan": "scan", "updated": "attention"},
     **{"output": "output+mlp", "layer_end": "head"},
 }
 _AFTER_SEND = ("updated", "sent", "send", "wait", "attending", "start", "token")
-_ASSEMBLED = ("tsp", "zigzag")  # strategies that join what they gather
+_ASSEMBLED = ("tsp", "zigzag")  # strategies that join gathered K and V
 _OPS: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
     **{"scan": "attention", "embedding": "embedding", "head": "head"},
@@ -208,24 +208,24 @@ class RankTrace:
 
     rank: int
     start_s: float  # time.monotonic() of the first mark; processes of one host share this clock
-    marks: tuple[Mark, ...]  # empty where the rank took no part
-    emits_token: bool = False  # whether the rank has the first token, so that it runs the head
+    marks: tuple[Mark, ...]  # empty if the rank had no part
+    emits_token: bool = False  # whether the rank emits the first token and therefore runs the head
 
     @property
     def end_s(self) -> float:
-        """Time at which the rank's part ended, the first token included."""
+        """Time at which the rank's part ended, including the first token."""
         return self.start_s + self.marks[-1].device_s
 
     def of(self, name: str) -> list[Mark]:
-        """Return the marks of a name, in order."""
+        """Return the marks with this name, in order."""
         return [mark for mark in self.marks if mark.name == name]
 
 
 def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
-    """Return the simulator's timeline of a real prefill, which starts at 0 with the earliest rank.
+    """Return the timeline of a real prefill in the simulator's format; it starts at 0 with the earliest rank.
 
-    A transfer lasts from the "send" mark, when its K and V are there, until the receiver notices it. Both are times of
-    the ranks' devices, so that no transfer begins before its K and V exist.
+    A transfer lasts from the "send" mark, when its K and V exist, until the receiver has noticed it. Both are device
+    times of the ranks, so no transfer begins before its K and V exist.
     """
     zero_s = min((trace.start_s for trace in traces if trace.marks), default=0.0)
     spans: list[Span] = []
@@ -237,7 +237,7 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
 
 
 def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterator[Span]:
-    """Yield what the rank computes and waits for; its first mark is at `offset_s`."""
+    """Yield spans of the rank's computation and waits; its first mark is at `offset_s`."""
     states, running = {mark.layer for mark in trace.of("scan")}, "embedding"
     for first, second in pairwise(trace.marks):
         running = _BEGINS.get(first.name, running)

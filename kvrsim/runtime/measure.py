@@ -1,4 +1,4 @@
-"""Prefills on the ranks: measure them in turn, and compare them with one process."""
+"""Measurements of prefills on the ranks, plan after plan in turn, and comparisons with one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrsim.runtime.transport import Transport
 
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
-    """Compare facts with all ranks; raise RankError, on every rank, naming what differs from rank 0's."""
+    """Compare facts of all ranks; if some differ from rank 0's, every rank raises RankError naming them."""
     first, *others = transport.exchange(dict(facts))
     faults = []
     for rank, theirs in enumerate(others, start=1):
@@ -34,10 +34,10 @@ def agree(transport: Transport, facts: Mapping[str, str]) -> None:
 
 
 class Stopwatch:
-    """One rank's part in timed prefills of several plans of one batch, in the same memory."""
+    """One rank's part in timed prefills of several plans, which use the same memory."""
 
     def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
-        """`plans` determine the size of the memory; a plan that needs more has its own."""
+        """`plans` determine the size of the memory; a plan that needs more memory gets its own."""
         self.transport, self.forward, self.seed = transport, forward, seed
         self.one_host = len(set(transport.exchange(platform.node()))) == 1  # else the ranks share no clock
         chunks = [exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size) for plan in plans]
@@ -52,9 +52,9 @@ class Stopwatch:
         return self._exchanges[plan]
 
     def ttft_s(self, plan: RunPlan) -> float:
-        """Run a prefill; return the first token minus the earliest start, the same on every rank.
+        """Run a prefill; return the time from the earliest start to the first token, the same on every rank.
 
-        Ranks on several hosts share no clock; there it is the start of the rank that emits the token.
+        Ranks on several hosts share no clock; then the start of the rank that emits the token is used.
         """
         trace = self.exchange(plan).prefill(prompt_of(self.forward, plan, self.seed))
         traces: list[RankTrace] = self.transport.exchange(trace)
@@ -64,11 +64,11 @@ class Stopwatch:
 
 
 def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
-    """Measure each plan `repeats` times after `warmups`, in turn, so that clock drift affects all equally.
+    """Measure each plan `repeats` times after `warmups`, in turn, so that clock drift affects all plans equally.
 
-    With `check_logits`, compare one more prefill of each with one process's, on the rank that emits the first token.
-    The latter runs first, so that its KV cache and the plans' are not in the device's memory together. Every rank
-    returns the same report.
+    With `check_logits`, the rank that emits the first token compares one more prefill of each plan with a prefill in
+    one process. The latter runs first, so that its KV cache and those of the plans are not in device memory together.
+    Every rank returns the same report.
     """
     plans, seed = job.plans, job.model.seed
     references: dict[int, tuple[Any, KvPairs]] = {}
@@ -77,7 +77,7 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
         if plan.context_len not in references and transport.rank == last:
             references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
     watch = Stopwatch(transport, forward, plans, seed)
-    for plan in plans:  # prepare every plan before any is timed
+    for plan in plans:  # prepare all plans before timing
         watch.exchange(plan)
     ttft_s: list[list[float]] = [[] for _ in plans]
     total = len(plans) * (job.warmups + job.repeats)
@@ -103,14 +103,14 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
 
 
 def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Any:
-    """Return random token ids [B, C], the same on every rank, on the rank's device."""
+    """Return random token ids [B, C] on the rank's device, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, forward.vocab_size, (plan.batch, plan.context_len), generator=generator)
     return ids.to(forward.geometry.device)
 
 
 def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]:
-    """Return what measured times depend on: libraries, machine, transport, model."""
+    """Return the conditions that measured times depend on: libraries, machine, transport, model."""
     geometry = forward.geometry
     return versions() | {
         "ranks": str(transport.size),
@@ -124,11 +124,11 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
     }
 
 
-# Exactness: several ranks against one process.
+# Exactness: prefills on several ranks compared with one process.
 
 
 def reference_of(model: Any, ids: Any) -> tuple[Any, KvPairs]:
-    """Return the last token's logits, and each layer's cache in host memory, as transformers computes them."""
+    """Return the last token's logits and each layer's cache in host memory, as computed by transformers alone."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -138,14 +138,14 @@ def reference_of(model: Any, ids: Any) -> tuple[Any, KvPairs]:
 
 
 def _kept_by(layer: Any) -> tuple[Any, Any] | None:
-    """Copy what a layer of transformers' cache holds to the host: K and V, its states, or nothing."""
+    """Copy a layer of transformers' cache to the host: K and V, its states, or None."""
     if hasattr(layer, "recurrent_states"):
         return layer.recurrent_states[0].cpu(), layer.conv_states[0].cpu()
     return (layer.keys.cpu(), layer.values.cpu()) if layer.keys is not None else None
 
 
 def difference(exchange: Exchange, reference: tuple[Any, KvPairs]) -> Difference:
-    """Compare the prefill that ran last, on the rank that emits its token, with one process's: `reference_of`."""
+    """Compare the last prefill, on the rank that emits its token, with that of one process (`reference_of`)."""
     logits, kept = reference
     assert exchange.cache is not None
     return Difference(
@@ -156,11 +156,12 @@ def difference(exchange: Exchange, reference: tuple[Any, KvPairs]) -> Difference
 
 
 def _cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
-    """Return the largest difference of K, V and states in any layer, in what both sides hold."""
+    """Return the largest difference of K, V and states in any layer, over the tokens that both caches have."""
     distances = [0.0]
     for own, other in zip(ours.parts(), theirs, strict=True):
         for a, b in zip(own or (), other or (), strict=True):
-            # Both hold the last tokens: the last dimension of a convolution's inputs, else the one before it.
+            # Both caches have the last tokens. The token axis is the last one of a convolution's inputs, else the one
+            # before it.
             axis = a.dim() - (1 if a.dim() == 3 else 2)
             common = min(a.shape[axis], b.shape[axis])
             a, b = (part.narrow(axis, part.shape[axis] - common, common) for part in (a, b))
@@ -173,7 +174,7 @@ def _distance(ours: Any, theirs: Any) -> float:
 
 
 def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
-    """Load a model on the device of the rank."""
+    """Load a model on the rank's device."""
     kernel, seed, init_std = choice.attention, choice.seed, choice.init_std
     return ModelForward(load_model(choice.config, choice.dtype, transport.device, kernel, seed, init_std))
 

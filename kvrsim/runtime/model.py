@@ -34,7 +34,7 @@ def load_model(
 
     config: a built-in name, a path to a config.json or its folder, or the content of such a file. The same seed gives
     the same weights on every rank of one kind of device. init_std: standard deviation of the weights (None: the
-    config's), which tests raise so that the first token depends on the whole context.
+    config's); tests use a larger one so that the first token depends on the whole context.
 
     Raises InputError where the file, its architecture or the kernel cannot be used.
     """
@@ -59,19 +59,19 @@ def load_model(
     model = model.to(place).eval().requires_grad_(False)
     if attention == "flash":
         use_flash(model)
-    Geometry.of(model)  # refuses what the runtime cannot run
+    Geometry.of(model)  # raises InputError for unsupported models
     return model
 
 
 def geometry_of(config: str | Path | Mapping[str, object], attention: Attention) -> Geometry:
-    """Return the geometry of a model from its configuration alone, as `load_model` takes it."""
+    """Return the geometry of a model from its configuration only; `config`: as in `load_model`."""
     from transformers import AutoConfig
 
     return Geometry.of_config(AutoConfig.for_model(**_config_fields(config)), attention)
 
 
 def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
-    """Return the keys of the config.json, of its text model where it has several, checked as the simulator does."""
+    """Return the keys of a config.json, or of its text model if it has several models, checked as in the simulator."""
     if isinstance(config, Mapping):
         source = JsonObject(fields=config, where="model")
     else:
@@ -88,16 +88,16 @@ def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
 class ModelForward:
     """The unchanged forward of a Hugging Face model; only the last rank computes logits, for the last token.
 
-    Called with the tokens [B, c], or hidden states [B, c, hidden_size], from `start` on; returns the logits of the last
-    token [B, vocabulary] if `is_last`, else hidden states. positions: of the tokens, [c]; None: those from `start` on.
-    attend: replaces the model's attention.
+    It is called with tokens [B, c], or hidden states [B, c, hidden_size], that begin at position `start`. It returns
+    the logits of the last token [B, vocabulary] if `is_last`, else hidden states. positions: positions of the tokens,
+    [c]; None: consecutive from `start`. attend: function that replaces the model's attention.
     """
 
     def __init__(self, model: Any, geometry: Geometry | None = None) -> None:
-        """geometry: of the caches of a part's layers; None: of the whole model."""
+        """geometry: caches of some of the layers; None: of the whole model."""
         self.model, self.geometry = model, geometry or Geometry.of(model)
         self.vocab_size = int(model.config.vocab_size)
-        self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # of the configuration
+        self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # of the config
 
     def __call__(
         self,
@@ -124,17 +124,17 @@ class ModelForward:
         inputs: dict[str, Any] = {name: ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         visible_len = cache.visible_len
         if self.geometry.alibi or (start == 0 and visible_len > ids.shape[1]):
-            # ALiBi's biases are as long as the mask. Under TSP the first rank must compute the masked half, too: at
-            # position 0, without a mask, transformers takes what follows the chunk for memory that is not filled yet.
+            # ALiBi's biases are as long as the mask. Under TSP the first rank must also compute the masked half: at
+            # position 0, without a mask, transformers assumes that memory after the chunk is not filled yet.
             inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
         return inputs
 
     def hooked(self, clock: Clock, first_layer: int = 0) -> AbstractContextManager[None]:
-        """Make layers mark their parts while the context lasts; first_layer: the model's number of the first one."""
+        """Make layers mark their parts while the context lasts; first_layer: number of the first layer in the model."""
         return hooked(self.model, self.geometry, clock, first_layer=first_layer)
 
 
 def light_copy(model: Any) -> Any:
-    """Copy the modules of a model, not its weights and buffers: a part can then be cut out of the copy."""
+    """Copy the modules of a model, but not its weights and buffers, so that parts can be removed from the copy."""
     weights = {id(one): one for one in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, weights)

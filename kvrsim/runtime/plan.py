@@ -18,7 +18,7 @@ from kvrsim.strategies import STRATEGIES
 RUN_DTYPES = ("fp16", "bf16", "fp32")
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
-# Registered strategies that ranks can run, and the name of the exchange that runs each.
+# Registered strategies that ranks can run, with the exchange that runs each strategy.
 RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
         **{"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr", "kvr-b": "kvr"},
@@ -29,7 +29,7 @@ RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
 
 
 def run_strategy(name: str) -> str:
-    """Return the exchange that runs a registered strategy; raise InputError where the runtime has none."""
+    """Return the exchange that runs a registered strategy; raise InputError if the runtime has no such exchange."""
     if name not in RUN_STRATEGIES:
         accepted = f"what the runtime runs: {', '.join(RUN_STRATEGIES)}"
         planned = "" if name in STRATEGIES else "; hybrids and strategies from elsewhere are planned and simulated only"
@@ -43,10 +43,10 @@ class RunPlan:
 
     strategy: str  # one of the values of RUN_STRATEGIES
     partition: Partition
-    batch: int = 1  # prompts of equal length
-    gather: Gather = "ring"  # all-gather between neighbours, or the backend's own
-    stage_layers: tuple[int, ...] | None = None  # of each pipeline stage; None: as even as possible
-    query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one each
+    batch: int = 1  # number of prompts of equal length
+    gather: Gather = "ring"  # kind of all-gather: between neighbours, or the backend's own
+    stage_layers: tuple[int, ...] | None = None  # layers of each pipeline stage; None: as even as possible
+    query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one call each
 
     def __post_init__(self) -> None:
         if self.strategy == "single" and len(self.partition.chunk_lens) != 1:
@@ -56,7 +56,7 @@ class RunPlan:
 
     @property
     def context_len(self) -> int:
-        """Tokens of a prompt."""
+        """Number of tokens of a prompt."""
         return self.partition.num_tokens
 
     @property
@@ -84,8 +84,8 @@ class ModelChoice:
 
     config: str | Mapping[str, object]  # a built-in name, a path, or the keys of a config.json
     dtype: str  # one of RUN_DTYPES
-    attention: Attention  # kernel
-    seed: int = 0  # of the weights and of the prompt
+    attention: Attention  # attention kernel
+    seed: int = 0  # seed of the weights and of the prompt
     init_std: float | None = None  # standard deviation of the weights; None: the config's
 
     def __post_init__(self) -> None:
@@ -101,10 +101,10 @@ class Job:
     plans: tuple[RunPlan, ...]
     repeats: int = 5
     warmups: int = 1
-    check_logits: bool = True  # against one process
+    check_logits: bool = True  # whether the logits are compared with those of one process
 
     def facts(self) -> dict[str, str]:
-        """Return the facts that determine each rank's messages, and so must be equal on all ranks."""
+        """Return the facts that determine each rank's messages and therefore must be equal on all ranks."""
         facts = {name: str(getattr(self, name)) for name in ("repeats", "warmups", "check_logits")}
         facts |= {name: str(getattr(self.model, name)) for name in ("dtype", "attention", "seed")}
         plans = "; ".join(plan.label for plan in self.plans)
@@ -117,18 +117,18 @@ class Difference:
 
     logits: float  # largest difference of the last token's logits
     logits_scale: float  # largest magnitude of a logit
-    kv_cache: float  # largest difference in K, V and states, on the rank that emits the first token, over all layers
+    kv_cache: float  # largest difference in K, V and states over all layers, on the rank that emits the first token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Prefills of one plan, measured repeatedly."""
+    """Repeated measurements of the prefills of one plan."""
 
     plan: RunPlan
-    ttft_s: tuple[float, ...] = ()  # per repetition, in order of measurement, without warm-ups
-    parts: tuple[tuple[Parts, ...], ...] = ()  # of virtual ranks: per repetition, per rank
-    timeline: Timeline | None = None  # of one more prefill with hooks in its layers; None: virtual ranks
-    difference: Difference | None = None  # from one process; None: not compared
+    ttft_s: tuple[float, ...] = ()  # TTFT of each repetition, in order of measurement, without warm-ups
+    parts: tuple[tuple[Parts, ...], ...] = ()  # virtual ranks: seconds per repetition, per rank
+    timeline: Timeline | None = None  # timeline of one more prefill with hooks in its layers; None: virtual ranks
+    difference: Difference | None = None  # difference from one process; None: not compared
 
     @property
     def median_s(self) -> float:
@@ -143,7 +143,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Measurements of the ranks, and the machine."""
+    """Measurements of the ranks, with the conditions of the machine."""
 
-    timings: tuple[Timing, ...]  # by plan
-    conditions: Mapping[str, str]  # machine, libraries, transport, model: all that the figures depend on
+    timings: tuple[Timing, ...]  # one per plan
+    conditions: Mapping[str, str]  # machine, libraries, transport, model: all conditions that affect the results

@@ -1,7 +1,7 @@
-"""Ranks: processes that work together, from their start to their end; none hangs for ever.
+"""Ranks: processes that work together, from their start to their end; time limits end a rank that hangs.
 
-`launch` runs one function on all ranks, which it starts on this host, or which torchrun has started. `RankPool` holds
-processes that take commands over pipes. Importing this module does not import torch.
+`launch` runs one function on all ranks, which it starts on this host, or which torchrun has started. `RankPool` has
+processes that receive commands over pipes. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from kvrsim.hardware import LinkSpec
     from kvrsim.runtime.transport import DistributedTransport
 
-Command = tuple[str, dict[str, Any]]  # a method of the worker, and its arguments
-OnProgress = Callable[[int, int, str], object]  # finished steps, total steps, a text
+Command = tuple[str, dict[str, Any]]  # name of a method of the worker, and its arguments
+OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text
 RankFunction = Callable[..., Any]  # (transport, *arguments) -> data classes, or what JSON can hold
 Pipe = Any  # multiprocessing.connection.Connection, whose type differs between systems
 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
 _LOCK = "kvrsim.lock"  # file that a process locks in its temporary folder
-_GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_GRACE_S = 2.0  # seconds after the first fault in which other ranks may report theirs
+_PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # seconds in which a process may end by itself
-_LATE_S = 10.0  # seconds after the time limit of a command at which its process is ended
-_ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals that must end the ranks, too
+_LATE_S = 10.0  # seconds after the time limit of a command at which its process is killed
+_ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals that must also end the ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,22 +58,22 @@ class RankSlot:
     """A worker's place among the ranks."""
 
     rank: int
-    store: str  # where ranks find each other, as torch.distributed takes it
-    note: Callable[[int], object] = lambda layer: None  # records the layer that the rank has reached
-    report: OnProgress = lambda done, total, what: None  # reports progress to the process that started the ranks
+    store: str  # address where ranks find each other, in the form of torch.distributed
+    note: Callable[[int], object] = lambda layer: None  # called with the layer that the rank has reached
+    report: OnProgress = lambda done, total, what: None  # called with progress for the process that started the ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Settings of the start of ranks."""
+    """Settings for starting ranks."""
 
     num_ranks: int
-    device: str = "cpu"  # "cpu", or "cuda": rank r takes GPU r modulo their number
+    device: str = "cpu"  # "cpu", or "cuda": rank r uses GPU r modulo the number of GPUs
     backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
-    timeout_s: float = 60.0  # for a message: longer than any rank computes between two messages
-    deadline_s: float = 600.0  # for the start, and again for the work
-    threads: int = 1  # of each rank's CPU computation
-    link: LinkSpec | None = None  # speed of messages; None: the links' own
+    timeout_s: float = 60.0  # seconds for a message: longer than any rank computes between two messages
+    deadline_s: float = 600.0  # seconds for the start, and again for the work
+    threads: int = 1  # number of CPU threads of each rank
+    link: LinkSpec | None = None  # speed of messages; None: that of the real links
 
     def __post_init__(self) -> None:
         if self.device == "cuda":
@@ -83,7 +83,7 @@ class Launch:
                 raise InputError("device", "cuda", "cpu: torch sees no GPU here")
 
     def open(self, slot: RankSlot, local: int) -> DistributedTransport:
-        """Connect a rank of this host, the `local`-th, to the others."""
+        """Connect the `local`-th rank of this host to the others."""
         import torch
 
         from kvrsim.runtime.transport import DistributedTransport, EmulatedTransport
@@ -99,9 +99,10 @@ class Launch:
         return transport
 
     def pin(self, local: int, num_local: int) -> None:
-        """Keep this thread on cores of the rank: otherwise ranks may share one while other processes run.
+        """Keep this thread on cores of the rank: otherwise ranks may share a core while other processes run.
 
-        Threads that carry messages have started before and run anywhere. Without enough cores nothing is pinned.
+        Threads that carry messages have already started and may run on any core. Without enough cores, no thread is
+        pinned.
         """
         cores = available_cores()
         if self.device == "cpu" and len(cores) >= num_local * self.threads:
@@ -111,8 +112,8 @@ class Launch:
 def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
     """Call `function(transport, *arguments)` on every rank; return the results by rank.
 
-    Function and arguments are pickled, the function by its name. If torchrun has started this process, it is one of
-    the ranks, and every rank returns all results. on_progress: called here with what rank 0 reports.
+    The function is pickled by its name, the arguments by value. If torchrun has started this process, it is one of the
+    ranks, and every rank returns all results. on_progress: called in this process with the reports of rank 0.
     Raises RankError naming rank and layer where a rank fails.
     """
     if started_by_torchrun():
@@ -131,7 +132,7 @@ class LaunchedRank:
         how.pin(slot.rank, how.num_ranks)
 
     def call(self, *, function: RankFunction, arguments: tuple[Any, ...]) -> Any:
-        """Return what the function returns."""
+        """Return the result of the function."""
         return function(self.transport, *arguments)
 
 
@@ -141,7 +142,7 @@ def _run_as_one_rank(
     rank, size, local, num_local = map(_torchrun_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if size != how.num_ranks:
         raise InputError("gpus", how.num_ranks, f"{size}, the number of processes that torchrun has started")
-    reached: list[int] = []  # layers
+    reached: list[int] = []  # layers that the rank has reached
     report = on_progress or (lambda done, total, what: None)
     slot = RankSlot(rank=rank, store="env://", note=reached.append, report=report)
     try:
@@ -167,26 +168,28 @@ def started_by_torchrun() -> bool:
 
 
 def available_cores() -> list[int]:
-    """Return the cores that this process may run on; empty if the system does not tell."""
+    """Return the cores that this process may use; empty if the system does not report them."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 class RankPool:
-    """`num_ranks` processes of this host, each with a worker that `make(slot=)` makes there.
+    """`num_ranks` processes of this host; each has a worker that `make(slot=)` creates in the process.
 
     `make` is pickled by its name. The temporary folder is removed with the processes. A process ends by itself when its
-    pipe closes, so none outlives this one, however this one ends. They listen on the loopback interface only.
+    pipe closes, so it does not outlive this process, however this process ends. The processes listen only on the
+    loopback interface.
     """
 
     def __init__(self, num_ranks: int, make: Callable[..., Any], *, start_s: float) -> None:
-        """Start the ranks. Raises RankError where a rank fails, or is not ready in time."""
+        """Start the ranks. Raises RankError if a rank fails, or is not ready in time."""
         self._handled = _unwind_on_ending_signals()
         self._folder = tempfile.mkdtemp(prefix="kvrsim-", dir=_own_folder())
         self._pipes: dict[int, Pipe] = {}
         self._processes: dict[int, Any] = {}
         try:
             context = _context()
-            # Reached layers, -1 before the first. No lock: a rank that dies must not hold back the others.
+            # Layers that the ranks have reached, -1 before the first. There is no lock, because a rank that dies must
+            # not block others.
             self._layers = context.RawArray("i", [-1] * num_ranks)
             for rank in range(num_ranks):
                 self._pipes[rank], theirs = context.Pipe()
@@ -198,7 +201,7 @@ class RankPool:
             self._collect(range(num_ranks), start_s)
         except BaseException as error:
             self.close(wait_s=0.0)
-            if not isinstance(error, RankError):  # an interrupt: the server may still import for long
+            if not isinstance(error, RankError):  # after an interrupt, the server may import for long
                 _kill_server()
             raise
 
@@ -207,7 +210,7 @@ class RankPool:
     ) -> dict[int, Any]:
         """Return each rank's answer to a command; reports of progress go to `on_progress`.
 
-        Raises RankError naming the rank that dies, fails or has not answered in time; the pool is closed then.
+        Raises RankError naming each rank that died, failed or did not answer in time; then the pool is closed.
         """
         if not self._pipes:
             raise KvrsimError("the ranks have ended")
@@ -217,12 +220,12 @@ class RankPool:
                 with contextlib.suppress(BrokenPipeError):  # the answer will contain the error
                     self._pipes[rank].send_bytes(content)
             return self._collect(ranks, timeout_s, on_progress)
-        except BaseException:  # also an interrupt: a late answer must not be taken for one to the next command
+        except BaseException:  # includes interrupts: a late answer must not be used for the next command
             self.close()
             raise
 
     def close(self, wait_s: float = _JOIN_S) -> None:
-        """End the processes; those that have not ended by themselves after `wait_s` are killed."""
+        """End the processes; those that are still running after `wait_s` are killed."""
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes = {}
@@ -230,7 +233,7 @@ class RankPool:
         for process in self._processes.values():
             process.join(max(0.0, end_s - time.monotonic()))
             if process.is_alive():
-                process.kill()  # also ends a stopped process
+                process.kill()  # kill also ends a stopped process
                 process.join(_JOIN_S)
         self._processes = {}
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -268,7 +271,7 @@ class RankPool:
         return answers
 
     def _received(self, rank: int, pipe: Pipe) -> tuple[str, Any]:
-        """Return "result", "progress" or "faults", and the value."""
+        """Return the kind of a rank's message ("result", "progress" or "faults") and its value."""
         try:
             kind, answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -283,15 +286,15 @@ class RankPool:
 
 
 def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
-    """Run a rank's process: obey the commands that come over the pipe until it closes."""
+    """Run a rank's process: execute commands from the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
-    if sys.platform == "linux":  # when the server ends, with the pool's process, a stopped rank must go on and end
+    if sys.platform == "linux":  # a stopped rank must continue, and so end, when the server and the pool end
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGCONT)
         if (alive := getattr(forkserver._forkserver, "_forkserver_alive_fd", None)) is not None:
-            os.close(alive)  # open, it would keep the server running as long as this rank
+            os.close(alive)  # if open, it would keep the server running
     if not os.path.exists(folder):  # the pool was interrupted before this process began
         os._exit(0)
-    log = _log_path(folder, rank).open("ab", buffering=0)  # output of libraries is not for the user
+    log = _log_path(folder, rank).open("ab", buffering=0)  # output of libraries is hidden from the user
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -312,25 +315,25 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
         send("result", None)
         while True:
             method, arguments, timeout_s = pickle.loads(commands.get())
-            # A thread could not stop this rank: a library that hangs may hold the interpreter's lock.
+            # A thread could not stop this rank, because a library that hangs may hold the interpreter's lock.
             faulthandler.dump_traceback_later(timeout_s + _LATE_S, exit=True, file=log)
             send("result", getattr(worker, method)(**arguments))
             faulthandler.cancel_dump_traceback_later()
-    except BaseException as error:  # the pool must learn of any error
+    except BaseException as error:  # the pool must receive any error
         traceback.print_exc()
         with contextlib.suppress(OSError):
             send("faults", faults_of(error, rank, _layer_of(layers, rank)))
     sys.stderr.flush()
-    threading.Event().wait()  # until the pipe closes: the pool reads the answer first
+    threading.Event().wait()  # wait until the pipe closes: the pool reads the answer first
 
 
 def _listen(pipe: Pipe, commands: queue.SimpleQueue[bytes], folder: str) -> None:
-    """Queue commands; when the pipe closes, end the process at once, whatever it is doing."""
+    """Queue commands; when the pipe closes, end the process at once, even during a command."""
     try:
         while True:
             commands.put(pipe.recv_bytes())
     except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed cannot
+        shutil.rmtree(folder, ignore_errors=True)  # a killed parent process cannot remove it
         os._exit(0)
 
 
@@ -345,7 +348,8 @@ def _bind_to_loopback() -> None:
 def _unwind_on_ending_signals() -> list[int]:
     """Let signals that end this process raise SystemExit, so that the ranks end and their folder is removed.
 
-    Return these signals: none that has another handler, and none outside of the main thread, which alone may set one.
+    Return these signals, without those that have another handler. Outside the main thread, return none, because only
+    the main thread may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return []
@@ -356,16 +360,16 @@ def _unwind_on_ending_signals() -> list[int]:
 
 
 def _exit_by_signal(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)  # the code that a shell gives a process ended by the signal
+    raise SystemExit(128 + number)  # exit code of shells for a process that a signal ended
 
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C while the server starts: it and all ranks inherit the block, and the pool alone handles Ctrl-C."""
+    """Block Ctrl-C while the server starts: the server and all ranks inherit this, and only the pool handles Ctrl-C."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # it would lift the block
+    resource_tracker.ensure_running()  # later, it would remove the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -374,7 +378,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _context() -> Any:
-    """Return the context that forks processes from a server with torch loaded, or spawns them where none can fork."""
+    """Return the context that forks processes from a server with torch loaded, or spawns them if it cannot fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -387,7 +391,7 @@ def _context() -> Any:
 def _own_folder() -> Path:
     """Return the temporary folder that multiprocessing removes with this process.
 
-    Remove those of processes that were killed: nobody holds their locks.
+    Remove the folders of killed processes, whose locks are free.
     """
     folder = Path(util.get_temp_dir())
     if sys.platform == "win32":
@@ -402,7 +406,7 @@ def _own_folder() -> Path:
 
 
 def _kill_server() -> None:
-    """Kill the server that forks processes; the next pool starts another."""
+    """Kill the server that forks processes; the next pool starts a new one."""
     if (pid := getattr(forkserver._forkserver, "_forkserver_pid", None)) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -423,7 +427,7 @@ def _death(exitcode: int | None, last_line: str) -> str:
 
 
 def _last_line(path: Path, most: int = 200) -> str:
-    """Return the last line of a log that is not empty, shortened."""
+    """Return the last non-empty line of a log, shortened."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 Edge = tuple[int, int]  # source and destination rank
 
-# A receive that waits for its sender is a kernel that holds one multiprocessor for each of its blocks. Without a limit
-# NCCL takes up to 32 of them, a quarter of an A100 or H100, from the layers that the rank computes meanwhile.
+# A receive that waits for its sender is a kernel that occupies one multiprocessor per block. Without a limit NCCL uses
+# up to 32 blocks, so that a quarter of an A100 or H100 is missing for the rank's layers.
 MAX_BLOCKS = 8
-_MAX_BYTES = 2**28  # of one rank's value in `exchange`
-_PACKAGES = ("kvrsim", "planner", "calibrate", "validate", "tests")  # packages whose data classes may travel
+_MAX_BYTES = 2**28  # largest number of bytes of a rank's value in `exchange`
+_PACKAGES = ("kvrsim", "planner", "calibrate", "validate", "tests")  # packages whose data classes may be sent
 
 
 class Pending(Protocol):
     """A message in flight."""
 
     def wait(self) -> None:
-        """Return when the tensor has received the message, or may be overwritten. Raises LinkError."""
+        """Return when the tensor has received the message, or may be overwritten after sending. Raises LinkError."""
 
 
 class Transport:
     """Messages and collectives of one rank. Collectives are rings unless a transport has better ones."""
 
-    name: str  # such as "gloo"
+    name: str  # name, such as "gloo"
     rank: int
     size: int  # number of ranks
-    device: Any = torch.device("cpu")  # where this rank computes
+    device: Any = torch.device("cpu")  # device on which this rank computes
 
     def isend(self, tensor: Any, dst: int) -> Pending:
-        """Start to send a contiguous tensor, which stays untouched until `wait` returns."""
+        """Start to send a contiguous tensor, which must not change until `wait` returns."""
         raise NotImplementedError
 
     def irecv(self, tensor: Any, src: int) -> Pending:
-        """Start to receive into a contiguous tensor. Messages of an edge arrive in the order of their posts."""
+        """Start to receive into a contiguous tensor. The n-th message on an edge goes to its n-th posted receive."""
         raise NotImplementedError
 
     def isend_next(self, tensor: Any) -> Pending:
@@ -78,7 +78,7 @@ class Transport:
             owner = previous
 
     def ring_all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
-        """All-gather the rows of `whole`; those from boundaries[rank] to boundaries[rank + 1] are this rank's."""
+        """All-gather the rows of `whole`; this rank's rows are from boundaries[rank] to boundaries[rank + 1]."""
         self.gather_pieces([whole[start:end] for start, end in pairwise(boundaries)])
 
     def ring_all_reduce(self, flat: Any, scratch: Any) -> None:
@@ -99,7 +99,7 @@ class Transport:
         self.ring_all_gather(flat, boundaries)
 
     def connect(self, edges: Sequence[Edge]) -> None:
-        """Set up edges besides those of the ring; every rank calls it with the same ones."""
+        """Set up edges in addition to those of the ring; every rank calls this with the same edges."""
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """All-gather with the backend's collective if there is one, else as `ring_all_gather`."""
@@ -111,25 +111,25 @@ class Transport:
         self.ring_all_reduce(flat, torch.empty_like(flat[: -(-len(flat) // self.size)]))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, ordered by rank: data classes, and values that JSON can hold."""
+        """Return the values of all ranks, ordered by rank; values are data classes or JSON values."""
         return [value]
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called this method."""
 
     def note(self, layer: int) -> None:
         """Record the layer that this rank has reached, for error messages."""
 
     def report(self, done: int, total: int, what: str) -> None:
-        """Report progress to the process that started the ranks; only rank 0 is heard."""
+        """Report progress to the process that started the ranks; reports of other ranks than rank 0 are ignored."""
 
 
 class LinkGroups:
     """Process groups of one rank: one per edge, one per all-gather.
 
     Every rank makes the same groups in the same order, as torch requires. Operations of one NCCL group run one after
-    another, so a receive posted ahead would hold back a send: each edge has its own group. The default group exists
-    already.
+    another, so a receive that is posted early would delay a send; therefore each edge has its own group. The default
+    group exists already.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LinkGroups:
         self._gathers = {tuple(ranks): self._group(ranks, is_edge=False) for ranks in gathers}
 
     def add(self, edges: Sequence[Edge]) -> None:
-        """Make and use the groups of new edges; every rank calls this with the same edges."""
+        """Make the groups of new edges and use each once; every rank calls this with the same edges."""
         for edge in edges:
             if edge not in self._edges:
                 self._edges[edge] = self._group(edge, is_edge=True)
@@ -173,10 +173,10 @@ class LinkGroups:
         dist.all_reduce(tensor, group=self._gathers[tuple(ranks)])
 
     def first_use(self) -> None:
-        """Use every group once, one after another, both ends of an edge together, in the same order on every rank.
+        """Use every group once, one after another, in the same order on every rank; both ends use an edge together.
 
-        NCCL makes a group's communicator at its first use and blocks the host until all its ranks have come. Ranks
-        that begin with different edges would wait for each other in a circle.
+        NCCL makes a group's communicator at its first use, and blocks the host until all ranks of the group have called
+        it. Ranks that begin with different edges would wait for each other in a circle.
         """
         for edge in self._edges:
             self._use(edge)
@@ -195,7 +195,7 @@ class LinkGroups:
 
     def _synchronize(self) -> None:
         if self.backend == "nccl":
-            torch.cuda.synchronize()  # wait() only orders the device's streams
+            torch.cuda.synchronize()  # wait() only orders streams on the device
 
     def _group(self, ranks: Sequence[int], *, is_edge: bool) -> Any:
         options = {}
@@ -204,11 +204,11 @@ class LinkGroups:
         return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, **options)
 
     def _edge_options(self) -> Any:
-        """Set few blocks, and a stream of high priority: messages must not wait for kernels of the layers."""
+        """Return options: few blocks, and a high-priority stream, so that messages do not wait for layers."""
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.max_ctas = MAX_BLOCKS
-        options._timeout = self._timeout  # torch takes this time-out for NCCL in place of the group's
+        options._timeout = self._timeout  # NCCL uses this time-out instead of the group's
         return options
 
 
@@ -221,9 +221,9 @@ def device_id(device: Any) -> str | None:
 
 
 def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) -> RankBackend:
-    """Choose NCCL where each rank has its own GPU, else gloo. devices: `device_id` of each rank.
+    """Choose NCCL if each rank has its own GPU, else gloo. devices: `device_id` of each rank.
 
-    Raises InputError where NCCL is wanted and impossible.
+    Raises InputError if NCCL is requested and impossible.
     """
     shared = sorted(number for number, count in Counter(devices).items() if number is not None and count > 1)
     if wanted == "nccl" and None in devices:
@@ -235,7 +235,7 @@ def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) ->
 
 
 class _Work:
-    """A torch.distributed work, the tensor that it must keep alive, and where a staged message goes on arrival."""
+    """A torch.distributed work, the tensor that it must keep alive, and the target of a staged message."""
 
     def __init__(self, work: Any, tensor: Any, peer: int, failure: str, target: Any = None) -> None:
         self.work, self.tensor, self.target = work, tensor, target
@@ -249,15 +249,15 @@ class _Work:
 
 
 class DistributedTransport(Transport):
-    """Gloo on the CPU, NCCL on CUDA, gloo through host memory where several ranks share a GPU.
+    """Transport by gloo on CPUs, by NCCL on GPUs, and by gloo through host memory if several ranks share a GPU.
 
-    Values other than K and V go through gloo. One rank alone needs no network.
+    Values other than K and V are sent by gloo. A single rank needs no network.
     """
 
     def __init__(
         self, slot: RankSlot, *, size: int, device: torch.device, timeout_s: float, backend: RankBackend | None = None
     ) -> None:
-        """Raise LinkError where the other ranks are not reached, InputError for an impossible backend."""
+        """Raise LinkError if the other ranks are not reached, InputError for an impossible backend."""
         self.slot, self.rank, self.size, self.device = slot, slot.rank, size, device
         self._scratch: dict[Any, Any] = {}
         self._everyone = range(size)
@@ -295,7 +295,7 @@ class DistributedTransport(Transport):
         return _Work(work, landing, src, f"nothing came from rank {src}", tensor if self.staged else None)
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
-        """Gather with the backend's collective, pieces padded to the longest."""
+        """Gather with the backend's collective; pieces are padded to the longest one."""
         if self.size == 1:
             return
         own = whole[boundaries[self.rank] : boundaries[self.rank + 1]]
@@ -320,18 +320,18 @@ class DistributedTransport(Transport):
             tensor.copy_(here)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value. Raises LinkError naming a rank whose message holds something else."""
+        """Return the values of all ranks. Raises LinkError naming a rank that has sent unexpected data."""
         own = pickle.dumps(value)
         values = []
         for rank, content in enumerate([own] if self.size == 1 else self._contents(own)):
             try:
                 values.append(_DataUnpickler(io.BytesIO(content)).load())
-            except Exception as error:  # of any kind: the content is not from a rank of ours
+            except Exception as error:  # any error: the content is not from one of our ranks
                 raise LinkError(rank, f"rank {rank} has sent something unexpected: {error}") from None
         return values
 
     def _contents(self, own: bytes) -> list[bytes]:
-        """Return every rank's bytes. Ranks send their lengths first, then the bytes, padded."""
+        """Return the bytes of all ranks. Ranks send their lengths first, then their bytes, padded."""
         with _link_errors(None, "the other ranks did not answer"):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in self._everyone]
             dist.all_gather(lengths, torch.tensor([len(own)]))
@@ -346,7 +346,7 @@ class DistributedTransport(Transport):
         return [piece[:count].numpy().tobytes() for piece, count in zip(pieces, counts, strict=True)]
 
     def barrier(self) -> None:
-        """Return when every rank, and this rank's device, has come here."""
+        """Return when every rank has called this method and this rank's device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.size > 1:
@@ -354,7 +354,7 @@ class DistributedTransport(Transport):
                 dist.barrier()
 
     def warmup(self) -> None:
-        """Use every edge and the collective once, then a ring: the first use of a link blocks to set it up."""
+        """Use every edge and the collective once, then a ring, because the first use of a link blocks to set it up."""
         if self.size > 1:
             with _link_errors(None, "the links between the ranks cannot be set up"):
                 self._links.first_use()
@@ -376,7 +376,7 @@ class DistributedTransport(Transport):
             dist.destroy_process_group()
 
     def _scratch_rows(self, purpose: str, like: Any, rows: int) -> Any:
-        """Return rows of scratch memory that the backend can reach; they are made once."""
+        """Return rows of scratch memory that the backend can access; they are allocated once."""
         key = (purpose, rows, like.shape[1:], like.dtype)
         if key not in self._scratch:
             place = "cpu" if self.staged else like.device
@@ -385,7 +385,7 @@ class DistributedTransport(Transport):
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Reads pickles of plain values and of data classes of these packages: nothing in them can run other code."""
+    """Reader of pickles of plain values and of data classes of these packages; pickles cannot run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in _PACKAGES:
@@ -397,18 +397,18 @@ class _DataUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _link_errors(peer: int | None, what: str) -> Iterator[None]:
-    """Turn what torch.distributed raises into a LinkError."""
+    """Convert errors of torch.distributed to a LinkError."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:  # a ValueError where a variable of torchrun is missing
+    except (RuntimeError, ValueError) as error:  # ValueError: a variable of torchrun is missing
         raise LinkError(peer, f"{what}: {meaning(error)}") from None
 
 
 class _Stamped:
-    """A message and its stamp, sent first: the time before which the receiver must not see the message."""
+    """A message and the stamp that is sent before it: the earliest time at which the receiver may see the message."""
 
     def __init__(self, stamp: Any, *messages: Pending) -> None:
-        self.stamp, self.messages = stamp, messages  # stamp None: of the sender
+        self.stamp, self.messages = stamp, messages  # stamp None: the sender's side
 
     def wait(self) -> None:
         for message in self.messages:
@@ -420,7 +420,7 @@ class _Stamped:
 class EmulatedTransport(DistributedTransport):
     """A transport whose messages take as long as on a given link.
 
-    The arrival time goes before each message, and the receiver sleeps until then. Clocks are compared across
+    The arrival time is sent before each message, and the receiver sleeps until this time. Clocks are compared across
     processes, so all ranks run on one host. All-gathers and all-reduces are rings.
     """
 
@@ -433,10 +433,10 @@ class EmulatedTransport(DistributedTransport):
         if len(hosts) > 1:
             raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
-        self.link, self._free_s = link, 0.0  # time.monotonic() from which this rank's link is free
+        self.link, self._free_s = link, 0.0  # _free_s: time.monotonic() from which this rank's link is free
 
     def isend(self, tensor: Any, dst: int) -> Pending:
-        """Send the arrival time, then the message: a rank's messages leave one after another."""
+        """Send the arrival time, then the message. A rank's messages leave one after another."""
         self._free_s = max(self._free_s, time.monotonic()) + tensor.nbytes / self.link.bandwidth_bytes_per_s
         stamp = torch.tensor([self._free_s + self.link.latency_s], dtype=torch.float64)
         return _Stamped(None, super().isend(stamp, dst), super().isend(tensor, dst))

@@ -1,7 +1,7 @@
-"""Virtual ranks: each rank's real chunk behind its real prefix, one after another on ONE device.
+"""Virtual ranks: each rank's real chunk with its real prefix, one rank after another on ONE device.
 
-The time of every part of every layer on every rank is measured; messages are not sent. The logits are exact: a rank
-reads the K and V that the ranks before it have computed.
+The time of every part of every layer is measured on every rank; messages are not sent. The logits are exact: a rank
+reads the K and V that earlier ranks have computed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvrsim.runtime.transport import Pending, Transport
 
 
 def run_virtual(transport: Transport, job: Job) -> Report:
-    """Replay the ranks of every plan on this process's device, plans interleaved."""
+    """Run the ranks of every plan one after another on this process's device, alternating between plans."""
     forward = forward_of(job.model, transport)
     first = job.plans[0]
     ids = prompt_of(forward, first, job.model.seed)
-    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers are made
+    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers exist
     memory = allocate(forward.geometry, Chunk(start=0, length=first.context_len, batch=first.batch))
     plans = [_virtual_ranks(forward, plan, memory) for plan in job.plans]
     samples: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
@@ -46,7 +46,7 @@ def run_virtual(transport: Transport, job: Job) -> Report:
 
 
 class _VirtualTransport(Transport):
-    """A transport without messages: all ranks share the memory that holds what they would exchange."""
+    """A transport without messages: all ranks share one memory, so nothing must be exchanged."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.name = rank, size, "virtual"
@@ -62,7 +62,7 @@ class _VirtualTransport(Transport):
 
 
 def _virtual_ranks(forward: ModelForward, plan: RunPlan, memory: Memory) -> list[Exchange]:
-    """Return the ranks of one plan, which share the K and V of the whole context, with other plans too."""
+    """Return the ranks of one plan. They share the K and V of the whole context, also with other plans."""
     size = len(plan.partition.chunk_lens)
     ranks = [make_exchange(forward, _VirtualTransport(rank, size), plan, memory) for rank in range(size)]
     for rank in ranks:
@@ -73,7 +73,7 @@ def _virtual_ranks(forward: ModelForward, plan: RunPlan, memory: Memory) -> list
 
 
 def _parts(trace: RankTrace, plan: RunPlan) -> Parts:
-    """Sum the seconds of a rank's computation by layer and the simulator's names."""
+    """Sum the seconds of a rank's computation by layer and by the simulator's names."""
     parts: dict[tuple[int | None, str], float] = {}
     for span in own_spans(trace, plan.strategy):
         if span.kind == "compute":

@@ -1,6 +1,6 @@
 """Exchanges: how the ranks of each strategy run a prefill.
 
-`Exchange` holds what all have in common: a chunk per rank, messages of K and V or states, and their marks. Each module
+`Exchange` has what all exchanges share: a chunk per rank, messages of K and V or states, and their marks. Each module
 of this package defines the exchanges of one kind of communication.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.model import ModelForward
     from kvrsim.runtime.plan import RunPlan
 
-# Module of this package, and class, of each value of RUN_STRATEGIES.
+# Module of this package and class for each value of RUN_STRATEGIES.
 _CLASSES = {
     **{"single": "chain.Single", "kvr": "chain.Chain", "kvr_direct": "chain.DirectChain"},
     **{"tsp": "gather.Gathered", "zigzag": "gather.Zigzag"},
@@ -46,7 +46,7 @@ def exchange_of(strategy: str) -> type[Exchange]:
 def make_exchange(forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None) -> Exchange:
     """Return a rank's part in prefills of a plan; every rank calls it with the same plan.
 
-    memory: per layer, shared in turn with other prefills; None: its own.
+    memory: memory per layer that several prefills use in turn; None: new memory.
     Raises InputError where the plan does not suit the model or the number of ranks.
     """
     exchange = exchange_of(plan.strategy)
@@ -58,18 +58,18 @@ def make_exchange(forward: ModelForward, transport: Transport, plan: RunPlan, me
 class Exchange(CacheListener):
     """One rank's part in the prefills of one plan: the tokens that it runs, and what it sends and receives."""
 
-    first_layer = 0  # the model's number of the first layer that this rank has
+    first_layer = 0  # number of this rank's first layer in the model
 
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
-        """Make the buffers, or use `memory`. Raises InputError as `chunk_of`."""
+        """Make the buffers, or use `memory`. Raises InputError as `chunk_of` does."""
         self.forward, self.transport, self.plan = forward, transport, plan
         self.geometry, self.rank = forward.geometry, transport.rank
         self.clock = clock_of(self.geometry.device, all_streams=True)
-        self.logits: Any = None  # of the last token, [B, vocabulary], after a prefill, on the rank that emits it
+        self.logits: Any = None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
         self.layer: int | None = None  # the layer that the rank has reached
-        self._receives: dict[int, list[tuple[int, Pending]]] = {}  # by layer: source and message
+        self._receives: dict[int, list[tuple[int, Pending]]] = {}  # source and message of each posted receive, by layer
         self._sends: list[Pending] = []
         self.chunk = self.chunk_of(plan, transport.rank, transport.size)
         self.cache = None if self.chunk is None else self.make_cache(self.chunk, memory)
@@ -78,7 +78,7 @@ class Exchange(CacheListener):
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
-        """Return the tokens of a rank, None if it has no part. Raises InputError where chunks are not one per rank."""
+        """Return the tokens of a rank; None if it has no part. Raises InputError unless each rank has one chunk."""
         if len(plan.partition.chunk_lens) != size:
             raise InputError("partition", plan.chunks, f"one chunk per rank, of which there are {size}")
         start, end = plan.partition.boundaries[rank : rank + 2]
@@ -96,7 +96,7 @@ class Exchange(CacheListener):
 
     @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
-        """Return the links that the plan uses besides those to the next rank."""
+        """Return the links that the plan uses in addition to those to the next rank."""
         return []
 
     @classmethod
@@ -120,9 +120,9 @@ class Exchange(CacheListener):
         return kept
 
     def prefill(self, input_ids: Any, *, hooked: bool = False) -> RankTrace:
-        """Prefill prompts [B, C], the same on every rank, starting together; buffers are used again.
+        """Prefill prompts [B, C], the same on every rank; all ranks start together and reuse their buffers.
 
-        hooked: layers mark their parts, too. Raises LinkError where a message does not come in time.
+        hooked: layers also mark their parts. Raises LinkError if a message does not arrive in time.
         """
         self.layer = None
         self._receives.clear()
@@ -134,7 +134,7 @@ class Exchange(CacheListener):
                 result = self.run(input_ids)
                 if self.emits_token:
                     self.logits = result
-                    self.logits.argmax(-1).tolist()  # the first token, for which a user waits
+                    self.logits.argmax(-1).tolist()  # the first token, which a user waits for
             self.clock.mark("token")
             marks = tuple(self.clock.finish())
             self.finish()
@@ -148,7 +148,7 @@ class Exchange(CacheListener):
     def run(self, input_ids: Any) -> Any:
         """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it emits it.
 
-        It is not called on ranks that take no part.
+        It is not called on ranks that have no part.
         """
         assert self.cache is not None
         assert self.chunk is not None
@@ -165,7 +165,7 @@ class Exchange(CacheListener):
         return in_query_blocks(self.geometry.attention, query, keys, values, scale, window, min(blocks, query.shape[2]))
 
     def finish(self) -> None:
-        """Wait until what was sent may be overwritten."""
+        """Wait until the memory of sent messages may be overwritten."""
         for message in self._sends:
             message.wait()
         self._sends.clear()
@@ -184,12 +184,12 @@ class Exchange(CacheListener):
     # Messages of K and V, or of states.
 
     def incoming(self, layer: int) -> list[tuple[int, Any]]:
-        """Return the source and memory of each message that this rank needs in the layer; no message is empty."""
+        """Return the source and memory of each message that this rank needs in the layer, without empty messages."""
         message = self.buffer(layer).incoming()
         return [(self.rank - 1, message)] if self.rank and message.nbytes else []
 
     def outgoing(self, layer: int) -> list[tuple[int, Any]]:
-        """Return the destination and memory of each message that later ranks need in the layer; no message is empty."""
+        """Return destination and memory of each message that later ranks need in the layer, without empty messages."""
         message = self.buffer(layer).outgoing()
         return [(self.rank + 1, message)] if self.rank < self.transport.size - 1 and message.nbytes else []
 
@@ -198,12 +198,12 @@ class Exchange(CacheListener):
         self._receives[layer] = [(src, self.transport.irecv(message, src)) for src, message in self.incoming(layer)]
 
     def receive(self, layer: int) -> None:
-        """Wait for what the layer needs of the tokens before the chunk."""
+        """Wait for the layer's K and V or state of the tokens before the chunk."""
         for src, message in self._receives.pop(layer, []):
             self.wait_for(message, layer, src)
 
     def forward_kv(self, layer: int) -> None:
-        """Send the part of the layer that later ranks need."""
+        """Send the part of the layer's K and V or state that later ranks need."""
         for dst, message in self.outgoing(layer):
             self.send(message, layer, dst)
 
@@ -220,7 +220,7 @@ class Exchange(CacheListener):
         self.clock.mark("received", layer, peer=src)
 
     def gather(self, rows: Any, layer: int) -> None:
-        """All-gather the chunks' rows of K and V, [C, W], as the plan says."""
+        """All-gather the chunks' rows of K and V, [C, W], with the plan's kind of all-gather."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)
@@ -229,7 +229,7 @@ class Exchange(CacheListener):
         self.clock.mark("received", layer)
 
     def send(self, message: Any, layer: int | None, dst: int) -> None:
-        """Start to send to another rank."""
+        """Start to send a message to another rank."""
         self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)
         self._sends.append(self.transport.isend(message, dst))
 
@@ -246,7 +246,7 @@ class OwnAttentionExchange(Exchange):
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
-        """Raise InputError where a layer is not plain attention to the K and V of all tokens."""
+        """Raise InputError where a layer does not attend to the K and V of all tokens by plain attention."""
         super().check(plan, geometry)
         reason = geometry.why_no_own_attention()
         for layout in geometry.layouts:
@@ -260,7 +260,7 @@ class OwnAttentionExchange(Exchange):
 
     @classmethod
     def positions_of(cls, plan: RunPlan, rank: int) -> list[range]:
-        """Return the positions of the rank's tokens, one range per run of tokens."""
+        """Return the positions of the rank's tokens, one range per group of consecutive tokens."""
         start, end = plan.partition.boundaries[rank : rank + 2]
         return [range(start, end)]
 

@@ -12,7 +12,7 @@ from kvrsim.runtime.transport import Edge
 
 
 class Single(Exchange):
-    """The last rank runs the whole context; the others take no part."""
+    """The last rank runs the whole context; the other ranks have no part."""
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
@@ -20,7 +20,10 @@ class Single(Exchange):
 
 
 class Chain(Exchange):
-    """A layer's receives are posted before the attention of the layer before: gloo moves a message once they are."""
+    """Each rank waits for the prefix of the previous rank and sends it on with its own chunk.
+
+    A layer's receives are posted before the attention of the previous layer, because gloo moves a message only then.
+    """
 
     def run(self, input_ids: Any) -> Any:
         """Post the first layer's receives, then run the chunk."""
@@ -46,15 +49,15 @@ class Chain(Exchange):
 
 
 class DirectChain(Chain):
-    """A chain without forwarding: each rank sends its K and V to all later ranks; a state goes rank by rank."""
+    """A chain without forwarding: each rank sends its K and V to all later ranks; states go from rank to rank."""
 
     @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
-        """Return the edges from each rank to all later ones."""
+        """Return the edges from each rank to all later ranks."""
         return [(src, dst) for src in range(size) for dst in range(src + 1, size)]
 
     def incoming(self, layer: int) -> list[tuple[int, Any]]:
-        """Return the visible part of each earlier rank's piece; pieces arrive in place."""
+        """Return the visible part of each earlier rank's piece; it is received directly into the buffer."""
         buffer = self.buffer(layer)
         if not isinstance(buffer, KvBuffer):
             return super().incoming(layer)
@@ -63,7 +66,7 @@ class DirectChain(Chain):
         return [(src, buffer.rows(start, end)) for src, start, end in seen if start < end]
 
     def outgoing(self, layer: int) -> list[tuple[int, Any]]:
-        """Return the chunk's K and V for each later rank, as far as that rank sees them."""
+        """Return the chunk's K and V for each later rank, limited to the tokens that this rank sees."""
         buffer = self.buffer(layer)
         if not isinstance(buffer, KvBuffer):
             return super().outgoing(layer)
@@ -73,7 +76,7 @@ class DirectChain(Chain):
         return [(dst, buffer.rows(start, end)) for dst, start in seen if start < end]
 
     def before_attention(self, layer: int) -> None:
-        """Send the chunk's K and V to all later ranks, then wait for those of the earlier ones."""
+        """Send the chunk's K and V to all later ranks, then wait for those of all earlier ranks."""
         if isinstance(self.buffer(layer), KvBuffer):
             self.forward_kv(layer)
         self.receive(layer)

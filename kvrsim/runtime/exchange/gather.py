@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Gathered(Exchange):
-    """TSP: each rank has the K and V of all tokens in place. A state goes from rank to rank."""
+    """TSP: each rank gathers the K and V of all tokens in its own buffer. A state goes from rank to rank."""
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
@@ -28,9 +28,9 @@ class Gathered(Exchange):
         return replace(chunk, total_len=plan.context_len)
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
-        """Let attention see all tokens: masks hide the later ones. Flash kernels see those up to the end of the chunk.
+        """Let attention see all tokens; masks hide the later ones. Flash kernels see only tokens up to the chunk's end.
 
-        transformers passes no mask for a single query, so that later tokens must not be in its view.
+        transformers passes no mask for a single query; then later tokens are left out, too.
         """
         dense = self.geometry.attention != "flash" and chunk.length > 1
         return super().make_cache(replace(chunk, visible_len=chunk.total_len if dense else chunk.end), memory)
@@ -49,10 +49,9 @@ class Gathered(Exchange):
 
 
 def zigzag_pieces(plan: RunPlan, rank: int) -> list[range]:
-    """Return the positions of a rank's early and late piece: early pieces are in reverse order of the ranks.
+    """Return the positions of a rank's early and late piece; early pieces are in reverse order of the ranks.
 
-
-    The last rank has the first piece and the last one. A piece may be empty.
+    The last rank has the first and the last piece. A piece may be empty.
     """
     lens = plan.partition.chunk_lens
     early = [length // 2 for length in lens]
@@ -63,7 +62,7 @@ def zigzag_pieces(plan: RunPlan, rank: int) -> list[range]:
 
 
 class Zigzag(OwnAttentionExchange):
-    """Zigzag: pieces are gathered and joined in the order of the context, in memory that all layers use."""
+    """Zigzag: pieces are gathered and joined in the order of the context, in memory that all layers share."""
 
     positions_of = staticmethod(zigzag_pieces)
 
@@ -75,11 +74,11 @@ class Zigzag(OwnAttentionExchange):
 
     @cached_property
     def _pieces(self) -> Any:
-        """K and V of all tokens, in the order of the ranks: what is gathered."""
+        """Gathered K and V of all tokens, in the order of the ranks."""
         return torch.zeros_like(self._whole)
 
     def before_attention(self, layer: int) -> None:
-        """Gather and join."""
+        """Gather K and V and join them in the order of the context."""
         boundaries = self.plan.partition.boundaries
         self._pieces[boundaries[self.rank] : boundaries[self.rank + 1]].copy_(self.buffer(layer).data)
         self.gather(self._pieces, layer)
@@ -89,7 +88,7 @@ class Zigzag(OwnAttentionExchange):
                 self._whole[run.start : run.stop].copy_(part)
 
     def attend(self, query: Any, scale: float | None) -> Any:
-        """Attend with each piece to all tokens up to its end."""
+        """Attend from each piece to all tokens up to its end."""
         assert self.layer is not None
         buffer = self.buffer(self.layer)
         runs = zigzag_pieces(self.plan, self.rank)

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class StageForward(ModelForward):
-    """The layers of one stage; only the first has the embedding, only the last the final norm and the head.
+    """The layers of one stage; the first stage has the embedding, the last stage the final norm and the head.
 
     Its layers count from 0, in the model, its geometry and its cache.
     """
 
     def __init__(self, whole: ModelForward, layers: range) -> None:
-        """`layers` are the stage's layers of the whole model.
+        """`layers` are the numbers of the stage's layers in the whole model.
 
-        Raises InputError for a stage without a layer that keeps K and V, by which transformers counts the tokens.
+        Raises InputError for a stage without attention layers, because transformers counts tokens by their K and V.
         """
         self.layers = layers
         self.is_first, self.is_final = layers.start == 0, layers.stop == whole.geometry.num_hidden_layers
@@ -62,9 +62,9 @@ class StageForward(ModelForward):
 
 
 class Pipeline(Exchange):
-    """A piece attends to its stage's K and V of the pieces before; its hidden states go on to the next stage.
+    """Pipeline: a piece attends to its stage's K and V of earlier pieces; its hidden states go to the next stage.
 
-    The next piece's receive is posted before a piece runs: a message moves once its receive is posted.
+    The next piece's receive is posted before a piece runs, because a message moves only once its receive is posted.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Pipeline(Exchange):
         self.first_layer = stage.layers.start
         make = partial(torch.empty, dtype=self.geometry.dtype, device=self.geometry.device)
         width, lengths = stage.model.config.hidden_size, () if stage.is_first else plan.partition.chunk_lens
-        self._landings = [make(plan.batch, length, width) for length in lengths]  # where pieces arrive
-        self._arriving: list[Pending] = []  # messages of this prefill's pieces
+        self._landings = [make(plan.batch, length, width) for length in lengths]  # memory for received pieces
+        self._arriving: list[Pending] = []  # posted receives of this prefill's pieces
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
-        """Return the whole context, of which every stage holds all tokens."""
+        """Return the whole context: every stage holds all tokens of its layers."""
         if plan.stage_layers is not None and len(plan.stage_layers) != size:
             raise InputError("partition", plan.label, f"one stage per rank, of which there are {size}")
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
-        """Make a view of the same memory for each piece; return that of the last piece, which covers the stage."""
+        """Make one cache per piece, all in the same memory; return that of the last piece, which covers all tokens."""
         layers = self.stage.layers
         memory = memory[layers.start : layers.stop] if memory else allocate(self.geometry, chunk)
         pieces = [
@@ -115,11 +115,11 @@ class Pipeline(Exchange):
         return result if self.stage.is_final else None
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:
-        """Mark the model's number of a layer, in place of the stage's."""
+        """Mark a layer by its number in the model instead of its number in the stage."""
         super().on_update(event, layer + self.stage.layers.start)
 
     def own_part(self, kept: KvPairs) -> KvPairs:
-        """Return the stage's layers."""
+        """Return the caches of the stage's layers."""
         return kept[self.stage.layers.start : self.stage.layers.stop]
 
     def _post_piece(self, number: int) -> None:
@@ -132,9 +132,9 @@ class Pipeline(Exchange):
 
 
 def stage_of(plan: RunPlan, geometry: Geometry, rank: int, size: int) -> range:
-    """Return the layers of a rank, divided as evenly as possible where the plan does not say.
+    """Return the layer numbers of a rank; without stage_layers in the plan, layers are divided as evenly as possible.
 
-    Raises InputError where the stages are not those of the model.
+    Raises InputError if the stages do not match the model's layers.
     """
     count = geometry.num_hidden_layers
     share, rest = divmod(count, size)

@@ -1,4 +1,4 @@
-"""Ring attention: the ranks' blocks of K and V travel in a circle, and each rank attends to the block that it has."""
+"""Ring attention: the ranks' blocks of K and V travel in a circle, and each rank attends to its current block."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class RingAttention(OwnAttentionExchange):
-    """Chunks are consecutive: a rank passes on the blocks of later ranks without attending to them."""
+    """Ring attention with consecutive chunks: a rank sends the blocks of later ranks on without attending to them."""
 
     @cached_property
     def _blocks(self) -> list[Any]:
-        """At most two buffers for others' blocks: attention reads one while the other receives the next block."""
+        """At most two buffers for others' blocks: attention reads one while the next block arrives in the other."""
         own, size = self.buffer(self.geometry.linked_layers[0]).data, self.transport.size
         longest = max(self.plan.partition.chunk_lens)
         return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
 
     def attend(self, query: Any, scale: float | None) -> Any:
-        """Attend to the own block while it is sent to the next rank, then to each received block; merge in fp32."""
+        """Attend to the rank's block while it is sent to the next rank, then to each received block; merge in fp32."""
         layer, transport, lens = self.layer, self.transport, self.plan.partition.chunk_lens
         assert layer is not None
         buffer, merged = self.buffer(layer), Merged()
@@ -53,12 +53,12 @@ class RingAttention(OwnAttentionExchange):
         return merged.out.to(query.dtype)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Return the first query that sees a rank's block, the number of keys that it sees, and whether causally."""
+        """Return the first query that sees `owner`'s block, the number of keys that it sees, and whether causally."""
         return 0, self.plan.partition.chunk_lens[owner] if owner <= self.rank else 0, owner == self.rank
 
 
 class StripedRing(RingAttention):
-    """Each rank has every p-th token. Every block is causal; of a later rank's block, a query sees one key less."""
+    """Each rank has every p-th token. Every block is causal; in a later rank's block, a query sees one key less."""
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
@@ -77,11 +77,11 @@ class StripedRing(RingAttention):
 
     @classmethod
     def first_token_rank(cls, plan: RunPlan, size: int) -> int:
-        """Return the rank that has the last token."""
+        """Return the rank of the last token."""
         return (plan.context_len - 1) % size
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Leave out the first query for a later rank's stripe, which that query cannot see."""
+        """Leave out the first query for a later rank's block, because this query sees none of its keys."""
         skipped = int(owner > self.rank)
         return skipped, self.plan.partition.chunk_lens[self.rank] - skipped, True
 
@@ -89,13 +89,14 @@ class StripedRing(RingAttention):
 class ZigzagRing(RingAttention):
     """Each rank has an early and a late piece.
 
-    All queries see the early piece of a later rank; only late queries see the block of an earlier rank, whole.
+    All queries see the early piece of a later rank; only queries of the late piece see the whole block of an earlier
+    rank.
     """
 
     positions_of = staticmethod(zigzag_pieces)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Early pieces are in reverse order of the ranks, late ones in order."""
+        """Return the visible part; early pieces are in reverse order of the ranks, late pieces in their order."""
         lens = self.plan.partition.chunk_lens
         if owner > self.rank:
             return 0, lens[owner] // 2, False

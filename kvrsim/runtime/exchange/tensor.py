@@ -1,8 +1,8 @@
 """Tensor parallelism: every rank runs all tokens through its share of every matrix; the results are summed.
 
-The model's own tensor-parallel plan in transformers names a style for each matrix: "colwise" splits its outputs,
-"rowwise" its inputs, so that the ranks' results must be summed. The embedding is split by rows of the vocabulary, the
-head likewise (Shoeybi et al., 2019).
+The model's own tensor-parallel plan in transformers has a style for each matrix: "colwise" splits the matrix's outputs,
+"rowwise" its inputs, so that the ranks' results must be summed. The embedding and the head are split by rows of the
+vocabulary (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.transport import Transport
 
-# Styles of the tensor-parallel plans of transformers.
+# Styles in the tensor-parallel plans of transformers.
 _COLUMNS, _ROWS, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
 _EXPERT_COLUMNS, _EXPERTS = "packed_colwise", "moe_tp_experts"
 _WHOLE = ("replicated_with_grad_allreduce", "replicate")
@@ -41,17 +41,17 @@ class Share:
     size: int  # number of shares
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """Return the first of `count` equal things in the share, and the one after the last; shares differ by one."""
+        """Return the share's range (start, end) of `count` equal items; shares differ by at most one item."""
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
     def heads(self, count: int) -> tuple[int, int]:
-        """Return the first KV head of `count` in the share, and the one after the last; shares may have the same."""
+        """Return the range (start, end) of the share's KV heads, of `count`; shares may have the same heads."""
         first = count * self.rank // self.size
         return first, first + max(1, count // self.size)
 
 
 class ShardForward(ModelForward):
-    """The forward over one rank's share of a model, whose weights are views of the model's."""
+    """The forward with one rank's share of a model; its weights are views of the model's weights."""
 
     exchange: TensorParallel
 
@@ -73,7 +73,7 @@ class ShardForward(ModelForward):
         super().__init__(model, geometry)
 
     def _cut(self, model: Any) -> None:
-        """Cut every module and bare weight that the plan names down to the share."""
+        """Cut every module and bare weight in the plan down to the rank's share."""
         plan: Mapping[str, str] = model.tp_plan
         for name, module in list(model.named_modules()):
             style = plan.get(_generic(name))
@@ -96,7 +96,7 @@ class ShardForward(ModelForward):
             module.weight = self._part(module.weight, 1, (start, end))
             module.in_features = end - start
             if module.bias is not None and self.share.rank > 0:
-                module.bias = None  # the sum contains it once
+                module.bias = None  # the sum must contain the bias once
             module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
         elif style == _HEAD:
             count = module.out_features
@@ -108,7 +108,7 @@ class ShardForward(ModelForward):
             module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
 
     def _columns_of(self, name: str, module: Any) -> tuple[int, int]:
-        """Return the rank's outputs: whole heads of K and V."""
+        """Return the range of outputs of the rank: whole heads for K and V."""
         if not name.endswith(_KV_PROJECTIONS):
             return self.share.bounds(module.out_features)
         width = module.out_features // self.kv_heads
@@ -135,7 +135,7 @@ class ShardForward(ModelForward):
         module.register_forward_hook(lambda _, __, rows: self._sum(rows * known.pop().unsqueeze(-1), None))
 
     def _cut_experts(self, module: Any, name: str, style: str) -> None:
-        """Cut all experts' matrices in one weight, [E, out, in]; gate and up lie one after another."""
+        """Cut a weight with the matrices of all experts, [E, out, in]; rows of gate come before rows of up."""
         weight = getattr(module, name)
         if style == _ROWS:
             setattr(module, name, self._part(weight, weight.dim() - 1, self.share.bounds(weight.shape[-1])))
@@ -155,7 +155,7 @@ class ShardForward(ModelForward):
         return part
 
     def _gather_logits(self, part: Any, count: int) -> Any:
-        """Return the logits of all ranks' rows of the vocabulary."""
+        """Return the logits of the whole vocabulary, gathered from all ranks."""
         boundaries = [count * rank // self.share.size for rank in range(self.share.size + 1)]
         start, end = self.share.bounds(count)
         flat = part.reshape(-1, part.shape[-1])
@@ -166,7 +166,7 @@ class ShardForward(ModelForward):
 
 
 def _generic(name: str) -> str:
-    """Return a module's name as in the plan, with stars for numbers."""
+    """Return a module's name as in the plan, with * instead of numbers."""
     return re.sub(r"\d+", "*", name)
 
 
@@ -186,7 +186,7 @@ def check_plan(geometry: Geometry) -> None:
 
 
 class TensorParallel(Exchange):
-    """All ranks have the first token; the last one emits it."""
+    """Every rank computes the first token; the last rank emits it."""
 
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
@@ -195,11 +195,11 @@ class TensorParallel(Exchange):
         shard = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
         super().__init__(shard, transport, plan, memory)
         shard.exchange = self
-        self._scratch: Any = None  # buffer of sums, allocated once
+        self._scratch: Any = None  # buffer for sums, allocated once
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
-        """Return the whole context."""
+        """Return the whole context: every rank runs all tokens."""
         if len(plan.partition.chunk_lens) != 1:
             raise InputError("partition", plan.chunks, "one chunk: under tp every rank takes all tokens")
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
@@ -223,7 +223,7 @@ class TensorParallel(Exchange):
         return [(keys[:, heads], values[:, heads]) for keys, values in pairs]
 
     def sum_up(self, part: Any, layer: int | None) -> None:
-        """Replace `part`, contiguous, by the sum over ranks; layer: None for the embedding."""
+        """Replace `part`, which must be contiguous, by its sum over ranks; layer: None for the embedding."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)

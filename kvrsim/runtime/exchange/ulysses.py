@@ -1,4 +1,4 @@
-"""Ulysses: tokens are split outside attention, heads inside, with an all-to-all at either end."""
+"""Ulysses: tokens are split outside attention, heads inside attention, with an all-to-all before and after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Ulysses(OwnAttentionExchange):
-    """Each rank keeps the K and V of all tokens, of its own heads; a KV head may lie on several ranks."""
+    """Each rank keeps the K and V of all tokens for its own heads; a KV head may be on several ranks."""
 
     @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
@@ -29,7 +29,7 @@ class Ulysses(OwnAttentionExchange):
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
-        """Raise InputError where the model cannot run the plan, or its heads do not divide into the ranks."""
+        """Raise InputError where the model cannot run the plan, or its heads do not divide over the ranks."""
         super().check(plan, geometry)
         heads, ranks = geometry.num_attention_heads, len(plan.partition.chunk_lens)
         for layout in geometry.layouts:
@@ -38,7 +38,7 @@ class Ulysses(OwnAttentionExchange):
                 raise InputError("gpus", ranks, f"ranks that {heads} heads and {kv_heads} KV heads divide into")
 
     def own_share(self, whole: Any) -> Any:
-        """Return the rank's heads."""
+        """Return the rank's heads of a layer's K or V."""
         layout = self.buffer(self.geometry.linked_layers[0]).layout
         times = layout.model_heads_per_kv_head
         first = self.rank * whole.shape[1] // self.transport.size
@@ -46,7 +46,7 @@ class Ulysses(OwnAttentionExchange):
         return whole[:, first : first + layout.num_key_value_heads * times]
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
-        """Return a cache of all tokens, of the rank's heads."""
+        """Return a cache of all tokens for the rank's heads."""
         whole = Chunk(start=0, length=self.plan.context_len, batch=self.plan.batch)
         size = self.transport.size
         each = memory or [None] * self.geometry.num_hidden_layers
@@ -57,7 +57,7 @@ class Ulysses(OwnAttentionExchange):
         return PrefixCache(buffers, self)
 
     def attend(self, query: Any, scale: float | None) -> Any:
-        """Swap the chunk's tokens of all heads for all tokens of the own heads; attend; swap back."""
+        """Exchange the chunk's tokens of all heads for all tokens of the rank's heads; attend; exchange back."""
         assert self.layer is not None
         buffer, size, boundaries = self.buffer(self.layer), self.transport.size, self.plan.partition.boundaries
         own_heads, kv_heads, batch = query.shape[1] // size, buffer.layout.num_key_value_heads, query.shape[0]
@@ -82,7 +82,7 @@ class Ulysses(OwnAttentionExchange):
         return torch.cat([part.unflatten(1, (batch, own_heads, -1)) for part in parts], dim=2).permute(1, 2, 0, 3)
 
     def _all_to_all(self, leaving: list[Any], rows: list[int]) -> list[Any]:
-        """Send each rank its part, the next rank first; return the parts of all ranks, `rows` long."""
+        """Send each rank its part, the next rank first; return the parts from all ranks; `rows`: their lengths."""
         rank, size = self.rank, self.transport.size
         parts, receives = list(leaving), []
         for shift in range(1, size):
@@ -98,12 +98,12 @@ class Ulysses(OwnAttentionExchange):
 
 
 class _HeadsBuffer(KvBuffer):
-    """K and V of all tokens, of the rank's heads. Attention gets all heads of the chunk, and exchanges them."""
+    """K and V of all tokens for the rank's heads. Attention gets all heads of the chunk, and exchanges them."""
 
     chunk_kv: tuple[Any, Any]
 
     def write(self, keys: Any, values: Any) -> None:
-        """Hold the chunk's K and V of all heads for attention."""
+        """Keep the chunk's K and V of all heads for attention."""
         step = self.layout.model_heads_per_kv_head
         self.chunk_kv = keys[:, ::step], values[:, ::step]
 
