@@ -31,8 +31,9 @@ class ClosedLoop:
     tpot_s: float  # seconds per output token while all users decode
     output_tokens: float = OUTPUT_TOKENS  # mean output tokens per request
     prompt_tokens: float | None = None  # mean per request; None: each prompt is long enough to fill its own steps
-    wait_steps: float = HALF_STEP  # decode steps before a prefill starts; 5.5 if the engine checks for new prompts only
-    # in every tenth step (SGLang's --scheduler-recv-interval 10)
+    # Decode steps before a prefill starts; 5.5 if the engine checks for new prompts only in every tenth step (SGLang's
+    # --scheduler-recv-interval 10).
+    wait_steps: float = HALF_STEP
 
     def mean_ttft_s(self, prefill_s: float) -> float:
         """Mean TTFT of all requests, from the seconds of one prefill on an idle engine."""
@@ -42,7 +43,7 @@ class ClosedLoop:
         return prefill_s * (1 + queue) + self.wait_steps * self.tpot_s
 
     def prefill_s(self, mean_ttft_s: float) -> float | None:
-        """Seconds of one prefill, from the mean TTFT; None if decode steps alone take as long."""
+        """Seconds of one prefill, from the mean TTFT; None if `wait_steps` take as long as the mean TTFT."""
         decode_s = self.output_tokens * self.tpot_s
         rest_s = mean_ttft_s - self.wait_steps * self.tpot_s
         if rest_s <= 0:

@@ -19,11 +19,11 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
 from kvrsim.units import scale
 
-PRIOR_ENGINE = "serving"  # the prior that all measured engines share
+PRIOR_ENGINE = "serving"  # name of the prior that all measured engines share
 NO_ENGINE = "none"  # no engine: the kernels and the host times of the profile
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
 DEVIATES_OF_80_PERCENT = 1.2816  # end of a normal distribution's central 80 %, in standard deviations
-SHORT_TOKENS = 512  # tokens of a batch; if it has fewer, the engine's overhead may be most of the time
+SHORT_TOKENS = 512  # tokens of a batch; in smaller batches, the engine's overhead may be most of the time
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
 
 # Quantities of an engine that have a spread, in the order in which tables list them.
@@ -42,7 +42,7 @@ class EngineFit:
     num_rows: Whole
     mape: RelativeError  # mean absolute error of TTFT on the rows that the engine was fitted to
     median_ape: RelativeError
-    left_out_mape: RelativeError  # the same on rows that were left out of the fit
+    left_out_mape: RelativeError  # mean absolute error of TTFT on rows that were left out of the fit
     left_out_median_ape: RelativeError
     left_out: str  # the unit left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
@@ -50,7 +50,7 @@ class EngineFit:
     # rows exceeds; empty: only log_sd is known. "short": prompts below SHORT_TOKENS.
     widths: Annotated[Mapping[str, tuple[NonNegative, NonNegative]], Keys(WIDTHS)] = field(default_factory=dict)
     coverage: RelativeError  # share of left-out rows whose TTFT is inside its 80 % interval
-    short_coverage: RelativeError | None = None  # for prompts below SHORT_TOKENS; None: part of `coverage`
+    short_coverage: RelativeError | None = None  # coverage below SHORT_TOKENS; None: part of `coverage`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class Engine:
     decode_step: bool = False  # whether TTFT includes one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
     fit: EngineFit | None = None
-    provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
+    provenance: Mapping[str, str] = field(default_factory=dict)  # source of the record, command, versions
 
     def scale_on(self, gpu: str) -> float:
         """Scale of the kernels on a GPU; if it was not measured, that of OTHER_GPU or the mean of measured GPUs."""
@@ -130,7 +130,7 @@ class Engine:
         return tuple(name for name, is_unknown in unknown.items() if is_unknown)
 
     def sides(self, unknowns: Sequence[str]) -> tuple[float, float] | None:
-        """How far log TTFT may lie below and above a prediction: the ends of the widest 80 % interval that applies.
+        """Distances of log TTFT below and above a prediction: the widest 80 % interval that applies.
 
         None: the engine was never compared with whole prefills.
         """

@@ -88,7 +88,7 @@ class MeasuredAllReduce:
 class AllReduceRates:
     """All-reduces that were measured inside one node, by number of GPUs."""
 
-    measured: tuple[MeasuredAllReduce, ...]  # in ascending order of the number of GPUs
+    measured: tuple[MeasuredAllReduce, ...]  # one table per number of GPUs, in ascending order
 
     def __post_init__(self) -> None:
         counts = [table.num_gpus for table in self.measured]
@@ -122,7 +122,7 @@ class GpuSpec:
     name: str  # name in gpus.json
     memory_bytes: Bytes  # total device memory, as nvidia-smi reports it
     hbm_bytes_per_s: float  # peak bandwidth of the device memory
-    peak_flops: PeakFlops  # by dtype, FLOP/s of the tensor cores for dense matrices
+    peak_flops: PeakFlops  # FLOP/s of the tensor cores for dense matrices, by dtype
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; for a CPU: its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
@@ -173,7 +173,7 @@ class LinkSpec:
 
     name: str  # name in links.json
     bandwidth_bytes_per_s: float  # payload bandwidth in one direction
-    latency_s: NonNegative  # from the first byte sent to the first byte received, including software
+    latency_s: NonNegative  # time from the first byte sent to the first byte received, including software
     source: str  # citation, or the author of the figure
     short_bytes_per_s: float | None = None  # rate of messages whose time is mostly latency; None: same as for all
     gather: GatherRates | None = None  # rates of all-gathers over such links; None: computed as single messages
@@ -251,7 +251,7 @@ class Cluster:
     gpu: GpuSpec  # kind of every GPU
     num_gpus: GpuCount  # total number of GPUs
     link: LinkSpec  # link between GPUs; with topology "nodes": inside a node
-    topology: Topology  # see the docstring of the class
+    topology: Topology  # kind of network; see the docstring of the class
     gpus_per_node: GpuCount | None = None  # GPUs of a node; None unless topology is "nodes"
     network: LinkSpec | None = None  # one GPU's share of the network between nodes; None on one node
 
@@ -274,7 +274,7 @@ class Cluster:
 
     @property
     def shares_bandwidth(self) -> bool:
-        """Whether flows compete for one bandwidth, so that durations depend on what else is in flight."""
+        """Whether flows compete for one bandwidth, so that durations depend on the other messages in flight."""
         return self.topology == "bus" and self.num_gpus > 1
 
     def slowness(self, rank: int) -> float:
@@ -413,16 +413,16 @@ class SlowGpu:
     """A GPU on which all operations take longer."""
 
     rank: int  # rank of the GPU, from 0
-    factor: float  # its times divided by those of the others, at least 1
+    factor: float  # times of the GPU divided by those of the others, at least 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
     """A link between two GPUs with less bandwidth than the others, in both directions."""
 
-    first: int  # the lower rank
-    second: int  # the higher rank
-    factor: float  # bandwidth of the others divided by its own, at least 1
+    first: int  # lower rank of the two GPUs
+    second: int  # higher rank of the two GPUs
+    factor: float  # bandwidth of the others divided by that of the link, at least 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,7 @@ class Degrees:
         return self.scheme is None or self.scheme in ENGINE_SCHEMES
 
     def on(self, num_gpus: int) -> Degrees:
-        """Fill in the size that is None. Raises InputError if the product of all sizes is not the number of GPUs."""
+        """Return the degrees without None. Raises InputError if the product of the sizes is not the number of GPUs."""
         named = {name: getattr(self, name) for name in _FIELDS.values()}
         product = math.prod(size or 1 for size in named.values())
         free = [name for name, size in named.items() if size is None]

@@ -42,7 +42,7 @@ class SideTraffic:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the traffic changes no time."""
+        """Whether the traffic has no effect on times."""
         return self.duty == 0 or (self.share == 0 and self.slowdown == 0)
 
 
@@ -51,11 +51,11 @@ class Noise:
     """All noise of a prefill: a fixed part, which the planner knows, and a random part, which is drawn."""
 
     side_traffic: SideTraffic | None = None
-    compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's duration; same mean
-    message_jitter: float = 0.0  # the same for a message's time on its link
+    compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's time; the mean is kept
+    message_jitter: float = 0.0  # standard deviation of the logarithm of a message's time on its link; the mean is kept
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
-    name: str = field(default="", compare=False)  # the text that the user gave
+    name: str = field(default="", compare=False)  # text of the noise, as the user wrote it
 
     @property
     def is_random(self) -> bool:
@@ -403,7 +403,7 @@ class Estimate:
     """A statistic of a distribution, estimated from samples, and its 95 % confidence limits."""
 
     value_s: float
-    low_s: float | None  # None: too few samples
+    low_s: float | None  # lower confidence limit; None: too few samples
     high_s: float | None
 
 

@@ -115,7 +115,7 @@ class AllToAll:
     and all messages for it have arrived.
     """
 
-    nbytes: Array  # bytes for the rank 1, 2, ... places further on, shape (p - 1, B)
+    nbytes: Array  # bytes for the next rank, the one after it, ..., shape (p - 1, B)
     host_s: float = 0.0
     payload: Payload = "heads"
 
@@ -196,7 +196,7 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
 
 
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
-    """Return the operations on GPUs that compute `factor` times as long; hosts and links are unchanged."""
+    """Return the operations on GPUs that are slower by `factor`; hosts and links are unchanged."""
     return tuple(
         replace(op, device_s=factor * op.device_s)
         if isinstance(op, Compute | RingPass) and op.kind != "request"
@@ -214,11 +214,11 @@ class Program:
     """
 
     strategy: str
-    prologue: tuple[tuple[Op, ...], ...]  # per rank: embedding
+    prologue: tuple[tuple[Op, ...], ...]  # operations per rank: embedding
     layers: tuple[tuple[tuple[Op, ...], ...], ...]  # operations per kind of layer, per rank
     layer_kind_index: tuple[int, ...]  # kind of each layer, in order
-    epilogue: tuple[tuple[Op, ...], ...]  # per rank: final norm and head, on the last rank
-    layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # per rank: layer of each block; None: in order
+    epilogue: tuple[tuple[Op, ...], ...]  # operations per rank: final norm and head, on the last rank
+    layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # layer of each block, per rank; None: in order
 
     @property
     def num_ranks(self) -> int:

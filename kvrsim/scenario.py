@@ -326,7 +326,7 @@ class Scenario:
     def pace(self) -> float:
         """Seconds of products and attention divided by their seconds at the burst clock.
 
-        Under load, the clock falls with the time since the prefill began. One factor holds for the whole prefill. It is
+        Under load, the clock falls with the time since the prefill began. One factor holds for the whole prefill:
         that of a GPU with an even share of the work, because balanced ranks work about equally long.
         """
         if self.profile is None or self.profile.kernels.clock is None:
@@ -381,7 +381,7 @@ class Scenario:
     def message_share(self) -> float:
         """Share of a GPU's compute rate that a ring's messages take while they are in flight.
 
-        It is the measured share of multiprocessors or, if that was not measured, `pending_share`.
+        The share is that of the multiprocessors that messages occupy or, if not measured, `pending_share`.
         """
         held = 0 if self.profile is None else self.profile.links.message_sms
         return min(held / self.cluster.gpu.num_sms, _MOST_HELD) if held else self.pending_share

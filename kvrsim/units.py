@@ -102,7 +102,7 @@ def parse_share(text: str, argument: str, *, below: float = math.inf) -> float:
 
 
 def parse_bandwidth(text: str, argument: str) -> float:
-    """Bytes per second of "10GB/s", "400Gb/s" (bits) or "1.5TB/s"; a number alone is refused."""
+    """Bytes per second of "10GB/s", "400Gb/s" (bits) or "1.5TB/s"; a number without a unit is refused."""
     bandwidth = _quantity(text, _BYTES_PER_S)
     if bandwidth is None or not 1 <= bandwidth <= MAX_BYTES_PER_S:
         raise InputError(argument, text, "a bandwidth with its unit, such as 10GB/s (bytes) or 400Gb/s (bits)")
@@ -110,7 +110,7 @@ def parse_bandwidth(text: str, argument: str) -> float:
 
 
 def parse_seconds(text: str, argument: str, *, allow_zero: bool = False) -> float:
-    """Seconds of "5us", "2ms", "1.5s" or "300ns"; a number alone is refused."""
+    """Seconds of "5us", "2ms", "1.5s" or "300ns"; a number without a unit is refused."""
     seconds = _quantity(text, _SECONDS)
     too_small = seconds is not None and (seconds < 0 if allow_zero else seconds <= 0)
     if seconds is None or too_small or seconds > MAX_SECONDS:
@@ -120,7 +120,7 @@ def parse_seconds(text: str, argument: str, *, allow_zero: bool = False) -> floa
 
 
 def parse_bytes(text: str, argument: str) -> int:
-    """Bytes of "80GB" (10**9) or "1MiB" (2**20); a number alone is refused."""
+    """Bytes of "80GB" (10**9) or "1MiB" (2**20); a number without a unit is refused."""
     size = _quantity(text, _BYTES)
     if size is None or size.denominator != 1 or not 1 <= size <= MAX_BYTES:
         raise InputError(argument, text, "a size with its unit, such as 80GB or 1MiB")

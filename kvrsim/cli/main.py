@@ -1,6 +1,6 @@
 """The console entry `run()`. Each failure ends in one line on standard error and an exit code.
 
-A command is imported on first use, so that it does not wait for the others.
+A command is imported on first use, so that it does not wait for the import of others.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
             return int(error.code or 0)  # after shell completion, or after a signal while ranks ran
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
         return BROKEN_PIPE
-    except OSError as error:  # for example, a full disk
+    except OSError as error:  # for example, the disk is full
         return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
     except Exception as error:
         return _fail_unexpectedly(error, arguments)

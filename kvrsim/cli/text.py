@@ -59,7 +59,7 @@ def show(*parts: Part) -> None:
 
     Control characters in names are escaped.
     Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider than a terminal loses its optional
-    columns; where that is not enough, its rows are shown one below the other. Without a terminal the table stays whole.
+    columns; if it is still too wide, its rows are printed as lists. Without a terminal the table stays whole.
     """
     typer.echo(page(parts, _console().width, terminal=sys.stdout.isatty()))
 

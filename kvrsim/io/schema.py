@@ -84,7 +84,7 @@ class Keys:
 NonNegative = Annotated[float, Range(least=0.0, most=1e30)]
 Share = Annotated[float, Range(least=0.0, most=1.0)]
 PositiveShare = Annotated[float, Range(above=0.0, most=1.0)]
-RelativeError = Annotated[float, Range(least=0.0, most=10.0)]  # also a standard deviation of a logarithm
+RelativeError = Annotated[float, Range(least=0.0, most=10.0)]  # share; also a standard deviation of a logarithm
 Whole = Annotated[int, Range(least=0, most=MAX_TOKENS)]
 _RANGES = {float: Range(above=0.0, most=1e30), int: Range(least=1, most=MAX_TOKENS)}
 _REQUIRED = object()
@@ -143,7 +143,7 @@ def parse_json(text: str | bytes) -> Any:
 class JsonObject:
     """A JSON object whose values are checked as they are read; null counts as absent."""
 
-    fields: Mapping[str, Any]  # the object as the json module gives it
+    fields: Mapping[str, Any]  # the object as the json module returns it
     where: str  # name of the argument and the file, for messages
     key_path: str = ""  # path of this object in the file, with a final dot; empty at the top
 

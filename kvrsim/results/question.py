@@ -27,10 +27,10 @@ class Question:
     num_gpus: int
     context_len: int  # tokens, the cached prefix included
     batch: int
-    cached_prefix: int  # tokens
+    cached_prefix: int  # tokens of the cached prefix
     prefix_placement: str  # where the prefix's K and V are stored, as the option is written
     dtype: str
-    quantization: str | None  # such as "awq, 4 bits"; None: not quantised
+    quantization: str | None  # quantisation, such as "awq, 4 bits"; None: not quantised
     attention: str  # attention kernel
     memory_fraction: float  # share of each GPU's memory that the prefill may use
     engine: str  # engine that serves the model; "none": the kernels and the profile's host

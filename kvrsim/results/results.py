@@ -69,7 +69,7 @@ class Displayed:
     def plot(self, path: str | Path | None = None) -> Figure:
         """Make a figure of the result, which notebooks show.
 
-        path: file to write, too: .png, .svg or .pdf, or .html for an interactive page in one file.
+        path: also write this file: .png, .svg or .pdf, or .html for an interactive page in one file.
         Raises InputError naming the argument plot if the suffix is not one of these or the file cannot be written.
         """
         if path is not None:
@@ -231,7 +231,7 @@ class SimResult(StrategyPrediction, Answer):
     breakdown: Breakdown | None = field(default=None, repr=False)
     noise: Noise | None = None  # noise in `ttft_s` and `per_rank`, which are those of one sample
     noisy: Distribution | None = None  # TTFTs of all samples
-    users: ClosedLoop | None = None  # the users of `mean_ttft_s`
+    users: ClosedLoop | None = None  # closed-loop users of `mean_ttft_s`
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the timeline."""
@@ -258,7 +258,7 @@ class PipelineBound:
 
     lower_bound_s: float  # seconds; proven
     gap: float  # TTFT / lower_bound_s - 1
-    gap_as_chosen: float  # the same gap, at the step time for which the pieces were chosen
+    gap_as_chosen: float  # the gap at the step time for which the pieces were chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -312,7 +312,7 @@ class Bounds:
 
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched again with free links
-    lower_bound_s: float | None  # proven: no KVR partition over these GPUs is faster; None: nothing is proven
+    lower_bound_s: float | None  # seconds; proven: no KVR partition over these GPUs is faster; None: no proof
     gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or nothing is proven
     of: str = "kvr"  # the strategy whose TTFT `lower_bound_s` bounds
     best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known
@@ -376,7 +376,7 @@ class Plan(Answer, OnFirstUse):
     not_compared: tuple[str, ...]  # strategies that cannot fit, and by default rings of many GPUs
     bounds: Bounds
     search: SearchReport
-    rests_on: str  # the profile's measurements and errors
+    rests_on: str  # basis of the prediction: the profile's measurements and errors
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # timeline of the best
@@ -385,7 +385,7 @@ class Plan(Answer, OnFirstUse):
     promise: Promise | None = None  # promise for the best strategy; None: nothing fits
     limits: tuple[Limit, ...] = ()  # limits of the best strategy's TTFT, the largest share first
     shortfall: Shortfall | None = None  # if nothing fits: the missing memory, and settings that would fit
-    users: ClosedLoop | None = None  # the users of every strategy's `mean_ttft_s`
+    users: ClosedLoop | None = None  # closed-loop users of every strategy's `mean_ttft_s`
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
 
     @property

@@ -1,8 +1,8 @@
 """Timelines: spans of time on ranks and links, and their sums by operation.
 
 A timeline is a table of spans, or a trace for Perfetto and chrome://tracing, with an arrow for every message and the
-question that it answers. Source: "Trace Event Format" of the Chromium project: complete events, flow events and
-metadata events. A breakdown sums the seconds by rank and operation, compared with the roofline.
+question that the timeline answers. Source: "Trace Event Format" of the Chromium project: complete events, flow events
+and metadata events. A breakdown sums the seconds by rank and operation, compared with the roofline.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def write_trace(
 ) -> None:
     """Write one JSON trace of several timelines, each with its name (or ""), spans and names of ranks.
 
-    question: what the timelines answer; it is in the trace, with the version and the command.
+    question: what the timelines answer; the trace contains it, with the version and the command.
     about: values that replace parts of the question; None removes a part.
     """
     command = command_line()

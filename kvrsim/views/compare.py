@@ -34,7 +34,7 @@ class SavedAnswer:
     name: str
     question: Mapping[str, str]  # parts of the question in words, by label
     strategies: tuple[SavedStrategy, ...]
-    best: SavedStrategy | None  # None: nothing fits
+    best: SavedStrategy | None  # best strategy; None: nothing fits
     limits: Mapping[str, float]  # shares of the best strategy's TTFT by kind of operation
 
     @classmethod

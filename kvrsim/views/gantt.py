@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin
+MAX_DETAILED_RANKS = 32  # largest number of ranks with thick lanes
 _PIXELS = 2800  # columns of a lane; a picture has about half as many pixels
 _HATCHED = 12  # largest wait that is not hatched, in columns
 _LINK_ROWS = 100  # largest number of ranks for which lanes have room for links
@@ -28,7 +28,7 @@ _LINK_BAR = (0.27, 0.38)
 
 
 def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
-    """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; written atomically.
+    """Draw ranks x seconds and write the file atomically, as PNG, SVG or PDF by the path's suffix.
 
     Raises InputError naming the argument plot if the suffix is not one of these or the file cannot be written.
     """

@@ -2,7 +2,7 @@
 
 A page is made in three steps:
 
-1. A module of the package whose result it shows makes a `Page`: text for people, sections of markup (`tag`, `table` of
+1. The module whose result the page shows makes a `Page`: text for people, sections of markup (`tag`, `table` of
    kvrsim/views/page.py), `data` of plain JSON values, and the names of the scripts that draw them. A script is a file
    of kvrsim/views/assets.
 2. `write_page` writes it, atomically. Styles and scripts are inside. The policy in its head names their hashes and
@@ -70,7 +70,7 @@ class Page:
 
     title: str  # title of the window and of the page
     answer: str = ""  # text below the title; the first of several lines is emphasised
-    facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label; folded
+    facts: Mapping[str, str] = field(default_factory=dict)  # parts of the whole question by label; folded
     sections: Sequence[Section] = ()
     notes: Sequence[str] = ()  # assumptions of the answer, and warnings
     data: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values for the scripts
@@ -180,7 +180,7 @@ _EMPTY = ("br", "hr", "input", "meta")
 
 
 class Html(str):
-    """Markup. A plain string is text, which is escaped when it is put into markup."""
+    """Markup. A plain string, in contrast, is escaped when it is put into markup."""
 
     __slots__ = ()
 

@@ -167,7 +167,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
     unit = format_seconds(max(one.ttft_high_s for one in rows)).split(" ")[1]
     over = None if plan.yardstick is None else baseline_title(plan.yardstick)
-    columns = {  # columns, each with whether it is shown
+    columns = {  # columns, and whether each is shown
         Column(title="strategy\n"): True,
         Column(title="partition\n(tokens)", rank=4, hint="tokens of each rank or piece"): not short,
         Column(title="TTFT\n", number=True, hint="time to first token"): True,

@@ -114,7 +114,7 @@ def _columns(
 
 
 def _first_tokens_s(timeline: Timeline) -> list[float]:
-    """Seconds of each request's first token; for a single request, when the last rank ends."""
+    """Time of each request's first token, in seconds; for a single request, the time at which the last rank ends."""
     last = timeline.num_ranks - 1
     ends = (span.end_s for span in timeline.spans if span.rank == last and span.kind != "transfer")
     return [max(ends, default=timeline.end_s)]

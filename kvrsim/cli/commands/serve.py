@@ -1,7 +1,7 @@
 """`kvrsim serve`: plans in a browser. The question is edited on a page; the answer is the page of `plan --plot`.
 
-The server listens on the loopback interface, and each address holds a token that only the terminal shows. It keeps
-the last answers in memory and nothing on disk. A new question ends the search for the question before it.
+The server listens on the loopback interface, and each address holds a token that only the terminal shows. The server
+keeps the last answers in memory and nothing on disk. A new question ends the search for the question before it.
 """
 
 from __future__ import annotations

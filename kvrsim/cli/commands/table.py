@@ -1,4 +1,4 @@
-"""`kvrsim table`: partitions for many contexts, built once, looked up and shown."""
+"""`kvrsim table`: build, look up and show a table of partitions for many contexts."""
 
 from __future__ import annotations
 
