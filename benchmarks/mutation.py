@@ -198,7 +198,7 @@ def _replace(path: str, tree: ast.Module) -> None:
 
 def report(results: dict[str, bool], sample: str) -> None:
     """Write the page: killed mutants per module, and all survivors. sample: description of the drawn mutants."""
-    from validate.report import write_benchmark  # not at the top: a mutant needs no reports
+    from validate.report import write_benchmark  # imported here because a mutant needs no reports
 
     reasons = json.loads(EQUIVALENT.read_text())
     lines = ["| module | mutants | killed | equivalent | killed of the others |", "|---|---|---|---|---|"]

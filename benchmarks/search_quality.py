@@ -186,7 +186,7 @@ def _whole(shares, tokens: int):  # type: ignore[no-untyped-def]
     """Convert rows of shares to rows of whole chunks: each has at least one token, and the sum is `tokens`."""
     ranks = shares.shape[1]
     ends = np.floor(np.cumsum(shares, axis=1) / shares.sum(axis=1, keepdims=True) * (tokens - ranks)).astype(np.int64)
-    ends[:, -1] = tokens - ranks  # also if the sum of the shares is rounded down
+    ends[:, -1] = tokens - ranks  # exact even if the sum of the shares is rounded down
     return np.diff(ends, axis=1, prepend=0) + 1
 
 

@@ -58,7 +58,7 @@ def wide_functions() -> list[str]:
 
 
 def modules_of_the_default_plan() -> int:
-    """Project modules that `kvrsim plan --gpus 8 --ctx 16k` imports."""
+    """Number of project modules that `kvrsim plan --gpus 8 --ctx 16k` imports."""
     code = _PLAN.format(packages=PACKAGES)
     command = [sys.executable, "-c", code]
     return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)

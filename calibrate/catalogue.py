@@ -61,7 +61,7 @@ class Symbol(int):
 
     @property
     def expression(self) -> str:
-        """The polynomial as Python writes it."""
+        """The polynomial as a Python expression."""
         products = (
             " * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items()
         )

@@ -281,7 +281,7 @@ class Measurement:
     nodes: int | None = None  # 1: all in one node; 2: across nodes
     src: int | None = None  # send_recv: the rank that sends
     dst: int | None = None  # send_recv: the rank that receives
-    messages: int = 1  # send_recv: transfers of that size in flight at once
+    messages: int = 1  # send_recv: number of transfers of this size in flight at once
     warmups: int | None = None  # runs just before the timed ones; None: unknown
     repeats: int | None = None  # timed runs without a pause; None: unknown
     median_s: float  # seconds, median of the repeats
@@ -296,11 +296,11 @@ class Measurement:
 
     @property
     def has_loop(self) -> bool:
-        """Whether it is known how often the operation ran in a row."""
+        """Whether the numbers of warm-up and timed runs are known."""
         return self.warmups is not None and self.repeats is not None
 
     def scaled(self, factor: float) -> Measurement:
-        """The measurement with its times multiplied."""
+        """The measurement with its times multiplied by a factor."""
         mean_s = None if self.mean_s is None else self.mean_s * factor
         return replace(self, median_s=self.median_s * factor, mean_s=mean_s)
 

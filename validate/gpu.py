@@ -44,7 +44,7 @@ class Machine:
 
     @property
     def most_ranks(self) -> int:
-        """Most ranks of a step: one per GPU, but at most 8; two on a CPU."""
+        """Maximum number of ranks of a step: one per GPU, but at most 8; two on a CPU."""
         return min(self.num_gpus, 8) if self.on_gpu else 2
 
     @property

@@ -50,7 +50,7 @@ _PRIOR = np.log(
 )  # logarithms of the engines' mean TERMS; kernel times of the profiles are assumed to be right
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
-_MODEL_SD = 1.5  # spread of log factors of model types: all engines' factor around 0, one engine's around it
+_MODEL_SD = 1.5  # spread of log factors of model types: the common factor around 0, an engine's around the common one
 _VERSION_ROWS = 5.0  # prior rows that shrink a version's factor towards 1
 _NOISE = 0.25  # scale of log(predicted / measured); settings with larger errors have less weight
 # Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
@@ -148,7 +148,7 @@ class EngineConstants:
     by_engine: dict[str, Array]  # logarithms of TERMS by engine
     transfer_s: float  # see Engine.transfer_s
     shared_types: dict[str, float] = field(default_factory=dict)  # log factors on launch_s by model_type
-    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # by engine and model_type
+    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # log factors by engine and model_type
     versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factors on all seconds
 
     def seconds(self, settings: Settings, rows: Flags) -> Array:

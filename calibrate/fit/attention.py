@@ -303,7 +303,7 @@ def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fit
 def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
     """Fit a rate of the FLOPs of QK^T and PV, a rate of device memory (28 bytes per score), and a start time.
 
-    Where that form fits poorly, factors by size of the score matrix are added if they improve held-out calls.
+    Where the form fits poorly, factors by size of the score matrix are added if they improve held-out calls.
     """
     calls = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(calls))
@@ -321,7 +321,7 @@ def fit_blocked(
 ) -> Fitted[BlockedRates]:
     """Fit rates of the causal half and of the rectangle, start times of calls and of queries, and the size of blocks.
 
-    Where that form fits poorly, factors by number of queries are added if they improve held-out calls.
+    Where the form fits poorly, factors by number of queries are added if they improve held-out calls.
     """
     calls = usable_attention(rows, head_dim)
     data, peak = AttentionRows.of(calls), peak_flops(gpu, dtypes_of(calls))

@@ -28,7 +28,7 @@ _LEAST_SMS = 8
 
 _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
-_GOING_ON = 3  # number of starts that are continued to the end
+_GOING_ON = 3  # number of best starts that continue with all rows
 _TRIAL_STEPS = 50
 _FOLDS = 10
 _SEED = 0  # seed of starts and folds: the same rows give the same fit
@@ -36,7 +36,7 @@ _SEED = 0  # seed of starts and folds: the same rows give the same fit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of a fit, on a logarithmic scale, or on a linear scale if it may be 0."""
+    """A parameter of a fit, on a logarithmic scale, or on a linear scale if the parameter may be 0."""
 
     name: str
     start: float
@@ -106,7 +106,7 @@ def solve(
 
 
 def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some], Array], count: int = _FOLDS) -> Array:
-    """Cross-validated predictions: every row is predicted by a fit without the rows of its label.
+    """Cross-validated predictions: every row is predicted by a fit without the rows of the same label.
 
     `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels are assigned to `count` folds
     with a fixed seed.
@@ -181,7 +181,7 @@ class Fit(Generic[Rates]):
         return self.compare("fitted", self.seconds(self.rates, self.every))
 
     def left_out(self, what: str, labels: Iterable[Hashable]) -> Comparison:
-        """Predictions of each row by a fit without the rows of its label."""
+        """Predictions of each row by a fit without the rows of the same label."""
         predicted = cross_validated_s(labels, lambda train, test: self.seconds(self.fitted(train), test))
         return self.compare(f"{what} left out", predicted)
 
@@ -302,7 +302,7 @@ def element_bytes_of(rows: Iterable[Measurement]) -> int:
 
 
 def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
-    """FLOP/s on the datasheet of the best of these dtypes. Raises InputError if it lists none."""
+    """FLOP/s on the datasheet of the best of these dtypes. Raises InputError if the datasheet has none of them."""
     known = [flops for dtype, flops in gpu.peak_flops.items() if dtype in dtypes]
     if not known:
         raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")

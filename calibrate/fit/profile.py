@@ -1,4 +1,4 @@
-"""fit_profile: a CalibrationProfile from measurements, and a report of how well they agree, also on whole layers."""
+"""fit_profile: a CalibrationProfile from measurements, and a report of the profile's errors, also on whole layers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _HAND_LOG_SD = 0.5
 _MOST_SHAPES = 64  # maximum number of shapes with tables if the caller names none
 _WERE = {"elementwise": "were", "send_recv": "were", "all_gather": "was"}
 
-# -- other tables of the same GPU: fields that two rows of one operation share, and the least size for a comparison
+# -- other tables of the same GPU: fields that two rows of one operation share, and minimum size for a comparison
 _SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gemm": ("tokens", "in_features", "out_features"),
@@ -405,7 +405,7 @@ class _OperationFits:
         self.fitted_clock = fit_clock([*rows.gemm, *choices.others], gpu) if has_waves(gpu) else None
         self.clock = None if self.fitted_clock is None else self.fitted_clock.clock  # clock for products and attention
         self.fitted: dict[str, Fitted[Any]] = {}  # fits by kind of operation
-        self.more_lines: dict[str, list[Errors]] = {}  # by kind of operation: errors that are not in `fitted`
+        self.more_lines: dict[str, list[Errors]] = {}  # errors that are not in `fitted`, by kind of operation
         self.operations: dict[str, OperationFit] = {}
         self.missing: list[str] = []  # notes on what was not measured
         self.used: list[Measurement] = []
@@ -416,7 +416,7 @@ class _OperationFits:
         return rows
 
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
-        """Record a fit and return its rates. A poor fit is noted for rows of this machine, else an InputError."""
+        """Record a fit and return its rates. A poor fit gives a note for rows of this machine, else an InputError."""
         self._check_error(kind, fitted)
         if kind in self.fitted:
             self.more_lines.setdefault(kind, []).extend(self.fitted[kind].lines())

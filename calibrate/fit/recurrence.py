@@ -14,7 +14,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 
-_LONG_TOKENS = 1024  # minimum number of tokens of a long scan: the chunks of a prefill
+_LONG_TOKENS = 1024  # minimum number of tokens of the scans that are compared
 _NO_OTHER_LOG_SD = 0.5  # error of a kind that has another kind's rates, if only one kind was measured
 _STARTS = 8
 _NOISE = 0.1  # kernels are tuned better to some head counts than to others

@@ -81,7 +81,7 @@ class FitReport:
         }
 
     def to_markdown(self) -> str:
-        """A page: what was measured by whom, and a table of errors per operation."""
+        """The report as a Markdown page: sources of the measurements, and a table of errors per operation."""
         profile = self.profile
         description = profile.description[:1].upper() + profile.description[1:]
         parts = [
@@ -146,9 +146,9 @@ def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtyp
 
 
 def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
-    """Compare `layer` rows of one sequence in a dtype and kernel of the profile; None without such rows.
+    """Compare `layer` rows of one sequence in a dtype and kernel of the profile; None if there are no such rows.
 
-    A row with an unknown kernel belongs to the profile's attention kernel, if it has only one.
+    A row with an unknown kernel belongs to the profile's attention kernel, if the profile has only one.
     """
     used = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
     if not used:

@@ -21,7 +21,7 @@ These tables of the folder systems/data/SYSTEM are read:
                                                                 read_module
 
 SGLang's and TensorRT-LLM's collectors (github.com/ai-dynamo/aiconfigurator) fill matrices with random data. vLLM's
-collector leaves the weights of BF16 products as torch.empty made them; such products take less time.
+collector leaves the weights of BF16 products uninitialised (torch.empty): such products take less time.
 
 Rows of the same shape are merged into one row: their median, and their standard deviation as spread. If several
 attention kernels were measured with a head_dim, one of them is read. The order of preference is fa3, other flash
@@ -109,7 +109,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         found = source.nccl() if file == _NCCL_FILE else source.table(table, file, version)
         if found is not None:
             rows = read(found)
-            if file == _DECODE_FILE:  # only kernels that also compute prefills
+            if file == _DECODE_FILE:  # keep only kernels that also compute prefills
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
             measured += [with_loop(row, framework, source.system) for row in rows]
@@ -302,9 +302,9 @@ def read_experts(text: str, kinds: Sequence[str] | None = None, argument: str = 
     busiest GPU was timed. SGLang's rows of several GPUs cannot be used: its collector assigns the tokens of other GPUs
     to expert 0 (collector/sglang/collect_moe.py).
 
-    For each type the kernel with most rows is read: other kernels replace it where it does not run. A row is dropped if
-    it takes over 1.5 times as long as a row of the same shape with more tokens: its kernel was chosen badly. `text` and
-    errors: see read_table; also InputError for a type without rows.
+    For each type the kernel with most rows is read; other kernels were measured only where this kernel does not run. A
+    row is dropped if it takes over 1.5 times as long as a row of the same shape with more tokens: its kernel was chosen
+    badly. `text` and errors: see read_table; also InputError for a type without rows.
     """
     numbers = ["num_tokens", *_MOE_SHAPE]
     frame, source = read_table(text, "moe", "moe_perf.parquet", numbers, _MOE_TEXTS, argument=argument)

@@ -45,7 +45,7 @@ class Bench(Protocol):
         """Return the estimated seconds of one sample."""
 
     def sample(self, point: Point) -> Seconds:
-        """Return one repetition: seconds by name of the timed part. Raises Skipped where the point does not fit."""
+        """Return one repetition: seconds by name of the timed part. Raises Skipped if memory is too small."""
 
     def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:
         """Return rows with medians and spreads."""
@@ -101,7 +101,7 @@ def within_budget(bench: Bench, budget_s: float) -> list[Point]:
 
 
 def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None = None) -> Outcome:
-    """Measure every point LEAST_SAMPLES times, then those with imprecise medians until the budget is used up.
+    """Measure every point LEAST_SAMPLES times, then points with imprecise medians until the budget is used up.
 
     Writes the CSV. on_progress: called with the seconds done, the budget, and the name of the point. Samples and
     seconds of an interrupted campaign count. The journal stays until the caller removes it.

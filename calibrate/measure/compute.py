@@ -28,7 +28,7 @@ BARE_LAYER = "bare layer"  # name of a sample's seconds of a whole layer without
 _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of a first forward that measures the device's speed
 _MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, because marks would take much of the time
-_HOST = ("host_layer", "host_prepare")  # parts that the host spends; the device spends the others
+_HOST = ("host_layer", "host_prepare")  # seconds of the host; all other parts are seconds of the device
 _BY_POINT = (
     "attention",
     "before_attention",
@@ -134,7 +134,7 @@ class ComputeBench:
         return bench
 
     def points(self) -> Sequence[Point]:
-        """The grid; on a CPU also blocks of a ring; on a GPU also host times, and layers during a pending receive."""
+        """The grid; on a CPU also blocks of a ring; on a GPU also host times and layers during a pending receive."""
         points = grid(self.setup.max_context, self.setup.kernels)
         if self.timer.clock.host_is_device:
             first, *rest = points

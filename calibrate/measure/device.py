@@ -64,7 +64,7 @@ class DeviceLog:
         self._lines.close()
 
     def summary(self) -> dict[str, Any]:
-        """Return [least, median, most] clock (Hz) and power (W), and each throttle reason's share of the readings."""
+        """Return smallest, median and largest clock (Hz) and power (W), and the share of each throttle reason."""
         self._lines.seek(0)
         return summary(self._lines.read().splitlines())
 

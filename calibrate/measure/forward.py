@@ -171,7 +171,7 @@ class ForwardTimer:
         )
 
     def block(self, at: Point) -> dict[str, float]:
-        """Seconds of a chunk's attention to a block of `prefix` unmasked keys, and of merging it, as in rings."""
+        """Seconds of a chunk's attention to a block of `prefix` unmasked keys, and of merging the result."""
         from kvrsim.runtime.attention import Merged, block_attention
 
         model, dtype = self.setup.model, Geometry.of(self.models[at.kernel]).dtype

@@ -56,7 +56,7 @@ _LEAST_REDUCED = 2**16  # bytes of the smallest all-reduce, as for hidden states
 _FP32_BYTES = 4  # bytes of an fp32 element
 _LARGE_SIZES = 2  # number of the largest sizes at which several messages are sent at once
 _LEAST_S = 2e-2  # minimum seconds of a sample: shorter ones depend on the CPU's state at their start
-_LEAST_REPEATS = 3  # with three, the median excludes one disturbed repeat
+_LEAST_REPEATS = 3  # minimum number of repeats; with three, the median excludes one disturbed repeat
 _MOST_REPEATS = 200
 _LONG_S = 0.1  # seconds of a transfer; longer transfers are not repeated
 _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, and bytes/s of a long message
@@ -296,14 +296,14 @@ class LinkBench:
 
 # -- whether a switch or a bus connects the ranks, derived from message times
 
-Slowdowns = Mapping[tuple[str, int], float]  # by shape (separate, both or chain) and number of simultaneous messages
+Slowdowns = Mapping[tuple[str, int], float]  # slowdown by shape (separate, both, chain) and number of messages
 
 _SHARED = 0.5  # threshold between 0 (simultaneous messages keep their rates) and 1 (they share one rate)
 _SHAPES = {"separate": "of separate pairs", "chain": "along a chain", "both": "in both directions of a pair"}
 
 
 def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -> tuple[Topology, str]:
-    """Return the topology that send_recv rows with src and dst show, and sentences with the ratios that show it.
+    """Return the topology that send_recv rows with src and dst show, and sentences with the ratios behind this result.
 
     Ranks share a bus if simultaneous messages slow each other down: with four ranks or more, messages of separate
     pairs; with fewer ranks, the two directions of a pair and the links of a chain. Raises InputError naming `argument`

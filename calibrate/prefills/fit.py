@@ -35,7 +35,7 @@ MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
 _CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; kernel_scale covers larger differences
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
-_SPANNED = 4  # minimum ratio of the longest prompt to the shortest for which token_s is fitted
+_SPANNED = 4  # minimum ratio of the longest prompt to the shortest for a fit of token_s
 _IDENTIFIED = 0.5**0.5  # share of the prior's width below which the rows determine a term better than the prior
 _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
 
@@ -500,7 +500,7 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
 def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
     """Spread of log(predicted / measured) of left-out rows; wider for fewer rows.
 
-    The spread is scaled so that 1.2816 times it is the 90 % quantile of Student's t for this number of rows.
+    The spread is scaled so that 1.2816 spreads are the 90 % quantile of Student's t for this number of rows.
     """
     from scipy.stats import t
 

@@ -293,7 +293,7 @@ def _aiperf(data: JsonObject, output: Output) -> None:
     asked = config if isinstance(config, dict) else {}
     names = asked.get("model_names") or _inner(asked, "endpoint").get("model_names")
     output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=known_model(_first(names)))
-    load = _inner(asked, "loadgen")  # in AIPerf; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
+    load = _inner(asked, "loadgen")  # a key of AIPerf; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
     stimulus = _inner(_inner(asked, "perf_analyzer"), "stimulus")
     rate, concurrency = (load.get(key, stimulus.get(key)) for key in ("request_rate", "concurrency"))
     if rate is not None or concurrency is not None:  # by default both tools send one request at a time

@@ -87,7 +87,7 @@ def _row(fields: dict[str, str]) -> Row:
 
 
 MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
-_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; these runs had the CUDA-direct link off
+_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; rows at these links have GPU-direct off
 _CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # simulated strategy of rows whose strategy is "kvr", by link
 
 

@@ -7,8 +7,8 @@ Six constants are fitted; everything else is counted or measured elsewhere. The 
 - bytes that Falcon's code moves per score element: 12 to 16 counted without ALiBi and 44 with it, but the rows of both
   models are best predicted with about 24. Llama's 28 bytes are counted.
 Host seconds per kernel are fitted to Llama (40 kernels per layer; 42 with shared KV heads), Falcon 7B (38) and Falcon
-1B (19) together. Rows of one family hardly determine them, or Falcon's bytes: the priors are 10 us per kernel and
-Llama's bytes, within a factor of two.
+1B (19) together. Rows of one family hardly determine host seconds per kernel, or Falcon's bytes: the priors are 10 us
+per kernel and Llama's bytes, within a factor of two.
 Counted are kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and
 copies of K and V in the paper's pseudo-code (stacked by all ranks; concatenated with an earlier prefix; copied twice
 where torch's list all-gather unpacks pieces that are then concatenated).
