@@ -256,7 +256,7 @@ class SimResult(StrategyPrediction, Answer):
 class PipelineBound:
     """Lower bound on the TTFT of a pipeline with any pieces and stages over the same ranks."""
 
-    lower_bound_s: float  # seconds; proven
+    lower_bound_s: float  # proven bound, seconds
     gap: float  # TTFT / lower_bound_s - 1
     gap_as_chosen: float  # the gap at the step time for which the pieces were chosen
 
@@ -302,7 +302,7 @@ class ChainBound:
     """Lower bound on the TTFT of any partition of a strategy that is a KV-Runahead chain."""
 
     strategy: str
-    lower_bound_s: float  # seconds; proven
+    lower_bound_s: float  # proven bound, seconds
     gap: float  # the strategy's TTFT / lower_bound_s - 1
 
 
@@ -312,7 +312,7 @@ class Bounds:
 
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched again with free links
-    lower_bound_s: float | None  # seconds; proven: no KVR partition over these GPUs is faster; None: no proof
+    lower_bound_s: float | None  # proven bound, seconds: no KVR partition over these GPUs is faster; None: no proof
     gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or nothing is proven
     of: str = "kvr"  # the strategy whose TTFT `lower_bound_s` bounds
     best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known

@@ -47,7 +47,7 @@ _STYLES = {
     "uPlot.iife.min.js": "uPlot.min.css",
     "controls.js": "controls.css",
     "serve.js": "serve.css",
-}  # styles of scripts
+}  # style sheets of scripts
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
 _LONG = 28  # number of letters; a longer fact is two columns wide

@@ -414,7 +414,7 @@ profiles = _commands(
 
 
 def show_profile(profile: CalibrationProfile) -> None:
-    """Print all values of a profile; a table of measured times is replaced by its shape."""
+    """Print all values of a profile; its tables of measured products are summarised."""
     content = profile.to_dict()
     products = content["kernels"]["gemm"], *content["kernels"]["gemm_types"].values()
     rates = profile.kernels.gemm, *profile.kernels.gemm_types.values()

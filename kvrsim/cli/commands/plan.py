@@ -108,7 +108,7 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
     return None if name is None else ForEngine(name, only=deploy.only_deployable is not None)
 
 
-_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # codes for --explain
+_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # notes that only --explain shows
 
 
 def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -> list[lines.Part]:

@@ -71,7 +71,7 @@ def run(
         print_json(result.to_dict())
     else:
         show_run(result)
-    about = {"cluster": f"{result.num_gpus} ranks, {result.conditions['device']}", "profile": None}  # no profile used
+    about = {"cluster": f"{result.num_gpus} ranks, {result.conditions['device']}", "profile": None}  # not predicted
     write_files(
         (files.trace, lambda path: result.timeline.write_chrome_trace(path, result.question, **about)),
         (files.plot, result.write_plot),
