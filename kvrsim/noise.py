@@ -296,7 +296,7 @@ class _SlowLinkTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NoiseFile:
-    """A noise in JSON."""
+    """The keys of a noise in JSON."""
 
     side_traffic: SideTraffic | None = None
     jitter: _JitterTerm = _JitterTerm()

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-NOTES: Mapping[str, str] = json.loads((Path(__file__).parent / "data" / "notes.json").read_text("utf-8"))  # by code
+# Texts of the notes, by code.
+NOTES: Mapping[str, str] = json.loads((Path(__file__).parent / "data" / "notes.json").read_text("utf-8"))
 
 
 class Note(str):

@@ -154,7 +154,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Three significant digits in GiB, or in MiB or KiB where that is less than one; whole bytes below."""
+    """Three significant digits in the largest of GiB, MiB and KiB that gives at least 1; whole bytes below 1 KiB."""
     if abs(size) < 2**10:
         return f"{size:.0f} B"
     return _format(size, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")))

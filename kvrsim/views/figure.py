@@ -173,7 +173,7 @@ _NOTEBOOK_DPI = 90
 
 
 def drawing(width: float, height: float, *, layout: Literal["constrained"] | None = None) -> Figure:
-    """Make a figure (sizes in inches) that notebooks show without pyplot, as a PNG of 256 colours."""
+    """Make a figure that notebooks show without pyplot, as a PNG of 256 colours; sizes are in inches."""
     from matplotlib.figure import Figure
 
     class Drawing(Figure):

@@ -153,7 +153,7 @@ def baseline_title(strategy: str) -> str:
     return "1 GPU" if strategy == "single" else strategy.upper()
 
 
-MOST_ROWS = 5  # rows of the first screen
+MOST_ROWS = 5  # largest number of rows on the first screen
 
 
 def strategies_table(plan: Plan, *, short: bool = False) -> Table:

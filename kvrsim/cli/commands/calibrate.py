@@ -221,7 +221,7 @@ def links(
 
 
 def _run(campaign: Campaign, minutes: float) -> Outcome:
-    """Measure; progress and notes go to standard error."""
+    """Run a measurement; print progress and notes to standard error."""
     from calibrate.measure.campaign import measure
 
     with Progress(f"{campaign.title}: preparing", is_timed=True) as progress:
