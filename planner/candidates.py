@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
 ROUGH = "rough"  # name of the method if the pieces were not searched
-_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # share of TTFT that a search is assumed to gain
-_MOST_GAIN_OF_CHAIN = 0.001  # the same share for KVR's chain with a proven bound
+_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # largest share of TTFT that a search is assumed to gain
+_MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's analytical plan with a proven bound
 CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
 _SHORT_PIECES = 64  # pieces per stage for which a pipeline's activations are assumed to be smallest
-RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # rings: cost grows with GPUs²
+RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # cost of simulating rings: GPUs²
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
         return each[0]
     ranks, cluster = per_rank.cluster.num_gpus, per_rank.cluster
     chunks = np.full((ranks, 1), per_rank.request.new_tokens / ranks)
-    if cluster.shares_bandwidth:  # a fair share for each flow is exact enough to tell which access is faster
+    if cluster.shares_bandwidth:  # fair shares are exact enough to compare accesses
         cluster = per_rank.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
     return min(each, key=lambda one: float(Runner(one, strategy, cluster=cluster).finish_s(chunks)[-1, 0]))
 
@@ -354,7 +354,7 @@ def strategies_to_compare(
         needs = format_bytes(least[misfits[0]])
         limit = format_bytes(scenario.memory_limit.nbytes)
         notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
-    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if nothing fits, keep the smallest
+    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if none fits, compare the smallest
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
     named = [one for one in names or () if one != "all"]
     return ComparedStrategies(
@@ -441,7 +441,7 @@ def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | Non
 def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> Candidate:
     """The candidate before a search: the analytical plan, or the even pieces of a pipeline of the same sizes."""
     chain = by_name.get(chain_like(strategy).name)
-    if strategy.chains and chain is not None:  # the other strategy issues attention in several calls if that is faster
+    if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
         alike = replace(chain, strategy=strategy)
         if alike.ttft_s >= chain.ttft_s:
             return alike
@@ -472,7 +472,7 @@ def _each_s(one: Candidate) -> float:
 
 
 def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
-    """Least bytes on the GPU that needs the most, for any partition.
+    """A lower bound over all partitions: bytes on the GPU that needs the most.
 
     Exact for even chunks. For searched chunks: weights and cache. For pipelines: the memory with short pieces; for
     searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.

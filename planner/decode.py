@@ -49,7 +49,7 @@ def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoo
     for size in range(scenario.num_gpus, 0, -1):
         try:
             per_rank = decoding_rank(scenario, size)
-        except InputError:  # heads that do not divide, or a group over several nodes
+        except InputError:  # the heads are not divisible by the size, or the group would span nodes
             continue
         break
     return ClosedLoop(

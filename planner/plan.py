@@ -121,7 +121,7 @@ class Ranking:
         search: Search,
         disturbance: Disturbance | None,
     ) -> Ranking:
-        """Search the partition of every strategy; one that is near KVR's chain starts from the chain's partition."""
+        """Search the partition of every strategy; strategies near KVR's chain start from its partition."""
         for strategy in compared.strategies:  # raise errors before the first search
             if disturbance is not None:
                 disturbance.check(strategy)

@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 class Pool:
     """Workers for independent calls; use it as a context manager if it has other processes.
 
-    Entering raises InputError where the backend's package is missing or its cluster does not answer.
+    Entering the context raises InputError if the backend's package is missing or its cluster does not answer.
     """
 
     jobs: int = 1  # number of processes; ignored on an existing cluster
@@ -70,7 +70,7 @@ class Pool:
         if kind is not None and self.backend == "loky" and not self.is_here:
             from joblib.externals.loky import get_reusable_executor
 
-            self._open.pop_all()  # keep the silence: loky's thread may fail until this process ends
+            self._open.pop_all()  # no cleanup: loky's thread may print errors until this process ends
             # Wait, because this process could otherwise end between a semaphore's removal and its deregistration.
             get_reusable_executor().shutdown(wait=True, kill_workers=True)
         self._open.close()

@@ -32,7 +32,7 @@ _WORDS = {  # kind of operation: its name, and how to make it faster
 
 
 def limits_of(one: Candidate) -> tuple[Limit, ...]:
-    """The share of each kind of operation in the critical path, largest first.
+    """The shares of the kinds of operations in the critical path, largest first.
 
     The share is the relative growth of TTFT if only these operations are slower, over their relative slowdown.
     """

@@ -33,9 +33,8 @@ _DTYPE = "fp8"  # dtype with the smallest weights
 def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfall:
     """The memory that the nearest candidate lacks if none of the candidates fits, and remedies that would fit.
 
-    The remedies are another strategy without a long search on the same GPUs; if there is none, the least doubling of
-    the GPUs that is enough, and FP8 weights if the profile has them; and the memory fraction that the nearest candidate
-    needs.
+    The remedies are another strategy without a long search on the same GPUs; if there is none, more GPUs (doubled until
+    a strategy fits), and FP8 weights if the profile has them; and the memory fraction that the nearest candidate needs.
     """
     nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
@@ -71,7 +70,7 @@ def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
 
 
 def _ports(cluster: Cluster) -> float:
-    """The most GPUs that --gpus accepts; the ports of a switch are as many as the GPUs of its cluster."""
+    """The most GPUs that --gpus accepts; a switch has as many ports as its cluster has GPUs."""
     if cluster.topology != "switch":
         return math.inf
     return load_cluster(cluster.name).num_gpus if cluster.name in builtin_clusters() else cluster.num_gpus
@@ -95,7 +94,7 @@ def _more_memory(scenario: Scenario, strategy: str, peak: int) -> Iterator[Remed
 def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -> tuple[Remedy, ...]:
     """The strategy with the least peak, if it fits, among other strategies that need no long search.
 
-    Pipelines are ordered by their peak with two pieces per GPU; whether one fits depends on its own pieces.
+    Pipelines are ordered by their peak with two pieces per GPU; whether a pipeline fits depends on its own pieces.
     """
     candidates = []
     for strategy in distinct(all_for(scenario)[0]):

@@ -116,9 +116,9 @@ class DecodeFleet:
     replicas: int
     strategy: str
     batch: int  # sequences per group
-    limited_by: Literal["memory", "tpot", "requests"]  # what limits the batch
+    limited_by: Literal["memory", "tpot", "requests"]  # reason why the batch is not larger
     step_s: float  # time of a step with a full batch
-    tpot_s: float  # the target
+    tpot_s: float  # target of the time per output token
     context_tokens: int  # mean context for which the batch and its step are computed
     sequences_at_once: int  # largest number of sequences at the same time
     tokens_per_s: float  # rate of the whole fleet with full batches
@@ -137,7 +137,7 @@ def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, 
     for size in limits.sizes:
         try:
             per_rank = decoding_rank(scenario, size)
-        except InputError:  # the heads cannot be divided, or the group would span nodes
+        except InputError:  # the heads are not divisible by the size, or the group would span nodes
             continue
         width = per_rank.request.dtype_bytes
         free = per_rank.memory_limit.nbytes - RUNTIME_BYTES - per_rank.share.weight_bytes(width)

@@ -4,8 +4,9 @@ A prompt starts on rank 0 of a group at time S. Alone, rank i is free at S + f_i
 where T is the last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it has to
 wait for the KV cache or the activations of earlier ranks. The next prompt starts as soon as rank 0 is free. If rank i
 is still busy with the previous prompt until S + w_i + d_i, it delays itself and the ranks after it by at most d_i,
-because finish times are maxima of sums of earlier times. This is true for prompts of any length. Where a message holds
-its sender, a delay also reaches ranks before i, so the prompt starts on rank 0 that much later instead.
+because finish times are maxima of sums of earlier times. This is true for prompts of any length. If a sender is busy
+until its message has arrived, a delay also reaches ranks before i; then the prompt starts on rank 0 later by the
+largest d_i.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Group:
 
     type: GroupType
     least_new: int  # the fewest new tokens (context less cached prefix) of their prompts
-    most_new: int  # the most new tokens
+    most_new: int  # the most new tokens of their prompts
     replicas: int = 1
 
     @property
@@ -143,7 +144,7 @@ class Service:
 
     @classmethod
     def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
-        """Service times without overlap; prompts are ordered by their times, as if by their lengths."""
+        """Service times without overlap; a prompt with a longer time counts as a longer prompt."""
         none = np.zeros(len(ttft_s), dtype=np.int64)
         return cls(
             ttft_s=ttft_s,
@@ -166,7 +167,7 @@ class Service:
 class Pool:
     """Requests and the groups that serve them. All requests fit on a group.
 
-    The group that has been free longest takes the first prompt of the queue; of equals, the group with the lowest
+    The group that has been free longest takes the first prompt of the queue; among equals, the group with the lowest
     number. A group may take a prompt while its later ranks still work on the previous one.
     """
 

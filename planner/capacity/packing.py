@@ -1,9 +1,9 @@
 """Packed steps: prompts that share a step of a group, and the duration of such steps.
 
 A step holds the rest of the prompt that the group has begun, then the next prompts of the queue, up to a token budget.
-A prompt that is longer than the remaining budget is cut; its next piece comes first in the next step. Prefills are
-scheduled so in vLLM (max_num_batched_tokens), SGLang (chunked_prefill_size) and TensorRT-LLM (max_num_tokens) with
-chunked prefill.
+A prompt that is longer than the remaining budget is cut; its next piece comes first in the next step. vLLM
+(max_num_batched_tokens), SGLang (chunked_prefill_size) and TensorRT-LLM (max_num_tokens) schedule chunked prefills in
+this way.
 
 A stage's device takes the time of the matrices for all tokens of the step, and of attention for each piece. The stage
 ends no earlier than the host has issued the step; the host may issue while the stage waits for the previous stage. The
@@ -164,7 +164,8 @@ class Packing:
         self.latency_s = [*(path.latency_s for path in paths), 0.0]
         one = np.ones(1)
         heads = (last(per_rank, one, one, cost, prompts=number) for number in range(1, _MOST_HEADS + 1))
-        self.head_s = [0.0, *(sum(_device_s(op).item() for op in ops) for ops in heads)]  # by ended prompts
+        # Seconds of the logits, by number of prompts that end in the step.
+        self.head_s = [0.0, *(sum(_device_s(op).item() for op in ops) for ops in heads)]
 
     def run(self, free_s: list[float], begin_s: float, pieces: Sequence[Piece]) -> float:
         """Run a step through all stages. `free_s`, the time at which each stage is free, is updated.

@@ -28,7 +28,7 @@ from planner.deploy_engines import engines_with
 from planner.processes import Pool
 
 LONG = 60_000  # number of requests above which designs are searched on a part of the workload
-_STRETCH = 40_000  # number of requests in that part
+_STRETCH = 40_000  # number of requests in the part of the workload
 _ALTERNATIVES = 8
 
 
@@ -43,8 +43,8 @@ def plan_capacity(
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
-    If the policy names no strategies, the answer has strategies of engines. A note says where other strategies need
-    fewer GPUs, or where only they meet the target.
+    If the policy names no strategies, the answer has only strategies of engines. A note is added if other strategies
+    need fewer GPUs, or if only other strategies meet the target.
 
     policy: the strategies that groups may run. pool: processes that simulate groups; None: this process. Raises
     InputError where no group size has a strategy.

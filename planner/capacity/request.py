@@ -47,7 +47,7 @@ class CapacityRequest:
     replications: int = 5  # number of independent draws of synthetic requests
     seed: int = 0
     sure: bool = False  # whether the upper end of the prediction interval must meet the target, too
-    mixed: bool = True  # consider fleets of groups of different sizes
+    mixed: bool = True  # whether to consider fleets of groups of different sizes
 
     @property
     def objective(self) -> str:

@@ -60,7 +60,7 @@ def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
 
 
 def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
-    """Student's t interval over independent replications, one array each, widened to include the percentile of all."""
+    """Student's t interval over independent replications, one array each, widened to the percentile of all requests."""
     values = np.array([percentile_of(one, percentile) for one in ttft_s])
     value_s = percentile_of(np.concatenate(ttft_s), percentile)
     if len(values) < 2 or not np.isfinite(values).all():
@@ -95,7 +95,7 @@ class FleetInterval:
     """The 80 % prediction interval of the requested percentile: errors of the prefill times and of sampling."""
 
     low_s: float
-    high_s: float | None  # None: never served if prefills are as long as their upper end
+    high_s: float | None  # None: with the longest prefill times, the percentile is never served
     safe: bool  # whether the upper end meets the target
 
 
@@ -115,7 +115,7 @@ class FleetAnswer:
 
     num_gpus: int
     groups: tuple[GroupAnswer, ...]
-    meets: bool  # whether it meets the target
+    meets: bool  # whether the fleet meets the target
     p50_ttft_s: float  # TTFT percentiles; inf: never served
     p95_ttft_s: float
     p99_ttft_s: float

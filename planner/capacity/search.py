@@ -63,7 +63,7 @@ _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that are simulated with fewer and more groups
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
-_BELOW = tuple(2.0**-step for step in range(10))  # factors on the largest replicas, if no fleet meets the target
+_BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
 _GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # multiples of the given traffic
 _Item = TypeVar("_Item")
 _LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas of the answer
@@ -451,7 +451,7 @@ class FleetSearch:
         return answer
 
     def around(self, fits: Sequence[Fit]) -> tuple[FleetAnswer, ...]:
-        """Fleets of the best designs, with fewer and more groups; else parts of the largest fleets."""
+        """Fleets of the best designs, with fewer and more groups; without designs, fractions of the largest fleets."""
         designs = [fit.fleet for fit in fits[: _FINALISTS if self.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
         scaled = [
             tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
@@ -467,7 +467,7 @@ class FleetSearch:
         return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target_ttft_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
-        """Group sizes whose uniform fleets miss the target, and the reason for the type with the fewest late ones."""
+        """Group sizes whose uniform fleets miss the target, and the reason for the type with fewest late requests."""
         nearest: dict[int, tuple[int, Group]] = {}
         for (group,) in self.largest():
             late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
@@ -547,7 +547,7 @@ class FleetSearch:
             if late <= allowed and gpus <= self.limits.max_gpus:
                 candidate = sum(map(_product, cost, replicas)), late, replicas
                 best = candidate if best is None else min(best, candidate)
-        if best is None or (len(design) > 1 and 0 in best[2]):  # an empty bucket: equal to a design of one
+        if best is None or (len(design) > 1 and 0 in best[2]):  # with an empty bucket: a one-bucket design
             return None
         groups = tuple(bucket.of(count) for bucket, count in zip(design, best[2], strict=True))
         return Fit(design=groups, cost=best[0], late=best[1])

@@ -42,7 +42,7 @@ from planner.search.search import search
 
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
 _ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # strategies on a bus; simulating more takes four times as long
-_LENGTHS_PER_DOUBLING = 8  # simulated lengths; times between them are interpolated
+_LENGTHS_PER_DOUBLING = 8  # number of simulated lengths; times between them are interpolated
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 _TILE = 128  # rows of an attention kernel's tile, tokens
 _BLENDS = (0.0, 0.5, 1.0)  # interpolation weights between the searched shares of the shorter and the longer length
@@ -197,7 +197,7 @@ class Prefills:
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def about_s(self, cached_prefix: int) -> float:
-        """Estimated seconds that `times` takes on one core, for the remaining time of a search."""
+        """Estimated seconds that `times` takes on one core, to estimate the remaining time."""
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return 0.001
         if self.strategy.pipeline is not None:
@@ -297,7 +297,7 @@ class Prefills:
         return finish_s
 
     def _host_s(self, chunks: Array, scenario: Scenario) -> Array:
-        """The engine's seconds for these prompts' tokens, less those for the scenario's; shape (B, 1)."""
+        """The engine's seconds for these prompts' tokens, less those for the scenario's tokens; shape (B, 1)."""
         return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
 
     def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:
@@ -510,7 +510,7 @@ def _around(values: Array, extreme: np.ufunc) -> tuple[tuple[float, ...], ...]:
 
 
 class PackedTimes(ServiceTimes):
-    """Times of packed steps of at most `pack_tokens` new tokens, at the clock of the longest prompt."""
+    """Times of packed steps of at most `pack_tokens` new tokens, at the clock frequency of the longest prompt."""
 
     def __init__(
         self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy, pack_tokens: int

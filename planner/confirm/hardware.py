@@ -49,9 +49,9 @@ class Hardware:
     repeats: int = 5  # measured prefills of each candidate
     warmups: int = 1  # prefills of each candidate before the measured ones
     seed: int = 0  # seed of weights and prompts
-    emulated: bool = False  # the scenario's links override the machine's own
+    emulated: bool = False  # whether the scenario's links replace the machine's own
     timeout_s: float | None = None  # timeout of a message; None: derived from the predicted duration
-    other_machine: bool = False  # measure although the profile is of another machine
+    other_machine: bool = False  # whether to measure although the profile is of another machine
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -141,9 +141,9 @@ class Hardware:
         )
 
     def gather(self, scenario: Scenario, strategy: str = "tsp") -> Gather:
-        """Return the collective that the profile's links were fitted to: an all-reduce for tp, else an all-gather.
+        """Return the algorithm of the collective (all-reduce for tp, else all-gather) to which the profile was fitted.
 
-        The collective is a ring over emulated links, and if the profile does not name one.
+        The algorithm is a ring over emulated links, and if the profile does not name one.
         """
         kind = "all_reduce" if strategy == "tp" else "all_gather"
         fit = None if scenario.profile is None else scenario.profile.operations.get(kind)
@@ -174,7 +174,7 @@ class MemoryBudget:
     def needed_bytes(self, candidate: Candidate) -> int:
         """Return the peak memory of the ranks that share the budget; all candidates use the same KV buffers."""
         scenario = candidate.scenario
-        weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # a model's parts are views of all weights
+        weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # ranks' parts are views of all weights
         memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # computed without times
         ranks = [replace(rank, weights=weights) for rank in memory]
         if self.mode == "virtual":  # one device runs each rank with the K and V of the whole context

@@ -121,7 +121,7 @@ class Confirmation(Answer):
 
     @property
     def regret(self) -> float:
-        """How much slower the plan's choice is than the fastest candidate, as a share of the latter's TTFT."""
+        """Excess in TTFT of the plan's choice over the fastest candidate, as a share of the fastest one's TTFT."""
         return self.choice.median_s / self.best.median_s - 1
 
     @property

@@ -97,7 +97,7 @@ class HardwareSearch:
         self._measured(task, measure, list(dict.fromkeys([self.seed, self.center])), float("inf"))
 
     def _measured(self, task: SearchTask, measure: Measure, candidates: Sequence[Chunks], limit_s: float) -> bool:
-        """Measure all candidates `repeats` times in turn, so that drift affects all alike; False if time runs out."""
+        """Measure all candidates `repeats` times in turn, so that drift affects all alike; False if the time is up."""
         self.stages.append({chunks: [] for chunks in candidates})
         for repetition in range(task.hardware.repeats):
             for index in range(len(candidates)):
@@ -182,7 +182,7 @@ class SearchedPartition:
 
     @property
     def gain(self) -> float:
-        """How much faster the best partition is than the plan's, as a share of the TTFT of the plan's."""
+        """Reduction in TTFT from the plan's partition to the best one, as a share of the TTFT of the plan's."""
         return 1 - self.search.median_s(self.search.best) / self.search.median_s(self.search.seed)
 
     def _measured(self, chunks: Chunks) -> dict[str, Any]:

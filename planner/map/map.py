@@ -116,7 +116,7 @@ class StrategyMap(Answer):
         return tuple(dict.fromkeys(point.strategy for point in self.points))
 
     def at(self, context_len: int, bandwidth: float, num_gpus: int) -> Place:
-        """The strategies that run in one place."""
+        """Points of the strategies that run in one place, by name."""
         return self._places.get((bandwidth, context_len, num_gpus), {})
 
     def winners(self) -> list[Winner]:

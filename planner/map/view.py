@@ -1,7 +1,8 @@
 """A map as a figure, as an interactive page and in a notebook.
 
-The page has the TTFTs of all strategies in all places. When strategies are switched off, it finds the winners itself,
-as StrategyMap does: the fastest that fits, or one GPU where a prediction cannot tell it from the fastest. Ties depend
+The page has the TTFTs of all strategies in all places. When the user switches strategies off, the page finds the
+winners like StrategyMap: the fastest strategy that fits, or one GPU if predictions cannot distinguish it from the
+fastest. Ties depend
 on pairs of strategies, so the data has all pairs within a factor of two.
 """
 
@@ -135,7 +136,7 @@ def _facts(grid: StrategyMap) -> dict[str, str]:
 
 
 def map_data(grid: StrategyMap) -> dict[str, Any]:
-    """Plain JSON values; a place is (bandwidth * contexts + context) * numbers of GPUs + number of GPUs, as indices."""
+    """Plain JSON values; places are ordered by bandwidth, then by context, then by number of GPUs."""
     names, contexts, counts = grid.strategies, grid.lengths, grid.gpu_counts
     places = [grid.at(length, rate, count) for rate in grid.bandwidths for length in contexts for count in counts]
 

@@ -30,7 +30,7 @@ _PER_DOUBLING = 4  # grid points of new tokens per factor of 2; more are added i
 _CONTENDS = 1.01  # strategies are simulated if they are within this factor of the fastest in some sample
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
 _ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of points
-_EVERY = 6  # distance, in grid points, of those with searched chunks and intervals; between them, both are interpolated
+_EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
 
 
 def make_predictor(
@@ -100,7 +100,7 @@ class _Build:
         return tuple(sorted({point for points in self._results(_refined, work, "refinements") for point in points}))
 
     def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
-        """TTFTs and intervals of each strategy at all grid points; intervals are simulated at its corners."""
+        """TTFTs and intervals of each strategy at all grid points; intervals are simulated at the corners."""
         shape = (len(self.batches), len(self.prefixes))
         corners = set(product({0, shape[0] - 1}, {0, shape[1] - 1}))
         work = [
@@ -113,7 +113,7 @@ class _Build:
         return tuple(self._times(one, rows[each * index :][:each], points) for index, one in enumerate(strategies))
 
     def _times(self, strategy: Strategy, rows: Sequence[_Row], points: Sequence[int]) -> StrategyTimes:
-        """TTFTs and intervals from a strategy's rows, by batch and prefix; ends over TTFT are interpolated."""
+        """TTFTs and intervals from a strategy's rows, by batch and prefix; intervals are interpolated."""
         from scipy.interpolate import RegularGridInterpolator
 
         shape = (len(self.batches), len(self.prefixes), len(points))
@@ -220,7 +220,7 @@ def _row(
 
 
 def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence[int]) -> list[Candidate]:
-    """The candidate at each point; between the sampled points, searched shares are interpolated."""
+    """The candidate at each point; shares that a search would find are interpolated between the sampled points."""
     if strategy.partition_rule != "search":
         return [quick_candidate(place, strategy) for place in places]
     searched = {index: quick_candidate(places[index], strategy) for index in _sampled(len(points))}

@@ -318,7 +318,7 @@ class _Bound:
         return min(proven_s, float(intervals.low.min()))
 
     def _possible(self, most: float, number: int) -> tuple[Array, Array]:
-        """Intervals of x, narrower near the longest chunk that the last rank can compute in time (weak bounds)."""
+        """Intervals of x, narrower near the longest chunk that the last rank can compute in time."""
         ends = np.geomspace(1.0, most, _LENGTHS)
         possible = self.tails(ends[:-1], ends[1:]).whole_s < self.ttft_s
         if not possible.any():

@@ -31,7 +31,7 @@ from planner.search.minimise import (
 
 _WORK, _LEAST = 8_000_000, 400  # most messages in all simulated partitions of a search; least number of partitions
 _DESCENTS = 3
-_BEHIND = ((5, 1.01), (3, 1.1))  # (round, factor): from this round on, a descent slower than factor x best ends
+_BEHIND = ((5, 1.01), (3, 1.1))  # (round, factor): from this round on, a descent ends if slower than factor x best
 _ROUNDS, _IDLE_ROUNDS = 60, 2  # most rounds; rounds without a gain at the smallest steps, after which a descent ends
 _STEPS = 12  # number of steps (powers of two) per round, for all descents together
 _HELPED = 8  # improving moves of a round whose sums the next round tries
@@ -44,7 +44,7 @@ _BETTER = 1e-5  # a move must gain this share of TTFT
 
 
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
-    """The largest number of partitions that a search on a bus simulates, less for partitions with more messages.
+    """The largest number of partitions that a search on a bus simulates, smaller if partitions have more messages.
 
     On up to 8 GPUs and with up to 32 layers, the search ends before this limit.
     """

@@ -38,7 +38,7 @@ class Evaluator:
     evaluations: int = 0
     most: int | None = None  # most evaluations of the search; None: unknown
     best_s: float = math.inf
-    allowance: Allowance | None = None  # work limit; beyond it, larger batches get infinity; None: no limit
+    allowance: Allowance | None = None  # work limit; then TTFTs of batches are infinite; None: no limit
 
     @property
     def is_spent(self) -> bool:
@@ -95,8 +95,8 @@ class Evaluate(Protocol):
 
 _SHIFTS = np.array([-2, -1, 0, 1, 2])  # shifts of a boundary in strides, as in the paper
 _MOST_AT_ONCE = 4  # most boundaries for all combinations of shifts; with more, each is shifted alone and all together
-_APART = 0.1  # share of the tokens
-_MOST_GROUPS = 160  # most groups of boundaries per step; for more boundaries than that, fewer groups
+_APART = 0.1  # least share of the tokens in which chosen rows differ
+_MOST_GROUPS = 160  # most groups of boundaries per step; fewer if there are more boundaries than this
 
 
 def chunks_between(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:

@@ -53,12 +53,12 @@ _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds p
 PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page sizes divide
 MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
 _NODES = 96  # most nodes of a coarse search
-_LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most parts of a length
-_LONG, _LONGEST = 4, 12  # factor on the nodes if pieces are short; longest piece in node distances
+_LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most nodes per length
+_LONG, _LONGEST = 4, 12  # factor on _NODES if pieces are short; longest piece in node distances
 _CLOSE = 1.01  # a second partition is refined if its TTFT is within this factor of the best
 _AROUND, _FEW = 3, 24  # nodes on each side of an end if there are few ends; number from which there are many
 _MOST_REFINED = 512  # most ends of pieces for refinement
-_LONGER = 2.2  # longest refined piece, relative to the length of the piece there
+_LONGER = 2.2  # longest refined piece, relative to the unrefined piece there
 _ALL_LAYOUTS = 8  # most possible layouts for which all are tried
 _NEIGHBOURS, _NEAR = 11, 1.03  # layouts per round; largest TTFT with the same pieces, relative to the best
 _SIMULATED = 6  # partitions of a beam search that are simulated
@@ -73,13 +73,13 @@ RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
 class _Effort(NamedTuple):
     """The amount of work of a search."""
 
-    spacings: int  # node distances of coarse searches
-    refinements: int  # refined partitions of coarse searches
-    again: int  # repeated rounds with the same distance
+    spacings: int  # number of node distances in coarse searches
+    refinements: int  # number of partitions of coarse searches that are refined
+    again: int  # number of additional rounds with the same distance
 
 
 _ROUGH, _QUICK, _THOROUGH = _Effort(2, 1, 0), _Effort(3, 1, 1), _Effort(4, 2, 5)
-_LITTLE_S = 0.1  # allowance below which a search is rough; without an allowance, it is thorough
+_LITTLE_S = 0.1  # seconds of allowance below which a search is rough; without an allowance, it is thorough
 
 
 def search_pipeline(
@@ -281,7 +281,7 @@ class _Search:
         return Beam(self.scenario, self.strategy, tokens, self.least, longest)
 
     def _fastest(self, nodes: Row, found: Sequence[Pieces]) -> RowTime:
-        """The row with the least simulated TTFT, and this TTFT, of the first of the given pieces."""
+        """The row with the least simulated TTFT among the first of the given pieces, and this TTFT."""
         rows: dict[int, list[Row]] = {}
         for pieces in found[:_SIMULATED]:
             rows.setdefault(len(pieces.inner), []).append(self._row(nodes[pieces.inner], pieces.layers))
@@ -292,7 +292,7 @@ class _Search:
         return min(each, key=itemgetter(1))
 
     def _is_hopeless(self, ttft_s: float) -> bool:
-        """Whether no row near one with this TTFT is expected to beat the TTFT in the search's allowance."""
+        """Whether no row near a row of this TTFT is expected to beat the TTFT in the search's allowance."""
         allowance = self.evaluator.allowance
         if allowance is None or ttft_s * (1 - _MOST_GAIN) <= allowance.to_beat_s:
             return False
@@ -311,7 +311,7 @@ class _Search:
         return min(rows, key=lambda row: float(self.evaluate(row[None])[0]))
 
     def _layouts(self, ends: Row) -> list[Layers]:
-        """Layouts of layers: all of them if few; else even, by speed, and fewer layers where messages take time."""
+        """Layouts of layers: all, if there are few; else even, by speed, and fewer layers where messages take time."""
         if math.comb(self.num_layers - 1, self.num_stages - 1) <= _ALL_LAYOUTS:
             ends = np.array(list(combinations(range(1, self.num_layers), self.num_stages - 1)), dtype=np.int64)
             return [tuple(map(int, one)) for one in chunks_between(ends, self.num_layers)]

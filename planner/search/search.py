@@ -49,7 +49,7 @@ class SearchResult:
     partition: Partition
     ttft_s: float
     report: SearchReport
-    lower_bound_s: float | None = None  # proven bound; None: not computed
+    lower_bound_s: float | None = None  # proven lower bound; None: not computed
     balanced: Array | None = None  # chunks of the analytical plan, tokens; None: not computed
 
 
@@ -152,7 +152,7 @@ class _Search:
         from planner.search.bus import BusSearch
 
         assert self.evaluator.most is not None
-        # A flow gets from 1 / (p - 1) to all of the bus; plans for links with each of these bandwidths are seeds.
+        # A flow gets from 1 / (p - 1) of the bus to all of it; plans for links with these two bandwidths are seeds.
         bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
         step = max(default_stride(self.tokens, self.num_ranks), self.stride)
         for flows in sorted({1, self.num_ranks - 1}):

@@ -157,7 +157,7 @@ class TableSetting:
     prefix_placement: str = "all"  # placement of the prefix's K and V
     engine: str = NO_ENGINE  # name of the engine, or "none"
     strategy: str = KVR_S.name  # strategy of the searched partitions
-    expert_parallel: str = "off"  # "off", or the imbalance of the experts
+    expert_parallel: str = "off"  # "off", or "on" with the imbalance of the experts
     fingerprint: str  # hash of all figures that affect times: model, profile, cluster, request
 
     @classmethod

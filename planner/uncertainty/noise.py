@@ -28,7 +28,7 @@ class Disturbance:
     noise: Noise
     seed: int = 0
     num_samples: int = DEFAULT_SAMPLES
-    pool: Pool | None = field(default=None, compare=False, repr=False)  # for a plan's samples; None: this process
+    pool: Pool | None = field(default=None, compare=False, repr=False)  # runs a plan's samples; None: this process
 
     @classmethod
     def of(cls, noise: str | Noise | None, num_samples: int, seed: int) -> Disturbance | None:
