@@ -440,7 +440,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or types:
         if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
-            continue  # a type of several models: files have the type of its text model
+            continue  # type of a model with several parts: files have the type of the text part
         kind, usual = Kind(name), needed(name)
         switches = [usual | switch for switch in SHAPES["switches"] if {*switch} <= {*kind.defaults}]
         shapes = [usual | shape for shape in SHAPES["types"].get(name, [])[1:]]

@@ -121,14 +121,14 @@ class CsvRow:
         return value
 
     def whole(self, column: str, *, minimum: int = 1) -> int:
-        """A whole number, required."""
+        """A required whole number."""
         match = _WHOLE_TEXT.fullmatch(self.values.get(column, ""))
         if match is None or not minimum <= int(match[1]) <= MAX_WHOLE:
             raise self.error(column, f"a whole number from {minimum} to {MAX_WHOLE:.0e}")
         return int(match[1])
 
     def number(self, column: str, *, allow_zero: bool = False) -> float:
-        """A finite number above 0 (or of at least 0), required."""
+        """A required finite number above 0, or, with `allow_zero`, of at least 0."""
         text = self.values.get(column, "")
         value = float(text) if _NUMBER.fullmatch(text) else -1.0
         if not (0 < value <= 1e30 or (allow_zero and value == 0)):
@@ -361,7 +361,7 @@ class Columns:
 
 
 def read_measurements(path: str | Path, argument: str = "measurements") -> list[Measurement]:
-    """The rows of a measurement CSV, in its order; InputError names file, line, column, value and what is accepted."""
+    """The rows of a measurement CSV, in its order; InputError names file, line, column, value and accepted values."""
     return _read_table(CsvTable.read(path, argument))
 
 
@@ -392,7 +392,7 @@ class Layout:
 
     name: str  # name in messages
     signature: tuple[str, ...]  # columns that only this kind has; a file must have all of them
-    read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
+    read: Callable[[CsvTable], list[Measurement]]  # reader of the table; InputError names file, line and column
 
 
 LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)

@@ -91,7 +91,7 @@ class FlashPreset:
         return FlashRates(concurrent_tiles=slots, num_sms=gpu.num_sms, flops_per_s=peak_flops(gpu), **values)
 
     def parameters(self, gpu: GpuSpec) -> tuple[Parameter, ...]:
-        """The parameters of a fit."""
+        """The parameters of a fit of the constants in `fitted`."""
         tops = {"append_bytes_per_s": gpu.hbm_bytes_per_s}
         bounds = {name: (low, min(high, tops.get(name, high))) for name, (low, high) in _BOUNDS.items()}
         return tuple(

@@ -329,7 +329,7 @@ def _is_enough(rows: Sequence[Measurement]) -> bool:
 
 
 def _narrow(rows: Sequence[Measurement], dtypes: Sequence[str], kernel: str | None) -> list[Measurement]:
-    """Rows with narrow heads and the chunks of prefills; empty if there are too few."""
+    """Rows with narrow heads and at least PROMISED_CHUNK queries; empty if there are too few rows."""
     calls = usable_attention(rows, NARROW_HEAD_DIM, dtypes)
     found = [row for row in calls if _form_of(row, kernel) == "flash" and (row.chunk or 0) >= PROMISED_CHUNK]
     return found if len(found) >= LEAST_ROWS["attention"] else []

@@ -16,7 +16,7 @@ from typing import Any
 
 from calibrate.data import CsvRow, CsvTable, Layout, Measurement
 
-_ELEMENT_BYTES = 2  # fp16
+_ELEMENT_BYTES = 2  # bytes of an fp16 element
 _LAYER_COLUMNS = ("num_tokens", "num_tensor_parallel_workers", "n_embd", "n_expanded_embd", "n_head", "n_kv_head")
 _ATTENTION_COLUMNS = ("num_tensor_parallel_workers", "batch_size", "prefill_chunk_size", "kv_cache_size")
 

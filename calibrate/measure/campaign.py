@@ -51,7 +51,7 @@ class Bench(Protocol):
         """Return rows with medians and spreads."""
 
     def close(self) -> None:
-        """Release memory and processes."""
+        """Release the memory, and end the processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

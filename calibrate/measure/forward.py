@@ -146,7 +146,7 @@ class ForwardTimer:
     def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
         forward = self._prepared(model, geometry, at, _Marks(self.clock))
         hold_s = 0.0
-        for _ in range(1 if self.clock.host_is_device else 2):  # the first measures the host's time
+        for _ in range(1 if self.clock.host_is_device else 2):  # the first run measures the host's time
             self.clock.start(hold_s)
             mark_empty(self.clock)
             self.clock.mark("start")

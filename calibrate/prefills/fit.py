@@ -319,7 +319,7 @@ class FittedTerm:
 
     prior: Prior
     value: float
-    log_sd: float  # standard deviation of its logarithm, given the rows
+    log_sd: float  # standard deviation of the term's logarithm, given the rows
 
     @property
     def identified(self) -> bool:

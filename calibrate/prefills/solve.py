@@ -27,7 +27,7 @@ _FIRST_NOISE = 0.05
 _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
 _AS_NORMAL = (
     1.533 / 1.2816
-)  # standard deviation of the normal distribution with the same central 80 %, over Student's scale
+)  # standard deviation of the normal distribution with the same central 80 %, divided by Student's scale
 _STEP = 0.02  # step of numerical derivatives, in prior standard deviations
 _STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # moves of one term, in prior standard deviations, for further starts
 _HIDDEN = 0.9  # share of the prior's width; another term may hide a term that stays wider
@@ -35,7 +35,7 @@ _MOST_STEPS = 20
 _MOST_MOVE = 2.0  # maximum change of a term in one step, in prior standard deviations
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # gain of twice the log-probability below which the search ends
-_SMALL_MOVE = 0.5  # prior standard deviations; if all terms move less in a fit without some rows, derivatives are kept
+_SMALL_MOVE = 0.5  # prior standard deviations; derivatives are kept in a fit without some rows if all terms move less
 MOST_FOLDS = 60  # maximum number of groups of cases that are left out
 
 
@@ -44,8 +44,8 @@ class Prior:
     """Prior of a term."""
 
     name: str
-    median: float  # median, above 0
-    log_sd: float  # standard deviation of its logarithm, above 0
+    median: float  # median of the term, above 0
+    log_sd: float  # standard deviation of the term's logarithm, above 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +68,9 @@ def solve(
     cases: Sequence[Hashable],
     on_progress: OnProgress | None = None,
 ) -> Solution:
-    """Fit terms to rows, and again without each case.
+    """Fit terms to all rows, then to the rows without each case.
 
-    measured_s: (rows,). cases: case of each row; rows of one case are left out together.
+    measured_s: (rows,). cases: name of each row's case; rows of one case are left out together.
     """
     problem = _Problem(predict, np.asarray(measured_s, dtype=float), tuple(priors))
     report = on_progress or (lambda done, total, text: None)

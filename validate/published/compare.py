@@ -243,7 +243,7 @@ MOST_WORSE = 0.01  # one percentage point
 
 
 def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Mean absolute errors of models left out of the fit, rows in the fit, its worst model, and all rows."""
+    """Mean absolute errors of models left out of the fit, rows in the fit, the worst model, and all rows."""
     errors = {
         "left_out": _residual().cross_validated_mape,
         "calibration": result["calibration"]["mape"],

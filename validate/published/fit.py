@@ -311,7 +311,7 @@ def main() -> None:
 
 
 def write_engine(profile: CalibrationProfile) -> None:
-    """Write the profile's host as the engine hf-2023."""
+    """Write the profile's host costs to the record of the engine hf-2023."""
     replace(load_engine(ENGINE.stem), host=profile.host).write(ENGINE)
 
 
