@@ -453,7 +453,7 @@ def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
 
 
 def _percentile(ordered: np.typing.NDArray[np.float64], share: float) -> Estimate:
-    """Percentile, its limits by order statistics: the number of samples below it is binomial for any distribution."""
+    """Percentile with limits by order statistics: the number of samples below is binomial for any distribution."""
     count = len(ordered)
     below = np.cumsum([_binomial(count, below, share) for below in range(count + 1)])
     low, high = int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))

@@ -49,7 +49,7 @@ def _quantity(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None
 
 
 def parse_tokens(text: str, argument: str) -> int:
-    """A length in tokens: "16k" is 16384, "1m" is 1048576, "16000" is itself."""
+    """A length in tokens: "16k" is 16384, "1m" is 1048576, "16000" is 16000."""
     tokens = _quantity(text, _TOKENS)
     if tokens is None or tokens.denominator != 1 or not 1 <= tokens <= MAX_TOKENS:
         raise InputError(argument, text, "a whole number of tokens of at least 1, such as 16000, 16k or 1M")

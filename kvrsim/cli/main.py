@@ -203,7 +203,7 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`) on /dev/null; else the next opened file would get their numbers."""
+    """Open closed standard streams (`>&-`) on /dev/null; else the next opened files would get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _interrupted() -> str:
-    """Print in one line which files remain after an interruption."""
+    """Describe in one line which files remain after an interruption."""
     from kvrsim.io.journal import kept
 
     if not kept:

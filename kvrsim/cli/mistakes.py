@@ -17,7 +17,7 @@ _SAME = {"strategy": "strategies", "strategies": "strategy"}  # each command has
 _LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
 _SIZE = re.compile(r"--(tp|pp|cp|dp)(?:-size)?")  # engines' options for the sizes of a deployment
 _MANY_NAMES = re.compile(r"[\w.+@-]+(?:, [\w.+@-]+){11,}")
-# Click states these words only in the texts of its messages.
+# Click gives the wrong command or argument only in the texts of its messages.
 _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 

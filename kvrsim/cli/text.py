@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.question import Question
 
-_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # blanks at the end, also before codes of styles
+_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # blanks at a line's end, also before style codes
 _NO_TERMINAL = 118  # width of output to a file or a pipe
 _WIDE = 100  # width from which two blanks separate the columns of a table
 _PROSE = 24  # smallest width of a cell of several words
