@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
-_NEVER = -np.inf  # time at which a link was last busy, before its first message
+_NEVER = -np.inf  # time at which an unused link was last busy
 _MANY = 8  # number of consecutive operations from which segment_of uses arrays
 
 
@@ -50,7 +50,7 @@ class Segment:
     device_s: Array
     floor_s: Array
     host_s: float
-    has_noise: bool = True  # whether noise delays it: computations of a rank, not collectives of its GPUs
+    has_noise: bool = True  # whether noise delays it: True for computations, False for collectives of a rank's GPUs
 
     @classmethod
     def of(cls, op: Op) -> Segment:

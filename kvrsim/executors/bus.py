@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Index = npt.NDArray[np.intp]
 Value = Array | float
 Key = tuple[str | int, ...]
-_EVALUATED, _LEAST_PERIODS = 4, 8  # evaluated periods of a steady program; least number of its periods
+_EVALUATED, _LEAST_PERIODS = 4, 8  # periods of a steady program that are evaluated; least number of periods
 
 
 def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -102,7 +102,7 @@ class _Later:
 
 @dataclass(frozen=True, slots=True)
 class _Post:
-    """A message: the number of waits of its rank before it is posted, and its seconds alone on the bus."""
+    """A message: number of waits of its rank before it is posted, time of the post, and seconds alone on the bus."""
 
     after: int
     later: _Later
@@ -150,7 +150,7 @@ class _Graph:
         self.num_rows = program.num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
         self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # messages, by rank and its way out
-        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # by rank and the wait that it reaches
+        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # events, by rank and wait that trigger them
         self.targets: dict[Key, list[_Target]] = defaultdict(list)
         self.counts: dict[Key, int] = defaultdict(int)
         self.pieces_s: dict[Key, Array] = {}  # seconds of each message of an all-gather alone on the bus
@@ -384,7 +384,7 @@ class _Run:
         self.size = self.num_ranks * self.num_rows
         self.missing = np.repeat(missing, self.num_rows)
         self.there_s = np.full(self.missing.size, -np.inf)  # last arrival so far, by wait and place
-        self.over_s = np.full((most + 2) * self.size, np.inf)  # by how many waits came before, and place
+        self.over_s = np.full((most + 2) * self.size, np.inf)  # end of the last wait, by number of waits and place
         self.passed = np.zeros(self.size, dtype=np.intp)  # number of waits that each place has passed
         self.ready_s = np.zeros(self.size)  # time at which each rank reaches its current wait
         self.came_s = np.zeros(self.size)  # time at which each rank reached its previous wait

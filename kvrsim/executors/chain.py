@@ -145,7 +145,7 @@ class _ChainRun:
     def _pass_on(self, *, as_issued: bool) -> None:
         """Run all ranks from their receive until their message has left their streams.
 
-        as_issued: the hosts may delay them; else the devices lead.
+        as_issued: whether hosts may delay their devices; if not, hosts stay ahead.
         """
         for rank, (link_s, latency_s) in enumerate(zip(self.link_s, self.latency_s, strict=True)):
             own, behind, moved_s = self.clock[rank], self.clock[rank + 1], self.moved_s[rank]
@@ -197,7 +197,7 @@ class _ChainRun:
             np.full_like(begun_s, -self.send_host_s),
             *(least(stream_s(op)) - host_s_of(op) for op in (*self.rest, *self.before)),
         ]
-        ahead_s = np.cumsum(gains_s, axis=0)  # lead of the device after each operation, relative to the receive
+        ahead_s = np.cumsum(gains_s, axis=0)  # lead of the host after each operation, relative to the receive
         leads = (ahead_s.min(axis=0) >= self.host_s - begun_s) & (ahead_s[-1] >= 0)
         return np.asarray(leads.all(axis=0))
 
@@ -230,7 +230,7 @@ class _ChainRun:
         np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
         on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, seconds from layer to layer
         last_s = passed_s[-1] + self.append_s[-1]
-        back[-1] = last_s + around_s[-1]  # time of the last rank alone
+        back[-1] = last_s + around_s[-1]  # the last rank alone, seconds from layer to layer
         if last_only and more >= 2 * len(self.moved_s):
             return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
         moved_s = row_after(self.moved_s, on, back, more)

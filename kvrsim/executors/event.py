@@ -251,7 +251,7 @@ class EventSimulation:
 
 
 class RankProcess:
-    """One rank, with numbers as host clock and device clock; they follow the simulation's clock at communication."""
+    """One rank. Its host and device clocks are numbers, which meet the simulation's clock only in communication."""
 
     def __init__(self, program: Program, rank: int, network: Network) -> None:
         self.program, self.rank, self.network, self.env = program, rank, network, network.env

@@ -147,7 +147,7 @@ class EagerRates:
         return call.chunk * call.keys * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds that do not grow with the prefix where the chunk's end is fixed.
+        """Lower bound of the seconds, which does not grow with the prefix where the chunk's end is fixed.
 
         A block of a chunk has the least factor of all sizes: if the chunk starts earlier, its early blocks may be
         smaller, while all blocks together have more elements.
@@ -185,7 +185,7 @@ class BlockedRates:
         return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds that no call beats and that do not grow with the prefix where the chunk's end is fixed.
+        """Lower bound of the seconds, which does not grow with the prefix where the chunk's end is fixed.
 
         With a mask, a chunk that starts later has fewer scores; only the chunk from 0 has just its causal half. Where
         masked scores are skipped, the number of scores is a concave function of the start. So a chunk that starts
@@ -208,10 +208,10 @@ class BlockedRates:
         return self._called_s(call, batch, np.minimum(here, from_0))
 
     def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
-        """Seconds that no block of a chunk beats; their sum over the blocks does not grow where the chunk starts later.
+        """Lower bound of a block's seconds; its sum over a chunk's blocks does not grow where the chunk starts later.
 
-        They are those of the rectangle (of the unmasked scores if masked scores are skipped) at the least factor of
-        this or a larger number of queries. The bound does not hold for a chunk from 0, which has only its causal half.
+        The bound is the time of the rectangle (of the unmasked scores if masked scores are skipped) at the least factor
+        of this or a larger number of queries. It does not hold for a chunk from 0, which has only its causal half.
         """
         covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
         factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
@@ -296,7 +296,7 @@ class FlashRates:
         return self._called_s(call, batch, element_bytes, self._scheduled_s(call, batch))
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """Seconds that no call beats and that do not grow with the prefix where the chunk's end is fixed.
+        """Lower bound of the seconds, which does not grow with the prefix where the chunk's end is fixed.
 
         The bound keeps all slots busy and has no partly empty tile or block. The blocks of a chunk together take as
         long as one call of the whole chunk, plus one launch per additional block; therefore a block ignores the limit

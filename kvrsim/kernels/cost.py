@@ -1,9 +1,12 @@
 """CostModel: seconds of device time for one operation, in three ways.
 
-CalibratedCost takes the measured rates of a profile, RooflineCost the limits of a datasheet (Williams et al., 2009).
-WeightedCost multiplies the parts of another cost model by weights, so that one run shows what each part is worth.
-Each kind of operation is a call, such as AttentionCall, that says how it is priced by a profile (`measured_s`) and by
-a datasheet (`roofline_s`). All arguments may be arrays over a batch of partitions; all results have their shape.
+CalibratedCost uses the measured rates of a profile, RooflineCost the limits of a datasheet (Williams et al., 2009).
+WeightedCost multiplies the parts of another cost model by weights, so that one run shows the effect of each part.
+
+Each kind of operation is a call, such as AttentionCall, with its seconds by a profile (`measured_s`) and by a datasheet
+(`roofline_s`).
+
+All arguments may be arrays over a batch of partitions; all results have their shape.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ class KernelTraits:
     fused_merge: bool = True  # whether one kernel merges partial results of attention
     measures_merge: bool = False  # whether the merging kernel was measured
     whole_attention: bool = False  # whether attention's times include repeated KV heads and the transposed output
-    copies: CacheCopies = NO_COPIES  # of K and V on their way into the cache
+    copies: CacheCopies = NO_COPIES  # copies of K and V on their way into the cache
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes per score element, fitted, by model type
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # whether Falcon's eager code repeats cos and sin for every head
-    lower_bound: bool = False  # whether mixers use times that no call beats and that do not grow with the chunk's start
+    lower_bound: bool = False  # whether mixers use lower bounds, which do not grow with the chunk's start
 
 
 class Part(NamedTuple):
@@ -61,7 +64,7 @@ class Call(Protocol):
         """Seconds by a profile's rates; without a rate for this call, by the rates of other operations."""
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """Seconds that no call beats by the datasheet."""
+        """Lower bound of the seconds, by the datasheet."""
 
 
 class Rates(Protocol):
@@ -88,7 +91,7 @@ class CostModel(Protocol):
     def traits(self) -> KernelTraits: ...
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
+        """Precomputed seconds of matrix products and element-wise kernels as a function of tokens."""
 
     def head_s(self, tokens: Array, product: Product) -> Array:
         """Seconds of the logits of `tokens` tokens, at least the time to read the weights."""
@@ -168,7 +171,7 @@ class RooflineCost:
 
     traits: KernelTraits
     bytes_per_s: float  # bandwidth of device memory
-    flops_per_s: float  # FLOP/s of the request's dtype; with fp8 those of half precision, the type of attention
+    flops_per_s: float  # FLOP/s of the request's dtype; with fp8 those of half precision, as attention uses it
     low_flops_per_s: float  # FLOP/s of products with quantised inputs, where the GPU supports them
 
     @classmethod
@@ -185,7 +188,7 @@ class RooflineCost:
         return cls(traits=traits, bytes_per_s=gpu.hbm_bytes_per_s, flops_per_s=half, low_flops_per_s=low)
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Seconds of bytes, and of each product the larger of FLOPs at peak and one reading of the weights."""
+        """Seconds of element-wise bytes, and of products: the longer of FLOPs at peak and one read of the weights."""
 
         def seconds(tokens: Array) -> Array:
             total_s = np.asarray(self.traffic_s(tokens, steps))

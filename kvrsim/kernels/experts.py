@@ -1,10 +1,10 @@
 """Routed experts of a layer, which engines compute as grouped products in one or two kernels: calls, rates and costs.
 
-A row is a token at one of its experts. Each expert's rows are cut into tiles. The last tile is partly empty, on average
-by half, so the waste is largest where many experts have few rows each. The weights of each expert that has a row are
-read once. The start and the end of a tile take a constant time, which is expressed as additional features to sum over.
-Reading and computing overlap in part: together they take the root of the sum of their squares. Permutation,
-quantisation, activation and the final sum move each row through memory.
+A row is one token for one of its experts. Each expert's rows are cut into tiles. The last tile is partly empty, on
+average by half, so the waste is largest where many experts have few rows each. The weights of each expert that has a
+row are read once. The start and the end of a tile take a constant time, which is expressed as additional features to
+sum over. Reading and computing overlap in part: together they take the square root of the sum of their squares.
+Permutation, quantisation, activation and the final sum move each row through memory.
 
 Each expert is sliced over GPUs, or whole experts are spread over GPUs, or both (kvrsim.layout). The GPUs of a rank have
 the same tokens: each computes the rows of its own experts, and the group's all-reduce sums the results. Where several
@@ -104,7 +104,7 @@ class GroupedRates:
     weight_bytes_per_s: float  # rate of reading the experts' weights
     row_bytes_per_s: float  # rate of moving rows: permuted, quantised, activated, summed up
     tile_rows: NonNegative  # rows of a tile; half of the last tile of each expert is empty on average
-    tile_features: NonNegative  # features to sum over that take as long as a tile's start and end
+    tile_features: NonNegative  # number of features whose sum takes as long as a tile's start and end
     start_s: NonNegative  # seconds to start all kernels together
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
@@ -151,7 +151,7 @@ def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) ->
     """
     if num_gpus == 1:
         return 1.0
-    from statistics import NormalDist  # imported here because it slows the start of every command
+    from statistics import NormalDist  # imported here because this import slows the start of every command
 
     deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
     imbalance = 1.0 + deviate * POWER_LAW_LOAD_SD / np.sqrt(num_experts / num_gpus)
@@ -218,7 +218,7 @@ def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSp
 class RoutedExperts:
     """Seconds, bytes and kernels of the routed experts that a GPU holds."""
 
-    layer: LayerSpec  # a GPU's share, with the experts that it holds
+    layer: LayerSpec  # a GPU's share of a layer, with the experts on this GPU
     cost: CostModel
     placement: ExpertPlacement
 

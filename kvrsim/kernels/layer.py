@@ -83,7 +83,7 @@ class LayerCosts:
         self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state after all earlier tokens
         # Number of all-reduces in a group of GPUs: one per block, or one if the blocks run in parallel.
         self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
-        # Whether packing for an exchange takes time, as in profiles with measured copies of the runtime.
+        # Whether packing for an exchange takes time: only in profiles with measured copies of the runtime.
         self.packs = self.has_mixer and traits.copies.own > 0
         # Host seconds of launches up to the rotary embedding, of attention, and of operations after attention.
         self.host_qkv_s, self.host_attention_s, self.host_output_mlp_s = (
@@ -129,7 +129,7 @@ class LayerCosts:
         if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # WeightedCost needs all columns
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)
-        pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # searches move few boundaries at a time
+        pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # in a search, most chunks repeat
         seconds, calls = self._in_blocks(counts, pairs.real, pairs.imag)
         index = index.reshape(chunk.shape)
         return seconds[index], calls[index]
@@ -170,7 +170,7 @@ class LayerCosts:
 
     # -- messages
     def forwarded_kv_bytes(self, end: Array) -> Array:
-        """Bytes that a rank forwards: the cache up to `end` without the cached prefix, a window's tail, or a state."""
+        """Bytes that a rank forwards: the cache up to `end` without the cached prefix, a window's end, or a state."""
         if self._mixer is None:
             return np.zeros_like(end)
         cached = self.setting.cached_prefix

@@ -71,7 +71,7 @@ class KernelRates:
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim.kernels.elementwise
     whole_attention: bool = False  # whether the rates include repeated KV heads and a transposed output
-    clock: Clock | None = None  # clock of products and attention, whose rates are at its burst; None: constant
+    clock: Clock | None = None  # clock whose burst the rates of products and attention are for; None: constant clock
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
     experts: ExpertRates | None = None  # rates of grouped products of experts; None: priced as separate products
     latent: LatentRates | None = None  # None: priced as attention with heads of the same width
@@ -132,7 +132,7 @@ class LinkRates:
     gather: GatherRates | None  # rates of ring all-gathers; None: each step is priced as a message
     all_reduce: AllReduceRates | None = None  # rates inside one node; None: not measured, priced as two all-gathers
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
-    sends_over_bus: SendStyle  # the same where transfers are staged through the host
+    sends_over_bus: SendStyle  # value of `sends` where transfers are staged through the host
     pending_share: PendingShare = 0.0  # share of a rank's rate lost while a receive waits; 0 if not measured
     message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight
 
@@ -160,7 +160,7 @@ class Residual:
     cross_validated_mape: RelativeError
     cross_validated_median_ape: RelativeError
     cross_validated_speedup_mape: RelativeError  # mean absolute error of KVR-S's speed-up over TSP
-    other_family_mape: RelativeError  # rows of each family (Llama, Falcon) predicted by a fit to the others
+    other_family_mape: RelativeError  # error on each family (Llama, Falcon), by a fit to the other families
     p80_ape: RelativeError  # 80th percentile of the absolute error on held-out models, equally weighted
     coverage: RelativeError  # mean share of a model's rows inside an interval made from the other models' errors
     longer_mape: RelativeError  # error on contexts above 4k, predicted by a fit to contexts up to 4k
@@ -178,9 +178,9 @@ class OperationFit:
     source: str  # origin of the numbers, in a few words
     num_rows: Whole  # measurements; 0: counted or set by hand
     mape: RelativeError  # mean absolute error, as a fraction
-    cross_validated_mape: RelativeError  # the same on rows left out of the fit
+    cross_validated_mape: RelativeError  # mean absolute error on rows left out of the fit
     log_sd: RelativeError  # spread of log(predicted / measured) on held-out rows; the prediction intervals come from it
-    # The same spread for shapes with measured times in the profile; None: no times.
+    # log_sd for shapes with measured times in the profile; None: no measured times.
     interpolated_log_sd: RelativeError | None = None
     # Spread of log(seconds in other tables of the GPU / seconds in this one), common to all sizes; None: no other
     # table.
@@ -254,7 +254,7 @@ def load_profile(name_or_path: str | Path, argument: str = "profile") -> Calibra
     return CalibrationProfile.read(named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), "roofline"))
 
 
-_NEWTON_STEPS = 60  # most steps of Newton's method, which needs about five
+_NEWTON_STEPS = 60  # largest number of steps of Newton's method, which needs about five
 _ENOUGH = 1e-12  # relative change below which the iteration ends
 
 

@@ -89,8 +89,8 @@ class SparseCall:
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; without rates for this kind of call, by those of other operations.
 
-        The latter are the FLOPs at the rate of products (scores of single keys: of FP8 products, if there is one), and
-        one write and one read of the scores.
+        Then the FLOPs take the rate of products (scores of single keys: of FP8 products, if there is such a rate), and
+        the scores are written and read once.
         """
         rates, batch = cost.rates, cost.traits.batch
         kernels: SparseKernels | None = rates.of(self, cost.traits.kernel)
@@ -104,7 +104,7 @@ class SparseCall:
         return cost.compute_scale * (start_s + batch * (flops_s + scores_s))
 
     def roofline_s(self, cost: RooflineCost) -> Array:
-        """Seconds of the scores' FLOPs, in FP8 where single keys are chosen, and of attention to the attended keys."""
+        """Seconds of FLOPs: of scores, in FP8 where single keys are chosen, and of attention to at most top_k keys."""
         score_flops_per_s = cost.low_flops_per_s if self.block == 1 else cost.flops_per_s
         score_s, attention_s = self.score_flops / score_flops_per_s, self.least_attention_flops / cost.flops_per_s
         return np.asarray(cost.traits.batch * (score_s + attention_s))

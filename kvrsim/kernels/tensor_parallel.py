@@ -80,7 +80,7 @@ class Group:
 
 
 def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
-    """Sum of `nbytes` over the GPUs of a group; `more_s` is added to the kernel's seconds."""
+    """All-reduce of `nbytes` over the GPUs of a group; `more_s` is added to the kernel's seconds."""
     sent = 2.0 * group.sent_bytes(nbytes)
     return Collective(name="all-reduce", seconds=more_s + group.all_reduce_s(nbytes), nbytes=sent)
 
@@ -107,7 +107,7 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
 
 
 def _way_back(cluster: Cluster, first: int, last: int) -> Path:
-    """Path between the two ends of a ring, the slowest: in a chain the longest, elsewhere equal to the others."""
+    """Path from the last GPU of a ring to the first: in a chain the longest path, elsewhere like the others."""
     if first == last or last >= cluster.num_gpus:
         return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # a ring of one rank is never used
     return cluster.path(first, last)

@@ -1,1 +1,1 @@
-"""A transformer layer by layer, read from its Hugging Face config.json."""
+"""Shapes of a transformer, layer by layer, read from its Hugging Face config.json."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# How the GPUs of a tensor-parallel group split a matrix. whole: not at all. kv_heads: by columns of KV heads, at least
-# one per GPU. qkv_heads: by columns of one matrix that holds Q (and a gate), K and V.
+# How the GPUs of a tensor-parallel group split a matrix. whole: not at all. columns, rows: by these. kv_heads: by
+# columns of KV heads, at least one per GPU. qkv_heads: by columns of one matrix that holds Q (and a gate), K and V.
 Split = Literal["whole", "columns", "rows", "kv_heads", "qkv_heads"]
 
 
@@ -36,7 +36,7 @@ class Quantization:
 
     method: str  # name in the file, such as "awq"
     formats: tuple[WeightFormat, ...]  # formats of the matrices; empty for a method that kvrsim does not know
-    kv_cache_bits: int | None = None  # bits per element of the KV cache; None: as the request's dtype
+    kv_cache_bits: int | None = None  # bits per element of the KV cache; None: those of the request's dtype
 
     def describe(self) -> str:
         """Describe the format, such as "awq, 4 bits"."""

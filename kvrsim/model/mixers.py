@@ -1,4 +1,4 @@
-"""Mixers: the part of a layer in which tokens see each other, by kind. Shapes only.
+"""Mixers: the part of a layer in which tokens see each other, by kind; shapes only.
 
 A mixer defines its cache (the bytes per token that later tokens need, and for how many tokens) and its state (bytes
 that do not grow with tokens). Token counts may be numbers or arrays; results have their shape.
@@ -95,7 +95,7 @@ class _Mixer:
 class Attention(_Mixer):
     """Softmax attention over K and V: multi-head, grouped-query or multi-query."""
 
-    projections: tuple[Gemm, ...]  # layer's input to Q, K, V (and an output gate): separate matrices or one fused
+    projections: tuple[Gemm, ...]  # from the layer's input to Q, K, V (and an output gate): separate or one matrix
     output: tuple[Gemm, ...]  # projection of the attention's output
     num_attention_heads: int
     num_key_value_heads: int
@@ -202,7 +202,7 @@ class CompressedAttention(_Mixer):
     One vector of head_dim per token is key and value of all heads; every compress_ratio tokens make one entry.
     """
 
-    projections: tuple[Gemm, ...]  # to queries, to the shared key, and to the vectors that are compressed
+    projections: tuple[Gemm, ...]  # from the layer's input to queries, the shared key and the vectors to compress
     output: tuple[Gemm, ...]  # projections of the attention's output, in two steps
     num_attention_heads: int
     head_dim: int
@@ -258,7 +258,7 @@ class Recurrence(_Mixer):
     """Linear attention or a state-space layer: a state of fixed size instead of a cache."""
 
     kind: RecurrenceKind
-    projections: tuple[Gemm, ...]  # the layer's input to queries, keys, values, gates and decays
+    projections: tuple[Gemm, ...]  # from the layer's input to queries, keys, values, gates and decays
     output: tuple[Gemm, ...]
     num_key_heads: int  # number of heads of queries and keys; for Mamba-2 the number of groups
     num_value_heads: int  # number of value heads, each with its own state

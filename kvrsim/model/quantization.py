@@ -66,7 +66,7 @@ class Modules:
 
 
 def in_text_model(name: str) -> str:
-    """A module's name without a checkpoint's prefix of layers, such as "model."."""
+    """A module's name without a checkpoint's prefix of layers, such as "model.language_model."."""
     return _BEFORE_LAYERS.sub("", name)
 
 
@@ -160,7 +160,7 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     if short not in known:
         raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(known))
     named = _named_layers(data)
-    # FP8 models with further quantised experts exclude all other modules from this second step.
+    # In an FP8 model whose experts are quantised a second time, the first list ("ignore") applies only to this step.
     lists = _SKIPPED[1:] if named and short == "fp8" else _SKIPPED
     skipped = [_Rule(weights=None, only=_modules(data, name), head=True) for name in lists]
     rules = [*_exceptions(data), *skipped, *named, *_narrow_experts(config), *_rules(short, data)]

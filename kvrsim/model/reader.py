@@ -118,9 +118,9 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.order: dict[str, int] = {}  # positions of the first calls of modules and products of weights, by name
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
         self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used, by its storage
-        self.turned: set[int] = set()  # weights whose inputs come before outputs
+        self.turned: set[int] = set()  # weights with the dimension of inputs before that of outputs
         self.others: Counter[str] = Counter()  # FLOPs of products of activations with each other, by module
-        self.sources: dict[str, int] = {}  # id of the first input tensor, by module
+        self.sources: dict[str, int] = {}  # id of a module's first input tensor, by module
         self.makers: dict[int, str] = {}  # module that made a tensor, by the tensor's id
         self.outputs: dict[str, Any] = {}  # outputs of modules, by name
         self.rotary: set[str] = set()  # modules in which queries and keys are rotated
@@ -205,7 +205,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     fields |= {key: bool(value) for key, value in fields.items() if key in switches and isinstance(value, int)}
     config = CONFIG_MAPPING[model_type].from_dict(fields)
     text = config.get_text_config(decoder=True)
-    if text is not config:  # a type of several models: the keys are those of its text model
+    if text is not config:  # a type with several models: the keys are those of its text model
         config = type(text).from_dict(fields)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -217,7 +217,7 @@ def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
             if "Unrecognized configuration class" not in str(error):
                 raise
             model = _text_class(model_type, config)._from_config(config, **options)
-    for module in model.modules():  # transformers runs them one by one, without names
+    for module in model.modules():  # run experts as a batch where transformers runs them one by one
         routed = hasattr(module, "gate_up_proj") and len(signature(module.forward).parameters) == 3
         if routed and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
             for name in ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel"):
@@ -748,7 +748,7 @@ class _Reader:
             top_k=_attribute(module, "index_topk", "topk") if blocks is None else blocks * module.block_size,
             block=1 if blocks is None else module.block_size,
             projections=tuple(self._gemm(parts.layer, path, splits.get(path, "whole")) for path in own),
-            # vLLM and SGLang cache it in FP8, with one fp32 scale per 128 elements; keys of blocks are in half
+            # vLLM and SGLang cache index keys in FP8, with one fp32 scale per 128 elements; keys of blocks in half
             # precision.
             key_bytes=head_dim + 4 * -(-head_dim // 128) if blocks is None else 2 * head_dim,
         )

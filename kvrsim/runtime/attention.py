@@ -26,7 +26,7 @@ from kvrsim.errors import InputError
 INTERFACE_NAME = "kvrsim_chunk_attention"
 _OWN_NAME = "kvrsim_own_attention"
 _LEAST_BLOCK = 128  # least queries per block in a window: kernels for fewer queries are no faster
-_FLASH_WIDTH = 8  # the width of a head must be a multiple of it
+_FLASH_WIDTH = 8  # FlashAttention needs a head width that is a multiple of this number
 
 Attend = Callable[[Any, float | None], Any]  # attention of queries at a scale; K and V are in the cache
 Compute = Callable[[Any, Any, Any, float | None, int | None], Any]  # attention from Q, K, V, a scale and a window
@@ -255,7 +255,7 @@ def _takes_flash(query: Any, key: Any, value: Any) -> bool:
 
 
 def _flash_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
-    """Run FlashAttention, which accepts fewer heads of K and V; also return the logarithm of the sums."""
+    """Run FlashAttention, which accepts fewer heads of K and V than of Q; also return the log of the sums."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = kernel(query, key, value, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale)
     return out, lse

@@ -42,7 +42,7 @@ def chosen_device(device: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the maker's name of the CPU."""
+    """Return the product name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:

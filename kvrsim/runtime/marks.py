@@ -132,7 +132,7 @@ def clock_of(device: Any, *, all_streams: bool = False) -> Clock:
 
 
 def mark_empty(clock: Clock) -> None:
-    """Set marks without work between them, which show how long a mark takes on the device."""
+    """Set marks without work between them; they show how long a mark takes on the device."""
     for _ in range(_EMPTY_MARKS + 1):
         clock.mark("empty")
 
@@ -248,7 +248,7 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
             gathers = "all-reduce" if strategy == "tp" else "all-gather"
             name = gathers if second.peer is None else f"{payload} from rank {second.peer}"
             kind, op = "wait", payload
-        elif first.name == "send" and second.name in _AFTER_SEND:  # gloo writes to the socket before it returns
+        elif first.name == "send" and second.name in _AFTER_SEND:  # gloo's send returns after the write to the socket
             name, kind, op = f"send to rank {first.peer}", "wait", payload
         elif running == "append" and first.layer in states:
             name, op = "scan", _OPS["scan"]

@@ -97,7 +97,7 @@ class ModelForward:
         """geometry: caches of some of the layers; None: of the whole model."""
         self.model, self.geometry = model, geometry or Geometry.of(model)
         self.vocab_size = int(model.config.vocab_size)
-        self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # of the config
+        self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # digest of the config
 
     def __call__(
         self,

@@ -67,7 +67,7 @@ class Transport:
         return self.irecv(tensor, (self.rank - 1) % self.size)
 
     def gather_pieces(self, pieces: Sequence[Any]) -> None:
-        """All-gather pieces of any sizes, given by rank: in p - 1 steps each rank forwards the piece it got last."""
+        """All-gather pieces of any sizes, ordered by rank: in p - 1 steps each rank forwards its latest piece."""
         owner = self.rank
         for _ in range(self.size - 1):
             previous = (owner - 1) % self.size
@@ -121,7 +121,7 @@ class Transport:
         """Record the layer that this rank has reached, for error messages."""
 
     def report(self, done: int, total: int, what: str) -> None:
-        """Report progress to the process that started the ranks; reports of other ranks than rank 0 are ignored."""
+        """Report progress to the process that started the ranks; reports of other ranks than 0 are ignored."""
 
 
 class LinkGroups:

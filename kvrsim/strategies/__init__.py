@@ -114,7 +114,7 @@ def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
 
 
 def label_of(strategy: str | Strategy) -> str:
-    """The name that the user gave a strategy, for the record of a question."""
+    """The name that the user gave a strategy, for recorded inputs."""
     return strategy if isinstance(strategy, str) else strategy.name
 
 
@@ -137,12 +137,12 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
-    """Names of the hybrids of two strategies in `all`: groups of these sizes, with a strategy between them."""
+    """Names of the hybrids tpN+NAME in `all`, for these sizes N."""
     return tuple(f"tp{size}+{name}" for size in sizes for name in _IN_HYBRIDS)
 
 
 def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
-    """Names of the hybrids of stages and context ranks in `all`.
+    """Names of the hybrids of stages and context ranks in `all`, such as tp2+pp2+cp2.
 
     They use all GPUs; all sizes except the number of stages are powers of two.
     together: largest number of GPUs of a stage.

@@ -146,7 +146,7 @@ class Exchange(CacheListener):
         )
 
     def run(self, input_ids: Any) -> Any:
-        """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it emits it.
+        """Run the rank's part in the prefill of [B, C]; the emitting rank returns the token's logits [B, vocabulary].
 
         It is not called on ranks that have no part.
         """

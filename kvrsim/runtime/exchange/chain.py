@@ -20,9 +20,10 @@ class Single(Exchange):
 
 
 class Chain(Exchange):
-    """Each rank waits for the prefix of the previous rank and sends it on with its own chunk.
+    """Each rank waits for the prefix from the previous rank and sends it on with its own chunk.
 
-    A layer's receives are posted before the attention of the previous layer, because gloo moves a message only then.
+    A layer's receives are posted before the attention of the previous layer, because gloo moves a message only once its
+    receive is posted.
     """
 
     def run(self, input_ids: Any) -> Any:
