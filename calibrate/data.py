@@ -1,21 +1,22 @@
 """Measurement: how long one operation took on one machine; read from and written to CSV.
 
-The file has one header line and one row per measured operation; lines that begin with # are comments. Units are
-SI. A column may be missing where no row needs it, and their order is free. Every row has
+The file has one header line and one row per measured operation; lines that begin with # are comments. Units are SI.
+Columns have any order, and may be missing where no row needs them. Every row has
 
-    operation    what was measured, one of those below
-    kernel       what ran, such as vllm_flash_attn or nccl
-    device       the GPU, such as NVIDIA H100 80GB HBM3; for host_* rows the machine whose host it is
+    operation    name of the measured operation, one of those below
+    kernel       name of what ran, such as vllm_flash_attn or nccl
+    device       name of the GPU, such as NVIDIA H100 80GB HBM3; for host_* rows name of the host's machine
     median_s     seconds, median of the repeats
-    source       who measured it, with what, where it can be found
+    source       authors and tool of the measurement, and where to find it
 
 and may have mean_s (seconds, mean of the repeats, outliers clipped; empty: not known), spread_s (standard deviation
 or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and
 dtype (fp16, bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
 kvrsim.kernels.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where medians
 of skewed times do not: a fit takes mean_s where there is one.
-The operations, what one row of each is the time of, and the columns that it needs in addition:
+
 The operations, what one row of each measures, and the columns that the row needs in addition:
+
     operation                                       time of                              also needs
     gemm                                            y = x W                              dtype, tokens (rows of x),
                                                                                          in_features, out_features

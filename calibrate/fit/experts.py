@@ -107,7 +107,7 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
 
 
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
-    """Spread over engines. Per type: the root mean square, over other engines, of the median of log(theirs / ours).
+    """Spread over engines. Per type: root mean square, over other engines, of the median of log(other / own seconds).
 
     Only rows of at least _LONG tokens count. The result is the median over types, because an engine may be slow at one
     of the types.

@@ -246,7 +246,7 @@ class GemmRows(Columns):
         return seconds
 
     def fit(self, gpu: GpuSpec, peak: float, label: str, starts: int) -> Fit[GemmRates]:
-        """Fit the form; full waves have at most `peak` FLOP/s."""
+        """Fit the form, in which full waves reach at most `peak` FLOP/s."""
         tiles = TILES if has_waves(gpu) else FINE_TILES
         return Fit(
             label=label,

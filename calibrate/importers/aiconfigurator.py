@@ -622,7 +622,7 @@ class Table:
             frame = pandas.read_parquet(io.BytesIO(self.package.read(f"{_DATA}/{self.path}")), engine="pyarrow")
         except ImportError:
             raise InputError(where, "no pyarrow", "a machine that has it (pip install pyarrow)") from None
-        except (OSError, ValueError) as error:  # classes of pyarrow's errors
+        except (OSError, ValueError) as error:  # pyarrow raises errors of these classes
             raise InputError(where, error, "a parquet file") from None
         for name in (*numbers, *texts):
             if name not in frame:
