@@ -61,7 +61,7 @@ def plan(
 ) -> kvrsim.Plan:
     """Compare strategies for one prefill, each with its best partition, and prove a lower bound of TTFT.
 
-    Strategies may be names in a list or a text, or Strategy objects. Noise: strategies are ranked by their mean TTFT.
+    Strategies may be names in a list or a text, or Strategy objects. With noise, strategies are ranked by mean TTFT.
 
     Parameters
     ----------

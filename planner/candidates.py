@@ -197,7 +197,7 @@ class PartitionLookup(Protocol):
         """The partition of a scenario."""
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy, /) -> tuple[str, ...]:
-        """Differences between the table and the scenario with the strategy that looks it up."""
+        """Notes on differences between the table and the scenario, for a strategy that uses the table."""
 
 
 class ForEngine(NamedTuple):
@@ -213,7 +213,7 @@ class ForEngine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How the partition of a strategy is chosen."""
+    """Options, limits and callbacks for the choice of a strategy's partition."""
 
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
     options: SearchArgs = field(default_factory=SearchArgs)  # search options; their table is already read from its file
@@ -433,7 +433,7 @@ def _least_s(one: Candidate) -> float:
 
 
 def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | None:
-    """The partition of KVR's chain over the same ranks, if it is compared."""
+    """The partition of KVR's chain over the same ranks, if the chain is compared; else None."""
     chain = by_name.get(chain_like(strategy).name)
     return None if chain is None or chain.search is None else chain.partition
 

@@ -37,7 +37,7 @@ class DeployEngine:
     uneven_pieces: bool  # whether a pipeline's pieces may differ in length
     context_models: Mapping[
         str, Mapping[str, str]
-    ]  # by scheme, then model_type: the way in which it splits the context
+    ]  # key: scheme, then model_type; value: how the engine splits the context
     notes: Mapping[str, str]  # key: the feature of a layout that the note describes
     options: Mapping[str, OptionKind]
 

@@ -72,7 +72,7 @@ class FleetLimits:
     sizes: tuple[int, ...] = (1, 2, 4, 8)  # numbers of GPUs per group
     max_gpus: int = 512
     prices: Mapping[int, float] = field(default_factory=dict)  # price of a GPU per hour, by group size; empty: unknown
-    by_cost: bool = False  # minimise cost rather than the number of GPUs
+    by_cost: bool = False  # whether to minimise cost rather than the number of GPUs
 
     def cost(self, gpus_per_group: int) -> float:
         """Cost of one group in the objective: its GPUs or its price per hour."""
@@ -111,7 +111,7 @@ class Overlap:
     def run(
         self, length_class: int, alone_s: float, begin_s: float, free_s: Sequence[float]
     ) -> tuple[float, list[float]]:
-        """Run a prompt of a class, which takes `alone_s` on an idle group, on ranks that are free at `free_s`.
+        """Run a prompt on ranks that are free at `free_s`; on an idle group, the prompt takes `alone_s`.
 
         Returns the start on rank 0, and when each rank is free afterwards; the last rank gives the first token.
         """

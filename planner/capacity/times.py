@@ -378,7 +378,7 @@ def _whole(shares: Array, tokens: int, step: int) -> Array:
 
 
 def _delayed(program: Program, rank: int, delay_s: float) -> Program:
-    """The program with a delay on the host and device of one rank before it begins."""
+    """The program where one rank begins later by `delay_s`, on host and device."""
     wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
     prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
     return replace(program, prologue=tuple(prologue))

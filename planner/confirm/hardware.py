@@ -88,7 +88,7 @@ class Hardware:
         return ModelChoice(config=self.config, dtype=dtype, attention=attention, seed=self.seed)  # type: ignore[arg-type]
 
     def check(self, candidate: Candidate) -> None:
-        """Raise InputError where the runtime cannot run the candidate with this model, before it is loaded."""
+        """Raise InputError where the runtime cannot run the candidate with this model, before the model is loaded."""
         from kvrsim.runtime.exchange import exchange_of
         from kvrsim.runtime.model import geometry_of
 

@@ -22,7 +22,7 @@ Around = list[tuple[int, float]]  # (index, weight) of the grid points
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TtftEstimate:
-    """A TTFT that was looked up."""
+    """A TTFT interpolated from the grid, and its strategy."""
 
     ttft_s: float
     ttft_low_s: float  # lower end of the 80 % interval

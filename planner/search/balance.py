@@ -12,9 +12,9 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 
-_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # trial points in a bracket; other chunks move it
-_NEAR = np.array([-0.02, 0.02])[:, None]  # distances from the linear estimate of the crossing, in brackets
-_WIDER = 2.0  # width of the next bracket, over one without a crossing
+_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # trial points, some outside the bracket
+_NEAR = np.array([-0.02, 0.02])[:, None]  # trial points next to the linear estimate of the crossing
+_WIDER = 2.0  # factor on the width of a bracket that has no crossing
 _DAMPING = 0.8  # a longer chunk shortens those after it; without damping, chunks oscillate
 
 

@@ -30,7 +30,7 @@ from kvrsim.strategies.layers import layer_ops
 Index = npt.NDArray[np.int64]
 
 _LABELS = 8  # labels per node
-_MEAN = 0.01  # weight of the mean clock relative to the latest clock; it decides between equal ones
+_MEAN = 0.01  # weight of the mean clock relative to the latest clock, to order states with equal latest clocks
 _CAPS = 2.0 ** -np.arange(0, 8, 0.5)  # limits of a piece's time, as shares of the longest piece's time
 _ONE_STAGE = 0  # index of the only rank in a Step
 
@@ -110,7 +110,7 @@ class Beam:
         """The best pieces for layouts of layers, fastest first.
 
         The time of the rest of the context is estimated from the references, which must be allowed partitions. By
-        default, they are the partitions with the least sum of pieces.
+        default, they are the partitions with the least sum of piece times.
         """
         if not references:
             references = self.least_sums(layouts[0])

@@ -71,7 +71,7 @@ class Walls:
     chunks: Array  # chunks of all senders but the first, shape (senders - 1, columns)
     ends: Array  # chunk ends of all senders, shape (senders, columns)
     first_s: Array  # seconds that the first sender needs; 0 if its wall is not proven
-    others_s: Array  # least seconds that any other sender needs, of those that prove the walls
+    others_s: Array  # needed seconds, the least over the other senders that prove their walls
     free: Array  # share of the walls that are at their left limit
 
 

@@ -25,7 +25,7 @@ class Allowance:
 
     left_s: float
     each_s: float  # estimated time per partition on one core of 2026
-    to_beat_s: float = math.inf  # TTFT to beat: a search may end as soon as it cannot be faster
+    to_beat_s: float = math.inf  # TTFT to beat: the search may end when it cannot find a shorter one
 
 
 @dataclass(slots=True)

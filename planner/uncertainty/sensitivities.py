@@ -242,7 +242,7 @@ def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource
     has a part of UNCOMPARED_KINDS.
     """
     engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
-    if engine is not None and engine.fit is not None and engine.fit.widths:  # its errors contain those of kernels
+    if engine is not None and engine.fit is not None and engine.fit.widths:  # engine errors include kernel errors
         return {}
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
     if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
