@@ -275,7 +275,7 @@ class Measurement:
     head_dim: int | None = None  # attention: elements of one head
     batch: int = 1  # sequences at once
     tokens: int | None = None  # rows of a gemm or of an element-wise kernel
-    in_features: int | None = None  # gemm, head: the summed dimension
+    in_features: int | None = None  # gemm, head: length of the sums of products
     out_features: int | None = None  # gemm, head: columns of the result
     bytes: int | None = None  # bytes of a kernel: read and written; of all_gather: all pieces; of others: the tensor
     ranks: int | None = None  # number of GPUs in the collective

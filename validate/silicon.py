@@ -88,7 +88,7 @@ class Settings:
 
 
 def read_settings(path: Path, configs: Path) -> Settings:
-    """Read settings, and compute the kernels and launches of each. Raises InputError naming a missing column."""
+    """Read settings, and compute seconds of kernels and numbers of launches. InputError names a missing column."""
     import pandas
 
     rows = pandas.read_csv(path)

@@ -196,7 +196,7 @@ class ComputeBench:
         self.timer.close()
 
     def _probe(self) -> None:
-        """Time a short and a longer forward, for the least seconds of a forward and the FLOPs per second."""
+        """Time a short and a longer forward: these give the seconds of the shortest forward, and the FLOP/s."""
         tokens = min(_PROBE, self.setup.max_context)
         seconds = []
         for chunk in (1, tokens):

@@ -331,7 +331,7 @@ def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -
 
 
 def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
-    """Return the seconds until the last of simultaneous messages arrives over the seconds of a single message."""
+    """Return slowdowns: seconds until the last of simultaneous messages arrives, divided by those of one message."""
     alone = {(row.src, row.dst, row.bytes): row.median_s for row in sent if row.messages == 1}
     together: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in sent:

@@ -54,7 +54,7 @@ class Span(Protocol):
     def high_s(self) -> float: ...
 
 
-# The 80 % interval of a TTFT. The planner supplies the function, too.
+# Function that returns the 80 % interval of a TTFT. The planner supplies the function, too.
 IntervalOf = Callable[[Scenario, Strategy, Partition, float], Span]
 
 
