@@ -379,7 +379,7 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak: float) -> Sized:
 
 
 def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
-    """Median factors by class of size, at few knots; no call is predicted faster than a smaller one."""
+    """Median factors by class of size, at few knots; no call is predicted faster than a smaller call."""
     classes = np.round(_A_DOUBLING * np.log2(sizes))
     members = [classes == one for one in np.unique(classes)]
     places = np.array([np.mean(np.log(sizes[some])) for some in members])

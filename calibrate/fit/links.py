@@ -27,7 +27,7 @@ from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # derived from the slopes at 2, 4 and 8 ranks; A100, H100 and H200 agree
 LARGE_BYTES = 2**21  # minimum bytes of the all-gathers for which the profile states its error
-_LATENCY_SHARE = 0.9  # latency of all-reduces, as a share of the smallest one's time
+_LATENCY_SHARE = 0.9  # latency of all-reduces, as a share of the smallest all-reduce's time
 _KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
 
 

@@ -151,8 +151,7 @@ class _Problem:
         """The most probable point from several starts: the best of those with one term away from the prior's median.
 
         A term that the rows do not narrow at that point may be hidden (such as the host's time behind the device's):
-        its best start is tried, too.
-        tried, too.
+        the best start of the term is tried, too.
         """
         count = len(self.priors)
         alone = {term: [np.eye(count)[term] * size for size in _STARTS] for term in range(count)}
