@@ -601,7 +601,7 @@ def _kernels_of(model: ModelSpec) -> dict[str, int]:
     """Number of kernels of each element-wise step of a layer of eager code, by operation."""
     layer = model.layers[0]
     steps = (*before_mixer(model, layer, fused=False), *after_mixer(model, layer, fused=False, intermediate=1.0))
-    return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first of several norms counts
+    return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm replaces others
 
 
 def _unmeasured(source: str, log_sd: float) -> OperationFit:

@@ -309,7 +309,7 @@ def traffic_of(model: ModelSpec) -> dict[str, float]:
     width = next((gemm.in_features for gemm in reversed(layer.mlp) if gemm.out_features == model.hidden_size), 0)
     before = before_mixer(model, layer, fused=False)
     after = after_mixer(model, layer, fused=False, intermediate=width)
-    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first of several norms counts
+    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first norm replaces others
     return {
         "norm": nbytes["norm"],
         **({"rotary": nbytes["rotary"]} if "rotary" in nbytes else {}),

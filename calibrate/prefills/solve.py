@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 Predict = Callable[[Array], Array]  # maps values of the terms, shape (terms,), to seconds of all rows, shape (rows,)
 
 LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
-_NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # noises to try, to 0.22; larger errors are outliers
+_NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # noise scales to try; errors above 0.22 are outliers
 _USUAL_NOISE = 0.03  # prior median of the noise: the usual error of predicted prefills
 _NOISE_LOG_SD = 0.8  # log standard deviation of the noise's prior
 _FIRST_NOISE = 0.05
