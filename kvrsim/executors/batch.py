@@ -183,7 +183,7 @@ class BatchEvaluator:
         self.arrivals: dict[Edge, deque[Array]] = {}
         self.offers: dict[Edge, Message] = {}  # rendezvous sends whose receiver has not arrived yet
         self.taken: set[Edge] = set()  # completed rendezvous, whose sender may continue
-        self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # by the first rank and its operation
+        self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # prepared, by first rank and its operation
         prologue, *kinds, epilogue = compile_blocks(program, cluster, draw)
         everyone = range(program.num_ranks)
         self._run(prologue, everyone)

@@ -335,7 +335,7 @@ class _Targets:
             self.columns.append((rank.ravel(), wait.ravel(), latency_s.ravel()))
 
     def of(self, causes: Index, rows: Index, time_s: Array, num_rows: int) -> _Arrivals:
-        """Arrivals that causes trigger at `time_s`; causes: row times columns plus column. rows: their partitions."""
+        """Arrivals that causes trigger at `time_s`; causes: index of each cell in the table. rows: its partition."""
         parts = []
         for rank, wait, latency_s in self.columns:
             own = rank.take(causes)

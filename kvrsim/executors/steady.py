@@ -37,8 +37,8 @@ def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array 
 def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:
     """The kinds of layers in order, as periods with their numbers of repetitions.
 
-    A single period if a layer leaves messages or loads to a later layer, because states of ranks and links do not hold
-    them.
+    A single period if a layer leaves messages or loads to a later layer, because states of ranks and links do not
+    contain them.
     """
     kinds = program.layer_kind_index
     is_closed = all(_is_closed(program.layers[kind]) for kind in set(kinds))

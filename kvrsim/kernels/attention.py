@@ -133,7 +133,7 @@ class EagerRates:
     bytes_per_s: float  # rate of the score matrix's repeated passes over device memory
     start_s: NonNegative  # seconds to start all kernels of a call, on the device
     measured: MeasuredSizes | None = None  # correction by the score elements of all heads; None: no correction
-    score_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes per element, fitted to TTFTs, by model type
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes per score, fitted to TTFTs, by model type
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of all elements of all heads' score matrices, masked ones included."""
@@ -172,7 +172,7 @@ class BlockedRates:
     start_s: NonNegative  # seconds to start a call
     query_s: NonNegative  # seconds per query and head, independent of the keys
     key_block: int  # keys per block; blocks on the diagonal are computed whole, so huge blocks compute all masked keys
-    skips_masked: bool = False  # whether masked scores are skipped behind a prefix
+    skips_masked: bool = False  # whether a call with a prefix skips masked scores
     join_s: NonNegative = 0.0  # seconds per query and head to join two parts
     block_flops_per_s: float | None = None  # FLOP/s on another rank's block, not masked; None: rectangle_flops_per_s
     measured: MeasuredSizes | None = None  # correction by queries, on which the block size depends; None: none
@@ -376,7 +376,7 @@ class LatentRates:
     """Flash kernels for expanded latent attention and, if measured, for absorbed latent attention."""
 
     expanded: FlashRates
-    absorbed: FlashRates | None = None  # None: `expanded` holds for both
+    absorbed: FlashRates | None = None  # None: `expanded` is used for both
 
     def of(self, call: AttentionCall) -> FlashRates:
         """The rates that price a call."""

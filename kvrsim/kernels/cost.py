@@ -266,7 +266,7 @@ class WeightedCost:
 
 
 class _Listing(dict[Part, Array]):
-    """Weights of 1; reading the weight of a part adds this part."""
+    """Weights of 1; a part is added when its weight is read."""
 
     def __missing__(self, part: Part) -> Array:
         self[part] = np.ones(1)

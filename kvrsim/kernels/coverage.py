@@ -51,7 +51,7 @@ def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes:
 
 
 def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
-    """Whether a mixer attends to chosen keys for which there are no rates."""
+    """Whether a mixer attends to chosen keys for which the profile has no rates."""
     if isinstance(mixer, Recurrence) or not mixer.is_sparse:
         return False
     return rates.sparse is None or rates.sparse.of(sparse_call(mixer, np.ones(1), np.zeros(1))) is None

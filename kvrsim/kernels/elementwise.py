@@ -101,7 +101,7 @@ class CacheCopies:
     keep: NonNegative  # copies under every strategy, such as where K and V are stacked into one tensor
     append: NonNegative  # additional copies where a chunk is appended to a prefix (torch.cat)
     gather: NonNegative  # additional copies where gathered pieces are joined (a list of outputs, then torch.cat)
-    own: NonNegative = 0.0  # copies of the chunk's part alone, where it is written into a buffer that holds the rest
+    own: NonNegative = 0.0  # copies of only the chunk's part, where it is written into a buffer with the other parts
 
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)

@@ -194,7 +194,7 @@ def check_imbalance(imbalance: float | None) -> None:
 
 
 def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSpec:
-    """A GPU's share of a model, with the routed experts (or slices of experts) that lie on the GPU.
+    """A GPU's share of a model, with the routed experts (or slices of experts) that are on this GPU.
 
     Raises InputError where the experts do not divide over the GPUs.
     """

@@ -126,7 +126,7 @@ class LayerCosts:
         counts: numbers of calls to choose from, rising. A number above the first is allowed only where the host
         launches the layer faster than the device computes it; the lower bound of proofs allows all.
         """
-        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # WeightedCost needs all columns
+        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # weights differ by column
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)
         pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # in a search, most chunks repeat

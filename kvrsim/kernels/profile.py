@@ -64,7 +64,7 @@ GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 class KernelRates:
     """Rates of the device, at most the datasheet's."""
 
-    gemm: GemmRates  # projections, MLP and head
+    gemm: GemmRates  # rates of projections, MLP and head
     attention: AttentionByKernel
     elementwise: ElementwiseRates
     copies: CacheCopies
@@ -131,7 +131,7 @@ class LinkRates:
     short_bytes_per_s: float | None  # rate for short messages, see LinkSpec; None: as for long ones
     gather: GatherRates | None  # rates of ring all-gathers; None: each step is priced as a message
     all_reduce: AllReduceRates | None = None  # rates inside one node; None: not measured, priced as two all-gathers
-    sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
+    sends: SendStyle  # "rendezvous": send and receive occupy both ranks' compute streams; "overlap": neither
     sends_over_bus: SendStyle  # value of `sends` where transfers are staged through the host
     pending_share: PendingShare = 0.0  # share of a rank's rate lost while a receive waits; 0 if not measured
     message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight

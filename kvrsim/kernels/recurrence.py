@@ -156,7 +156,7 @@ class ScanRates:
     bytes_per_s: float  # rate of elements that exceed the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
-        """Seconds of a scan; more tokens never take less."""
+        """Seconds of a scan; more tokens never take less time."""
         tokens = batch * call.tokens
         moved = tokens * (call.scan_elements * element_bytes)
         beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s

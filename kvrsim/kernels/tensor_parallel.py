@@ -34,7 +34,7 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """GPUs that split every matrix of a model and act as one rank; the links are those between them."""
+    """GPUs that split every matrix of a model and act as one rank, and the links between these GPUs."""
 
     size: int  # number of GPUs
     model: ModelSpec  # one GPU's share of the model
@@ -42,7 +42,7 @@ class Group:
     across: Ring  # ring of one GPU per node
 
     def all_reduce_s(self, nbytes: Array) -> Array:
-        """Seconds of an all-reduce: measured inside a node; else reduce-scatter, all-reduce over nodes, all-gather.
+        """Seconds of an all-reduce: measured, or those of reduce-scatter, all-reduce over nodes and all-gather.
 
         Without measurements, one node takes 2 (p - 1) steps with 1/p of the bytes each (Patarasuk and Yuan, 2009).
         """
@@ -137,7 +137,7 @@ def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
 def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
     """The cluster of one data group's ranks; each stage has `data` groups of `context` ranks.
 
-    Raises InputError where nodes and stages do not divide into each other.
+    Raises InputError if neither nodes divide into stages nor stages into nodes.
     """
     if data == 1:
         return cluster

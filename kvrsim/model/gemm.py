@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# How the GPUs of a tensor-parallel group split a matrix. whole: not at all. columns, rows: by these. kv_heads: by
-# columns of KV heads, at least one per GPU. qkv_heads: by columns of one matrix that holds Q (and a gate), K and V.
+# How the GPUs of a tensor-parallel group split a matrix. whole: not at all. columns: by columns. rows: by rows.
+# kv_heads: by columns of KV heads, at least one per GPU. qkv_heads: by columns of one matrix that holds Q (and a gate),
+# K and V.
 Split = Literal["whole", "columns", "rows", "kv_heads", "qkv_heads"]
 
 

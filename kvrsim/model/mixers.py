@@ -66,7 +66,7 @@ class _Mixer:
 
     @property
     def index_key_bytes(self) -> int:
-        """Bytes of one token's index key; 0 without an indexer or if it uses the choice of an earlier layer."""
+        """Bytes of one token's index key; 0 without an indexer or if the indexer uses an earlier layer's choice."""
         return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_bytes
 
     def token_bytes(self, element_bytes: float) -> float:

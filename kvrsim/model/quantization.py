@@ -120,7 +120,7 @@ def quantized(
 
 
 def in_fp8(model: ModelSpec) -> ModelSpec:
-    """The model with all products of its layers in FP8, as engines quantise a model that they load."""
+    """The model with all products of its layers in FP8, as engines do when they quantise a loaded model."""
     return quantized(model, FP8_ON_REQUEST, lambda path: None if path == _HEAD else FP8)
 
 
@@ -232,7 +232,7 @@ def _named_layers(data: JsonObject) -> list[_Rule]:
         if weights is not None:
             place = _EXPERT.sub("", in_text_model(name))
             groups.setdefault((place.count("."), weights), []).append(place)
-    ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # a module before the module around it
+    ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # inner modules come first
     return [_Rule(weights=weights, only=Modules.named(names), head=True) for (_, weights), names in ordered]
 
 

@@ -92,7 +92,7 @@ def _per_layer(config: JsonObject, rule: str, key: str, value: Any, words: list[
 
 
 def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:
-    """The model with the parts that its own type has in addition to the type with the same layers."""
+    """The model with the parts that its own type adds to the transformers type that it was read as."""
     remote = remote_type(config)
     if "fused" in remote:
         kinds = {layer: _fused(layer, remote["fused"]) for layer in model.layer_kinds}

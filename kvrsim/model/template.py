@@ -80,7 +80,8 @@ _HARMLESS = re.compile(
     r"|slow_but|^finetuning|^prune|^tf_|beam|penalty|vision|audio|jitter|image|video|mrope|swiglu_limit|_clip"
     r"|^time_step_(limit|min|max|floor)|overlap|^mup_enabled$"
 )
-# Keys that give the number of parts of a model. A type that is read as another type may have only known ones.
+# Keys that give the number of parts of a model. A type that is read as another type may have only those keys that are
+# known.
 _COUNTS = re.compile(
     r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window|^(num|n)_|loop|recur|_(dim|size)$"
 )
@@ -173,7 +174,7 @@ def _derived(expression: str, numbers: Mapping[str, int], config: JsonObject) ->
 def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str, int]) -> list[LayerSpec] | None:
     """The layers in order; None if their kinds are unknown. Raises InputError for lists of a wrong length."""
     order, count = variant["order"], thaw(variant["model"]["num_hidden_layers"], numbers)
-    if count is None:  # then the length of a list is the number of layers
+    if count is None:  # without a count, the length of a list is the number of layers
         count = len(config.sequence(order["by"][0]) or order["first"])
     for key in order["seen"]:
         if len(config.sequence(key)) not in (0, count):
@@ -216,7 +217,7 @@ def _order(
     if {*order["by"]} & {*lists}:
         return None
     first, cycle = order["first"], order["cycle"]
-    if first and isinstance(first[-1], str):  # then the number of layers of the first kind
+    if first and isinstance(first[-1], str):  # a kind, and the key of the number of its layers
         first = [first[0]] * numbers[first[-1]]
     if not cycle:
         return first if len(first) == count else None

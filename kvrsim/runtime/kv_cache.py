@@ -179,7 +179,7 @@ class CacheListener:
 
 
 class PrefixCache(Cache):  # type: ignore[misc]
-    """A transformers Cache of a chunk behind a prefix: every forward overwrites the chunk; nothing grows."""
+    """A transformers Cache of a prefix and a chunk; every forward overwrites the chunk, so the cache never grows."""
 
     def __init__(self, buffers: Sequence[Buffer], listener: CacheListener | None = None) -> None:
         self.buffers, self.listener = tuple(buffers), listener or CacheListener()

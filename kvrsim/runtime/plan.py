@@ -46,7 +46,7 @@ class RunPlan:
     batch: int = 1  # number of prompts of equal length
     gather: Gather = "ring"  # kind of all-gather: between neighbours, or the backend's own
     stage_layers: tuple[int, ...] | None = None  # layers of each pipeline stage; None: as even as possible
-    query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one call each
+    query_blocks: tuple[tuple[int, ...], ...] = ()  # attention calls of KVR by chunk, by layer; empty: one call each
 
     def __post_init__(self) -> None:
         if self.strategy == "single" and len(self.partition.chunk_lens) != 1:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Command = tuple[str, dict[str, Any]]  # name of a method of the worker, and its arguments
 OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text
-RankFunction = Callable[..., Any]  # (transport, *arguments) -> data classes, or what JSON can hold
+RankFunction = Callable[..., Any]  # function(transport, *arguments) -> data classes or JSON values
 Pipe = Any  # multiprocessing.connection.Connection, whose type differs between systems
 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
@@ -397,7 +397,7 @@ def _own_folder() -> Path:
     if sys.platform == "win32":
         return folder
     if not (folder / _LOCK).exists():
-        fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+        fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # locked until this process ends
     for lock in folder.parent.glob(f"pymp-*/{_LOCK}"):
         with contextlib.suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,7 +23,7 @@ def run_virtual(transport: Transport, job: Job) -> Report:
     forward = forward_of(job.model, transport)
     first = job.plans[0]
     ids = prompt_of(forward, first, job.model.seed)
-    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers exist
+    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers are made
     memory = allocate(forward.geometry, Chunk(start=0, length=first.context_len, batch=first.batch))
     plans = [_virtual_ranks(forward, plan, memory) for plan in job.plans]
     samples: list[list[tuple[Parts, ...]]] = [[] for _ in plans]

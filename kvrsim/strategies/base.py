@@ -18,7 +18,7 @@ from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, 
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
-PipelineProgram = Callable[..., Program]  # from scenario, strategy, pieces and costs; see pipeline.py
+PipelineProgram = Callable[..., Program]  # program from scenario, strategy, pieces and costs; see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
 _ALL_RANKS = Degrees(context=None)  # the strategy itself splits the context over all ranks
 _NAME = re.compile(r"[^\s,:]+")
@@ -35,9 +35,9 @@ class Strategy:
     layer: LayerProgram  # the operations of one rank in one layer
     gathers_kv: bool  # whether every rank has the K and V of the whole context before its attention
     degrees: Degrees = _ALL_RANKS  # sizes of its layout
-    pipeline: PipelineProgram | None = None  # builds the program if ranks hold different layers
+    pipeline: PipelineProgram | None = None  # function that builds the program if ranks hold different layers
     stage_layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: as even as possible
-    refuses: Refusal | None = None  # returns the requirement that a model and number of ranks do not meet, or None
+    refuses: Refusal | None = None  # function returning the requirement that a model and number of ranks do not meet
     passes_state: bool = False  # whether chunks follow each other in rank order, so that a state can be sent on
     sends_in_turn: bool = False  # whether a rank's messages leave one after another, even over different links
     carries_prefix: bool = False  # whether messages include shares of the cached prefix if no rank has all of it

@@ -73,7 +73,7 @@ def from_file(text: str, parameter: str) -> Strategy:
     return value
 
 
-_modules: dict[tuple[Path, int, int], ModuleType] = {}  # by file, time of change and size
+_modules: dict[tuple[Path, int, int], ModuleType] = {}  # modules by file, time of change and size
 
 
 def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:

@@ -76,9 +76,9 @@ class PieceOps:
 
     lengths: Array  # tokens of each piece, shape (M, B)
     starts: Array  # tokens before each piece, shape (M, B)
-    embedding: list[tuple[Op, ...]]  # per context rank of the first stage
-    preparation: list[tuple[Op, ...]]  # per context rank of any stage, before its layers
-    layers: list[list[tuple[Op, ...]]]  # per kind of layer, per context rank
+    embedding: list[tuple[Op, ...]]  # operations per context rank of the first stage
+    preparation: list[tuple[Op, ...]]  # operations per context rank of any stage, before its layers
+    layers: list[list[tuple[Op, ...]]]  # operations per kind of layer and per context rank
     loads: list[list[tuple[Op, ...]]]  # per kind and context rank: loads of the cached prefix before the first piece
     sent_bytes: list[Array]  # bytes of activations of each context rank, shape (M, B)
 
@@ -117,7 +117,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     """
     ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
     layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
-    rows = [[range(layer, layer + 1) for layer in own] if context > 1 else [own] for own in layers]  # per stage
+    rows = [[range(layer, layer + 1) for layer in own] if context > 1 else [own] for own in layers]  # of each stage
     ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
     message: dict[str, Any] = {
         "host_s": scenario.host.message_s,

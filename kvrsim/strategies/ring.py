@@ -97,8 +97,8 @@ def zigzag_layer(step: Step, rank: int) -> Iterator[Op]:
 def _zigzag_blocks_s(step: Step, rank: int) -> Array:
     """Seconds of attention to the other ranks' pieces in turn.
 
-    A later rank's early piece is seen by all queries, both pieces of an earlier rank by the late piece's queries. With
-    a window, these two pieces are priced as one block that ends with the late one.
+    All queries see a later rank's early piece. Only the late piece's queries see an earlier rank's two pieces; with a
+    window, these are priced as one block that ends with the late piece.
     """
     (early, early_start), (late, late_start) = all_pieces(step)
     costs, others = step.costs, held(step, rank)[1:]
