@@ -292,7 +292,7 @@ class _Rows:
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
     """The samples of a point; the parts of layers are scaled to the time of layers without marks inside.
 
-    Marks only add time, so that nothing is scaled up: a longer time without marks is noise.
+    Marks only add time: a longer time without marks is noise, and nothing is scaled up.
     """
     layers_s = [(one["layer"], one[BARE_LAYER]) for one in taken if BARE_LAYER in one]
     if not layers_s:

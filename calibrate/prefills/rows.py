@@ -219,7 +219,7 @@ def _vllm_serve(data: JsonObject, output: Output) -> None:
 
 
 def _alone_s(data: JsonObject, rate: object, users: object) -> float | None:
-    """Seconds of one prefill from the mean TTFT of several users without a rate; None without their decoding."""
+    """Seconds of one prefill from the mean TTFT of several users without a rate; None without mean_tpot_ms."""
     if rate not in ("inf", None) or not isinstance(users, int) or users < 2 or not data.has("mean_tpot_ms"):
         return None
     completed = data.integer("completed")
