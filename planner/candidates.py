@@ -89,7 +89,7 @@ class Candidate:
 
     @cached_property
     def ttft_without_communication_s(self) -> float:
-        """TTFT of the same partition over links that cost nothing."""
+        """TTFT of the same partition over links that take no time."""
         return ttft_of(self.per_rank.without_communication(), self.strategy, self.partition)
 
     @cached_property
@@ -176,7 +176,7 @@ def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...
 
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
-    """Notes on how each strategy's ranks attend to a cached prefix that is not on all GPUs; empty if none do."""
+    """Notes on how each strategy's ranks attend to a cached prefix that is not on all GPUs; empty if there are none."""
     meanings = {
         "whole": "each rank loads all that it needs",
         "pass-kv": "its shares go to all ranks",
@@ -523,7 +523,7 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
 
 
 def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
-    """Those of the named strategies, without a table, that machine and model allow; and notes on the others."""
+    """The named strategies that need no table and that machine and model allow; and notes on the others."""
     allowed, reasons = [], dict[str, list[str]]()
     for name in names:
         strategy = get_strategy(name, "strategies")

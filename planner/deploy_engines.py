@@ -106,15 +106,19 @@ def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
 
 
 def _vllm_lacks(layout: Layout, _: str) -> str | None:
-    """The feature that vLLM lacks: all GPUs of a stage hold experts, either sliced or spread (fused_moe/config.py)."""
+    """The feature that vLLM lacks; None if it runs the layout.
+
+    Experts are on all GPUs of a stage, either sliced or spread (fused_moe/config.py).
+    """
     if layout.expert_data > 1 and layout.is_mixture:
         return "copies of the experts"
     return None if 1 in (layout.expert_tensor, layout.expert_parallel) else "experts both spread and sliced"
 
 
 def _sglang_lacks(layout: Layout, way: str) -> str | None:
-    """The feature that SGLang lacks: context parallelism restricts other sizes (model_overrides, parallel_hook.py).
+    """The feature that SGLang lacks; None if it runs the layout.
 
+    Context parallelism restricts the other sizes (arg_groups/model_overrides, parallel_hook.py).
     way: "gathered" (attention over heads), "latent" (ranks are single GPUs with DeepEP), or "sparse".
     """
     spread = layout.expert_tensor == 1 and layout.expert_data == 1
@@ -132,7 +136,10 @@ def _sglang_lacks(layout: Layout, way: str) -> str | None:
 
 
 def _trtllm_lacks(layout: Layout, _: str) -> str | None:
-    """The feature that TensorRT-LLM lacks: GPUs of a stage split attention by heads or by prompts (mapping.py)."""
+    """The feature that TensorRT-LLM lacks; None if it runs the layout.
+
+    The GPUs of a stage split attention either by heads or by prompts (mapping.py).
+    """
     if layout.data > 1 and layout.tensor > 1:
         return "attention split by heads in data groups"
     return "copies of the experts" if layout.is_mixture and layout.expert_data > 1 else None

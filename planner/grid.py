@@ -22,7 +22,7 @@ _EXPOSED = 0.05  # exposed communication over TTFT without it; above this, balan
 
 
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
-    """The strategy with a partition from a short search; for chains with fast links, balanced or even chunks."""
+    """A candidate that is quick to find: balanced or even chunks if these are good enough, else searched ones."""
     from kvrsim.scenario import Partition
     from planner.candidates import Candidate, Search, per_rank_scenario
     from planner.search.minimise import Allowance

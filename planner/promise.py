@@ -64,7 +64,7 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
 
 
 def promise_of(ttft_high_s: float, target: TargetArgs) -> Promise:
-    """The TTFT that 90 % of prefills keep, on idle GPUs or with Poisson arrivals in first-come order.
+    """The TTFT that 90 % of prefills do not exceed, on idle GPUs or with Poisson arrivals in first-come order.
 
     ttft_high_s: one-sided 90 % upper limit of one prefill. Under load, the model assumes that every prefill takes this
     long and that the GPUs prefill one prompt at a time. Pipelines and batches serve more.

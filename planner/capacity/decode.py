@@ -59,7 +59,7 @@ class Transfer:
         return sum(each, np.zeros(len(context_len)))
 
     def after_s(self, context_len: Lengths, ttft_s: Array, gpus: Lengths) -> Array:
-        """Seconds from the first token until the whole cache has left a group; `gpus` hold its parts.
+        """Seconds from the first token until the whole cache has left a group; `gpus`: GPUs with parts of it.
 
         The first layer's cache leaves after that layer is computed, the last layer's cache after the first token.
         """

@@ -43,8 +43,8 @@ class Group:
     """Equal groups behind one queue, and the prompts that they serve."""
 
     type: GroupType
-    least_new: int  # the fewest new tokens (context less cached prefix) of their prompts
-    most_new: int  # the most new tokens of their prompts
+    least_new: int  # the fewest new tokens (context less cached prefix) per prompt
+    most_new: int  # the most new tokens per prompt
     replicas: int = 1
 
     @property
@@ -57,7 +57,7 @@ class Group:
         return replace(self, replicas=replicas)
 
 
-Fleet = tuple[Group, ...]  # groups in ascending order of their lengths; together they serve all lengths
+Fleet = tuple[Group, ...]  # groups in ascending order of their prompt lengths; together they serve all lengths
 
 
 def gpus_of(fleet: Fleet) -> int:

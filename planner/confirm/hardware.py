@@ -143,7 +143,7 @@ class Hardware:
     def gather(self, scenario: Scenario, strategy: str = "tsp") -> Gather:
         """Return the algorithm of the collective (all-reduce for tp, else all-gather) to which the profile was fitted.
 
-        The algorithm is a ring over emulated links, and if the profile does not name one.
+        The algorithm is a ring over emulated links, and also if the profile does not name one.
         """
         kind = "all_reduce" if strategy == "tp" else "all_gather"
         fit = None if scenario.profile is None else scenario.profile.operations.get(kind)
@@ -152,10 +152,10 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """Memory of a GPU or of this host that ranks share."""
+    """Memory that several ranks share: that of a GPU, or of this host."""
 
     limit_bytes: float  # memory for all these ranks together
-    num_ranks: int  # number of these ranks, those without a chunk included
+    num_ranks: int  # number of these ranks, including ranks without a chunk
     on_gpu: bool
     mode: Mode
 
@@ -175,7 +175,7 @@ class MemoryBudget:
         """Return the peak memory of the ranks that share the budget; all candidates use the same KV buffers."""
         scenario = candidate.scenario
         weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # ranks' parts are views of all weights
-        memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # computed without times
+        memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # no simulation
         ranks = [replace(rank, weights=weights) for rank in memory]
         if self.mode == "virtual":  # one device runs each rank with the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)

@@ -40,7 +40,7 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCandidate:
-    """One way to run the prefill, predicted and measured."""
+    """A strategy with a partition, predicted and measured."""
 
     prediction: StrategyPrediction  # its `strategy` is the candidate's name, such as "kvr-s #2"
     timing: Timing  # measured TTFTs by round; with virtual ranks, these are composed of measured parts

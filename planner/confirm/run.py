@@ -94,7 +94,7 @@ def run_here(
     warnings: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> RunResult:
-    """Measure on as many ranks as the scenario has GPUs.
+    """Measure one strategy's prefill on as many ranks as the scenario has GPUs.
 
     Raises InputError for a strategy that the runtime cannot run, for a machine that cannot run the strategy or lacks
     memory, or for kvr-s without partition and profile; RankError where a rank fails.

@@ -25,7 +25,7 @@ _GAP = 0.8  # distance between two timelines, inches
 
 
 def figure(confirmation: Confirmation) -> Figure:
-    """Draw the choice's predicted timeline above the measured one."""
+    """Draw the predicted timeline of the plan's choice above the measured one."""
     from matplotlib.figure import Figure
 
     one, question = confirmation.choice, confirmation.question

@@ -67,7 +67,7 @@ class Winner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BreakEven:
-    """The context from which a strategy is faster than another one, for all longer contexts of the map."""
+    """The context from which a strategy is faster than another one, up to the longest context of the map."""
 
     link_bandwidth_bytes_per_s: float
     num_gpus: int

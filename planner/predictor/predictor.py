@@ -109,7 +109,7 @@ class TtftPredictor(GridFile):
         )
 
     def _most(self, one: StrategyTimes, rows: Around, columns: Around, batch: int) -> float:
-        """The most new tokens per sequence that fit; times the batch, this is nearly linear in prefix and batch."""
+        """The most new tokens per sequence that fit; the total over the batch is nearly linear in prefix and batch."""
         together = (
             weight * share * self.batch[row] * one.most_new_tokens[row][column]
             for (row, weight), (column, share) in product(rows, columns)

@@ -48,7 +48,7 @@ from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # relative precision of a chunk
 _NEARLY, _ROUNDING = 0.999, 1e-9  # share of a limit that still proves a wall; rounding error over the context
-FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket over a chunk, number of rounds)
+FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket as a share of a chunk, number of rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ _CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; largest number of ta
 _WEAK = 0.5  # share of the weakest interval's gap; intervals with smaller gaps are not divided
 _PLANS = 4  # number of partitions between walls that are returned
 _OPEN = 0.1  # share of the gap that may remain before the next division
-_CLOSE = 2.5e-3  # relative distance to the given TTFT within which a bound is not improved
+_CLOSE = 2.5e-3  # relative gap to the given TTFT below which a bound is not improved
 
 
 def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
@@ -244,7 +244,7 @@ class _Intervals:
         self.above, self.above_by = np.where(is_below, (self.above, self.above_by), (goal, by))
         self.chunks, self.holds = walls.chunks, np.where(is_below, self.holds, holds)
         self.waits = self.waits.where(is_below, chain.waits(walls.ends))
-        # A later target makes the chunks of all other ranks longer, and the first rank's chunk shorter.
+        # A higher target makes the chunks of all other ranks longer, and the first rank's chunk shorter.
         first = np.where(walls.free > 0, (1.0 - walls.free) * goal, goal + 1.2 * (first_s - goal) / len(chain.senders))
         alone = np.maximum(first, ends_s)
         share = np.clip(self.below_by / (self.below_by - self.above_by), 0.05, 0.95)

@@ -152,7 +152,7 @@ class _Search:
         from planner.search.bus import BusSearch
 
         assert self.evaluator.most is not None
-        # A flow gets from 1 / (p - 1) of the bus to all of it; plans for links with these two bandwidths are seeds.
+        # The bandwidth of a flow is between 1 / (p - 1) of the bus and all of it; plans for both bandwidths are seeds.
         bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
         step = max(default_stride(self.tokens, self.num_ranks), self.stride)
         for flows in sorted({1, self.num_ranks - 1}):
