@@ -34,11 +34,11 @@ first and last                   the first block's output to fp32, r2w4; the mer
 TorchScript compiles that function and may fuse it; the times that the project publishes are those of separate kernels
 (docs/results/studies.md). One fused kernel moves r6w4 = 10 per element, and r8w4 = 12 per log-sum-exp.
 
-Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate counts the bytes that any code
-moves: per element and per log-sum-exp, two results are read and one is written, in fp32.
+Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate counts the bytes that every
+implementation moves: per element and per log-sum-exp, two results are read and one is written, in fp32.
 
-Separate kernels are those of PyTorch under every engine. They reach the share of the datasheet's memory bandwidth that
-the profile a100-eager has for PyTorch on A100: 1.584 of 2.039 TB/s, fitted to published prefills.
+Separate kernels are PyTorch's kernels under every engine. They reach the same share of the datasheet's memory bandwidth
+as PyTorch on A100 in the profile a100-eager: 1.584 of 2.039 TB/s, fitted to published prefills.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class ExpertPlacement:
     layout: Layout = ONE_LAYOUT
     gather: Group | None = None  # GPUs that gather tokens, one per rank that shares the experts; None: no gather
     tokens: int = 0  # tokens of each sequence that all ranks compute together
-    load: float = 1.0  # sequences of all data groups over sequences of the busiest group
+    load: float = 1.0  # number of sequences of all data groups over that of the busiest group
     imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
 
     @property

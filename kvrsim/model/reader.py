@@ -118,7 +118,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.order: dict[str, int] = {}  # positions of the first calls of modules and products of weights, by name
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
         self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used, by its storage
-        self.turned: set[int] = set()  # weights with the dimension of inputs before that of outputs
+        self.turned: set[int] = set()  # weights whose shape has inputs before outputs
         self.others: Counter[str] = Counter()  # FLOPs of products of activations with each other, by module
         self.sources: dict[str, int] = {}  # id of a module's first input tensor, by module
         self.makers: dict[int, str] = {}  # module that made a tensor, by the tensor's id

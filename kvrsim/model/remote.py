@@ -47,7 +47,7 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
 
 
 def translated(config: JsonObject) -> JsonObject:
-    """The configuration with the keys of the type that has the same layers, without keys that do not affect shapes."""
+    """The configuration with the keys of the type that it is read as, without keys that do not affect shapes."""
     remote = remote_type(config)
     config = replace(config, fields={**remote.get("implies", {}), **config.fields})
     fields = dict(config.fields)

@@ -112,7 +112,7 @@ def family_of(model_type: str, argument: str = "model") -> Family:
 
 
 def check_kernel(model_type: str, attention: str) -> None:
-    """Raise InputError if the runtime does not support the architecture, or not with this attention kernel."""
+    """Raise InputError if the runtime does not support the architecture, or this attention kernel for it."""
     reason = family_of(model_type).eager_only
     if reason is not None and attention != "eager":
         raise InputError("attention", attention, f"eager for {model_type}: {reason}, which other kernels leave out")

@@ -55,7 +55,7 @@ _ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSlot:
-    """A worker's place among the ranks."""
+    """Rank of a worker, and its connections to the other processes."""
 
     rank: int
     store: str  # address where ranks find each other, in the form of torch.distributed
@@ -369,7 +369,7 @@ def _interrupts_blocked() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # later, it would remove the block
+    resource_tracker.ensure_running()  # if it started later, it would remove the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

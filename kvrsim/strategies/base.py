@@ -42,7 +42,7 @@ class Strategy:
     sends_in_turn: bool = False  # whether a rank's messages leave one after another, even over different links
     carries_prefix: bool = False  # whether messages include shares of the cached prefix if no rank has all of it
     splits_heads: bool = False  # whether a rank attends with some heads to all keys, and needs their K and V alone
-    merges_blocks: bool = False  # whether it attends to one block of keys after another and merges the results
+    merges_blocks: bool = False  # whether a rank attends to one block of keys after another and merges the results
     approximate: str | None = None  # difference between its result and the model's own prefill; None: equal
     chains: bool = False  # whether it is KVR's chain, for which planner.search.bound holds
     query_blocks: tuple[int, ...] = (1,)  # allowed numbers of attention calls per chunk; the fastest is used
@@ -128,7 +128,7 @@ class Step:
         )
 
     def scan(self, rank: int) -> Compute:
-        """Advance the state over the chunk's tokens; the rank then has the state after them."""
+        """Advance the state over the chunk's tokens; the rank then has the state after the chunk."""
         chunk = self.chunks[rank]
         return Compute(
             name="scan",
@@ -172,7 +172,7 @@ class Step:
         """Send K and V to another rank.
 
         peer: the rank that receives; None: the next rank.
-        tokens: number of tokens whose K and V are sent; None: all up to the end of the chunk that the receiver lacks.
+        tokens: number of tokens whose K and V are sent; None: all tokens up to the chunk's end that the receiver lacks.
         in_turn: send only after the rank's earlier messages of this kind have left, whichever links they use.
         """
         end = self.starts[rank] + self.chunks[rank]
