@@ -458,6 +458,6 @@ def disturbance_of(given: NoiseArgs) -> Disturbance | None:
     """The noise that the arguments describe, and its number of samples; None without noise."""
     if given.noise is None:
         return None
-    from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance  # only where a noise is named
+    from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance  # imported only if noise is given
 
     return Disturbance.of(given.noise, given.samples or DEFAULT_SAMPLES, given.seed)

@@ -261,7 +261,7 @@ class _Dispatcher:
         self.begun: list[Begun | None] = [None] * pool.replicas
 
     def run(self) -> PoolRun:
-        """Simulate until all requests have arrived and none waits."""
+        """Simulate until all requests have arrived and no request waits."""
         arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
         serve = self._prompt if self.packing is None else self._step
         idle = [(-_NEVER, group) for group in range(self.pool.replicas)]

@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 _PER_DOUBLING = 4  # grid points of new tokens per factor of 2; more are added if linear interpolation is inaccurate
 _CONTENDS = 1.01  # strategies are simulated if they are within this factor of the fastest in some sample
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
-_ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of points
+_ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of neighbours
 _EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
 
 

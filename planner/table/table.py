@@ -50,8 +50,8 @@ class QuantizationSteps:
     """Step function of extra time by chunk length, from tile and wave quantization, over all layers."""
 
     chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step of the cost
-    seconds: tuple[NonNegative, ...]  # extra time after each step, cumulative, without a prefix
-    seconds_per_prefix_token: tuple[NonNegative, ...]  # extra time per token of prefix, cumulative
+    seconds: tuple[NonNegative, ...]  # cumulative extra time after each step, for a chunk without a prefix
+    seconds_per_prefix_token: tuple[NonNegative, ...]  # cumulative extra time after each step, per token of prefix
 
     def __post_init__(self) -> None:
         lengths = list(self.chunk_lens)
@@ -162,7 +162,7 @@ class TableSetting:
 
     @classmethod
     def of(cls, scenario: Scenario, strategy: str = KVR_S.name) -> TableSetting:
-        """The setting of a scenario without its number of GPUs and context; `strategy`: the searched one's name."""
+        """The setting of a scenario without its number of GPUs and context; `strategy`: name of the strategy."""
         cluster, request = scenario.cluster, scenario.request
         return cls(
             model=scenario.model.name,
