@@ -289,7 +289,7 @@ class FlashRates:
     split_share: PositiveShare = 1.0  # share of the slots that a split call keeps busy
     # Time of a step in the chunk's own square over the time of other steps.
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = 1.0
-    softmax_s: NonNegative = 0.0  # seconds of a step's softmax, which overlaps with its products: narrow heads wait
+    softmax_s: NonNegative = 0.0  # softmax seconds of a step; the longer of softmax and products counts
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of a call: launch, tiles in waves, and append. More queries or keys never take less time."""

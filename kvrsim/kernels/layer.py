@@ -150,7 +150,7 @@ class LayerCosts:
         return np.zeros_like(keys) if self._mixer is None else self._mixer.decode_s(keys)
 
     def share_s(self, chunk: Array, start: Array) -> Array:
-        """Seconds of the chunk's attention to a rank's share of the cached prefix; the first query is at `start`."""
+        """Seconds of the chunk's attention to a rank's share of the cached prefix, not merged; first query: `start`."""
         prefix = np.full_like(chunk, self.setting.cached_prefix)
         return self.merging.share_s(chunk, start, prefix, self.setting.prefix.share)
 

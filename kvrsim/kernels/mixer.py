@@ -116,7 +116,7 @@ class MixerCost(ABC):
 
     @abstractmethod
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """Seconds of token mixing of the chunk, with the prefix and with itself."""
+        """Seconds to mix the chunk's tokens with those of the prefix and with each other."""
 
     @abstractmethod
     def decode_s(self, keys: Array) -> Array:

@@ -71,7 +71,7 @@ class KernelRates:
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim.kernels.elementwise
     whole_attention: bool = False  # whether the rates include repeated KV heads and a transposed output
-    clock: Clock | None = None  # clock whose burst the rates of products and attention are for; None: constant clock
+    clock: Clock | None = None  # fall of the clock below the burst clock of these rates; None: no fall
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
     experts: ExpertRates | None = None  # rates of grouped products of experts; None: priced as separate products
     latent: LatentRates | None = None  # None: priced as attention with heads of the same width

@@ -107,7 +107,7 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
 
 
 def _way_back(cluster: Cluster, first: int, last: int) -> Path:
-    """Path from the last GPU of a ring to the first: in a chain the longest path, elsewhere like the others."""
+    """Path between the first and the last GPU of a ring: in a chain the longest, elsewhere like the others."""
     if first == last or last >= cluster.num_gpus:
         return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # a ring of one rank is never used
     return cluster.path(first, last)

@@ -21,8 +21,8 @@ class LayerSpec:
     router: Gemm | None = None  # matrix that scores the experts; None: dense
     shared_mlp: tuple[Gemm, ...] = ()  # shared experts, which process all tokens
     gated_mlp: bool = False  # whether the MLP multiplies an activated gate with a second projection
-    norms_before_mixer: int = 1  # norms over hidden_size, up to the mixer
-    norms_after_mixer: int = 1  # norms after the mixer
+    norms_before_mixer: int = 1  # number of norms over hidden_size, up to the mixer
+    norms_after_mixer: int = 1  # number of norms after the mixer
     other_parameters: int = 0  # weights (and biases) of norms, attention sinks, convolutions, decays
 
     @property

@@ -189,7 +189,7 @@ def _mask(query: Any, length: int, window: int | None = None) -> Any:
 
 
 def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
-    """Attend in blocks of as many queries as the window has tokens; each block uses the keys that its queries see."""
+    """Attend in blocks of about one window of queries; each block uses the keys that its queries see."""
     prefix_len, parts = key.shape[2] - query.shape[2], []
     block_len = max(window, _LEAST_BLOCK)
     for start in range(0, query.shape[2], block_len):

@@ -63,7 +63,7 @@ class Clock:
         self.moments = []
 
     def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
-        """Record the end of all earlier work on the device; `message` has peer and nbytes."""
+        """Record the host's time and the end of all earlier work on the device; `message` has peer and nbytes."""
         event, now_s = self._event(), time.monotonic()
         if not self.moments:
             self.start_s = now_s
