@@ -66,7 +66,7 @@ class StallBounds:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Walls for several limits, one per column, and the seconds that ranks between them need up to the last append."""
+    """Walls for several limits, one per column, and the seconds that the ranks between these walls need."""
 
     chunks: Array  # chunks of all senders but the first, shape (senders - 1, columns)
     ends: Array  # chunk ends of all senders, shape (senders, columns)
@@ -210,7 +210,7 @@ class _Tails:
 
 
 class _Intervals:
-    """Intervals of x with their proven bounds; the last axis of every array is the interval."""
+    """Intervals of the last chunk's length x with proven bounds; the last axis of every array is the interval."""
 
     def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
         """Bound the stalls, first without a fill; `chunks`: start values for all senders but the first."""
@@ -318,7 +318,7 @@ class _Bound:
         return min(proven_s, float(intervals.low.min()))
 
     def _possible(self, most: float, number: int) -> tuple[Array, Array]:
-        """Intervals of x, narrower near the longest chunk that the last rank can compute in time."""
+        """Intervals of the last chunk's length x, narrower near the longest that the last rank can compute in time."""
         ends = np.geomspace(1.0, most, _LENGTHS)
         possible = self.tails(ends[:-1], ends[1:]).whole_s < self.ttft_s
         if not possible.any():
