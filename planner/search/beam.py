@@ -94,7 +94,8 @@ class Beam:
         self.slowness = [scenario.cluster.slowness(stage) for stage in range(self.num_stages)]
         self.kinds = scenario.share.layer_kind_index
         prepared = step(scenario, lengths, starts + lengths, cost)
-        ops = [(*embedding(scenario, lengths, cost), *prepared), prepared]  # before the layers: stage 0, later stages
+        # Operations before the layers of the first stage and of later stages, then those of each kind of layer.
+        ops = [(*embedding(scenario, lengths, cost), *prepared), prepared]
         ops += [_layer_ops(strategy, one, lengths, starts) for one in costs]
         work = {one: [segment_of(slower(own, one)) for own in ops] for one in dict.fromkeys(self.slowness)}
         self.work = [work[one] for one in self.slowness]  # operations per stage

@@ -158,7 +158,7 @@ class SendersBetweenWalls:
 _LENGTHS = 129  # tried lengths of the last chunk; the longest one that is not refuted at once is used
 _INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # number of intervals of x; for many ranks, the smaller number
 _CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; largest number of targets per round
-_WEAK = 0.5  # share of the weakest interval's gap; intervals with smaller gaps are not divided
+_WEAK = 0.5  # intervals are divided if their gap exceeds this share of the weakest interval's gap
 _PLANS = 4  # number of partitions between walls that are returned
 _OPEN = 0.1  # share of the gap that may remain before the next division
 _CLOSE = 2.5e-3  # relative gap to the given TTFT below which a bound is not improved

@@ -215,7 +215,7 @@ class BusSearch:
 
 
 def _spread(first: int, last: int) -> list[int]:
-    """All whole numbers from first to last; if these are many, some of them, closer together near the last."""
+    """Whole numbers from `first` to `last`: all or, if there are many, some of them, closer together near `last`."""
     if last - first < _PLACES:
         return list(range(first, last + 1))
     return sorted({last + 1 - round(float(back)) for back in np.geomspace(1, last - first + 1, _PLACES)})
