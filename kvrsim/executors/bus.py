@@ -107,7 +107,7 @@ class _Post:
     after: int
     later: _Later
     busy_s: Value | None  # None: see _Graph.pieces_s
-    jitter: Value  # factor of busy_s
+    jitter: Value  # factor on busy_s
     key: Key
 
 

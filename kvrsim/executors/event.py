@@ -123,7 +123,7 @@ class Parcel:
     src: int
     dst: int
     nbytes: float
-    op: SpanOp  # its content, or "all-gather"
+    op: SpanOp  # content of the message, or "all-gather"
     layer: int | None
     gathered_by: int | None = None  # number of ranks of the all-gather; None: a message
 

@@ -37,7 +37,7 @@ class Indexer:
     block: int = 1  # tokens that are chosen together
     projections: tuple[Gemm, ...] = ()  # from the layer's input or its latent to index queries, keys and weights
     key_bytes: int = 0  # bytes of one stored index key, scales included, for any dtype of the request
-    shared: bool = False  # whether it uses the choice of an earlier layer and therefore scores and stores nothing
+    shared: bool = False  # whether the layer uses an earlier layer's choice and therefore scores and stores nothing
 
 
 class _Mixer:

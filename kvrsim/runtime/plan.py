@@ -128,7 +128,7 @@ class Timing:
     ttft_s: tuple[float, ...] = ()  # TTFT of each repetition, in order of measurement, without warm-ups
     parts: tuple[tuple[Parts, ...], ...] = ()  # virtual ranks: seconds per repetition, per rank
     timeline: Timeline | None = None  # timeline of one more prefill with hooks in its layers; None: virtual ranks
-    difference: Difference | None = None  # difference from one process; None: not compared
+    difference: Difference | None = None  # difference from the same prefill in one process; None: not compared
 
     @property
     def median_s(self) -> float:
