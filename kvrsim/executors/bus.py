@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Index = npt.NDArray[np.intp]
 Value = Array | float
 Key = tuple[str | int, ...]
-_EVALUATED, _LEAST_PERIODS = 4, 8  # periods of a steady program that are evaluated; least number of periods
+# Number of periods of a steady program that are evaluated; it must have at least the second number of periods.
+_EVALUATED, _LEAST_PERIODS = 4, 8
 
 
 def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -139,7 +140,8 @@ class _Track:
     host_s: float = 0.0
     lags: bool = False  # whether the device time may be earlier than host_s; False after a computation
     receives: bool = False  # whether the last step was a receive
-    loaded: tuple[Key | None, float] = (None, 0.0)  # end of all loads: seconds after an event; None: after the start
+    # End of all loads so far: an event, and seconds after it; None: seconds after the start.
+    loaded: tuple[Key | None, float] = (None, 0.0)
 
 
 class _Graph:
@@ -150,7 +152,8 @@ class _Graph:
         self.num_rows = program.num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
         self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # messages, by rank and its way out
-        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)  # events, by rank and wait that trigger them
+        # Events, by the rank and the number of the wait whose start triggers them.
+        self.notices: dict[tuple[int, int], list[Key]] = defaultdict(list)
         self.targets: dict[Key, list[_Target]] = defaultdict(list)
         self.counts: dict[Key, int] = defaultdict(int)
         self.pieces_s: dict[Key, Array] = {}  # seconds of each message of an all-gather alone on the bus
@@ -384,7 +387,8 @@ class _Run:
         self.size = self.num_ranks * self.num_rows
         self.missing = np.repeat(missing, self.num_rows)
         self.there_s = np.full(self.missing.size, -np.inf)  # last arrival so far, by wait and place
-        self.over_s = np.full((most + 2) * self.size, np.inf)  # end of the last wait, by number of waits and place
+        # End of the last wait, by the number of waits that are over and by place.
+        self.over_s = np.full((most + 2) * self.size, np.inf)
         self.passed = np.zeros(self.size, dtype=np.intp)  # number of waits that each place has passed
         self.ready_s = np.zeros(self.size)  # time at which each rank reaches its current wait
         self.came_s = np.zeros(self.size)  # time at which each rank reached its previous wait

@@ -228,9 +228,11 @@ class _ChainRun:
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
         np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
-        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, seconds from layer to layer
+        # Seconds from layer to layer of the first rank, without waits for the other ranks.
+        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]
         last_s = passed_s[-1] + self.append_s[-1]
-        back[-1] = last_s + around_s[-1]  # the last rank alone, seconds from layer to layer
+        # Seconds from layer to layer of the last rank, without waits for the other ranks.
+        back[-1] = last_s + around_s[-1]
         if last_only and more >= 2 * len(self.moved_s):
             return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
         moved_s = row_after(self.moved_s, on, back, more)

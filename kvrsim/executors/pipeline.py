@@ -81,7 +81,8 @@ class _PipelineRun:
             for name in ("device_s", "floor_s")
         )
         self.rendezvous = not scenario.sends_overlap
-        self.issued_s = np.array([[first.host_s], *[[later.host_s]] * (num_stages - 1)])  # host seconds for each piece
+        # Host seconds per piece, shape (stages, 1 or B).
+        self.issued_s = np.array([[first.host_s], *[[later.host_s]] * (num_stages - 1)])
         self._add_layers(scenario.share.layer_kind_index, [segment(ranks[0]) for ranks in ops.layers], stage_layers)
         paths = [cluster.path(stage, stage + 1) for stage in range(num_stages - 1)]
         busy_s = {path: path.busy_s(ops.sent_bytes[0]) for path in paths}
@@ -103,7 +104,8 @@ class _PipelineRun:
         ends, start = np.cumsum(stage_layers, axis=0), 0
         for kind, alike in groupby(kinds):
             own, end = layers[kind], start + len(list(alike))
-            count = np.maximum(np.minimum(ends, end) - np.maximum(ends - stage_layers, start), 0)  # layers per stage
+            # Number of layers of this kind in each stage.
+            count = np.maximum(np.minimum(ends, end) - np.maximum(ends - stage_layers, start), 0)
             times = count[:, None]
             least_s = self.issued_s[:, None] + own.floor_s + (times - 1) * np.maximum(own.device_s, own.host_s)
             self.floor_s += times * own.device_s

@@ -39,8 +39,10 @@ BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which 
 _MANY = 1024  # number of partitions from which their arrays are large
 _KEPT = 3 * 2**20  # length of an array of 24 MiB, whose pages are never touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
-_CHAIN_CELLS, _LEAST_ROWS = 2**15, 128  # in a chain: partitions times ranks evaluated together; least partitions
-_SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages evaluated together; most partitions
+# Chains: largest number of partitions times ranks that are evaluated together, and least number of partitions.
+_CHAIN_CELLS, _LEAST_ROWS = 2**15, 128
+# A bus: largest number of partitions times messages that are evaluated together, and of partitions.
+_SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024
 
 
 class Runner:

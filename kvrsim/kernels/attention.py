@@ -132,7 +132,8 @@ class EagerRates:
     flops_per_s: float  # FLOP/s of QK^T and PV
     bytes_per_s: float  # rate of the score matrix's repeated passes over device memory
     start_s: NonNegative  # seconds to start all kernels of a call, on the device
-    measured: MeasuredSizes | None = None  # correction by the score elements of all heads; None: no correction
+    # Ratio of measured to formula time, by the number of score elements of all heads; None: 1.
+    measured: MeasuredSizes | None = None
     score_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes per score, fitted to TTFTs, by model type
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
@@ -175,7 +176,8 @@ class BlockedRates:
     skips_masked: bool = False  # whether a call with a prefix skips masked scores
     join_s: NonNegative = 0.0  # seconds per query and head to join two parts
     block_flops_per_s: float | None = None  # FLOP/s on another rank's block, not masked; None: rectangle_flops_per_s
-    measured: MeasuredSizes | None = None  # correction by queries, on which the block size depends; None: none
+    # Ratio of measured to formula time, by the number of queries, on which the block size depends; None: 1.
+    measured: MeasuredSizes | None = None
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of a call: start, queries and scores. More queries or keys never take less time."""
@@ -289,7 +291,8 @@ class FlashRates:
     split_share: PositiveShare = 1.0  # share of the slots that a split call keeps busy
     # Time of a step in the chunk's own square over the time of other steps.
     diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = 1.0
-    softmax_s: NonNegative = 0.0  # softmax seconds of a step; the longer of softmax and products counts
+    # Seconds of a step's softmax, which overlaps with the step's products: the longer one counts.
+    softmax_s: NonNegative = 0.0
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of a call: launch, tiles in waves, and append. More queries or keys never take less time."""

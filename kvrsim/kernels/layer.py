@@ -126,10 +126,12 @@ class LayerCosts:
         counts: numbers of calls to choose from, rising. A number above the first is allowed only where the host
         launches the layer faster than the device computes it; the lower bound of proofs allows all.
         """
-        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # weights differ by column
+        # WeightedCost is not computed by distinct pairs, because each column has its own weights.
+        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)
-        pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # in a search, most chunks repeat
+        # A search changes few chunks at a time, so most pairs occur several times.
+        pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)
         seconds, calls = self._in_blocks(counts, pairs.real, pairs.imag)
         index = index.reshape(chunk.shape)
         return seconds[index], calls[index]

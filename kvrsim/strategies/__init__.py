@@ -114,7 +114,7 @@ def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
 
 
 def label_of(strategy: str | Strategy) -> str:
-    """The name that the user gave a strategy, for recorded inputs."""
+    """Name of a strategy as the user gave it, for records of inputs."""
     return strategy if isinstance(strategy, str) else strategy.name
 
 

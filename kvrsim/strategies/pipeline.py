@@ -117,7 +117,8 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     """
     ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
     layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
-    rows = [[range(layer, layer + 1) for layer in own] if context > 1 else [own] for own in layers]  # of each stage
+    # Layers of each block, by stage.
+    rows = [[range(layer, layer + 1) for layer in own] if context > 1 else [own] for own in layers]
     ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
     message: dict[str, Any] = {
         "host_s": scenario.host.message_s,

@@ -32,7 +32,8 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield from _packed(step, (chunk, ranks * (queries + keys_values)))
     there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
-    shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share  # for the receiver's heads
+    # Bytes of a rank's share of the cached prefix, for the receiver's heads.
+    shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share
     yield replace(there, nbytes=there.nbytes + shares)
     held = step.cached + total
     yield from _packed(step, (total, queries))
