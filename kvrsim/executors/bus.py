@@ -201,7 +201,7 @@ class _Graph:
         return (*name, self.counts[name])
 
     def _wait(self, rank: int, *arrivals: tuple[Key, float], notice: Key | None = None) -> None:
-        """Add a wait for these arrivals, each with its latency; `notice`: event that the start of the wait triggers."""
+        """Add a wait for these arrivals, each with its latency. `notice`: event that occurs when the wait starts."""
         track = self.tracks[rank]
         number = len(track.missing)
         track.parts.append(track.now)

@@ -276,7 +276,8 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
         to_first = np.zeros_like(x)  # seconds from each node back to the first one
         np.cumsum(back[:-1], axis=0, out=to_first[1:])
         far, begun = x + to_first, np.full_like(x, -np.inf)
-        for further in reversed(range(len(x))):  # each hop to a later node costs one period of the loop
+        # A way from a later node takes one period per neighbour that it passes; the loop has these periods less.
+        for further in reversed(range(len(x))):
             count = len(x) - further
             begun[:count] -= loops[:count]
             np.maximum(begun[:count], far[further:], out=begun[:count])

@@ -32,7 +32,7 @@ class KernelTraits:
     kernel: str  # attention kernel
     batch: int  # number of sequences
     element_bytes: int  # bytes per element of the request's dtype
-    fused: bool = True  # whether norm, rotary and activation are one kernel each, and products of one input are one
+    fused: bool = True  # whether norm, rotary and activation are single kernels, and products of one input are joined
     fused_merge: bool = True  # whether one kernel merges partial results of attention
     measures_merge: bool = False  # whether the merging kernel was measured
     whole_attention: bool = False  # whether attention's times include repeated KV heads and the transposed output

@@ -82,7 +82,7 @@ class Step:
 
     @classmethod
     def of_all_ranks(cls, costs: LayerCosts, chunks: Array, starts: Array, query_blocks: tuple[int, ...]) -> Step:
-        """The operations of all ranks at once, without memory: each operation of one rank has arrays for all ranks.
+        """The operations of all ranks at once, without their memory use: each operation has arrays for all ranks.
 
         For strategies whose ranks differ only in their neighbours. chunks, starts: shape (ranks, B).
         """
