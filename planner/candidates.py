@@ -33,7 +33,8 @@ from kvrsim.strategies import (
     strategy_names,
 )
 from kvrsim.strategies.layers import supported_prefix_access
-from kvrsim.strategies.pipeline import context_ranks
+from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
+from kvrsim.strategies.pipeline import program as pipeline_program
 from kvrsim.units import format_bytes
 from planner.deploy_engines import deploy_engine, engines_with
 from planner.search.minimise import Allowance
@@ -95,7 +96,15 @@ class Candidate:
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
         """Device time of each rank's own operations."""
-        return tuple(computes_s(self.program))
+        if self.strategy.pipeline is not pipeline_program:
+            return tuple(computes_s(self.program))
+        pieces = columns(self.partition.chunk_lens)
+        return tuple(pipeline_computes_s(self.per_rank, self.strategy, pieces, self.per_rank.cost))
+
+    @property
+    def query_blocks(self) -> tuple[int, ...] | None:
+        """Attention calls per rank, in the layer with the most calls; None if attention is never issued in blocks."""
+        return None if self.strategy.query_blocks == (1,) else self.program.most_query_blocks
 
     @property
     def waits(self) -> tuple[float, ...]:
@@ -106,7 +115,8 @@ class Candidate:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Peak memory of every GPU."""
-        return memory_of(self.per_rank, self.strategy, self.partition, self.program)
+        program = self.program if self.strategy.pipeline is None else None
+        return memory_of(self.per_rank, self.strategy, self.partition, program)
 
     @property
     def fits(self) -> bool:

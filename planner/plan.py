@@ -194,7 +194,7 @@ class Ranking:
             "ttft_high_s": lambda: one.interval.high_s,
             "exposed_comm_s": lambda: max(0.0, one.ttft_s - one.ttft_without_communication_s),
             "wait_s": lambda: one.waits,
-            "query_blocks": lambda: one.program.most_query_blocks,
+            "query_blocks": lambda: one.query_blocks,
             "bound": lambda: _pipeline_bound(one),
         }
         return StrategyResult.of(

@@ -84,7 +84,7 @@ def run_simulation(
         per_rank=tuple(_reports(candidate, compute_s, finish_s)),
         layers=layers_of(per_rank, chosen),
         prefix_access=candidate.prefix_access,
-        query_blocks=candidate.program.most_query_blocks,
+        query_blocks=candidate.query_blocks,
         interval_coverage=measured_coverage(scenario),
         interval_causes=interval.causes(),
         warnings=(*warnings, *prefix_access_notes([candidate]), *table_notes),

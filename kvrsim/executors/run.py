@@ -3,7 +3,7 @@
 | executor | what it runs |
 |---|---|
 | chain | KVR's chain with equal layers: thousands of partitions by a recurrence |
-| pipeline | pipelines whose stages are single ranks: many partitions and layouts at once |
+| pipeline | pipelines: many partitions and layouts of the stages at once |
 | batch | any program without shared bandwidth, partitions and samples of noise at once |
 | bus | any program whose flows share one bandwidth, partitions or samples of jitter at once |
 | event | any program, one partition at a time, with its timeline; the reference. SimPy is imported only there |

@@ -9,6 +9,7 @@ are neighbours.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +23,7 @@ from kvrsim.ends import step as before_step
 from kvrsim.kernels.cost import CostModel
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, with_arrays
+from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, slower, with_arrays, work_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.layers import layer_ops, prefix_load
@@ -166,6 +167,28 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
         layer_numbers=tuple(zip(*(numbers for _, numbers in order), strict=True)),
     )
     return even.slowed([scenario.cluster.slowness(rank) for rank in range(len(ranks))])
+
+
+def pipeline_computes_s(
+    scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel
+) -> list[float]:
+    """Device time of each rank's own operations, as `computes_s` of the program, which has far more operations."""
+    ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
+    prologue, epilogue = ops.ends(scenario, cost)
+
+    def total_s(own: Sequence[Op], rank: int) -> float:
+        return sum(float(work_s(op).sum()) for op in slower(own, scenario.cluster.slowness(rank)))
+
+    seconds: list[float] = []
+    for stage, layers in enumerate(stages(strategy, len(kinds), scenario.cluster.num_gpus)):
+        for part, preparation in enumerate(ops.preparation):
+            rank = len(seconds)
+            own = [*prologue, *(() if stage else ops.embedding[part]), *preparation]
+            counts = Counter(kinds[layer] for layer in layers)
+            layers_s = sum(count * total_s(ops.layers[kind][part], rank) for kind, count in counts.items())
+            seconds.append(total_s(own, rank) + layers_s)
+    seconds[-1] += total_s(epilogue, len(seconds) - 1)
+    return seconds
 
 
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:

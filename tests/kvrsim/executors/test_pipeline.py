@@ -12,7 +12,9 @@ from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.executors.pipeline import run_pipeline
 from kvrsim.executors.run import Runner, run_program
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.program import computes_s
 from kvrsim.strategies import get_strategy
+from kvrsim.strategies.pipeline import pipeline_computes_s
 
 SEARCHED = get_strategy("pp-s")
 LAYOUTS = np.array([[10, 10, 12], [1, 1, 30], [30, 1, 1], [10, 10, 12]])
@@ -35,6 +37,20 @@ def test_a_batch_of_layouts_equals_each_program(profile: str, topology: str) -> 
         strategy = replace(SEARCHED, stage_layers=tuple(layout))
         alone = run_program(build_program(scenario, strategy, columns(row)), scenario.cluster)
         assert finish_s[:, index] == pytest.approx(alone[:, 0], rel=1e-9)
+
+
+@pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
+@pytest.mark.parametrize("name", ["pp2+cp2", "pp", "pp1"])
+def test_pipelines_equal_their_programs(name: str, profile: str) -> None:
+    """Finish times and compute times of stages with one rank and with context ranks."""
+    strategy = get_strategy(name)
+    scenario = for_strategy(make_scenario(ctx=3000, gpus=1 if name == "pp1" else 4, profile=profile)[0], strategy)
+    pieces = columns((1000, 999, 700, 301))
+    finish_s = run_pipeline(scenario, strategy, pieces, scenario.cluster, scenario.cost)
+    program = build_program(scenario, strategy, pieces)
+    assert finish_s == pytest.approx(run_program(program, scenario.cluster), rel=1e-9)
+    compute_s = pipeline_computes_s(scenario, strategy, pieces, scenario.cost)
+    assert compute_s == pytest.approx(computes_s(program), rel=1e-12)
 
 
 def test_slow_gpus_slow_a_pipeline() -> None:
