@@ -229,7 +229,8 @@ class _Search:
 
     def _longest(self, nodes: Row, spacing: int) -> Array | None:
         """The longest piece from each node of a coarse search, tokens; None: no limit."""
-        return None if len(nodes) <= _NODES else np.full(len(nodes), float(_LONGEST * self.stride * spacing))
+        longest = max(_LONGEST * self.stride * spacing, _LONGER * self.least)
+        return None if len(nodes) <= _NODES else np.full(len(nodes), float(longest))
 
     def _part(self, length: int) -> int:
         """The smallest part of a length that does not give too many nodes."""

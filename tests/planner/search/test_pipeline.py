@@ -82,10 +82,10 @@ def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Sce
     assert even_s / found.ttft_s >= 1.08
 
 
-@pytest.mark.parametrize(("stride", "least"), [(256, 1024), (1000, None)])
-def test_pieces_are_multiples_and_above_the_floor(stride: int, least: int | None) -> None:
+@pytest.mark.parametrize(("ctx", "stride", "least"), [(20000, 256, 1024), (20000, 1000, None), (131072, 64, 16384)])
+def test_pieces_are_multiples_and_above_the_floor(ctx: int, stride: int, least: int | None) -> None:
     """The last piece has the rest and may be another number of tokens."""
-    found = search_pipeline(placed(ctx=20000), SEARCHED, stride=stride, least_piece=least)
+    found = search_pipeline(placed(ctx=ctx), SEARCHED, stride=stride, least_piece=least)
     pieces = found.partition.chunk_lens
     assert all(piece % stride == 0 for piece in pieces[:-1])
     assert min(pieces) >= (least or stride)
