@@ -39,7 +39,7 @@ def fill(name: str, **values: object) -> list[str]:
 def write_page(path: Path, lines: Iterable[str], command: str | None = None) -> None:
     """Write a page with its origin, completely or not at all. Raises InputError if the file cannot be written.
 
-    command: the command that wrote the page, if it is not the one in validate/results.py.
+    command: the command that wrote the page, if it is not the one in validate/results.json.
     """
     text = "\n".join(with_origin(path, lines, command)).rstrip() + "\n"
     write_atomically(path, text.encode(), argument="page")

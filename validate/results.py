@@ -5,9 +5,10 @@
     python -m validate.results --check      list stale pages; the exit code is 1 if there are any (`make check`)
     python -m validate.results --freeze NAME...     mark these pages: later versions of kvrsim predict other values
 
-A page ends with a comment that holds its command, commit, date, machine, and the values of some predictions
-(`PREDICTIONS`) at that time. It is stale if its command has changed since, or if one of these values now differs by
-more than _TOLERANCE. Pages that contain only times of a machine depend on no prediction. Frozen pages are not checked.
+validate/results.json lists the pages and the predictions. A page ends with a comment that holds its command, commit,
+date, machine, and the values of some predictions at that time. It is stale if its command has changed since, or if one
+of these values now differs by more than _TOLERANCE. Pages that contain only times of a machine depend on no prediction.
+Frozen pages are not checked.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import kvrsim
+from kvrsim.io.schema import JsonObject, read
 
 ROOT = Path(__file__).parents[1]
 DOCS, BENCHMARKS = "docs/results", "benchmarks/results"  # folders of pages
@@ -70,7 +72,7 @@ class ResultsPage:
     path: str  # path from the root of the repository
     command: str
     rests_on: tuple[str, ...] = ()  # keys of PREDICTIONS
-    needs: str = ""  # requirements besides this checkout and some minutes; "": `make results` writes the page
+    needs: str | None = None  # what it needs besides this checkout and some minutes; None: `make results` writes it
 
     @property
     def name(self) -> str:
@@ -104,7 +106,7 @@ class ResultsPage:
             return "it does not say where it comes from"
         if origin.is_frozen:
             return None
-        if self.needs == "" and origin.command != self.command:
+        if self.needs is None and origin.command != self.command:
             return f"`{origin.command}` wrote it"
         for name in self.rests_on:
             before, now = origin.predictions.get(name), prediction(name)
@@ -113,8 +115,10 @@ class ResultsPage:
         return None
 
 
-def _seconds(strategy: str, model: str, cluster: str, **options: Any) -> float:
-    return float(f"{kvrsim.simulate(strategy=strategy, model=model, cluster=cluster, **options).ttft_s:.9g}")
+_ABOUT = JsonObject.read(Path(__file__).with_suffix(".json"), "results")
+PAGES = tuple(read(ResultsPage, page) for page in _ABOUT.children("pages"))
+PREDICTIONS: Mapping[str, Any] = _ABOUT.child("predictions").fields
+FROZEN = frozenset(_ABOUT.sequence("frozen"))
 
 
 def _digest(pattern: str) -> str:
@@ -125,114 +129,16 @@ def _digest(pattern: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _fleet_s() -> float:
-    requests = "synthetic:poisson,rate=60,requests=300,context=1k"
-    options = {"model": "llama-3.1-8b", "cluster": "8xh100", "group_sizes": "1", "replications": 1}
-    answer = kvrsim.capacity(requests=requests, slo_ttft="1s", **options).answer
-    return answer.p99_ttft_s if answer else math.inf
-
-
-_LLAMA_7B = {"model": "llama-7b", "cluster": "a100-nvlink"}
-_LLAMA_8B = {"model": "llama-3.1-8b", "cluster": "8xh100"}
-PREDICTIONS: Mapping[str, Callable[[], Value]] = {  # each takes some hundredths of a second
-    "eager": partial(_seconds, "tsp", **_LLAMA_7B, ctx="8k", gpus=4),
-    "eager-searched": partial(_seconds, "kvr-s", **_LLAMA_7B, ctx="16k", gpus=4),
-    "falcon": partial(_seconds, "single", "falcon-7b", "a100-nvlink", ctx="4k", gpus=1),
-    "bus": partial(_seconds, "kvr-s", **_LLAMA_7B, ctx="4k", gpus=2, topology="bus", link_bandwidth="10GB/s"),
-    "noise": partial(_seconds, "kvr-e", **_LLAMA_7B, ctx="4k", gpus=2, noise="paper", seed=1),
-    "chain": partial(_seconds, "kvr-s", **_LLAMA_8B, ctx="32k", gpus=8),
-    "zigzag": partial(_seconds, "zigzag", **_LLAMA_8B, ctx="32k", gpus=8),
-    "pipeline": partial(_seconds, "pp-s", **_LLAMA_8B, ctx="8k", gpus=2),
-    "prefix": partial(
-        _seconds, "kvr-s", **_LLAMA_8B, ctx="64k", cached_prefix="32k", prefix_placement="sharded", gpus=4
-    ),
-    "vllm": partial(_seconds, "tp", "llama-3.1-70b", "8xh200", ctx="8k", gpus=8, engine="vllm"),
-    "sglang": partial(_seconds, "tp", "deepseek-v3", "8xh200", ctx="8k", gpus=8, engine="sglang"),
-    "trtllm": partial(_seconds, "tp", "llama-3.1-70b", "8xb200", ctx="8k", gpus=8, engine="trtllm"),
-    "vllm-2023": partial(_seconds, "tp", "llama-2-7b", "a100-nvlink", ctx="4k", gpus=2, engine="vllm-2023"),
-    "states": partial(_seconds, "kvr-e", "qwen3.5-35b-a3b", "8xh200", ctx="32k", gpus=8),
-    "fleet": _fleet_s,
-    "profiles": partial(_digest, "profiles/*.json"),
-    "types": partial(_digest, "types/*.json"),
-    "flags": partial(_digest, "deploy.json"),
-}
-PAGES = (
-    ResultsPage(
-        path=f"{DOCS}/accuracy.md",
-        command="python -m validate.accuracy",
-        rests_on=("eager", "falcon", "bus", "vllm-2023"),
-    ),
-    ResultsPage(path=f"{DOCS}/figures.md", command="python -m validate.figures", rests_on=("eager-searched", "noise")),
-    ResultsPage(path=f"{DOCS}/profiles.md", command="python -m validate.profiles", rests_on=("profiles",)),
-    ResultsPage(path=f"{DOCS}/support.md", command="python -m validate.models", rests_on=("types",)),
-    ResultsPage(path=f"{BENCHMARKS}/speed.md", command="python benchmarks/speed.py"),
-    ResultsPage(path=f"{BENCHMARKS}/workers.md", command="python benchmarks/workers.py"),
-    ResultsPage(path=f"{BENCHMARKS}/capacity.md", command="python benchmarks/capacity.py", rests_on=("fleet",)),
-    ResultsPage(path=f"{BENCHMARKS}/hybrids.md", command="python benchmarks/hybrids.py", rests_on=("states",)),
-    ResultsPage(path=f"{BENCHMARKS}/pipelines.md", command="python benchmarks/pipelines.py", rests_on=("pipeline",)),
-    ResultsPage(
-        path=f"{BENCHMARKS}/predictor.md", command="python benchmarks/predictor.py", rests_on=("eager-searched",)
-    ),
-    ResultsPage(path=f"{BENCHMARKS}/prefixes.md", command="python benchmarks/prefixes.py", rests_on=("prefix",)),
-    ResultsPage(
-        path=f"{BENCHMARKS}/table_quality.md",
-        command="python benchmarks/table_quality.py",
-        rests_on=("eager-searched", "chain"),
-    ),
-    ResultsPage(
-        path=f"{BENCHMARKS}/mutation.md",
-        command="python benchmarks/mutation.py --report",
-        needs="hours: `python benchmarks/mutation.py` tries the mutants",
-    ),
-    ResultsPage(
-        path=f"{BENCHMARKS}/search_quality.md",
-        command="python benchmarks/search_quality.py 12 80 150",
-        rests_on=("chain", "bus", "pipeline"),
-        needs="an hour",
-    ),
-    ResultsPage(
-        path=f"{BENCHMARKS}/defaults.md",
-        command="python benchmarks/defaults.py",
-        rests_on=("zigzag", "sglang"),
-        needs="10 minutes, and hours where the model of time has changed",
-    ),
-    ResultsPage(path=f"{BENCHMARKS}/pages.md", command="python benchmarks/pages.py", needs="Chromium"),
-    ResultsPage(
-        path=f"{BENCHMARKS}/capacity_traces.md",
-        command="python benchmarks/capacity.py --traces FOLDER",
-        rests_on=("fleet",),
-        needs="public traces",
-    ),
-    ResultsPage(
-        path=f"{DOCS}/fuzz.md",
-        command="python tests/fuzz/fuzz_long.py --minutes 60 --page docs/results/fuzz.md",
-        needs="an hour",
-    ),
-    ResultsPage(path=f"{DOCS}/confirmation.md", command="python -m validate.confirmation", needs="20 quiet minutes"),
-    ResultsPage(
-        path=f"{DOCS}/silicon.md",
-        command="python -m validate.silicon SETTINGS.csv --configs FOLDER",
-        rests_on=("vllm", "sglang", "trtllm"),
-        needs="published settings",
-    ),
-    ResultsPage(
-        path=f"{DOCS}/engine_flags.md",
-        command="python -m validate.engine_flags vllm=PYTHON sglang=PYTHON",
-        rests_on=("flags",),
-        needs="installed engines",
-    ),
-)
-FROZEN = {  # pages that no command writes any more; each names the commit whose command wrote it
-    f"{DOCS}/closed_loop.md",
-    f"{DOCS}/studies.md",
-    f"{DOCS}/trust.md",  # a summary of other pages, written by hand
-}
-
-
 @cache
 def prediction(name: str) -> Value:
-    """The value of one of PREDICTIONS."""
-    return PREDICTIONS[name]()
+    """The value of one of PREDICTIONS: a digest of files, the p99 of a fleet, or the TTFT of a simulation."""
+    question = PREDICTIONS[name]
+    if isinstance(question, str):
+        return _digest(question)
+    if "requests" in question:
+        answer = kvrsim.capacity(**question).answer
+        return answer.p99_ttft_s if answer else math.inf
+    return float(f"{kvrsim.simulate(**question).ttft_s:.9g}")
 
 
 def _is_equal(before: Value | None, now: Value) -> bool:
@@ -308,7 +214,7 @@ def stale() -> Iterator[str]:
     for folder in (DOCS, BENCHMARKS):
         for file in sorted((ROOT / folder).glob("*.md")):
             if (path := file.relative_to(ROOT).as_posix()) not in known:
-                yield f"{path}: add the page and its command to PAGES in validate/results.py"
+                yield f"{path}: add the page and its command to validate/results.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

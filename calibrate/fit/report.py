@@ -1,17 +1,15 @@
-"""FitReport: errors of a fit as JSON and Markdown."""
+"""FitReport: a fitted profile with the errors of each operation, also of whole layers as sums of their parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from calibrate.data import Measurement
 from calibrate.fit.fit import Comparison, Errors, column
-from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.layer import LayerCosts
@@ -19,7 +17,6 @@ from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.model.spec import ModelSpec
 from kvrsim.scenario import dtype_bytes
-from kvrsim.text import in_markdown, markdown_table
 
 LAYERS = "layers, sum of parts"
 
@@ -36,13 +33,6 @@ TITLES = {
     "all_reduce": "all-reduce",
     "host": "host",
 }
-
-_ABOUT = (
-    "Times are those of the operations alone, not of whole prefills. *Left out* rows are held out: the fit that"
-    " predicts them did not use them. *error* is the mean of the absolute relative errors. *bias* is the mean"
-    " error with its sign; above 0 the prediction is too long. *inside* is the share of rows inside an 80 %"
-    " interval that is derived from the other half of the rows."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,60 +69,6 @@ class FitReport:
             "notes": [*self.layers_note, *self.notes],
             "provenance": dict(profile.provenance),
         }
-
-    def to_markdown(self) -> str:
-        """The report as a Markdown page: sources of the measurements, and a table of errors per operation."""
-        profile = self.profile
-        description = profile.description[:1].upper() + profile.description[1:]
-        parts = [
-            f"# Profile {in_markdown(profile.name)}",
-            f"{in_markdown(description)} Not covered: {in_markdown(profile.not_covered)}",
-            _ABOUT,
-        ]
-        for kind in profile.operations:
-            parts += self._section(kind)
-        if self.layers is not None:
-            note = f"{in_markdown(self.layers_note[0])}."
-            parts += ["## Whole layers", note, _table([self.layers.errors()])]
-        if self.notes:
-            parts += ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)]
-        origin = (f"- {in_markdown(key)}: {in_markdown(value)}" for key, value in profile.provenance.items())
-        return "\n\n".join((*parts, "## Provenance", "\n".join(origin))) + "\n"
-
-    def _section(self, kind: str) -> list[str]:
-        fit = self.profile.operations[kind]
-        texts = [
-            f"## {TITLES[kind].capitalize()}",
-            f"Source: {in_markdown(fit.source)}.",
-        ]
-        if fit.seen:
-            spans = (f"{name} {_plain(low)} to {_plain(high)}" for name, (low, high) in fit.seen.items())
-            texts.append(f"Measured: {', '.join(spans)}.")
-        if self.lines.get(kind):
-            texts.append(_table(self.lines[kind]))
-        return texts
-
-    def write(self, path: str | Path, argument: str = "report") -> None:
-        """Write the page to a file."""
-        write_atomically(path, self.to_markdown().encode(), argument=argument)
-
-
-def _table(lines: Sequence[Errors]) -> str:
-    rows = (
-        (
-            in_markdown(line.label),
-            line.num_rows,
-            *(f"{value:.1%}" for value in (line.mape, line.median_ape, line.p90_ape)),
-            f"{line.bias:+.1%}",
-            f"{line.inside:.0%}",
-        )
-        for line in lines
-    )
-    return markdown_table(("rows", "number", "error", "median", "nine in ten below", "bias", "inside"), rows)
-
-
-def _plain(value: float) -> str:
-    return f"{value:.0f}" if value == np.floor(value) else f"{value:g}"
 
 
 # -- whole layers, predicted as the sum of their parts

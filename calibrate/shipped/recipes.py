@@ -2,9 +2,7 @@
 
 recipes.json lists the sources of each profile and the operations taken from each. NVIDIA's tables come from the
 package aisimulate (installed, a wheel or its folder), vidur's files from the history of a git clone. The command
-writes, in the checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles.md, and the errors of each operation in
-build/profiles/NAME.md.
-With --only SECTION, the command needs no clone: it fits only these sections of the profiles again, and keeps the rest.
+writes kvrsim/data/profiles/NAME.json, and the errors of each operation in build/profiles/NAME.json.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from calibrate.importers import read_source
 from kvrsim.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware import load_gpu, load_link
-from kvrsim.io.schema import JsonObject, read
-from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile, load_profile
+from kvrsim.io.schema import JsonObject, read, write_json
+from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
 _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
@@ -89,11 +87,6 @@ class Recipe:
             if part.text("source").startswith(prefix):
                 found += [row for row in read_public(part.text("source"), self.vidur) if row.operation in wanted]
         return found
-
-    def fit_only(self, names: Collection[str]) -> FitReport:
-        """The shipped profile with some sections fitted again; the report has only these sections."""
-        shipped = FitReport(profile=load_profile(self.name), lines={}, notes=())
-        return fit_sections(shipped, self.data, names)
 
     def fit(self) -> FitReport:
         """The report with the profile as it ships."""
@@ -161,24 +154,15 @@ SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
 )
 
 
-def fit_sections(
-    report: FitReport,
-    recipe: JsonObject,
-    only: Collection[str] | None = None,
-    fits: Mapping[str, SectionFit] = SECTIONS,
-) -> FitReport:
-    """Fit the sections that the recipe lists, or some of them, and return the report with the new profile.
+def fit_sections(report: FitReport, recipe: JsonObject, fits: Mapping[str, SectionFit] = SECTIONS) -> FitReport:
+    """Fit the sections that the recipe lists, and return the report with the new profile.
 
     Raises InputError for an unknown section.
     """
     listed = recipe.child("sections") if recipe.has("sections") else JsonObject(fields={}, where=recipe.where)
     listed.only(tuple(fits))
-    for name in only or ():
-        if name not in fits:
-            raise InputError("only", name, ", ".join(fits))
     profile = report.profile
-    wanted = [name for name in fits if listed.has(name) and (only is None or name in only)]
-    fitted = {name: fits[name](listed.child(name), profile) for name in wanted}
+    fitted = {name: fits[name](listed.child(name), profile) for name in fits if listed.has(name)}
     operations = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
     profile = replace(
         profile,
@@ -203,20 +187,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="a profile of calibrate/shipped/recipes.json; default: all"
     )
-    parser.add_argument("--vidur", metavar="CLONE", type=Path, help=f"a clone of {VIDUR_URL}; without --only, required")
+    parser.add_argument("--vidur", metavar="CLONE", type=Path, required=True, help=f"a clone of {VIDUR_URL}")
     parser.add_argument("--aisimulate", metavar="PLACE", type=Path, help="a wheel or its folder; default: installed")
-    parser.add_argument("--only", metavar="SECTION", nargs="+", help=f"of {', '.join(SECTIONS)}; all else stays")
     options = parser.parse_args(arguments)
-    if options.vidur is None and options.only is None:
-        parser.error("one of the arguments --vidur --only is required")
     details = _ROOT / "build" / "profiles"
     details.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.names or recipe_names():
-            recipe = Recipe.read(name, options.vidur or Path(), options.aisimulate)
-            report = recipe.fit() if options.only is None else recipe.fit_only(options.only)
+            report = Recipe.read(name, options.vidur, options.aisimulate).fit()
             report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
-            report.write(details / f"{name}.md")
+            write_json(details / f"{name}.json", report)
             fits = report.profile.operations
             errors = (f"{kind} {fit.mape:.1%}" for kind, fit in fits.items() if fit.num_rows)
             print(f"{name}: {', '.join(errors)}", file=sys.stderr)

@@ -269,9 +269,7 @@ def calibrate_all(
     links: Any = option("FILE", "Use links measured elsewhere instead of measuring them.", "Machine"),
     link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
     minutes: Any = _minutes(4),
-    output: Any = output(
-        "FILE.json", "Write the profile, and next to it FILE.compute.csv, FILE.links.csv and FILE.md."
-    ),
+    output: Any = output("FILE.json", "Write the profile, and next to it FILE.compute.csv and FILE.links.csv."),
     name: Any = NAME,
     json: Any = JSON,
 ) -> None:
@@ -294,18 +292,18 @@ def calibrate_all(
         read_source(links, "links")  # a mistake is reported before the work starts
     setup = layers.setup()
     stem = Path(output).with_suffix("")
-    files = {kind: f"{stem}{end}" for kind, end in (("compute", ".compute.csv"), ("report", ".md"))}
-    campaigns = [(compute_campaign(setup, Path(files["compute"]), command()), _COMPUTE_SHARE)]
+    layers_csv = f"{stem}.compute.csv"
+    campaigns = [(compute_campaign(setup, Path(layers_csv), command()), _COMPUTE_SHARE)]
     if links is None and link is None and effort.number(setup.device, setup.threads) > 1:
         links = f"{stem}.links.csv"
         longest = max(layer_kv_bytes(setup), 2**20)  # bytes of a layer's K and V for the longest context
         ranks = effort.setup(setup.device, setup.threads, longest)
         campaigns.append((link_campaign(ranks, Path(links), command()), 1 - _COMPUTE_SHARE))
     outcomes = {campaign.title: _run(campaign, minutes * share) for campaign, share in campaigns}
-    sources = [files["compute"], *([links] if links else [])]
+    sources = [layers_csv, *([links] if links else [])]
     try:
-        link = link or (None if links else _datasheet_link(files["compute"]))
-        wanted = FitArgs(output=output, link=link, name=name, report=files["report"], json=json)
+        link = link or (None if links else _datasheet_link(layers_csv))
+        wanted = FitArgs(output=output, link=link, name=name, json=json)
         rows = [row for source in sources for row in read_source(source, "output")]
         content = write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
     except InputError as refusal:
@@ -316,7 +314,9 @@ def calibrate_all(
             campaign.journal().remove()
     if json:
         measured = {title: outcome_json(outcome) for title, outcome in outcomes.items()}
-        print_json(content | {"measured": measured, "files": {"profile": output, **files, "links": links}})
+        print_json(
+            content | {"measured": measured, "files": {"profile": output, "compute": layers_csv, "links": links}}
+        )
 
 
 def _datasheet_link(compute: str) -> str | None:
@@ -341,11 +341,6 @@ class FitArgs(Arguments):
         The link measured. Default: the one of the GPU's cluster.
     attention_kernel : fa2|flashinfer|paged|fa3|eager
         The kernel's cost model. Default: the best fit.
-
-    Output
-    ------
-    report : FILE
-        Also write the errors of the fit as Markdown.
     """
 
     gpu: Any = entry()
@@ -353,7 +348,6 @@ class FitArgs(Arguments):
     attention_kernel: Any = entry(_form)
     output: Any = output("FILE", "Write the profile, as JSON.")
     name: Any = NAME
-    report: Any = entry(writable)
     json: Any = JSON
 
 
@@ -433,8 +427,6 @@ def write_fit(
             rows, label, gpu=spec, link=link, choices=choices, argument=argument, origins=origins
         )
     profile.write(wanted.output)
-    if wanted.report is not None:
-        report.write(wanted.report)
     if not wanted.json:
         _show(report, wanted)
     return report.to_dict()
@@ -455,7 +447,6 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
         *(("" if index else "from:", source) for index, source in enumerate(sources)),
         *(("" if index else "notes:", note) for index, note in enumerate(about)),
         ("written:", f"{wanted.output}, profile {report.profile.name} of {report.profile.gpu}"),
-        ("", wanted.report),
     )
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
     show(table, "", meaning, "", notes)

@@ -137,7 +137,7 @@ def test_all_makes_a_profile_that_predicts_the_machine(
     assert made["measured"]["layers"]["rows"] > 100
     assert all(Path(name).exists() for name in made["files"].values())
     names = {path.name for path in tmp_path.iterdir()}
-    beside = {"mine.json", "mine.compute.csv", "mine.links.csv", "mine.md"}
+    beside = {"mine.json", "mine.compute.csv", "mine.links.csv"}
     assert names == beside | {"tiny.json"}
     profile = load_profile(output)
     assert profile.valid.dtypes == ("fp32",)
