@@ -6,11 +6,22 @@ holds out the shapes of models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from calibrate.fit.fit import Comparison, Constants, Fit, Fitted, Parameter, root_mean_square, rounded, span_of
+from calibrate.fit.fit import (
+    Comparison,
+    Constants,
+    Fit,
+    Fitted,
+    Parameter,
+    log_ratio,
+    root_mean_square,
+    rounded,
+    span_of,
+)
 from calibrate.fit.gemm import burst_seconds, peak_of
 from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
@@ -25,7 +36,6 @@ _MOST_ROWS = 3000  # maximum number of rows per type
 _STARTS = 6
 _FEW_MODELS = 3  # minimum number of models to hold out models; with fewer, shares of experts are held out
 _LONG = 1024  # minimum number of tokens of the rows by which engines are compared
-_ENOUGH = 20  # minimum number of common calls for a comparison
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
@@ -75,7 +85,8 @@ def _of_one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
     alone = rows.take(rows.ep_size == 1)
     order = np.argsort(alone.seconds, kind="stable")
     some = alone.take(order[:: max(1, -(-len(order) // _MOST_ROWS))])
-    return some.with_seconds(burst_seconds(some.seconds, some.warmups, some.repeats, profile.kernels.clock))
+    burst_s = burst_seconds(some.seconds, some.warmups, some.repeats, profile.kernels.clock)
+    return replace(some, seconds=burst_s)
 
 
 def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
@@ -114,19 +125,14 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
     """
     of_types = []
     for rows in data:
-        own, medians = _by_call(rows), []
-        for other in others:
-            if other.kind == rows.kind and other.source != rows.source:
-                theirs = _by_call(other)
-                common = own.keys() & theirs.keys()
-                if len(common) >= _ENOUGH:
-                    medians.append(float(np.median([np.log(theirs[call] / own[call]) for call in common])))
+        same = [other for other in others if other.kind == rows.kind and other.source != rows.source]
+        medians = [median for other in same for median in log_ratio(_by_call(rows), _by_call(other))]
         of_types.append(root_mean_square(medians))
     known = [one for one in of_types if one is not None]
     return rounded(float(np.median(known))) if known else None
 
 
-def _by_call(rows: ExpertRows) -> Mapping[tuple[object, ...], float]:
+def _by_call(rows: ExpertRows) -> dict[Hashable, float]:
     """Seconds by shape, share, tokens and routing, for rows of at least _LONG tokens."""
     long = rows.take(rows.tokens >= _LONG)
     calls = zip(long.shapes, long.tp_size.tolist(), long.tokens.tolist(), long.exponent.tolist(), strict=True)

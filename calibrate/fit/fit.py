@@ -336,6 +336,12 @@ def mean_rate(rates: Array) -> float:
     return rounded(float(np.exp(np.log(rates).mean())))
 
 
+def log_ratio(own: Mapping[Hashable, float], other: Mapping[Hashable, float], least: int = 20) -> list[float]:
+    """The median of log(other seconds / own seconds) over the common shapes; empty with fewer than `least` shapes."""
+    logs = [np.log(other[shape] / own[shape]) for shape in own.keys() & other.keys()]
+    return [float(np.median(logs))] if len(logs) >= least else []
+
+
 def root_mean_square(values: Sequence[float]) -> float | None:
     """Root mean square; None without values."""
     return float(np.sqrt(np.mean(np.square(values)))) if values else None

@@ -37,6 +37,7 @@ from calibrate.fit.fit import (
     column,
     dtypes_of,
     has_waves,
+    log_ratio,
     root_mean_square,
     rounded,
     span_of,
@@ -106,7 +107,6 @@ _SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _LEAST_SIZE = 1024
-_ENOUGH = 20  # minimum number of common shapes for a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -615,14 +615,9 @@ def systematic_log_sd(kind: str, rows: Sequence[Measurement], others: Sequence[M
     """
     if kind not in _SHAPES:
         return None
-    own = _by_shape(kind, rows)
-    medians = []
-    for source in sorted({row.source for row in others if row.operation == kind}):
-        other = _by_shape(kind, [row for row in others if row.source == source])
-        common = own.keys() & other.keys()
-        if len(common) >= _ENOUGH:
-            medians.append(float(np.median([np.log(other[shape] / own[shape]) for shape in common])))
-    return root_mean_square(medians)
+    own, sources = _by_shape(kind, rows), sorted({row.source for row in others if row.operation == kind})
+    tables = [_by_shape(kind, [row for row in others if row.source == source]) for source in sources]
+    return root_mean_square([median for table in tables for median in log_ratio(own, table)])
 
 
 def _by_shape(kind: str, rows: Sequence[Measurement]) -> dict[Hashable, float]:

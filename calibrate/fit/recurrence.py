@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-
-from calibrate.fit.fit import Comparison, Fit, Fitted, Parameter, peak_flops, root_mean_square, rounded, span_of
+from calibrate.fit.fit import (
+    Comparison,
+    Fit,
+    Fitted,
+    Parameter,
+    log_ratio,
+    peak_flops,
+    root_mean_square,
+    rounded,
+    span_of,
+)
 from calibrate.importers.aiconfigurator import TABLES, RecurrenceRows, read_recurrence
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
@@ -41,8 +49,7 @@ def fit_recurrence(
 
     `cross_validated` holds out head counts. `compared`: other tables of the same GPU, which are not fitted.
     """
-    usable = {kind: found.take(found.tokens >= SCAN_CHUNK[kind]) for kind, found in rows.items()}
-    scans = {kind: found.take((found.batch == 1) & found.is_scan) for kind, found in usable.items()}
+    scans = {kind: _scans(found) for kind, found in rows.items()}
     fits = {kind: _fit(found, ScanRates, _scan_parameters(gpu)) for kind, found in scans.items()}
     swapped = [_long(scans[kind], found.rates) for kind in fits for other, found in fits.items() if other != kind]
     held_out = []
@@ -50,10 +57,11 @@ def fit_recurrence(
     for kind, fit in fits.items():
         heads = zip(scans[kind].num_key_heads, scans[kind].num_value_heads, strict=True)
         held_out.append(fit.left_out("head counts", [f"{keys:.0f} {values:.0f}" for keys, values in heads]))
-        alone = usable[kind].take((usable[kind].batch == 1) & ~usable[kind].is_scan)
-        convolution = _fit(alone, ConvolutionRates, _convolution_parameters(gpu))
+        convolutions = _scans(rows[kind], convolutions=True)
+        convolution = _fit(convolutions, ConvolutionRates, _convolution_parameters(gpu))
         rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
-    systematic = root_mean_square([one for table in compared for one in _log_ratio(scans[table.kind], table)])
+    ratios = [log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1) for table in compared]
+    systematic = root_mean_square([median for found in ratios for median in found])
     return Fitted(
         rates=RecurrenceRates(
             kinds=rates,
@@ -79,21 +87,18 @@ def _fit(rows: RecurrenceRows, make: type[Rates], parameters: Sequence[Parameter
     )
 
 
+def _scans(rows: RecurrenceRows, *, convolutions: bool = False) -> RecurrenceRows:
+    """Scans, or convolutions, of one sequence of at least a chunk."""
+    return rows.take((rows.tokens >= SCAN_CHUNK[rows.kind]) & (rows.batch == 1) & (rows.is_scan != convolutions))
+
+
 def _long(rows: RecurrenceRows, rates: ScanRates) -> Comparison:
     """Compare scans of at least _LONG_TOKENS tokens with rates."""
     long = rows.take(rows.tokens >= _LONG_TOKENS)
     return Comparison(label="", measured_s=long.seconds, predicted_s=rates.seconds(*long.arguments))
 
 
-def _log_ratio(scans: RecurrenceRows, other: RecurrenceRows) -> list[float]:
-    """The median of log(seconds of other / seconds of scans) of long scans; empty without common shapes."""
-    usable = (other.tokens >= SCAN_CHUNK[other.kind]) & (other.batch == 1) & other.is_scan
-    theirs = _by_shape(other.take(usable))
-    logs = [np.log(theirs[shape] / seconds) for shape, seconds in _by_shape(scans).items() if shape in theirs]
-    return [float(np.median(logs))] if logs else []
-
-
-def _by_shape(rows: RecurrenceRows) -> dict[tuple[float, ...], float]:
+def _by_shape(rows: RecurrenceRows) -> dict[Hashable, float]:
     long = rows.take(rows.tokens >= _LONG_TOKENS)
     shapes = zip(long.tokens, long.num_key_heads, long.num_value_heads, strict=True)
     return dict(zip(shapes, long.seconds.tolist(), strict=True))

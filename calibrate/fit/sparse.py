@@ -176,14 +176,14 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
     found: list[ModuleRows] = []
     for table in _KINDS[kind].tables:
         rows = read_module(text, table, argument)
-        caches = rows.text("kv_cache_dtype")
+        caches = rows.texts["kv_cache_dtype"]
         cache = next((one for one in sorted(set(caches)) if one.startswith("fp8")), None)
-        usable = np.array(["dense" not in kernel for kernel in rows.text("kernel_source")])
-        usable &= (rows.text("op_name") == table) & (rows.chunk >= LEAST_CHUNK)
+        usable = np.array(["dense" not in kernel for kernel in rows.texts["kernel_source"]])
+        usable &= (rows.texts["op_name"] == table) & (rows.chunk >= LEAST_CHUNK)
         usable &= (caches == cache) if cache is not None else True
         usable &= rows.seconds > _BUSY * rows.seconds[usable].min()
         for name, config in _KINDS[kind].models.items():
-            of_model = rows.take(usable & np.array([name in one for one in rows.text("model")]))
+            of_model = rows.take(usable & np.array([name in one for one in rows.texts["model"]]))
             found += _shares(of_model, name, _mixer(config, table)) if len(of_model.seconds) else []
     if not found:
         raise InputError(argument, text, f"a source with modules of {', '.join(_KINDS[kind].models)}")
@@ -202,9 +202,9 @@ def _mixer(config: str, table: str) -> Any:
 
 def _shares(rows: SparseRows, name: str, mixer: Any) -> Sequence[ModuleRows]:
     found = []
-    for gemm_type in sorted(set(rows.text("gemm_type"))):
+    for gemm_type in sorted(set(rows.texts["gemm_type"])):
         for heads in np.unique(rows.heads):
-            some = rows.take((rows.text("gemm_type") == gemm_type) & (rows.heads == heads))
+            some = rows.take((rows.texts["gemm_type"] == gemm_type) & (rows.heads == heads))
             size = mixer.num_attention_heads // int(heads)
             if len(some.seconds) and size:
                 found.append(ModuleRows(name=name, gemm_type=gemm_type, mixer=_share(mixer, size), rows=some))

@@ -60,14 +60,15 @@ _PRE_RELEASES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
 _HALF_BYTES = 2
 
 _GEMM_FILE = "gemm_perf.parquet"
-_GEMM_SHAPE = ["gemm_dtype", "m", "n", "k"]
+_GEMM_COLUMNS = {"dtype": "gemm_dtype", "tokens": "m", "out_features": "n", "in_features": "k"}
 _DTYPES = {"bfloat16": "bf16", "sq": "int8"} | {kind: kind for kind in GEMM_TYPES if kind != "int8"}
 _ATTENTION_FILE = "context_attention_perf.parquet"
 _DECODE_FILE = "generation_attention_perf.parquet"
-_ATTENTION_SHAPE = ["batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim"]
+_CALL_COLUMNS = {"batch": "batch_size", "chunk": "isl", "prefix": "step", "num_attention_heads": "num_heads"}
+_ATTENTION_COLUMNS = _CALL_COLUMNS | {"num_key_value_heads": "num_key_value_heads", "head_dim": "head_dim"}
 _NCCL_FILE = "nccl_perf.parquet"
 _CUSTOM_FILE = "custom_allreduce_perf.parquet"
-_COMM_SHAPE = ["num_gpus", "message_size"]
+_COMM_COLUMNS = {"ranks": "num_gpus", "bytes": "message_size"}
 
 # Parts of kernels' names in the order of preference; the first part that a name contains counts. "decode" comes last.
 _KERNEL_ORDER = ("decode", "fa3", "flash_att", "fa4", "trtllm", "flashinfer", "triton")
@@ -94,10 +95,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
     is missing.
     """
     source = Source.parse(text, argument)
-    framework, version = source.framework, source.version
-    if version is not None:
-        files = (f"gemm/{framework}/*/{_GEMM_FILE}", f"attention/{framework}/*/{_ATTENTION_FILE}")
-        source.check_one_of("version", version, *files)
+    framework = source.framework
     measured: list[Measurement] = []
     for table, file, read in (
         (f"gemm/{framework}", _GEMM_FILE, _read_gemm),
@@ -106,7 +104,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         ("comm/nccl", _NCCL_FILE, _read_nccl),
         (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
-        found = source.nccl() if file == _NCCL_FILE else source.table(table, file, version)
+        found = source.nccl() if file == _NCCL_FILE else source.table(table, file)
         if found is not None:
             rows = read(found)
             if file == _DECODE_FILE:  # keep only kernels that also compute prefills
@@ -116,54 +114,45 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
     return measured
 
 
-def _read_gemm(table: Table) -> list[Measurement]:
-    frame = table.read([*_GEMM_SHAPE[1:], "latency"], ["device", "kernel_source", "gemm_dtype"])
+def _rows(
+    frame: Any, columns: Mapping[str, str], where: str, *, operation: str, source: str, **common: Any
+) -> list[Measurement]:
+    """One measurement per device, kernel and shape. `columns`: the table's column by field of Measurement."""
     return [
         measured_at(
-            table.where,
-            operation="gemm",
-            kernel=kernel,
+            where,
+            operation=operation,
             device=device,
-            dtype=_DTYPES[dtype],
-            tokens=m,
-            in_features=k,
-            out_features=n,
-            source=table.source,
+            kernel=kernel,
+            source=source,
+            **dict(zip(columns, shape, strict=True)),
+            **common,
             **times,
         )
-        for (device, kernel, dtype, m, n, k), times in _merged(frame[frame["gemm_dtype"].isin(_DTYPES)], _GEMM_SHAPE)
+        for (device, kernel, *shape), times in _merged(frame, list(columns.values()))
     ]
+
+
+def _read_gemm(table: Table) -> list[Measurement]:
+    frame = table.read(["m", "n", "k"], ["device", "kernel_source", "gemm_dtype"])
+    frame = frame[frame["gemm_dtype"].isin(_DTYPES)]
+    frame = frame.assign(gemm_dtype=frame["gemm_dtype"].map(_DTYPES))
+    return _rows(frame, _GEMM_COLUMNS, table.where, operation="gemm", source=table.source)
 
 
 def _read_attention(table: Table) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
-    frame = table.read([*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
+    frame = table.read([*_ATTENTION_COLUMNS.values(), "beam_width"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
-    if table.name == _DECODE_FILE:  # a prefill has no batch of single queries
+    if table.path.name == _DECODE_FILE:  # a prefill has no batch of single queries
         plain &= frame["batch_size"] == 1
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
     frame = frame[plain]
     chosen = frame.groupby("head_dim")["kernel_source"].agg(lambda kernels: min(kernels.unique(), key=_preference))
     frame = frame[frame["kernel_source"] == frame["head_dim"].map(chosen)]
-    return [
-        measured_at(
-            table.where,
-            operation="attention",
-            kernel=kernel,
-            device=device,
-            dtype="bf16",
-            chunk=chunk,
-            prefix=prefix,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            source=table.source,
-            **times,
-        )
-        for (device, kernel, batch, chunk, prefix, heads, kv_heads, head_dim), times in _merged(frame, _ATTENTION_SHAPE)
-    ]
+    about = {"operation": "attention", "dtype": "bf16", "source": table.source}
+    return _rows(frame, _ATTENTION_COLUMNS, table.where, **about)
 
 
 def _preference(kernel: str) -> tuple[int, str]:
@@ -174,37 +163,27 @@ def _preference(kernel: str) -> tuple[int, str]:
 
 
 def _read_nccl(table: Table) -> list[Measurement]:
-    frame = table.read([*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
+    frame = table.read(_COMM_COLUMNS.values(), ["kernel_source", "op_name", "nccl_dtype"])
     if "device" not in frame:  # the oldest tables do not name the device
-        frame = frame.assign(device=table.system)
+        frame = frame.assign(device=table.path.parts[0])
     frame = frame[frame["nccl_dtype"] == "half"]
     names = ("all_gather", "all_reduce")
     return [row for name in names for row in _collectives(frame[frame["op_name"] == name], name, table)]
 
 
 def _read_custom(table: Table) -> list[Measurement]:
-    frame = table.read([*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "device"])
+    frame = table.read(_COMM_COLUMNS.values(), ["device", "kernel_source", "op_name"])
     in_graph = frame["kernel_source"].str.endswith("_graph")
     frame = frame[(frame["op_name"] == "all_reduce") & (in_graph if in_graph.any() else ~in_graph)]
     return _collectives(frame, "all_reduce", table)
 
 
 def _collectives(frame: Any, operation: str, table: Table) -> list[Measurement]:
-    return [
-        measured_at(
-            table.where,
-            operation=operation,
-            kernel=kernel.lower(),
-            device=device,
-            dtype="fp16",
-            bytes=elements * _HALF_BYTES,
-            ranks=ranks,
-            nodes=1,  # all ranks are inside one NVLink domain, or on one host
-            source=table.source,
-            **times,
-        )
-        for (device, kernel, ranks, elements), times in _merged(frame[frame["num_gpus"] > 1], _COMM_SHAPE)
-    ]
+    frame = frame[frame["num_gpus"] > 1]
+    nbytes, kernels = frame["message_size"] * _HALF_BYTES, frame["kernel_source"].str.lower()
+    about: dict[str, Any] = {"operation": operation, "dtype": "fp16", "source": table.source}
+    about |= {"nodes": 1}  # all ranks are inside one NVLink domain, or on one host
+    return _rows(frame.assign(message_size=nbytes, kernel_source=kernels), _COMM_COLUMNS, table.where, **about)
 
 
 def with_loop(row: Measurement, framework: str, system: str) -> Measurement:
@@ -236,7 +215,13 @@ TYPES = MappingProxyType(
     {"bfloat16": HALF, "w4a16_mxfp4": "mxfp4_wo", "w4a8_mxfp4_mxfp8": "mxfp4_fp8"}
     | {kind: kind for kind in GEMM_TYPES if not kind.startswith("mxfp4")}
 )
-_MOE_SHAPE = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size"]
+# Column by field of ExpertRows.
+_MOE_COLUMNS = {
+    **{"tokens": "num_tokens", "hidden_size": "hidden_size", "intermediate_size": "inter_size"},
+    **{"num_experts_per_tok": "topk", "num_experts": "num_experts"},
+    **{"tp_size": "moe_tp_size", "ep_size": "moe_ep_size"},
+}
+_MOE_SHAPE = [column for column in _MOE_COLUMNS.values() if column != "num_tokens"]
 _MOE_TEXTS = ["moe_dtype", "kernel_source", "distribution"]
 LEAST_TOKENS = 64
 _SLOW = 1.5
@@ -253,8 +238,6 @@ class ExpertRows(Columns):
 
     kind: str  # a key of GEMM_TYPES, or HALF
     source: str
-    kernel: str
-    dropped: int  # number of rows that were left out because they were slow
     tokens: Array
     hidden_size: Array
     intermediate_size: Array  # width of a whole expert
@@ -267,10 +250,6 @@ class ExpertRows(Columns):
     seconds: Array
     warmups: Array
     repeats: Array
-
-    def with_seconds(self, seconds: Array) -> ExpertRows:
-        """The rows with these times instead of their own."""
-        return replace(self, seconds=seconds)
 
     def call(self) -> ExpertsCall:
         """All rows as one call with arrays of sizes."""
@@ -306,8 +285,7 @@ def read_experts(text: str, kinds: Sequence[str] | None = None, argument: str = 
     row is dropped if it takes over 1.5 times as long as a row of the same shape with more tokens: its kernel was chosen
     badly. `text` and errors: see read_table; also InputError for a type without rows.
     """
-    numbers = ["num_tokens", *_MOE_SHAPE]
-    frame, source = read_table(text, "moe", "moe_perf.parquet", numbers, _MOE_TEXTS, argument=argument)
+    frame, source = read_table(text, "moe", "moe_perf.parquet", _MOE_COLUMNS.values(), _MOE_TEXTS, argument=argument)
     framework = source.split("/")[-2]
     kind = frame["moe_dtype"].map(TYPES.get)
     there = [one for one in (HALF, *GEMM_TYPES) if (kind == one).any()]
@@ -331,22 +309,13 @@ def _expert_rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRo
     plain = [shape in _PLAIN for shape in zip(rows["inter_size"], rows["topk"], rows["num_experts"], strict=True)]
     even, skewed = _LOOPS.get(framework, ((0, 1), (0, 1)))
     loops = np.where(exponent[:, None] > 0, skewed, even).astype(float)
-    numbers = {column: rows[column].to_numpy(dtype=float) for column in ("num_tokens", *_MOE_SHAPE, "latency")}
     return ExpertRows(
         kind=kind,
         source=source,
-        kernel=str(name.mode()[0]),
-        dropped=len(frame) - len(rows),
-        tokens=numbers["num_tokens"],
-        hidden_size=numbers["hidden_size"],
-        intermediate_size=numbers["inter_size"],
-        num_experts=numbers["num_experts"],
-        num_experts_per_tok=numbers["topk"],
-        tp_size=numbers["moe_tp_size"],
-        ep_size=numbers["moe_ep_size"],
+        **{field: rows[column].to_numpy(dtype=float) for field, column in _MOE_COLUMNS.items()},
         gated=1.0 - np.array(plain, dtype=float),
         exponent=exponent,
-        seconds=numbers["latency"] / 1000,
+        seconds=rows["latency"].to_numpy(dtype=float) / 1000,
         warmups=loops[:, 0],
         repeats=loops[:, 1],
     )
@@ -357,7 +326,6 @@ def _expert_rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRo
 LatentForm = Literal["expanded", "absorbed"]
 # Widths of keys and of values of DeepSeek-V3, by form.
 WIDTHS: dict[LatentForm, tuple[int, int]] = {"expanded": (192, 128), "absorbed": (576, 512)}
-_CALL_SHAPE = ["batch_size", "isl", "step", "num_heads"]
 
 
 def mean_head_dim(form: LatentForm) -> int:
@@ -374,27 +342,21 @@ def read_latent(text: str, form: LatentForm, argument: str = "measurements") -> 
     TensorRT-LLM, and for SGLang on Blackwell; latents, to which all heads attend, for SGLang on other GPUs. Raises
     InputError as read_table does.
     """
-    file, texts = "context_mla_perf.parquet", ["kernel_source", "mla_dtype", "kv_cache_dtype"]
-    frame, source = read_table(text, "mla", file, _CALL_SHAPE, texts, argument=argument)
+    texts = ["kernel_source", "mla_dtype", "kv_cache_dtype"]
+    calls = _CALL_COLUMNS.values()
+    frame, source = read_table(text, "mla", "context_mla_perf.parquet", calls, texts, argument=argument)
     frame = frame[(frame["mla_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16")]
-    return [
-        measured_at(
-            argument,
-            operation="attention",
-            kernel=f"{form} {kernel}",
-            device=device,
-            dtype="bf16",
-            chunk=chunk,
-            prefix=prefix,
-            num_attention_heads=heads,
-            num_key_value_heads=heads if form == "expanded" else 1,
-            head_dim=mean_head_dim(form),
-            batch=batch,
-            source=source,
-            **times,
-        )
-        for (device, kernel, batch, chunk, prefix, heads), times in _merged(frame, _CALL_SHAPE)
-    ]
+    frame = frame.assign(
+        kernel_source=f"{form} " + frame["kernel_source"], kv_heads=frame["num_heads"] if form == "expanded" else 1
+    )
+    columns = _CALL_COLUMNS | {"num_key_value_heads": "kv_heads"}
+    about: dict[str, Any] = {
+        "operation": "attention",
+        "dtype": "bf16",
+        "head_dim": mean_head_dim(form),
+        "source": source,
+    }
+    return _rows(frame, columns, argument, **about)
 
 
 # -- recurrences
@@ -488,10 +450,6 @@ class SparseRows(Columns):
     def context(self) -> Array:
         return self.prefix + self.chunk
 
-    def text(self, column: str) -> Array:
-        """The texts of a column."""
-        return self.texts[column]
-
 
 def read_module(text: str, module: str, argument: str = "measurements") -> SparseRows:
     """Read whole modules with their projections, one sequence per call: isl tokens behind step tokens.
@@ -501,15 +459,17 @@ def read_module(text: str, module: str, argument: str = "measurements") -> Spars
     """
     table = "msa" if module.startswith("msa") else "sparse_attention"
     texts = ["kernel_source", "op_name", "model", "kv_cache_dtype", "gemm_type"]
-    frame, source = read_table(text, table, f"{module}_perf.parquet", _CALL_SHAPE, texts, argument=argument)
-    frame = frame[frame["batch_size"] == 1]
-    merged = frame.groupby([*_CALL_SHAPE, *texts], sort=True)["latency"].median().reset_index()
-    columns = {column: merged[column].to_numpy(dtype=float) for column in _CALL_SHAPE}
+    calls = [*_CALL_COLUMNS.values()]
+    frame, source = read_table(text, table, f"{module}_perf.parquet", calls, texts, argument=argument)
+    merged = frame[frame["batch_size"] == 1].groupby([*calls, *texts], sort=True)["latency"].median().reset_index()
+    chunk, prefix, heads, latency = (
+        merged[column].to_numpy(dtype=float) for column in ("isl", "step", "num_heads", "latency")
+    )
     return SparseRows(
-        chunk=columns["isl"],
-        prefix=columns["step"],
-        heads=columns["num_heads"],
-        seconds=merged["latency"].to_numpy(dtype=float) / 1000,
+        chunk=chunk,
+        prefix=prefix,
+        heads=heads,
+        seconds=latency / 1000,
         source=source,
         texts={column: merged[column].to_numpy(dtype=object) for column in texts},
     )
@@ -522,7 +482,7 @@ def read_table(
     text: str,
     table: str,
     file: str,
-    numbers: Sequence[str],
+    numbers: Iterable[str],
     texts: Sequence[str] = (),
     *,
     argument: str = "measurements",
@@ -533,11 +493,11 @@ def read_table(
     in addition to latency in ms; `texts`: columns of texts. Raises InputError where the package, the table or a column
     is missing, or a value is not of its kind.
     """
-    source = Source.parse(text, argument, check=False)
-    found = source.table(f"{table}/{source.framework}", file, source.version)
-    if found is None or (source.version is not None and found.version != source.version):
+    source = Source.parse(text, argument)
+    found = source.table(f"{table}/{source.framework}", file)
+    if found is None or source.version not in (None, found.version):
         raise InputError(argument, text, f"a system, framework and version with {table}/.../{file}")
-    return found.read([*numbers, "latency"], ["device", *texts]), found.source
+    return found.read(numbers, ["device", *texts]), found.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,9 +505,8 @@ class Package:
     """One of PACKAGES: a wheel, a folder that it was unpacked into, or the installed package."""
 
     title: str  # name, and the version if it is known
-    place: Path
-    inside: str  # folder of the package in a wheel
-    tables: frozenset[PurePosixPath]  # paths of the tables under systems/data
+    root: Path | zipfile.Path  # folder of the tables
+    tables: tuple[PurePosixPath, ...]  # paths of the tables, relative to the root
 
     @classmethod
     def find(cls, word: str, place: Path | None, argument: str) -> Package:
@@ -558,30 +517,21 @@ class Package:
             if spec is None or not spec.submodule_search_locations:
                 raise InputError(argument, f"no package {name}", _INSTALL.format(name, word))
             place = Path(next(iter(spec.submodule_search_locations)))
-        inside = ""
+        root: Path | zipfile.Path
         if place.is_file() and zipfile.is_zipfile(place):
-            with zipfile.ZipFile(place) as wheel:
-                listed = wheel.namelist()
-            inside = next((one.split(f"{_DATA}/")[0] for one in listed if f"{_DATA}/" in one), "")
-            version = place.name.split("-")[1] if place.suffix == ".whl" else ""
-            paths = [PurePosixPath(one.removeprefix(f"{inside}{_DATA}/")) for one in listed if f"/{_DATA}/" in one]
+            distribution, folder = place.name, f"{module}/{_DATA}/"
+            root = zipfile.Path(place, folder)
+            files = [file.removeprefix(folder) for file in root.root.namelist() if file.startswith(folder)]
         else:
-            place = place if (place / _DATA).is_dir() else place / module
-            installed = sorted(place.parent.glob(f"{name.replace('-', '_')}-*.dist-info"))
-            version = installed[-1].name.removesuffix(".dist-info").partition("-")[2] if installed else ""
-            data = place / _DATA
-            paths = [PurePosixPath(one.relative_to(data).as_posix()) for one in data.glob("*/*/*/*/*.parquet")]
-        tables = frozenset(path for path in paths if path.suffix == ".parquet")
+            folder_of_package = place if (place / _DATA).is_dir() else place / module
+            root = folder_of_package / _DATA
+            files = [file.relative_to(root).as_posix() for file in root.glob("*/*/*/*/*")]
+            installed = folder_of_package.parent.glob(f"{name.replace('-', '_')}-*.dist-info")
+            distribution = max((one.name.removesuffix(".dist-info") for one in installed), default="")
+        tables = tuple(PurePosixPath(file) for file in files if file.endswith(".parquet"))
         if not tables:
             raise InputError(argument, place, f"a wheel of {name}, or the folder of an unpacked one")
-        return cls(title=f"{name} {version}".strip(), place=place, inside=inside, tables=tables)
-
-    def read(self, path: str) -> bytes:
-        """Read a file of the package."""
-        if self.place.is_dir():
-            return (self.place / path).read_bytes()
-        with zipfile.ZipFile(self.place) as wheel:
-            return wheel.read(self.inside + path)
+        return cls(title=" ".join([name, *distribution.split("-")[1:2]]), root=root, tables=tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,14 +541,6 @@ class Table:
     package: Package
     path: PurePosixPath  # SYSTEM/TABLE/FRAMEWORK/VERSION/FILE
     argument: str
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def system(self) -> str:
-        return self.path.parts[0]
 
     @property
     def version(self) -> str:
@@ -611,15 +553,18 @@ class Table:
 
     @property
     def where(self) -> str:
-        return f"{self.argument} {self.package.place / _DATA / self.path}"
+        return f"{self.argument} {self.package.root / str(self.path)}"
 
-    def read(self, numbers: Sequence[str], texts: Sequence[str]) -> Any:
-        """Read a DataFrame and check its columns; InputError names the file and the column."""
+    def read(self, numbers: Iterable[str], texts: Iterable[str]) -> Any:
+        """Read a DataFrame and check columns of whole numbers and of texts, and the latency in ms.
+
+        InputError names the file and the column.
+        """
         import pandas
 
-        where = self.where
+        where, numbers = self.where, [*numbers, "latency"]
         try:
-            frame = pandas.read_parquet(io.BytesIO(self.package.read(f"{_DATA}/{self.path}")), engine="pyarrow")
+            frame = pandas.read_parquet(io.BytesIO((self.package.root / str(self.path)).read_bytes()), engine="pyarrow")
         except ImportError:
             raise InputError(where, "no pyarrow", "a machine that has it (pip install pyarrow)") from None
         except (OSError, ValueError) as error:  # pyarrow raises errors of these classes
@@ -646,8 +591,8 @@ class Source:
     version: str | None
 
     @classmethod
-    def parse(cls, text: str, argument: str, *, check: bool = True) -> Source:
-        """Parse a SOURCE. Raises InputError for another form, or, with `check`, for a missing system or framework."""
+    def parse(cls, text: str, argument: str) -> Source:
+        """Parse a SOURCE. Raises InputError for another form, or if its system, framework or version has no table."""
         word, _, rest = text.partition(":")
         place, _, named = rest.rpartition(":")
         if not place and Path(named).exists():
@@ -658,29 +603,18 @@ class Source:
             accepted = f"{word}:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]], such as {word}:h100_sxm/vllm"
             raise InputError(argument, text, accepted)
         framework, version = (more[0] if more else DEFAULT_FRAMEWORK), (more[1] if len(more) == 2 else None)
-        source = cls(text=text, argument=argument, package=package, system=system, framework=framework, version=version)
-        if check:
-            source._refuse_unknown("system", system, {path.parts[0] for path in package.tables})
-            source.check_one_of("framework", framework, "gemm/*/*/*", "attention/*/*/*")
-        return source
+        known = [path.parts for path in package.tables if path.parts[2] != "nccl"]
+        for what, place_of, name in (("system", 0, system), ("framework", 2, framework), ("version", 3, version)):
+            names = sorted({parts[place_of] for parts in known})
+            if name is not None and name not in names:
+                raise InputError(argument, text, f"a {what} among {', '.join(names)}")
+            known = [parts for parts in known if parts[place_of] == name]
+        return cls(text=text, argument=argument, package=package, system=system, framework=framework, version=version)
 
-    def check_one_of(self, what: str, name: str, *patterns: str) -> None:
-        """Raise InputError unless a path that matches a pattern under the system has `name` in place of the first *."""
-        known = set()
-        for pattern in patterns:
-            depth = 1 + pattern.split("/").index("*")
-            known |= {path.parts[depth] for path in self.package.tables if path.match(f"{self.system}/{pattern}")}
-        self._refuse_unknown(what, name, known)
-
-    def _refuse_unknown(self, what: str, name: str, known: set[str]) -> None:
-        if name not in known:
-            listed = ", ".join(sorted(known)) or "none (no tables here)"
-            raise InputError(self.argument, self.text, f"a {what} among {listed}")
-
-    def table(self, folder: str, file: str, version: str | None) -> Table | None:
-        """The table of this version, or else of the newest version that has it; None if there is none."""
+    def table(self, folder: str, file: str) -> Table | None:
+        """The table of the source's version, or else of the newest version that has it; None if there is none."""
         tables = self._tables(folder, file)
-        return next((one for one in tables if one.version == version), next(iter(tables), None))
+        return next((one for one in tables if one.version == self.version), next(iter(tables), None))
 
     def nccl(self) -> Table | None:
         """The newest NCCL table with all-gathers, or else the newest: some have only all-reduces of a few GPUs."""
