@@ -27,7 +27,7 @@ from calibrate.fit.fit import (
     sources_of,
     thinned,
 )
-from calibrate.importers.aiconfigurator import LatentForm, mean_head_dim, read_latent
+from calibrate.importers.aiconfigurator import LatentForm, read_latent
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
@@ -228,15 +228,12 @@ class AttentionFit(Fit[Rates]):
         )
 
 
-def usable_attention(
-    rows: Sequence[Measurement], head_dim: int = HEAD_DIM, dtypes: Sequence[str] | None = None
-) -> list[Measurement]:
-    """Calls of one sequence in these dtypes (None: dtypes_of(rows)), with this head_dim."""
-    wanted = dtypes_of(rows) if dtypes is None else dtypes
+def usable_attention(rows: Sequence[Measurement], head_dim: int, dtypes: Sequence[str]) -> list[Measurement]:
+    """Calls of one sequence in these dtypes, with this head_dim."""
     return [
         row
         for row in rows
-        if row.operation == "attention" and row.dtype in wanted and row.head_dim == head_dim and row.batch == 1
+        if row.operation == "attention" and row.dtype in dtypes and row.head_dim == head_dim and row.batch == 1
     ]
 
 
@@ -250,10 +247,9 @@ def fit_flash(
     gpu: GpuSpec,
     *,
     kernel: str | None = None,
-    head_dim: int = HEAD_DIM,
     narrow: Sequence[Measurement] = (),
 ) -> Fitted[FlashRates]:
-    """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with this head_dim.
+    """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with one head_dim.
 
     narrow: calls with narrower heads, which determine the seconds of softmax. Calls of one query behind a prefix are
     not fitted: engines have separate kernels for decoding. No call is predicted faster than its unmasked FLOPs at the
@@ -261,11 +257,11 @@ def fit_flash(
     """
     if kernel is not None and kernel not in PRESETS:
         raise InputError("attention_kernel", kernel, ", ".join(KERNELS))
-    return with_softmax(_best_flash(rows, gpu, [kernel] if kernel else list(PRESETS), head_dim), narrow)
+    return with_softmax(_best_flash(rows, gpu, [kernel] if kernel else list(PRESETS)), narrow)
 
 
-def _best_flash(rows: Sequence[Measurement], gpu: GpuSpec, kernels: Sequence[str], head_dim: int) -> Fitted[FlashRates]:
-    prefills = [row for row in usable_attention(rows, head_dim) if not is_decoding(row)]
+def _best_flash(rows: Sequence[Measurement], gpu: GpuSpec, kernels: Sequence[str]) -> Fitted[FlashRates]:
+    prefills = [row for row in rows if not is_decoding(row)]
     data = AttentionRows.of(prefills)
     forms = (
         _form(name, data, PRESETS[name].parameters(gpu), lambda values, name=name: PRESETS[name].rates(gpu, values))
@@ -300,12 +296,11 @@ def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fit
     return replace(fitted, rates=fit.rates, seen=seen)
 
 
-def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
+def fit_eager(calls: Sequence[Measurement], gpu: GpuSpec) -> Fitted[EagerRates]:
     """Fit a rate of the FLOPs of QK^T and PV, a rate of device memory (28 bytes per score), and a start time.
 
     Where the form fits poorly, factors by size of the score matrix are added if they improve held-out calls.
     """
-    calls = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(calls))
     parameters = (
         Parameter(name="flops_per_s", start=0.7 * peak, low=1e-4 * peak, high=peak),
@@ -316,16 +311,13 @@ def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD
     return _with_factors_if_better(form, calls, peak)
 
 
-def fit_blocked(
-    rows: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_masked: bool, head_dim: int = HEAD_DIM
-) -> Fitted[BlockedRates]:
+def fit_blocked(calls: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_masked: bool) -> Fitted[BlockedRates]:
     """Fit rates of the causal half and of the rectangle, start times of calls and of queries, and the size of blocks.
 
     Where the form fits poorly, factors by number of queries are added if they improve held-out calls.
     """
-    calls = usable_attention(rows, head_dim)
     data, peak = AttentionRows.of(calls), peak_flops(gpu, dtypes_of(calls))
-    token_s = 4 * head_dim / peak
+    token_s = 4 * float(data.head_dim[0]) / peak
     parameters = [
         Parameter(name="causal_flops_per_s", start=0.4 * peak, low=1e-4 * peak, high=peak),
         Parameter(name="rectangle_flops_per_s", start=0.4 * peak, low=1e-4 * peak, high=peak),
@@ -421,8 +413,8 @@ def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[Latent
     causal = [name for name, preset in PRESETS.items() if preset.structure["causal"]]
     found: dict[LatentForm, Fitted[FlashRates]] = {}
     for form, source in sources.items():
-        rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1]
-        found[form] = _best_flash(rows, gpu, causal, mean_head_dim(form))
+        rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1 and row.batch == 1]
+        found[form] = _best_flash(rows, gpu, causal)
     expanded, absorbed = found["expanded"], found.get("absorbed")
     return Fitted(
         rates=LatentRates(expanded=expanded.rates, absorbed=None if absorbed is None else absorbed.rates),

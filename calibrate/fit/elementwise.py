@@ -14,7 +14,6 @@ from calibrate.fit.fit import (
     Fitted,
     Parameter,
     column,
-    dtypes_of,
     has_waves,
     mean_rate,
     rounded,
@@ -47,10 +46,9 @@ def fit_elementwise(
     datasheet's. `kernels`: number of kernels in a row of each kind; default 1. `cross_validated` holds out a tenth of
     the sizes at a time.
     """
-    found, hbm = usable_elementwise(rows), gpu.hbm_bytes_per_s
-    kinds = np.array([KINDS.index(_kind(row)) for row in found])
-    nbytes = column(found, "bytes")
-    tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in found], dtype=float)
+    hbm, nbytes = gpu.hbm_bytes_per_s, column(rows, "bytes")
+    kinds = np.array([KINDS.index(_kind(row)) for row in rows])
+    tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in rows], dtype=float)
     starts = np.array([(kernels or {}).get(kind, 1) for kind in KINDS], dtype=float)[kinds]
     measured = [kind for index, kind in enumerate(KINDS) if (kinds == index).sum() >= _ENOUGH]
     high = hbm if has_waves(gpu) else _CPU_CACHES * hbm
@@ -61,7 +59,7 @@ def fit_elementwise(
 
     fit: Fit[Constants] = Fit(
         label="",
-        measured_s=column(found, "expected_s"),
+        measured_s=column(rows, "expected_s"),
         parameters=[
             Parameter(name="start_s", start=2e-6, low=0.0, high=1e-4),
             *(Parameter(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in measured),
@@ -73,10 +71,10 @@ def fit_elementwise(
     rates = {op: fit.constants.get(op, fit.constants.get(_LIKE.get(op, op), hbm)) for op in ELEMENTWISE_OPS}
     return Fitted(
         rates=ElementwiseRates(fused=fused, fused_merge=False, start_s=fit.constants["start_s"], **rates),
-        source=sources_of(found),
+        source=sources_of(rows),
         own=fit.own,
         cross_validated=fit.left_out("sizes", nbytes.tolist()).from_size(tokens, PROMISED_TOKENS, "tokens"),
-        seen=seen_of(found, ("tokens", "bytes")),
+        seen=seen_of(rows, ("tokens", "bytes")),
     )
 
 
@@ -87,10 +85,9 @@ def with_merges(rates: ElementwiseRates, rows: Sequence[Measurement]) -> Element
     return replace(rates, merge_bytes_per_s=mean_rate(column(rows, "bytes") / column(rows, "expected_s")))
 
 
-def usable_elementwise(rows: Sequence[Measurement], dtypes: Sequence[str] | None = None) -> list[Measurement]:
-    """Element-wise kernels and copies into the cache, in these dtypes (None: dtypes_of(rows))."""
-    wanted = dtypes_of(rows) if dtypes is None else dtypes
-    return [row for row in rows if _kind(row) in KINDS and row.dtype in wanted]
+def usable_elementwise(rows: Sequence[Measurement], dtypes: Sequence[str]) -> list[Measurement]:
+    """Element-wise kernels and copies into the cache, in these dtypes."""
+    return [row for row in rows if _kind(row) in KINDS and row.dtype in dtypes]
 
 
 def _kind(row: Measurement) -> str:

@@ -91,29 +91,26 @@ _TURNS = 12  # iterations that invert _Loops.mean_s
 Shape = tuple[int, int]  # in_features, out_features
 
 
-def fit_gemm(
-    rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = (), narrow: bool = False
-) -> Fitted[GemmRates]:
-    """Fit constants to usable_gemm(rows), none faster than the datasheet; add tables of the measured `keep_shapes`.
+def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = ()) -> Fitted[GemmRates]:
+    """Fit constants to products, none faster than the datasheet; add tables of the measured `keep_shapes`.
 
     `cross_validated` is the error of the form without tables, for a model of other shapes: shapes are held out, or,
     with three or more sources, whole sources (models). `interpolated` is the error of the tables: a tenth of the row
     counts is held out at a time.
     """
-    found = usable_gemm(rows, narrow=narrow)
-    data = GemmRows.of(found)
-    fit = data.fit(gpu, peak_flops(gpu, dtypes_of(found)), "form alone, ", _STARTS)
+    data = GemmRows.of(rows)
+    fit = data.fit(gpu, peak_flops(gpu, dtypes_of(rows)), "form alone, ", _STARTS)
     rates = with_tables(_pruned(fit.rates, data), data, keep_shapes)
-    sources = [row.source for row in found]
+    sources = [row.source for row in rows]
     by_model = len(set(sources)) > 2
     held_out = fit.left_out("models", sources) if by_model else fit.left_out("shapes", data.shapes)
     return Fitted(
         rates=rates,
-        source=sources_of(found),
+        source=sources_of(rows),
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
         cross_validated=held_out.from_size(data.tokens, PROMISED_ROWS, "rows"),
         interpolated=_interpolated(rates, data),
-        seen=seen_of(found, _SEEN),
+        seen=seen_of(rows, _SEEN),
     )
 
 
@@ -121,7 +118,7 @@ def fit_gemm_type(
     rows: Sequence[Measurement], gpu: GpuSpec, kind: str, *, keep_shapes: Collection[Shape] = ()
 ) -> Fitted[GemmRates]:
     """Fit one of GEMM_TYPES, with small tables of the `keep_shapes`. Rows are thinned evenly by time."""
-    found = sorted(usable_gemm(rows, (kind,)), key=lambda row: row.expected_s)
+    found = sorted(rows, key=lambda row: row.expected_s)
     data = GemmRows.of(found)
     some = data.take(np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS)))
     form = _pruned(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
@@ -177,15 +174,12 @@ def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
         raise InputError(argument, got, f"{accepted} (unfilled or zero matrices take less power and keep the clock)")
 
 
-def usable_gemm(
-    rows: Sequence[Measurement], dtypes: Sequence[str] | None = None, *, narrow: bool = False
-) -> list[Measurement]:
-    """Products in these dtypes (None: dtypes_of(rows)) with at least STEP rows.
+def usable_gemm(rows: Sequence[Measurement], dtypes: Sequence[str], *, narrow: bool = False) -> list[Measurement]:
+    """Products in these dtypes with at least STEP rows.
 
     Only wide matrices if there are enough of them; with `narrow` all matrices.
     """
-    wanted = dtypes_of(rows) if dtypes is None else dtypes
-    found = [row for row in rows if row.operation == "gemm" and row.dtype in wanted and (row.tokens or 0) >= STEP]
+    found = [row for row in rows if row.operation == "gemm" and row.dtype in dtypes and (row.tokens or 0) >= STEP]
     wide = [row for row in found if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
     return wide if len(wide) >= _ENOUGH and not narrow else found
 

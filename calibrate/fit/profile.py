@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +45,7 @@ from calibrate.fit.fit import (
 )
 from calibrate.fit.gemm import (
     STEP,
+    FittedClock,
     Shape,
     at_burst,
     builtin_shapes,
@@ -62,15 +64,15 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, LinkSpec
 from kvrsim.interp import QUARTILE_RANGE_SD
 from kvrsim.io.schema import NonNegative, PositiveShare
-from kvrsim.kernels.attention import AttentionRates, FlashRates
+from kvrsim.kernels.attention import AttentionRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates, after_mixer, before_mixer
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates
 from kvrsim.kernels.profile import (
     CalibrationProfile,
+    Clock,
     KernelRates,
     LinkRates,
     OperationFit,
-    SendStyle,
     ValidRange,
 )
 from kvrsim.model.spec import ModelSpec
@@ -80,6 +82,7 @@ DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 
 MAX_SPREAD = 0.10  # largest accepted median of spread_s / median_s in published tables
 MAX_MEDIAN_ERROR = 0.35  # largest accepted median error of a fit; a larger one means that the form does not fit
+_FORMS = ("flash", "sdpa", "eager")  # forms of attention, the form that skips masked scores first
 _COLLECTIVES = ("send_recv", "all_gather", "all_reduce")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8, "all_reduce": 4}
 LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4, "all_reduce": 4}
@@ -130,17 +133,13 @@ class AssumedElementwise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitChoices:
-    """Settings of a fit that do not follow from the rows."""
+    """Options of fit_profile; the defaults suit rows that a user measured."""
 
-    attention_kernel: str | None = (
-        None  # one of calibrate.fit.attention.KERNELS; None: chosen by the rows' kernels, then by the best fit
-    )
-    head_dim: int | None = None  # attention's head_dim; None: 128 where it was measured, else the most frequent
-    fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; ignored for measured layers
-    sends: SendStyle = "overlap"  # whether messages block the compute streams
-    keep_shapes: Collection[Shape] | None = (
-        None  # shapes with tables; None: all, or those of built-in models if there are many
-    )
+    # One of calibrate.fit.attention.KERNELS; None: chosen by the rows' kernels, then by the best fit. With "eager",
+    # norm, rotary embedding and activation are several kernels each.
+    attention_kernel: str | None = None
+    # Shapes of products with tables; None: all measured shapes, or those of built-in models if there are many.
+    keep_shapes: Collection[Shape] | None = None
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
     elementwise: AssumedElementwise | None = None  # assumption that replaces measured element-wise kernels
@@ -168,21 +167,20 @@ def fit_profile(
     that no fit reproduces.
     """
     chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
-    usable = UsableRows.of(rows, chosen, argument, own=origin.is_hugging_face)
-    fit = _OperationFits(rows=usable, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
-    prepare = fit_prepare(fit.use(usable.prepare))
+    fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
+    prepare = fit_prepare(fit.use("prepare"))
     kernels = KernelRates(
         gemm=fit.gemm(),
         attention=fit.attention(),
         elementwise=replace(fit.elementwise(), mask_element_s=prepare.mask_element_s),
-        copies=_IN_PLACE if any(row.operation == "cache_append" for row in usable.elementwise) else _NO_COPIES,
+        copies=_IN_PLACE if any(row.operation == "cache_append" for row in fit.usable["elementwise"]) else _NO_COPIES,
         clock=fit.clock,
         gemm_types=fit.gemm_types(),
         head_on_all_tokens=False,
         whole_attention=origin.is_hugging_face,
     )
-    links = fit.links(rows)
-    host_rates = replace(fit.host(host, rows), step_s=prepare.step_s)
+    links = fit.links()
+    host_rates = replace(fit.host(host), step_s=prepare.step_s)
     about = f", layers of {origin.model.name} by Hugging Face transformers" if origin.model is not None else ""
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     beyond = "Batches above 1, windows and mixtures of experts were not measured." if origin.is_hugging_face else ""
@@ -208,7 +206,7 @@ def fit_profile(
     report = FitReport(
         profile=profile,
         lines={kind: [*found.lines(), *fit.more_lines.get(kind, ())] for kind, found in fit.fitted.items()},
-        notes=(*_notes_on_unused(rows, fit.used, usable.dtypes), *fit.missing),
+        notes=(*_notes_on_unused(rows, fit.used, fit.dtypes), *fit.missing),
         layers=None if origin.model is None else compare_layers(profile, origin.model, rows),
     )
     return profile, report
@@ -231,118 +229,6 @@ def provenance_of(rows: Sequence[Measurement]) -> dict[str, str]:
     return {name: "; ".join(sorted(values)) for name, values in listed.items() if values}
 
 
-# -- the rows that a fit uses
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UsableRows:
-    """The rows that a fit uses, by kind of operation; a kind that was not measured is empty."""
-
-    gemm: list[Measurement]
-    heads: list[Measurement]  # logits of one token
-    flash: list[Measurement]  # attention of a fused kernel that skips masked scores
-    sdpa: list[Measurement]  # attention of a fused kernel with a mask
-    eager: list[Measurement]  # attention computed by separate kernels
-    head_dim: int  # head_dim of the attention rows
-    narrow: list[Measurement]  # flash calls with heads narrower than the usual width
-    elementwise: list[Measurement]  # includes copies into the cache
-    prepare: list[Measurement]
-    blocks: list[Measurement]  # attention to one block of a ring
-    merges: list[Measurement]  # merges of the results of ring blocks
-    links: Mapping[str, list[Measurement]]  # rows by operation
-    gemm_types: Mapping[str, list[Measurement]]  # products of quantised types with enough rows
-    dtypes: tuple[str, ...]  # dtypes of the fitted rows
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[Measurement],
-        choices: FitChoices,
-        argument: str,
-        *,
-        own: bool = False,
-    ) -> UsableRows:
-        """Group checked rows. Raises InputError naming `argument` for bad rows, or if gemm or attention is missing.
-
-        attention_kernel "eager": all attention rows are eager; None: rows with "eager" in their kernel are; otherwise
-        those whose kernel is exactly "eager". Rows of the kernel sdpa are sdpa, except with "eager". Rows are of half
-        precision if there are any, else of fp32. `own`: rows of a model's layers on this machine: narrow products are
-        used, too, and any spread is accepted, because a spread only widens the profile's intervals.
-        """
-        kernel = choices.attention_kernel
-        dtypes = dtypes_of(row for row in rows if row.operation in ("gemm", "attention"))
-        head_dim = _head_dim(rows, dtypes) if choices.head_dim is None else choices.head_dim
-        calls = usable_attention(rows, head_dim, dtypes)
-        links = {operation: usable_link_rows(rows, operation) for operation in _COLLECTIVES}
-        if own and len(links["all_reduce"]) < LEAST_ROWS["all_reduce"]:
-            links["all_reduce"] = []
-        types = {kind: usable_gemm(rows, (kind,)) for kind in GEMM_TYPES}
-
-        def of(operation: str) -> list[Measurement]:
-            return [row for row in rows if row.operation == operation and row.dtype in dtypes]
-
-        usable = cls(
-            gemm=usable_gemm(rows, dtypes, narrow=own),
-            heads=of("head"),
-            flash=[row for row in calls if _form_of(row, kernel) == "flash"],
-            sdpa=[row for row in calls if _form_of(row, kernel) == "sdpa"],
-            eager=[row for row in calls if _form_of(row, kernel) == "eager"],
-            head_dim=head_dim,
-            narrow=_narrow(rows, dtypes, kernel) if head_dim == HEAD_DIM else [],
-            elementwise=usable_elementwise(rows, dtypes),
-            prepare=of("prepare"),
-            blocks=of("block"),
-            merges=of("merge"),
-            links=links,
-            gemm_types={kind: found for kind, found in types.items() if _is_enough(found)},
-            dtypes=dtypes,
-        )
-        usable._check(argument, own=own)
-        return usable
-
-    def _check(self, argument: str, *, own: bool) -> None:
-        types = " or ".join(self.dtypes)
-        calls = f"calls of one sequence in {types}, head_dim {self.head_dim}"
-        needed = (
-            ("gemm", self.gemm, f"products in {types} of at least {STEP} tokens"),
-            ("attention", self.flash or self.sdpa or self.eager, calls),
-        )
-        others = (
-            ("attention", self.sdpa, calls),
-            ("attention", self.eager, calls),
-            ("elementwise", self.elementwise, f"kernels in {types}"),
-            *((operation, rows, "inside one node") for operation, rows in self.links.items()),
-        )
-        for kind, rows, what in (*needed, *(other for other in others if other[1])):
-            check_rows(kind, rows, argument, what, float("inf") if own else MAX_SPREAD)
-
-
-def _form_of(row: Measurement, kernel: str | None) -> str:
-    """Form of attention (eager, sdpa or flash): see UsableRows.of."""
-    if kernel == "eager" or (row.kernel == "eager" if kernel else "eager" in row.kernel):
-        return "eager"
-    return "sdpa" if row.kernel == "sdpa" else "flash"
-
-
-def _is_enough(rows: Sequence[Measurement]) -> bool:
-    return len(rows) >= _LEAST_TYPE_ROWS and len({row.tokens for row in rows}) >= LEAST_SIZES["gemm"]
-
-
-def _narrow(rows: Sequence[Measurement], dtypes: Sequence[str], kernel: str | None) -> list[Measurement]:
-    """Rows with narrow heads and at least PROMISED_CHUNK queries; empty if there are too few rows."""
-    calls = usable_attention(rows, NARROW_HEAD_DIM, dtypes)
-    found = [row for row in calls if _form_of(row, kernel) == "flash" and (row.chunk or 0) >= PROMISED_CHUNK]
-    return found if len(found) >= LEAST_ROWS["attention"] else []
-
-
-def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:
-    """128 if enough rows have it, else the most frequent head_dim."""
-    if len(usable_attention(rows, HEAD_DIM, dtypes)) >= LEAST_ROWS["attention"]:
-        return HEAD_DIM
-    found = [row.head_dim for row in rows if row.operation == "attention" and row.head_dim is not None]
-    return max(sorted(set(found)), key=found.count, default=HEAD_DIM)
-
-
 def check_rows(
     kind: str, usable: Sequence[Measurement], argument: str, what: str, max_spread: float = MAX_SPREAD
 ) -> None:
@@ -355,12 +241,11 @@ def check_rows(
     if spreads and (spread := float(np.median(spreads))) > max_spread:
         accepted = f"repeatable measurements: at most {max_spread:.0%} of their medians"
         raise InputError(argument, f"{kind} rows with a median spread of {spread:.0%}", accepted)
-    unique = {"gemm": ("device",), "attention": ("device", "kernel")}
-    for field in unique.get(kind, ()):
-        values = sorted({getattr(row, field) for row in usable})
+    unique = {"gemm": {"device": "gpu"}, "attention": {"device": "gpu", "kernel": "kernel"}}
+    for name, key in unique.get(kind, {}).items():
+        values = sorted({getattr(row, name) for row in usable})
         if len(values) > 1:
-            key = "gpu" if field == "device" else "kernel"
-            accepted = f"{kind} rows of one {field}; a source may end in a filter, ?{key}=TEXT"
+            accepted = f"{kind} rows of one {name}; a source may end in a filter, ?{key}=TEXT"
             raise InputError(argument, "; ".join(values), accepted)
 
 
@@ -387,33 +272,93 @@ def _notes_on_unused(
 # -- the fits of all kinds of operations, one after another
 
 
+@dataclass(kw_only=True)
 class _OperationFits:
     """The fits of one profile, and the rows that they used."""
 
-    def __init__(
-        self,
-        *,
-        rows: UsableRows,
-        gpu: GpuSpec,
-        link: LinkSpec,
-        choices: FitChoices,
-        argument: str,
-        origin: Provenance,
-    ) -> None:
-        self.rows, self.gpu, self.link, self.choices, self.argument = rows, gpu, link, choices, argument
-        self.origin = origin
-        self.fitted_clock = fit_clock([*rows.gemm, *choices.others], gpu) if has_waves(gpu) else None
-        self.clock = None if self.fitted_clock is None else self.fitted_clock.clock  # clock for products and attention
-        self.fitted: dict[str, Fitted[Any]] = {}  # fits by kind of operation
-        self.more_lines: dict[str, list[Errors]] = {}  # errors that are not in `fitted`, by kind of operation
-        self.operations: dict[str, OperationFit] = {}
-        self.missing: list[str] = []  # notes on what was not measured
-        self.used: list[Measurement] = []
+    rows: Sequence[Measurement]
+    gpu: GpuSpec
+    link: LinkSpec
+    choices: FitChoices
+    argument: str
+    origin: Provenance
+    fitted: dict[str, Fitted[Any]] = field(default_factory=dict)  # fits by kind of operation
+    more_lines: dict[str, list[Errors]] = field(default_factory=dict)  # errors of further fits of a kind
+    operations: dict[str, OperationFit] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)  # notes on operations without measurements
+    used: list[Measurement] = field(default_factory=list)
 
-    def use(self, rows: list[Measurement]) -> list[Measurement]:
-        """Mark the rows as used, and return them."""
-        self.used += rows
-        return rows
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the fitted rows: half precision where it was measured, else fp32."""
+        return dtypes_of(row for row in self.rows if row.operation in ("gemm", "attention"))
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Width of the fitted attention heads: 128 if enough rows have it, else the most frequent one."""
+        if len(usable_attention(self.rows, HEAD_DIM, self.dtypes)) >= LEAST_ROWS["attention"]:
+            return HEAD_DIM
+        found = [row.head_dim for row in self.rows if row.operation == "attention" and row.head_dim is not None]
+        return max(sorted(set(found)), key=found.count, default=HEAD_DIM)
+
+    @cached_property
+    def usable(self) -> dict[str, list[Measurement]]:
+        """The rows of each fit; flash, sdpa and eager are forms of attention.
+
+        Rows of layers that were measured on this machine may be of narrow products, and may have any spread, because a
+        spread only widens the profile's intervals. Raises InputError naming `argument` for bad rows, or if gemm or
+        attention is missing.
+        """
+        own, types = self.origin.is_hugging_face, " or ".join(self.dtypes)
+        calls = usable_attention(self.rows, self.head_dim, self.dtypes)
+        found = {
+            "gemm": usable_gemm(self.rows, self.dtypes, narrow=own),
+            **{form: [row for row in calls if self.form_of(row) == form] for form in _FORMS},
+            "elementwise": usable_elementwise(self.rows, self.dtypes),
+            **{operation: usable_link_rows(self.rows, operation) for operation in _COLLECTIVES},
+        }
+        if own and len(found["all_reduce"]) < LEAST_ROWS["all_reduce"]:
+            found["all_reduce"] = []
+        needed = {
+            "gemm": f"products in {types} of at least {STEP} tokens",
+            "attention": f"calls of one sequence in {types}, head_dim {self.head_dim}",
+            "elementwise": f"kernels in {types}",
+        }
+        first_form = next((form for form in _FORMS if found[form]), _FORMS[0])
+        for name, rows in found.items():
+            if rows or name in ("gemm", first_form):
+                kind = "attention" if name in _FORMS else name
+                what = needed.get(kind, "inside one node")
+                check_rows(kind, rows, self.argument, what, float("inf") if own else MAX_SPREAD)
+        return found
+
+    @cached_property
+    def fitted_clock(self) -> FittedClock | None:
+        """The GPU's clock under load; None if the rows do not determine it."""
+        return fit_clock([*self.usable["gemm"], *self.choices.others], self.gpu) if has_waves(self.gpu) else None
+
+    @property
+    def clock(self) -> Clock | None:
+        """Clock of products and attention."""
+        return None if self.fitted_clock is None else self.fitted_clock.clock
+
+    def form_of(self, row: Measurement) -> str:
+        """Form of an attention kernel.
+
+        With the choice "eager" all rows are eager. Without a choice rows with "eager" in their kernel are, with another
+        choice those whose kernel is exactly "eager". Rows of the kernel sdpa are sdpa; the others are flash.
+        """
+        kernel = self.choices.attention_kernel
+        if kernel == "eager" or (row.kernel == "eager" if kernel else "eager" in row.kernel):
+            return "eager"
+        return "sdpa" if row.kernel == "sdpa" else "flash"
+
+    def use(self, *operations: str, kernel: str | None = None) -> list[Measurement]:
+        """Rows of these operations in the fitted dtypes, of one kernel or of all; they count as used."""
+        found = [row for row in self.rows if row.operation in operations and row.dtype in self.dtypes]
+        found = [row for row in found if kernel in (None, row.kernel)]
+        self.used += found
+        return found
 
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
         """Record a fit and return its rates. A poor fit gives a note for rows of this machine, else an InputError."""
@@ -445,19 +390,21 @@ class _OperationFits:
 
     def gemm(self) -> GemmRates:
         """Rates of products, with tables of the requested shapes."""
-        usable = self.rows.gemm
-        burst = at_burst(usable, self.clock)
-        fitted = fit_gemm(burst, self.gpu, keep_shapes=self._keep_shapes(), narrow=self.origin.is_hugging_face)
+        usable = self.usable["gemm"]
+        fitted = fit_gemm(at_burst(usable, self.clock), self.gpu, keep_shapes=self._keep_shapes())
         rates: GemmRates = self.record("gemm", usable, fitted)
         check_full_waves(rates, self.gpu, self.argument)
-        return replace(rates, head_bytes_per_s=head_bytes_per_s(self.use(self.rows.heads), self.gpu))
+        return replace(rates, head_bytes_per_s=head_bytes_per_s(self.use("head"), self.gpu))
 
     def gemm_types(self) -> dict[str, GemmRates]:
         """Rates of the measured quantised types that the GPU can compute, at the clock of the other products."""
         rates: dict[str, GemmRates] = {}
-        for kind, usable in self.rows.gemm_types.items():
-            if computes_in(self.gpu, kind):
-                burst = at_burst(self.use(usable), self.clock)
+        for kind in GEMM_TYPES:
+            usable = usable_gemm(self.rows, (kind,))
+            sizes = {row.tokens for row in usable}
+            if len(usable) >= _LEAST_TYPE_ROWS and len(sizes) >= LEAST_SIZES["gemm"] and computes_in(self.gpu, kind):
+                self.used += usable
+                burst = at_burst(usable, self.clock)
                 fitted = fit_gemm_type(burst, self.gpu, kind, keep_shapes=self._keep_shapes())
                 self._check_error("gemm", fitted)
                 self.more_lines.setdefault("gemm", []).extend(fitted.lines())
@@ -468,46 +415,46 @@ class _OperationFits:
         """The requested shapes; by default all shapes, or those of built-in models if there are many."""
         if self.choices.keep_shapes is not None:
             return self.choices.keep_shapes
-        shapes = {(row.in_features or 0, row.out_features or 0) for row in self.rows.gemm}
+        shapes = {(row.in_features or 0, row.out_features or 0) for row in self.usable["gemm"]}
         return shapes if len(shapes) <= _MOST_SHAPES else builtin_shapes()
 
     def attention(self) -> dict[str, AttentionRates]:
         """Rates by kernel; first the kernel that skips masked scores: the profile states its errors."""
         rates: dict[str, AttentionRates] = {}
-        flash, sdpa, eager, head_dim = self.rows.flash, self.rows.sdpa, self.rows.eager, self.rows.head_dim
+        flash, sdpa, eager = (self.usable[form] for form in _FORMS)
         if eager:
-            rates = {"eager": self.record("attention", eager, fit_eager(eager, self.gpu, head_dim=head_dim))}
+            rates = {"eager": self.record("attention", eager, fit_eager(eager, self.gpu))}
         if sdpa:
-            masked = fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False, head_dim=head_dim)
-            rates = {"sdpa": with_blocks(self.record("attention", sdpa, masked), self._blocks("sdpa"))} | rates
+            masked = fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False)
+            rates = {
+                "sdpa": with_blocks(self.record("attention", sdpa, masked), self.use("block", kernel="sdpa"))
+            } | rates
         if flash:
-            fused = self._flash(flash, head_dim)
-            if isinstance(fused.rates, FlashRates):
+            narrow = self._narrow()
+            # Tiles on a GPU's multiprocessors; on a CPU and in fp32 small blocks.
+            if has_waves(self.gpu) and self.dtypes == HALF:
+                kernel, burst = self.choices.attention_kernel, at_burst(flash, self.clock)
+                fused = fit_flash(burst, self.gpu, kernel=kernel, narrow=at_burst(narrow, self.clock))
                 prefills = [row for row in flash if not is_decoding(row)]
-                rates = {"flash": self.record("attention", [*self.rows.narrow, *prefills], fused)} | rates
+                rates = {"flash": self.record("attention", [*narrow, *prefills], fused)} | rates
             else:
-                rates = {"flash": with_blocks(self.record("attention", flash, fused), self._blocks("flash"))} | rates
+                blocked = fit_blocked(flash, self.gpu, name="flash", skips_masked=True)
+                own = self.record("attention", flash, blocked)
+                rates = {"flash": with_blocks(own, self.use("block", kernel="flash"))} | rates
         return rates
 
-    def _blocks(self, kernel: str) -> list[Measurement]:
-        """Measured rows of a kernel's attention to blocks of a ring."""
-        return self.use([row for row in self.rows.blocks if row.kernel == kernel])
-
-    def _flash(self, rows: Sequence[Measurement], head_dim: int) -> Fitted[Any]:
-        """Fit flash rates by tiles on a GPU's multiprocessors; on a CPU and in fp32 by small blocks."""
-        if not has_waves(self.gpu) or self.rows.dtypes != HALF:
-            return fit_blocked(rows, self.gpu, name="flash", skips_masked=True, head_dim=head_dim)
-        return fit_flash(
-            at_burst(rows, self.clock),
-            self.gpu,
-            kernel=self.choices.attention_kernel,
-            head_dim=head_dim,
-            narrow=at_burst(self.rows.narrow, self.clock),
-        )
+    def _narrow(self) -> list[Measurement]:
+        """Flash calls with narrow heads and at least PROMISED_CHUNK queries; empty if there are too few."""
+        if self.head_dim != HEAD_DIM:
+            return []
+        calls = usable_attention(self.rows, NARROW_HEAD_DIM, self.dtypes)
+        found = [row for row in calls if self.form_of(row) == "flash" and (row.chunk or 0) >= PROMISED_CHUNK]
+        return found if len(found) >= LEAST_ROWS["attention"] else []
 
     def elementwise(self) -> ElementwiseRates:
         """Rates as measured, as assumed, or at the datasheet's memory bandwidth."""
-        usable, fused = self.rows.elementwise, self.choices.fused and not self.origin.is_hugging_face
+        usable = self.usable["elementwise"]
+        fused = self.choices.attention_kernel != "eager" and not self.origin.is_hugging_face
         assumed, hbm_bytes_per_s = self.choices.elementwise, self.gpu.hbm_bytes_per_s
         if assumed is not None:
             self.operations["elementwise"] = _unmeasured(assumed.source, _DATASHEET_LOG_SD)
@@ -518,14 +465,13 @@ class _OperationFits:
         model = self.origin.model
         counts = None if model is None else _kernels_of(model)
         fitted = fit_elementwise(usable, self.gpu, fused=fused, kernels=counts)
-        return with_merges(self.record("elementwise", usable, fitted), self.use(self.rows.merges))
+        return with_merges(self.record("elementwise", usable, fitted), self.use("merge"))
 
-    def links(self, rows: Sequence[Measurement]) -> LinkRates:
+    def links(self) -> LinkRates:
         """Rates measured inside a node, or the datasheet's; on a CPU messages occupy no multiprocessors."""
         sends = self._link("send_recv", fit_send_recv)
         gather = self._link("all_gather", fit_all_gather)
-        reduces = self.rows.links["all_reduce"]
-        pending = [row for row in rows if row.operation in ("layer_alone", "layer_pending")]
+        reduces, pending = self.usable["all_reduce"], self.use("layer_alone", "layer_pending")
         return LinkRates(
             link=self.link.name,
             bandwidth_bytes_per_s=sends.bandwidth_bytes_per_s if sends else self.link.bandwidth_bytes_per_s,
@@ -534,14 +480,14 @@ class _OperationFits:
             gather=gather,
             # Without measurements an all-reduce is two all-gathers.
             all_reduce=self.record("all_reduce", reduces, fit_all_reduce(reduces)) if reduces else None,
-            sends=self.choices.sends,
-            sends_over_bus=self.choices.sends,
-            pending_share=fit_pending_share(self.use(pending)) if has_waves(self.gpu) else 0.0,
+            sends="overlap",
+            sends_over_bus="overlap",
+            pending_share=fit_pending_share(pending) if has_waves(self.gpu) else 0.0,
         )
 
     def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], Fitted[Any]]) -> Any:
         """The rates of a kind of transfer; None without rows or with a poor fit."""
-        usable = self.rows.links[kind]
+        usable = self.usable[kind]
         if not usable:
             self.mark_missing(kind)
             return None
@@ -555,13 +501,13 @@ class _OperationFits:
         )
         return None
 
-    def host(self, given: HostRates | None, rows: Sequence[Measurement]) -> HostRates:
+    def host(self, given: HostRates | None) -> HostRates:
         """Host costs as given, as measured, or DEFAULT_HOST; a CPU has no launch overhead."""
         if given is None and not has_waves(self.gpu):
             self.operations["host"] = _unmeasured("none: the CPU is its own host", 0.0)
             return NO_HOST
         layers, gathers, messages, before = (
-            [row for row in rows if row.operation == f"host_{what}"]
+            [row for row in self.rows if row.operation == f"host_{what}"]
             for what in ("layer", "collective", "message", "prepare")
         )
         if given is not None or not layers:
@@ -580,7 +526,7 @@ class _OperationFits:
         gemms = [row for row in self.used if row.operation == "gemm"]
         square = [row for row in gemms if row.in_features == row.out_features]
         measured = {row.dtype for row in (*attention, *gemms)}
-        if self.rows.dtypes == HALF and not self.origin.is_hugging_face:
+        if self.dtypes == HALF and not self.origin.is_hugging_face:
             measured |= set(HALF)
         computed = self.gpu.peak_flops
         return ValidRange(
@@ -588,7 +534,7 @@ class _OperationFits:
             num_gpus=(1, most_ranks),
             hidden_size=self.choices.hidden_size or _whole_span(column(square or gemms, "in_features")),
             head_dim=_whole_span(column(attention, "head_dim")),
-            dtypes=tuple(dtype for dtype in self.rows.dtypes if dtype in measured and dtype in computed),
+            dtypes=tuple(dtype for dtype in self.dtypes if dtype in measured and dtype in computed),
         )
 
 

@@ -421,7 +421,7 @@ def write_fit(
         provenance={"fitted": f"{date.today().isoformat()} by kvrsim {__version__}"},
     )
     link = link_of(spec, wanted.link, origins)
-    choices = FitChoices(attention_kernel=wanted.attention_kernel, fused=wanted.attention_kernel != "eager")
+    choices = FitChoices(attention_kernel=wanted.attention_kernel)
     with Progress(f"fitting {len(rows)} rows"):
         profile, report = fit_profile(
             rows, label, gpu=spec, link=link, choices=choices, argument=argument, origins=origins

@@ -103,7 +103,7 @@ PAGED = replace(EAGER, measured=MeasuredSizes(sizes=(8e6, 1.2e7, 4e7), factors=(
 
 @pytest.mark.parametrize(("rates", "name"), [(SDPA, "sdpa"), (MERGED, "flash")])
 def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) -> None:
-    found = fit_blocked(small.calls(rates, name), small.cpu(), name=name, skips_masked=rates.skips_masked, head_dim=64)
+    found = fit_blocked(small.calls(rates, name), small.cpu(), name=name, skips_masked=rates.skips_masked)
     assert found.own.errors().mape < 0.01
     assert found.cross_validated.errors().mape < 0.02
     assert found.rates.key_block == rates.key_block
@@ -114,18 +114,18 @@ def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) ->
 
 def test_factors_by_queries_come_back() -> None:
     true = replace(SDPA, measured=MeasuredSizes(sizes=(64.0, 256.0, 1024.0), factors=(1.6, 1.2, 1.0)))
-    found = fit_blocked(small.calls(true, "sdpa"), small.cpu(), name="sdpa", skips_masked=False, head_dim=64)
+    found = fit_blocked(small.calls(true, "sdpa"), small.cpu(), name="sdpa", skips_masked=False)
     assert found.rates.measured is not None
     assert found.own.errors().mape < 0.04
 
 
 def test_eager_scores_that_leave_the_cache_come_back() -> None:
     rows = small.calls(PAGED, "eager")
-    found = fit_eager(rows, small.cpu(), head_dim=64)
+    found = fit_eager(rows, small.cpu())
     assert found.rates.measured is not None
     assert len(found.rates.measured.sizes) <= 20
     assert found.own.errors().median_ape < 0.02
     assert found.own.errors().mape < 0.05
-    plain = fit_eager(small.calls(EAGER, "eager"), small.cpu(), head_dim=64)
+    plain = fit_eager(small.calls(EAGER, "eager"), small.cpu())
     assert plain.rates.measured is None
     assert plain.own.errors().mape < 0.002

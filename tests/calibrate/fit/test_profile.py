@@ -11,8 +11,9 @@ import pytest
 
 from calibrate.data import ELEMENTWISE, Measurement
 from calibrate.fit.attention import PRESETS, AttentionRows, fit_eager, fit_flash
-from calibrate.fit.elementwise import fit_elementwise
-from calibrate.fit.gemm import GemmRows, fit_gemm
+from calibrate.fit.elementwise import fit_elementwise, usable_elementwise
+from calibrate.fit.fit import HALF
+from calibrate.fit.gemm import GemmRows, fit_gemm, usable_gemm
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.profile import FitChoices, Label, fit_profile
 from calibrate.fit.report import LAYERS, layer_costs
@@ -184,12 +185,12 @@ def test_elementwise_comes_back() -> None:
 
 def test_fitted_rates_obey_the_datasheet() -> None:
     faster = [replace(one, median_s=one.median_s / 20) for one in all_rows()]
-    gemm = fit_gemm(faster, A100).rates
+    gemm = fit_gemm(usable_gemm(faster, HALF), A100).rates
     assert gemm.flops_per_s <= dict(A100.peak_flops)["fp16"]
     assert gemm.bytes_per_s <= A100.hbm_bytes_per_s
     assert fit_send_recv(faster, NVLINK3).rates.bandwidth_bytes_per_s <= NVLINK3.bandwidth_bytes_per_s
     assert fit_all_gather(faster, NVLINK3).rates.large_bytes_per_s <= NVLINK3.bandwidth_bytes_per_s
-    rates = fit_elementwise(faster, A100, fused=True).rates
+    rates = fit_elementwise(usable_elementwise(faster, HALF), A100, fused=True).rates
     assert max(rates.norm, rates.residual, rates.embedding) <= A100.hbm_bytes_per_s
     assert rates.start_s >= 0
 
