@@ -20,8 +20,9 @@ import torch.distributed as dist
 from calibrate.data import RING
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from kvrsim.errors import InputError
-from kvrsim.runtime.ranks import RankPool, RankSlot
-from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Transport
+from kvrsim.runtime.plan import Launch, RankSlot
+from kvrsim.runtime.ranks import RankPool
+from kvrsim.runtime.transport import LinkGroups, Transport, open_transport
 from kvrsim.scenario import dtype_bytes
 
 Flow = tuple[int, int]  # source and destination rank
@@ -268,17 +269,11 @@ class PendingRank:
     """One rank of PendingRanks."""
 
     def __init__(self, *, slot: RankSlot, setup: ComputeSetup) -> None:
-        rank, on_cuda = slot.rank, setup.device == "cuda"
-        device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-        if on_cuda:
-            torch.cuda.set_device(device)
-        timeout_s = START_S + _TIMEOUT_S
-        self.transport = DistributedTransport(slot, size=2, device=device, timeout_s=timeout_s)
-        self.transport.warmup()
+        how = Launch(num_ranks=2, device=setup.device, timeout_s=START_S + _TIMEOUT_S, threads=setup.threads)
+        self.rank, self.transport = slot.rank, open_transport(how, slot, slot.rank)
         nbytes = setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
-        self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=device)
-        self.timer = ForwardTimer.build(setup) if rank == 0 else None
-        self.rank = rank
+        self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=self.transport.device)
+        self.timer = ForwardTimer.build(setup) if self.rank == 0 else None
         self._receive: Any = None
 
     def layer(self, *, at: Point) -> float:

@@ -9,12 +9,21 @@ from pathlib import Path
 
 from kvrsim.choices import DEVICES
 from kvrsim.errors import InputError
-from kvrsim.runtime.ranks import available_cores, started_by_torchrun
 from kvrsim.version import __version__
 
 # Cores that other processes may use without disturbing a measurement: part of a core, or a share of a large host.
 _BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
 _SAMPLE_S = 0.3  # the CPU accounting of the system is too coarse for a shorter sample
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one rank of several that torchrun has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def available_cores() -> list[int]:
+    """Return the cores that this process may use; empty if the system does not report them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def num_gpus() -> int:

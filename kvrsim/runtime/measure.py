@@ -84,11 +84,11 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     for done in range(total):
         repetition, turn = divmod(done, len(plans))
         number = (turn + repetition) % len(plans)
-        transport.report(done, total, "prefills")
+        transport.slot.report(done, total, "prefills")
         one_s = watch.ttft_s(plans[number])
         if repetition >= job.warmups:
             ttft_s[number].append(one_s)
-    transport.report(total, total, "prefills")
+    transport.slot.report(total, total, "prefills")
     timings = []
     for plan, seconds in zip(plans, ttft_s, strict=True):
         exchange = watch.exchange(plan)

@@ -1,14 +1,15 @@
-"""The work of all ranks in one prefill, and its measurements. Importing this module does not import torch."""
+"""How ranks start, what they run in one prefill, and its measurements. This module does not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 
-from kvrsim.choices import Attention
+from kvrsim.choices import Attention, RankBackend
 from kvrsim.errors import InputError
+from kvrsim.hardware import LinkSpec
 from kvrsim.interp import interquartile_range
 from kvrsim.kernels.profile import Gather
 from kvrsim.results.timeline import Timeline
@@ -16,6 +17,7 @@ from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 
 RUN_DTYPES = ("fp16", "bf16", "fp32")
+OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
 # Registered strategies that ranks can run, with the exchange that runs each strategy.
@@ -35,6 +37,29 @@ def run_strategy(name: str) -> str:
         planned = "" if name in STRATEGIES else "; hybrids and strategies from elsewhere are planned and simulated only"
         raise InputError("strategy", name, accepted + planned)
     return RUN_STRATEGIES[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSlot:
+    """Rank of a worker, and its connections to the other processes."""
+
+    rank: int
+    store: str  # address where ranks find each other, in the form of torch.distributed
+    note: Callable[[int], object] = lambda layer: None  # called with the layer that the rank has reached
+    report: OnProgress = lambda done, total, what: None  # called with progress; only that of rank 0 is reported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Settings for starting ranks."""
+
+    num_ranks: int
+    device: str = "cpu"  # "cpu", or "cuda": rank r uses GPU r modulo the number of GPUs
+    backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
+    timeout_s: float = 60.0  # seconds for a message: longer than any rank computes between two messages
+    deadline_s: float = 600.0  # seconds for the start, and again for the work
+    threads: int = 1  # number of CPU threads of each rank
+    link: LinkSpec | None = None  # speed of messages; None: that of the real links
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,26 +21,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import shorten
+from typing import Any
 
-from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError, KvrsimError
+from kvrsim.runtime import host
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of, is_out_of_memory
-
-if sys.platform != "win32":
-    import fcntl
-
-if TYPE_CHECKING:
-    from kvrsim.hardware import LinkSpec
-    from kvrsim.runtime.transport import DistributedTransport
+from kvrsim.runtime.plan import Launch, OnProgress, RankSlot
 
 Command = tuple[str, dict[str, Any]]  # name of a method of the worker, and its arguments
-OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text
 RankFunction = Callable[..., Any]  # function(transport, *arguments) -> data classes or JSON values
 Pipe = Any  # multiprocessing.connection.Connection, whose type differs between systems
 
@@ -50,63 +43,7 @@ _GRACE_S = 2.0  # seconds after the first fault in which other ranks may report 
 _PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # seconds in which a process may end by itself
 _LATE_S = 10.0  # seconds after the time limit of a command at which its process is killed
-_ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals that must also end the ranks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSlot:
-    """Rank of a worker, and its connections to the other processes."""
-
-    rank: int
-    store: str  # address where ranks find each other, in the form of torch.distributed
-    note: Callable[[int], object] = lambda layer: None  # called with the layer that the rank has reached
-    report: OnProgress = lambda done, total, what: None  # called with progress for the process that started the ranks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """Settings for starting ranks."""
-
-    num_ranks: int
-    device: str = "cpu"  # "cpu", or "cuda": rank r uses GPU r modulo the number of GPUs
-    backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
-    timeout_s: float = 60.0  # seconds for a message: longer than any rank computes between two messages
-    deadline_s: float = 600.0  # seconds for the start, and again for the work
-    threads: int = 1  # number of CPU threads of each rank
-    link: LinkSpec | None = None  # speed of messages; None: that of the real links
-
-    def __post_init__(self) -> None:
-        if self.device == "cuda":
-            import torch
-
-            if not torch.cuda.is_available():
-                raise InputError("device", "cuda", "cpu: torch sees no GPU here")
-
-    def open(self, slot: RankSlot, local: int) -> DistributedTransport:
-        """Connect the `local`-th rank of this host to the others."""
-        import torch
-
-        from kvrsim.runtime.transport import DistributedTransport, EmulatedTransport
-
-        device = torch.device("cpu")
-        if self.device == "cuda":
-            device = torch.device("cuda", local % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        torch.set_num_threads(self.threads)
-        make = DistributedTransport if self.link is None else partial(EmulatedTransport, link=self.link)
-        transport = make(slot, size=self.num_ranks, device=device, timeout_s=self.timeout_s, backend=self.backend)
-        transport.warmup()
-        return transport
-
-    def pin(self, local: int, num_local: int) -> None:
-        """Keep this thread on cores of the rank: otherwise ranks may share a core while other processes run.
-
-        Threads that carry messages have already started and may run on any core. Without enough cores, no thread is
-        pinned.
-        """
-        cores = available_cores()
-        if self.device == "cpu" and len(cores) >= num_local * self.threads:
-            os.sched_setaffinity(0, cores[local * self.threads : (local + 1) * self.threads])
+_MOST_SAID = 200  # largest number of characters of a rank's log in an error message
 
 
 def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
@@ -116,7 +53,7 @@ def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: On
     ranks, and every rank returns all results. on_progress: called in this process with the reports of rank 0.
     Raises RankError naming rank and layer where a rank fails.
     """
-    if started_by_torchrun():
+    if host.started_by_torchrun():
         return _run_as_one_rank(function, arguments, how, on_progress)
     with contextlib.closing(RankPool(how.num_ranks, partial(LaunchedRank, how=how), start_s=how.deadline_s)) as pool:
         command = ("call", {"function": function, "arguments": arguments})
@@ -128,8 +65,10 @@ class LaunchedRank:
     """A rank of this host that calls functions."""
 
     def __init__(self, *, slot: RankSlot, how: Launch) -> None:
-        self.transport = how.open(slot, slot.rank)
-        how.pin(slot.rank, how.num_ranks)
+        from kvrsim.runtime.transport import open_transport
+
+        self.transport = open_transport(how, slot, slot.rank)
+        _pin(how, slot.rank, how.num_ranks)
 
     def call(self, *, function: RankFunction, arguments: tuple[Any, ...]) -> Any:
         """Return the result of the function."""
@@ -139,20 +78,27 @@ class LaunchedRank:
 def _run_as_one_rank(
     function: RankFunction, arguments: tuple[Any, ...], how: Launch, on_progress: OnProgress | None
 ) -> list[Any]:
+    """Run this process as the rank that torchrun has started; return the results of all ranks."""
+    from kvrsim.runtime.transport import open_transport
+
     rank, size, local, num_local = map(_torchrun_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if size != how.num_ranks:
         raise InputError("gpus", how.num_ranks, f"{size}, the number of processes that torchrun has started")
     reached: list[int] = []  # layers that the rank has reached
-    report = on_progress or (lambda done, total, what: None)
-    slot = RankSlot(rank=rank, store="env://", note=reached.append, report=report)
+    slot = RankSlot(rank=rank, store="env://", note=reached.append, report=_of_rank_0(rank, on_progress))
     try:
-        with contextlib.closing(how.open(slot, local)) as transport:
-            how.pin(local, num_local)
+        with contextlib.closing(open_transport(how, slot, local)) as transport:
+            _pin(how, local, num_local)
             return transport.exchange(function(transport, *arguments))
     except (LinkError, MemoryError, RuntimeError) as error:
         if isinstance(error, LinkError) or is_out_of_memory(error):
             raise RankError(faults_of(error, rank, reached[-1] if reached else None)) from None
         raise
+
+
+def _of_rank_0(rank: int, report: OnProgress | None) -> OnProgress:
+    """Return the function that receives a rank's progress: `report` on rank 0; the progress of others is ignored."""
+    return report if rank == 0 and report is not None else lambda *_: None
 
 
 def _torchrun_variable(name: str) -> int:
@@ -162,14 +108,15 @@ def _torchrun_variable(name: str) -> int:
     return int(text)
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one rank of several that torchrun has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def _pin(how: Launch, local: int, num_local: int) -> None:
+    """Keep this thread on the cores of its rank: otherwise ranks may share a core while other processes run.
 
-
-def available_cores() -> list[int]:
-    """Return the cores that this process may use; empty if the system does not report them."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    The threads that carry messages have already started and may run on any core. With too few cores for all ranks of
+    the host, no thread is pinned.
+    """
+    cores = host.available_cores()
+    if how.device == "cpu" and len(cores) >= num_local * how.threads:
+        os.sched_setaffinity(0, cores[local * how.threads : (local + 1) * how.threads])
 
 
 class RankPool:
@@ -182,6 +129,8 @@ class RankPool:
 
     def __init__(self, num_ranks: int, make: Callable[..., Any], *, start_s: float) -> None:
         """Start the ranks. Raises RankError if a rank fails, or is not ready in time."""
+        if sys.platform == "win32":
+            raise KvrsimError("ranks run on Linux and macOS only")
         self._handled = _unwind_on_ending_signals()
         self._folder = tempfile.mkdtemp(prefix="kvrsim-", dir=_own_folder())
         self._pipes: dict[int, Pipe] = {}
@@ -273,13 +222,12 @@ class RankPool:
     def _received(self, rank: int, pipe: Pipe) -> tuple[str, Any]:
         """Return the kind of a rank's message ("result", "progress" or "faults") and its value."""
         try:
-            kind, answer = pickle.loads(pipe.recv_bytes())
+            message: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             process = self._processes[rank]
             process.join(_GRACE_S)
-            last_line = _last_line(_log_path(self._folder, rank))
-            return "faults", [self._fault(rank, "died", _death(process.exitcode, last_line))]
-        return kind, answer
+            message = "faults", [self._fault(rank, "died", _death(process.exitcode, _log_path(self._folder, rank)))]
+        return message
 
     def _fault(self, rank: int, kind: FaultKind, message: str) -> Fault:
         return Fault(rank=rank, kind=kind, message=message, layer=_layer_of(self._layers, rank))
@@ -309,7 +257,7 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
             rank=rank,
             store=f"file://{Path(folder).absolute()}/store",
             note=partial(layers.__setitem__, rank),
-            report=lambda *progress: send("progress", progress),
+            report=_of_rank_0(rank, lambda *progress: send("progress", progress)),
         )
         worker = make(slot=slot)
         send("result", None)
@@ -346,14 +294,14 @@ def _bind_to_loopback() -> None:
 
 
 def _unwind_on_ending_signals() -> list[int]:
-    """Let signals that end this process raise SystemExit, so that the ranks end and their folder is removed.
+    """Let SIGTERM and SIGHUP raise SystemExit, so that the ranks end and their folder is removed.
 
-    Return these signals, without those that have another handler. Outside the main thread, return none, because only
-    the main thread may set handlers.
+    Return those of the two signals that had no other handler; none outside the main thread, where no handler can be
+    set.
     """
     if threading.current_thread() is not threading.main_thread():
         return []
-    ours: list[int] = [number for number in set(_ENDING) if signal.getsignal(number) is signal.SIG_DFL]
+    ours: list[int] = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, _exit_by_signal)
     return ours
@@ -363,28 +311,19 @@ def _exit_by_signal(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)  # exit code of shells for a process that a signal ended
 
 
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C while the server starts: the server and all ranks inherit this, and only the pool handles Ctrl-C."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
+def _context() -> Any:
+    """Return the context that forks processes from a server with torch loaded.
+
+    Ctrl-C is blocked while the server starts: the server and all ranks inherit this, and only the pool handles Ctrl-C.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # if it started later, it would remove the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _context() -> Any:
-    """Return the context that forks processes from a server with torch loaded, or spawns them if it cannot fork."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with _interrupts_blocked():
-        forkserver.ensure_running()
     return context
 
 
@@ -393,9 +332,9 @@ def _own_folder() -> Path:
 
     Remove the folders of killed processes, whose locks are free.
     """
+    import fcntl
+
     folder = Path(util.get_temp_dir())
-    if sys.platform == "win32":
-        return folder
     if not (folder / _LOCK).exists():
         fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # locked until this process ends
     for lock in folder.parent.glob(f"pymp-*/{_LOCK}"):
@@ -420,17 +359,10 @@ def _log_path(folder: str, rank: int) -> Path:
     return Path(folder, f"rank{rank}.log")
 
 
-def _death(exitcode: int | None, last_line: str) -> str:
+def _death(exitcode: int | None, log: Path) -> str:
+    """Describe the end of a process by the signal that killed it, or by the last line of its log."""
     if exitcode is not None and exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}"
-    return f"ended without an answer (exit code {exitcode}){f', after saying: {last_line}' if last_line else ''}"
-
-
-def _last_line(path: Path, most: int = 200) -> str:
-    """Return the last non-empty line of a log, shortened."""
-    try:
-        lines = path.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
-    line = next((" ".join(line.split()) for line in reversed(lines) if line.strip()), "")
-    return line if len(line) <= most else line[: most - 3] + "..."
+    lines = log.read_text("utf-8", "replace").strip().splitlines() if log.exists() else []
+    said = f", after saying: {shorten(lines[-1], _MOST_SAID, placeholder='...')}" if lines else ""
+    return f"ended without an answer (exit code {exitcode}){said}"

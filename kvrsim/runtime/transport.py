@@ -8,12 +8,13 @@ import os
 import pickle
 import platform
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,7 @@ import torch.distributed as dist
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import LinkError, meaning
-
-if TYPE_CHECKING:
-    from kvrsim.hardware import LinkSpec
-    from kvrsim.runtime.ranks import RankSlot
+from kvrsim.runtime.plan import Launch, RankSlot
 
 Edge = tuple[int, int]  # source and destination rank
 
@@ -42,21 +40,22 @@ class Pending(Protocol):
         """Return when the tensor has received the message, or may be overwritten after sending. Raises LinkError."""
 
 
-class Transport:
+class Transport(ABC):
     """Messages and collectives of one rank. Collectives are rings unless a transport has better ones."""
 
     name: str  # name, such as "gloo"
     rank: int
     size: int  # number of ranks
     device: Any = torch.device("cpu")  # device on which this rank computes
+    slot = RankSlot(rank=0, store="")  # connections to the process that started the rank
 
+    @abstractmethod
     def isend(self, tensor: Any, dst: int) -> Pending:
         """Start to send a contiguous tensor, which must not change until `wait` returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def irecv(self, tensor: Any, src: int) -> Pending:
         """Start to receive into a contiguous tensor. The n-th message on an edge goes to its n-th posted receive."""
-        raise NotImplementedError
 
     def isend_next(self, tensor: Any) -> Pending:
         """Start to send to rank + 1."""
@@ -66,20 +65,20 @@ class Transport:
         """Start to receive from rank - 1."""
         return self.irecv(tensor, (self.rank - 1) % self.size)
 
-    def gather_pieces(self, pieces: Sequence[Any]) -> None:
-        """All-gather pieces of any sizes, ordered by rank: in p - 1 steps each rank forwards its latest piece."""
-        owner = self.rank
-        for _ in range(self.size - 1):
-            previous = (owner - 1) % self.size
-            receive = self.irecv_prev(pieces[previous])
-            send = self.isend_next(pieces[owner])
-            receive.wait()
-            send.wait()
-            owner = previous
+    def shift(self, own: Any, landing: Any) -> None:
+        """Send `own` to rank + 1 and receive `landing` from rank - 1."""
+        messages = self.irecv_prev(landing), self.isend_next(own)
+        for message in messages:
+            message.wait()
 
     def ring_all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
-        """All-gather the rows of `whole`; this rank's rows are from boundaries[rank] to boundaries[rank + 1]."""
-        self.gather_pieces([whole[start:end] for start, end in pairwise(boundaries)])
+        """All-gather the rows of `whole`; this rank's rows are from boundaries[rank] to boundaries[rank + 1].
+
+        In each of p - 1 steps, each rank sends on the rows that it has received last, its own rows first.
+        """
+        pieces = [whole[start:end] for start, end in pairwise(boundaries)]
+        for step in range(self.size - 1):
+            self.shift(pieces[self.rank - step], pieces[self.rank - step - 1])
 
     def ring_all_reduce(self, flat: Any, scratch: Any) -> None:
         """Replace `flat`, [n], by its sum over ranks: reduce-scatter, then all-gather (Patarasuk and Yuan, 2009).
@@ -89,16 +88,12 @@ class Transport:
         boundaries = [len(flat) * piece // self.size for piece in range(self.size + 1)]
         parts = [flat[start:end] for start, end in pairwise(boundaries)]
         for step in range(self.size - 1):
-            own, other = parts[(self.rank - 1 - step) % self.size], parts[(self.rank - 2 - step) % self.size]
-            landing = scratch[: len(other)]
-            receive = self.irecv_prev(landing)
-            send = self.isend_next(own)
-            receive.wait()
-            other += landing
-            send.wait()
+            other = parts[(self.rank - 2 - step) % self.size]
+            self.shift(parts[(self.rank - 1 - step) % self.size], scratch[: len(other)])
+            other += scratch[: len(other)]
         self.ring_all_gather(flat, boundaries)
 
-    def connect(self, edges: Sequence[Edge]) -> None:
+    def connect(self, edges: Sequence[Edge]) -> None:  # noqa: B027 - not all transports have edges
         """Set up edges in addition to those of the ring; every rank calls this with the same edges."""
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
@@ -114,14 +109,8 @@ class Transport:
         """Return the values of all ranks, ordered by rank; values are data classes or JSON values."""
         return [value]
 
-    def barrier(self) -> None:
+    def barrier(self) -> None:  # noqa: B027 - virtual ranks run one after another
         """Return when every rank has called this method."""
-
-    def note(self, layer: int) -> None:
-        """Record the layer that this rank has reached, for error messages."""
-
-    def report(self, done: int, total: int, what: str) -> None:
-        """Report progress to the process that started the ranks; reports of other ranks than 0 are ignored."""
 
 
 class LinkGroups:
@@ -198,18 +187,14 @@ class LinkGroups:
             torch.cuda.synchronize()  # wait() only orders streams on the device
 
     def _group(self, ranks: Sequence[int], *, is_edge: bool) -> Any:
-        options = {}
+        """Make a group. An edge has few blocks, and a stream of high priority so that it does not wait for layers."""
+        options = None
         if is_edge and self.backend == "nccl":
-            options["pg_options"] = self._edge_options()
-        return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, **options)
-
-    def _edge_options(self) -> Any:
-        """Return options: few blocks, and a high-priority stream, so that messages do not wait for layers."""
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-        options.config.max_ctas = MAX_BLOCKS
-        options._timeout = self._timeout  # NCCL uses this time-out instead of the group's
-        return options
+            options = dist.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = True
+            options.config.max_ctas = MAX_BLOCKS
+            options._timeout = self._timeout  # NCCL uses this time-out instead of the group's
+        return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, pg_options=options)
 
 
 def device_id(device: Any) -> str | None:
@@ -234,12 +219,15 @@ def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) ->
     return wanted or ("gloo" if shared or None in devices else "nccl")
 
 
+@dataclasses.dataclass(slots=True)
 class _Work:
-    """A torch.distributed work, the tensor that it must keep alive, and the target of a staged message."""
+    """A torch.distributed work, the tensor that it must keep alive, and the target of a message in host memory."""
 
-    def __init__(self, work: Any, tensor: Any, peer: int, failure: str, target: Any = None) -> None:
-        self.work, self.tensor, self.target = work, tensor, target
-        self.peer, self.failure = peer, failure
+    work: Any
+    tensor: Any
+    peer: int
+    failure: str
+    target: Any = None
 
     def wait(self) -> None:
         with _link_errors(self.peer, self.failure):
@@ -254,28 +242,33 @@ class DistributedTransport(Transport):
     Values other than K and V are sent by gloo. A single rank needs no network.
     """
 
-    def __init__(
-        self, slot: RankSlot, *, size: int, device: torch.device, timeout_s: float, backend: RankBackend | None = None
-    ) -> None:
-        """Raise LinkError if the other ranks are not reached, InputError for an impossible backend."""
-        self.slot, self.rank, self.size, self.device = slot, slot.rank, size, device
+    def __init__(self, how: Launch, slot: RankSlot, local: int) -> None:
+        """`local` is the rank's number on its host.
+
+        Raises LinkError if the other ranks are not reached, InputError for an impossible backend.
+        """
+        self.slot, self.rank, self.size = slot, slot.rank, how.num_ranks
+        if how.device == "cuda":
+            self.device = torch.device("cuda", local % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(how.threads)
         self._scratch: dict[Any, Any] = {}
-        self._everyone = range(size)
-        if size > 1:
+        self._everyone, is_one = range(self.size), self.size == 1
+        if not is_one:
             with _link_errors(None, "no connection to the other ranks"):
-                timeout = timedelta(seconds=timeout_s)
-                dist.init_process_group("gloo", slot.store, rank=self.rank, world_size=size, timeout=timeout)
-        self.backend = choose_backend(self.exchange(device_id(device)), backend)
-        self.staged = self.backend == "gloo" and device.type == "cuda"
+                timeout = timedelta(seconds=how.timeout_s)
+                dist.init_process_group("gloo", slot.store, rank=self.rank, world_size=self.size, timeout=timeout)
+        self.backend = choose_backend(self.exchange(device_id(self.device)), how.backend)
+        self.staged = self.backend == "gloo" and self.device.type == "cuda"
         self.name = "gloo through host memory" if self.staged else self.backend
         with _link_errors(None, "no connection to the other ranks"):
             self._links = LinkGroups(
                 rank=self.rank,
                 backend=self.backend,
-                device="cpu" if self.staged else device,
-                edges=[(rank, (rank + 1) % size) for rank in self._everyone] if size > 1 else [],
-                gathers=[self._everyone] if size > 1 else [],
-                timeout_s=timeout_s,
+                device="cpu" if self.staged else self.device,
+                edges=[] if is_one else [(rank, (rank + 1) % self.size) for rank in self._everyone],
+                gathers=[] if is_one else [self._everyone],
+                timeout_s=how.timeout_s,
             )
 
     def connect(self, edges: Sequence[Edge]) -> None:
@@ -363,13 +356,6 @@ class DistributedTransport(Transport):
             self.all_gather(whole, range(self.size + 1))
         self.barrier()
 
-    def note(self, layer: int) -> None:
-        self.slot.note(layer)
-
-    def report(self, done: int, total: int, what: str) -> None:
-        if self.rank == 0:
-            self.slot.report(done, total, what)
-
     def close(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
@@ -424,16 +410,18 @@ class EmulatedTransport(DistributedTransport):
     processes, so all ranks run on one host. All-gathers and all-reduces are rings.
     """
 
-    def __init__(self, slot: RankSlot, *, link: LinkSpec, **settings: Any) -> None:
+    def __init__(self, how: Launch, slot: RankSlot, local: int) -> None:
         """Connect as DistributedTransport. Raises InputError with NCCL, or where ranks run on several hosts."""
-        super().__init__(slot, **settings)
+        super().__init__(how, slot, local)
+        assert how.link is not None
+        link = self.link = how.link
+        self._free_s = 0.0  # time.monotonic() from which this rank's link is free
         if self.backend == "nccl":
             raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
         hosts = set(self.exchange(platform.node()))
         if len(hosts) > 1:
             raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
-        self.link, self._free_s = link, 0.0  # _free_s: time.monotonic() from which this rank's link is free
 
     def isend(self, tensor: Any, dst: int) -> Pending:
         """Send the arrival time, then the message. A rank's messages leave one after another."""
@@ -445,8 +433,11 @@ class EmulatedTransport(DistributedTransport):
         stamp = torch.empty(1, dtype=torch.float64)
         return _Stamped(stamp, super().irecv(stamp, src), super().irecv(tensor, src))
 
-    def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
-        self.ring_all_gather(whole, boundaries)
+    all_gather, all_reduce = Transport.all_gather, Transport.all_reduce
 
-    def all_reduce(self, tensor: Any) -> None:
-        Transport.all_reduce(self, tensor)
+
+def open_transport(how: Launch, slot: RankSlot, local: int) -> DistributedTransport:
+    """Connect the `local`-th rank of this host to the others, and use each link once."""
+    transport = (DistributedTransport if how.link is None else EmulatedTransport)(how, slot, local)
+    transport.warmup()
+    return transport

@@ -31,13 +31,13 @@ def run_virtual(transport: Transport, job: Job) -> Report:
     total = (job.warmups + job.repeats) * len(plans)
     for done in range(total):
         repetition, number = divmod(done, len(plans))
-        transport.report(done, total, "prefills")
+        transport.slot.report(done, total, "prefills")
         parts = tuple(_parts(rank.prefill(ids, hooked=True), rank.plan) for rank in plans[number])
         if repetition >= job.warmups:
             samples[number].append(parts)
         if reference is not None and done >= total - len(plans):
             differences[number] = difference(plans[number][-1], reference)
-    transport.report(total, total, "prefills")
+    transport.slot.report(total, total, "prefills")
     timings = tuple(
         Timing(plan=plan, parts=tuple(parts), difference=one)
         for plan, parts, one in zip(job.plans, samples, differences, strict=True)

@@ -13,9 +13,9 @@ from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.host import busy_note
+from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import Job, Parts, Report, Timing
-from kvrsim.runtime.ranks import launch, started_by_torchrun
+from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.strategies.pipeline import layers_of

@@ -13,8 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.runtime import host
-from kvrsim.runtime.plan import ModelChoice, RunPlan, run_strategy
-from kvrsim.runtime.ranks import Launch, OnProgress, started_by_torchrun
+from kvrsim.runtime.plan import Launch, ModelChoice, OnProgress, RunPlan, run_strategy
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.pipeline import layers_of
@@ -64,6 +63,7 @@ class Hardware:
         anything starts.
         """
         request, cluster = scenario.request, scenario.cluster
+        host.chosen_device(self.device)
         if needs_profile and scenario.profile is None:
             accepted = "a profile of this machine; kvrsim calibrate all makes one"
             raise InputError("profile", scenario.profile_name, accepted)
@@ -163,7 +163,7 @@ class MemoryBudget:
     def of(cls, scenario: Scenario, hardware: Hardware, mode: Mode) -> MemoryBudget:
         """Return a GPU's memory, or this host's free memory, times the scenario's memory fraction."""
         num_ranks, on_gpu = 1 if mode == "virtual" else scenario.cluster.num_gpus, hardware.device == "cuda"
-        if started_by_torchrun():
+        if host.started_by_torchrun():
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         if on_gpu:
             limit, num_ranks = float(scenario.memory_limit.nbytes), -(-num_ranks // max(1, hardware.devices))

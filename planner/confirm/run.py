@@ -11,9 +11,8 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, stages_to_json
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.host import busy_note
+from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
-from kvrsim.runtime.ranks import started_by_torchrun
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Candidate, Search

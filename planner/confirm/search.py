@@ -148,7 +148,7 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
         seconds = transport.exchange(time.monotonic() - since_s)[0]
         if transport.rank == 0:
             append(task.journal, [ttft_s, seconds])
-        transport.report(round(seconds), round(task.budget_s), "seconds of the search")
+        transport.slot.report(round(seconds), round(task.budget_s), "seconds of the search")
         return ttft_s, seconds
 
     result = HardwareSearch(seed=task.seed, center=task.seed)

@@ -173,7 +173,7 @@ class Exchange(CacheListener):
     def on_update(self, event: UpdateEvent, layer: int) -> None:
         if event == "update":
             self.layer = layer
-            self.transport.note(layer)
+            self.transport.slot.note(layer)
         self.clock.mark(event, layer)
 
     def buffer(self, layer: int) -> Any:

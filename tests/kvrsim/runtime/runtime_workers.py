@@ -188,7 +188,7 @@ def trouble(kind: str) -> None:
 
 def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "kvr", name: str = "llama-gqa") -> Any:
     """Run a prefill in which one rank fails when it reaches a layer."""
-    note = transport.note
+    note = transport.slot.note
 
     def troubled_note(reached: int) -> None:
         note(reached)
@@ -196,7 +196,7 @@ def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "
             trouble(kind)
 
     if transport.rank == rank:
-        transport.note = troubled_note
+        transport.slot = replace(transport.slot, note=troubled_note)
     whole = strategy in ("single", "tp")
     chunks = Partition(chunk_lens=(CONTEXT_LEN,)) if whole else Partition.even(CONTEXT_LEN, transport.size)
     plan = RunPlan(strategy=strategy, partition=chunks)
@@ -229,7 +229,7 @@ def rank_of(transport: Any) -> tuple[int, int]:
 
 def reporting(transport: Any, steps: int) -> int:
     for step in range(steps):
-        transport.report(step + 1, steps, "steps")
+        transport.slot.report(step + 1, steps, "steps")
     return int(transport.rank)
 
 

@@ -9,8 +9,8 @@ import pytest
 import kvrsim
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.plan import Report
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.plan import Launch, Report
+from kvrsim.runtime.ranks import launch
 
 NUM_RANKS = 2
 

@@ -15,7 +15,8 @@ from calibrate.measure.links import LinkBench
 from calibrate.measure.ranks import LinkSetup
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.ranks import launch
 from kvrsim.runtime.transport import LinkGroups
 from tests.kvrsim.runtime import nccl_rule
 from tests.kvrsim.runtime.runtime_workers import exact

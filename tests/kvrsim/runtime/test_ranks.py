@@ -22,7 +22,8 @@ from kvrsim.cli.main import ENDED
 from kvrsim.errors import InputError
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.ranks import launch
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +31,8 @@ SCRIPT = """
 import sys
 from idlers import working
 from kvrsim.runtime import ranks
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.ranks import launch
 
 ranks._PRELOADED = ["torch.distributed"]  # all that is needed here
 

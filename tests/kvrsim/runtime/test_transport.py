@@ -12,7 +12,8 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.ranks import launch
 from kvrsim.runtime.transport import _DataUnpickler, choose_backend
 
 PLAN = workers.kvr(3, 4)

@@ -8,18 +8,11 @@ import pytest
 
 from kvrsim.runtime.exchange.chain import Chain
 from kvrsim.runtime.plan import Job, ModelChoice, Report, RunPlan
-from kvrsim.runtime.transport import Transport
-from kvrsim.runtime.virtual import run_virtual
+from kvrsim.runtime.virtual import _VirtualTransport, run_virtual
 from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
 CONTEXT_LEN = 23
-
-
-class Alone(Transport):
-    """A transport with a single rank."""
-
-    rank, size, name = 0, 1, "none"
 
 
 def plans_of(batch: int, *, special: bool) -> tuple[RunPlan, ...]:
@@ -44,7 +37,7 @@ def virtual(name: str, kernel: str, batch: int = 1) -> Report:
         repeats=2,
         warmups=1,
     )
-    return run_virtual(Alone(), job)
+    return run_virtual(_VirtualTransport(0, 1), job)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.plan import RUN_STRATEGIES, RunPlan, run_strategy
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.plan import RUN_STRATEGIES, Launch, RunPlan, run_strategy
+from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
