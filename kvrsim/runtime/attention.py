@@ -105,7 +105,7 @@ def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None
     own_key, own_value = key[:, :, prefix_len:], value[:, :, prefix_len:]
     merged.add(*_flash_cpu(query, own_key, own_value, scale, causal=query.shape[2] > 1))
     if prefix_len:
-        merged.add(*_of_prefix(query, key[:, :, :prefix_len], value[:, :, :prefix_len], scale))
+        merged.add(*_flash_cpu(query, key[:, :, :prefix_len], value[:, :, :prefix_len], scale, causal=False))
     return merged.out.to(query.dtype)
 
 
@@ -115,16 +115,14 @@ def lower_right(
     """Return causal attention of the last c of S tokens with the kernel that the model was loaded with."""
     if kernel == "flash":
         return chunk_attention(query, key, value, scale, window)
-    chunk_len, length, heads = query.shape[2], key.shape[2], query.shape[1]
-    in_window = window is not None and window < length
+    chunk_len, length = query.shape[2], key.shape[2]
     if kernel == "eager":
-        mask = _mask(query, length, window) if in_window or chunk_len > 1 else None
-        return _eager(query, key, value, scale, mask)[0]
-    mask = _mask(query, length, window) if in_window or 1 < chunk_len < length else None
-    options: dict[str, Any] = dict(attn_mask=mask, is_causal=mask is None and chunk_len > 1, scale=scale)
-    return functional.scaled_dot_product_attention(
-        query, repeat_heads(key, heads), repeat_heads(value, heads), **options
-    )
+        return _eager(query, key, value, scale, _mask(query, length, window))[0]
+    needs_mask = (window is not None and window < length) or 1 < chunk_len < length
+    mask = _mask(query, length, window) if needs_mask else None
+    key, value = (repeat_heads(part, query.shape[1]) for part in (key, value))
+    causal = mask is None and chunk_len > 1
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
 
 
 def in_query_blocks(
@@ -153,11 +151,9 @@ def block_attention(
     causal: query i sees the first i keys, and S = c. Otherwise every query sees every key.
     """
     causal = causal and query.shape[2] > 1
-    if query.is_cuda and kernel != "eager" and _takes_flash(query, key, value):
-        return _flash_cuda(query, key, value, scale, causal=causal)
-    if kernel == "eager" or query.is_cuda:
+    if kernel == "eager" or (query.is_cuda and not _takes_flash(query, key, value)):
         return _eager(query, key, value, scale, _mask(query, key.shape[2]) if causal else None)
-    return (_flash_cpu if causal else _of_prefix)(query, key, value, scale, causal=causal)
+    return (_flash_cuda if query.is_cuda else _flash_cpu)(query, key, value, scale, causal=causal)
 
 
 class Merged:
@@ -204,34 +200,28 @@ def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: in
 
 def _eager(query: Any, key: Any, value: Any, scale: float | None, mask: Any) -> tuple[Any, Any]:
     """Attend with the score matrix in memory and softmax in fp32, as transformers does."""
-    heads = query.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query @ repeat_heads(key, heads).transpose(-1, -2)).mul_(scale)
+    key, value = (repeat_heads(part, query.shape[1]) for part in (key, value))
+    scores = (query @ key.transpose(-1, -2)).mul_(scale)
     if mask is not None:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32)
     lse = scores.amax(-1).float() - weights.amax(-1).log()  # log of the sum: the largest weight is at least 1 / S
-    return weights.to(query.dtype) @ repeat_heads(value, heads), lse
+    return weights.to(query.dtype) @ value, lse
 
 
 def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
-    """Run torch's flash kernel for the CPU; also return the logarithm of the sums of exponentials, [B, H, c]."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
-    return out, lse
+    """Run torch's flash kernel for the CPU; also return the logarithm of the sums of exponentials, [B, H, c].
 
-
-def _of_prefix(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool = False) -> tuple[Any, Any]:
-    """Attend to all keys without a mask.
-
-    All query heads of a KV head are joined along the token axis, so K and V are not repeated.
+    Without a mask, all query heads of a KV head are joined along the token axis, so that K and V are not repeated.
     """
-    batch, heads, chunk_len, dim = query.shape
-    groups = key.shape[1]
-    folded = query.reshape(batch, groups, heads // groups * chunk_len, dim)
-    out, lse = _flash_cpu(folded, key, value, scale, causal=causal)
-    return out.reshape(batch, heads, chunk_len, dim), lse.reshape(batch, heads, chunk_len)
+    kernel, shape = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, query.shape
+    if causal:
+        key, value = (repeat_heads(part, shape[1]) for part in (key, value))
+    else:
+        query = query.reshape(shape[0], key.shape[1], -1, shape[3])
+    out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
+    return out.reshape(shape), lse.reshape(shape[:3])
 
 
 def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
@@ -262,7 +252,9 @@ def _flash_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal
 
 
 def repeat_heads(kv: Any, heads: int) -> Any:
-    """Repeat each head of K or V for the query heads that share it."""
+    """Repeat each head of K or V, [B, G, S, D], for the query heads that share it; one head alone is not copied."""
+    if kv.shape[1] == 1:
+        return kv.expand(-1, heads, -1, -1)
     return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 

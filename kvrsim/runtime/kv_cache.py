@@ -79,18 +79,16 @@ class KvBuffer:
 
     def keys_values(self) -> tuple[Any, Any]:
         """Return the K and V that attention sees, [B, H, S, D]: views, unless heads are repeated (Falcon 40B)."""
-        times = self.layout.returned_heads_per_kv_head
-        keys, values = self.views(self.rows(self.first_seen, self.visible_len))
-        if keys.shape[1] == 1:
-            return keys.expand(-1, times, -1, -1), values.expand(-1, times, -1, -1)
-        heads = times * keys.shape[1]
-        return repeat_heads(keys, heads), repeat_heads(values, heads)
+        return self._repeated(self.visible_len, self.layout.returned_heads_per_kv_head)
 
     def parts(self) -> tuple[Any, Any]:
         """Return K and V up to the end of the chunk in the model's own layout [B, H, S, D]."""
-        times = self.layout.model_heads_per_kv_head
-        keys, values = self.views(self.rows(self.first_seen, self.chunk.end))
-        heads = times * keys.shape[1]
+        return self._repeated(self.chunk.end, self.layout.model_heads_per_kv_head)
+
+    def _repeated(self, end: int, times: int) -> tuple[Any, Any]:
+        """Return K and V from the first visible token to `end`, with each head repeated `times` times."""
+        keys, values = self.views(self.rows(self.first_seen, end))
+        heads = times * self.layout.num_key_value_heads
         return repeat_heads(keys, heads), repeat_heads(values, heads)
 
     def rows(self, start: int, end: int) -> Any:
@@ -99,13 +97,9 @@ class KvBuffer:
 
     def views(self, rows: Any) -> tuple[Any, Any]:
         """Return K and V of rows in this layout (of this buffer or another): [B, Hkv, S, D]."""
-        heads, batch = self.layout.num_key_value_heads, self.chunk.batch
-        widths = (self.layout.head_dim, self.layout.v_head_dim)
-        columns = rows.split([batch * heads * width for width in widths], dim=1)
-        keys, values = (
-            part.unflatten(1, (batch, heads, width)).permute(1, 2, 0, 3)
-            for part, width in zip(columns, widths, strict=True)
-        )
+        shape = (self.chunk.batch, self.layout.num_key_value_heads, -1)
+        columns = rows.tensor_split((prod(shape[:2]) * self.layout.head_dim,), dim=1)
+        keys, values = (part.unflatten(1, shape).permute(1, 2, 0, 3) for part in columns)
         return keys, values
 
 
@@ -140,13 +134,9 @@ Buffer = KvBuffer | StateBuffer | None  # None: the layer has no cache
 
 def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None) -> list[Buffer]:
     """Return the buffers of all layers."""
-    buffers: list[Buffer] = []
-    for layout, one in zip(geometry.layouts, memory or [None] * geometry.num_hidden_layers, strict=True):
-        if isinstance(layout, KvLayout):
-            buffers.append(KvBuffer(geometry, layout, chunk, one))
-        else:
-            buffers.append(None if layout is None else StateBuffer(geometry, layout, chunk, one))
-    return buffers
+    kinds: dict[Any, Any] = {KvLayout: KvBuffer, StateLayout: StateBuffer}
+    each = zip(geometry.layouts, memory or [None] * geometry.num_hidden_layers, strict=True)
+    return [None if layout is None else kinds[type(layout)](geometry, layout, chunk, one) for layout, one in each]
 
 
 def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
@@ -186,11 +176,8 @@ class PrefixCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[self._layer(index, buffer) for index, buffer in enumerate(buffers)])
 
     def _layer(self, index: int, buffer: Buffer) -> Any:
-        if buffer is None:
-            return DummyLayer()
-        if isinstance(buffer, KvBuffer):
-            return _PrefixLayer(self.listener, index, buffer)
-        return _StateLayer(self.listener, index, buffer)
+        kind: Any = _StateLayer if isinstance(buffer, StateBuffer) else _PrefixLayer
+        return DummyLayer() if buffer is None else kind(self.listener, index, buffer)
 
     @property
     def visible_len(self) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -161,32 +161,25 @@ def hooked(
     parts: names of modules of every layer that are also marked. ends: also mark the embedding and the head.
     first_layer: number of the first layer.
     """
-    handles = []
+    with ExitStack() as stack:
 
-    def before(module: Any, name: str, layer: int | None = None) -> None:
-        handles.append(module.register_forward_pre_hook(lambda *_: clock.mark(name, layer)))
+        def enclose(module: Any, before: str, after: str | None, layer: int | None = None) -> None:
+            """Mark a module's begin and end; after: None for no mark at its end."""
+            stack.callback(module.register_forward_pre_hook(lambda *_: clock.mark(before, layer)).remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(lambda *_: clock.mark(after, layer)).remove)
 
-    def after(module: Any, name: str, layer: int | None = None) -> None:
-        handles.append(module.register_forward_hook(lambda *_: clock.mark(name, layer)))
-
-    for index, layer in enumerate(geometry.layers(model), start=first_layer):
-        output = geometry.output_projection_of(layer)
-        before(layer, "output" if output is None else "layer", index)
-        after(layer, "layer_end", index)
-        for part in parts:
-            before(layer.get_submodule(part), f">{part}", index)
-            after(layer.get_submodule(part), f"<{part}", index)
-        if output is not None:
-            before(output, "output", index)
-    if ends:
-        for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
-            before(module, f">{name}")
-            after(module, f"<{name}")
-    try:
+        for index, layer in enumerate(geometry.layers(model), start=first_layer):
+            output = geometry.output_projection_of(layer)
+            enclose(layer, "output" if output is None else "layer", "layer_end", index)
+            for part in parts:
+                enclose(layer.get_submodule(part), f">{part}", f"<{part}", index)
+            if output is not None:
+                enclose(output, "output", None, index)
+        if ends:
+            enclose(model.get_input_embeddings(), ">embedding", "<embedding")
+            enclose(model.get_output_embeddings(), ">head", "<head")
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Simulator's name of the work that begins at a mark; other marks only interrupt this work.

@@ -89,40 +89,34 @@ class ShardForward(ModelForward):
     def _cut_module(self, name: str, module: Any, style: str) -> None:
         number = re.search(r"\.(\d+)\.", name)
         layer = int(number.group(1)) if number else None
-        if style == _COLUMNS:
-            self._cut_columns(module, self._columns_of(name, module))
-        elif style == _ROWS:
-            start, end = self.share.bounds(module.in_features)
-            module.weight = self._part(module.weight, 1, (start, end))
-            module.in_features = end - start
-            if module.bias is not None and self.share.rank > 0:
-                module.bias = None  # the sum must contain the bias once
-            module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
-        elif style == _HEAD:
+        if style in (_COLUMNS, _HEAD):
             count = module.out_features
-            self._cut_columns(module, self.share.bounds(count))
-            module.register_forward_hook(lambda _, __, part: self._gather_logits(part, count))
+            start, end = self._columns_of(name, count)
+            module.weight, module.out_features = self._part(module.weight, 0, start, end), end - start
+            if module.bias is not None:
+                module.bias = self._part(module.bias, 0, start, end)
+            if style == _HEAD:
+                module.register_forward_hook(lambda _, __, part: self._gather_logits(part, count))
         elif style == _EMBEDDING:
             self._cut_embedding(module)
-        elif style == _EXPERTS:
+        elif style == _ROWS:
+            start, end = self.share.bounds(module.in_features)
+            module.weight, module.in_features = self._part(module.weight, 1, start, end), end - start
+            if module.bias is not None and self.share.rank > 0:
+                module.bias = None  # the sum must contain the bias once
+        if style in (_ROWS, _EXPERTS):
             module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
 
-    def _columns_of(self, name: str, module: Any) -> tuple[int, int]:
-        """Return the range of outputs of the rank: whole heads for K and V."""
+    def _columns_of(self, name: str, count: int) -> tuple[int, int]:
+        """Return the rank's range of `count` outputs: whole heads for K and V."""
         if not name.endswith(_KV_PROJECTIONS):
-            return self.share.bounds(module.out_features)
-        width = module.out_features // self.kv_heads
-        return tuple(head * width for head in self.share.heads(self.kv_heads))
-
-    def _cut_columns(self, module: Any, bounds: tuple[int, int]) -> None:
-        module.weight = self._part(module.weight, 0, bounds)
-        module.out_features = bounds[1] - bounds[0]
-        if module.bias is not None:
-            module.bias = self._part(module.bias, 0, bounds)
+            return self.share.bounds(count)
+        start, end = self.share.heads(self.kv_heads)
+        return start * count // self.kv_heads, end * count // self.kv_heads
 
     def _cut_embedding(self, module: Any) -> None:
         start, end = self.share.bounds(module.num_embeddings)
-        module.weight = self._part(module.weight, 0, (start, end))
+        module.weight = self._part(module.weight, 0, start, end)
         module.num_embeddings, module.padding_idx = end - start, None
         known: list[Any] = []
 
@@ -138,16 +132,15 @@ class ShardForward(ModelForward):
         """Cut a weight with the matrices of all experts, [E, out, in]; rows of gate come before rows of up."""
         weight = getattr(module, name)
         if style == _ROWS:
-            setattr(module, name, self._part(weight, weight.dim() - 1, self.share.bounds(weight.shape[-1])))
+            setattr(module, name, self._part(weight, -1, *self.share.bounds(weight.shape[-1])))
         elif style == _EXPERT_COLUMNS:
             half = weight.shape[-2] // 2
             start, end = self.share.bounds(half)
             parts = [weight.detach().narrow(-2, first + start, end - start) for first in (0, half)]
             setattr(module, name, torch.nn.Parameter(torch.cat(parts, dim=-2), requires_grad=False))
 
-    def _part(self, weight: Any, dim: int, bounds: tuple[int, int]) -> Any:
-        part = weight.detach().narrow(dim, bounds[0], bounds[1] - bounds[0])
-        return torch.nn.Parameter(part, requires_grad=False)
+    def _part(self, weight: Any, dim: int, start: int, end: int) -> Any:
+        return torch.nn.Parameter(weight.detach().narrow(dim, start, end - start), requires_grad=False)
 
     def _sum(self, part: Any, layer: int | None) -> Any:
         part = part.contiguous()
