@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,19 +18,20 @@ from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, Timing
 from kvrsim.runtime.transport import Transport
 
+Result = TypeVar("Result")
+
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
     """Compare facts of all ranks; if some differ from rank 0's, every rank raises RankError naming them."""
     first, *others = transport.exchange(dict(facts))
-    faults = []
-    for rank, theirs in enumerate(others, start=1):
-        for fact in sorted({*first, *theirs}):
-            own, expected = theirs.get(fact, "nothing"), first.get(fact, "nothing")
-            if own != expected:
-                message = f"{fact} is {own}, but {expected} on rank 0"
-                faults.append(Fault(rank=rank, kind="mismatch", message=message))
-    if faults:
-        raise RankError(faults)
+    differences = [
+        (rank, f"{fact} is {own}, but {first[fact]} on rank 0")
+        for rank, theirs in enumerate(others, start=1)
+        for fact in sorted(first)
+        if (own := theirs.get(fact, "nothing")) != first[fact]
+    ]
+    if differences:
+        raise RankError([Fault(rank=rank, kind="mismatch", message=message) for rank, message in differences])
 
 
 class Stopwatch:
@@ -63,8 +64,26 @@ class Stopwatch:
         return last.end_s - min(starts_s)
 
 
+def in_turn(transport: Transport, job: Job, prefill: Callable[[RunPlan], Result]) -> list[list[Result]]:
+    """Call `prefill` for each plan `warmups` + `repeats` times, in turn, so that drift affects all plans equally.
+
+    Return the results of the repeats by plan, in order of measurement.
+    """
+    results: list[list[Result]] = [[] for _ in job.plans]
+    total = len(results) * (job.warmups + job.repeats)
+    for done in range(total):
+        transport.slot.report(done, total, "prefills")
+        repetition, turn = divmod(done, len(results))
+        number = (turn + repetition) % len(results)
+        result = prefill(job.plans[number])
+        if repetition >= job.warmups:
+            results[number].append(result)
+    transport.slot.report(total, total, "prefills")
+    return results
+
+
 def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
-    """Measure each plan `repeats` times after `warmups`, in turn, so that clock drift affects all plans equally.
+    """Measure each plan, and record the timeline of one more prefill with hooks in its layers.
 
     With `check_logits`, the rank that emits the first token compares one more prefill of each plan with a prefill in
     one process. The latter runs first, so that its KV cache and those of the plans are not in device memory together.
@@ -79,18 +98,8 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     watch = Stopwatch(transport, forward, plans, seed)
     for plan in plans:  # prepare all plans before timing
         watch.exchange(plan)
-    ttft_s: list[list[float]] = [[] for _ in plans]
-    total = len(plans) * (job.warmups + job.repeats)
-    for done in range(total):
-        repetition, turn = divmod(done, len(plans))
-        number = (turn + repetition) % len(plans)
-        transport.slot.report(done, total, "prefills")
-        one_s = watch.ttft_s(plans[number])
-        if repetition >= job.warmups:
-            ttft_s[number].append(one_s)
-    transport.slot.report(total, total, "prefills")
     timings = []
-    for plan, seconds in zip(plans, ttft_s, strict=True):
+    for plan, seconds in zip(plans, in_turn(transport, job, watch.ttft_s), strict=True):
         exchange = watch.exchange(plan)
         trace = exchange.prefill(prompt_of(forward, plan, seed), hooked=True)
         is_compared = job.check_logits and trace.emits_token
@@ -175,8 +184,8 @@ def _distance(ours: Any, theirs: Any) -> float:
 
 def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
     """Load a model on the rank's device."""
-    kernel, seed, init_std = choice.attention, choice.seed, choice.init_std
-    return ModelForward(load_model(choice.config, choice.dtype, transport.device, kernel, seed, init_std))
+    settings = choice.attention, choice.seed, choice.init_std
+    return ModelForward(load_model(choice.config, choice.dtype, transport.device, *settings))
 
 
 def run_job(transport: Transport, job: Job) -> Report:

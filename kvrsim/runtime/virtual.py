@@ -6,13 +6,14 @@ reads the K and V that earlier ranks have computed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 from kvrsim.runtime.exchange import Exchange, make_exchange
 from kvrsim.runtime.kv_cache import Chunk, Memory, allocate
 from kvrsim.runtime.marks import RankTrace, own_spans
-from kvrsim.runtime.measure import conditions_of, difference, forward_of, prompt_of, reference_of
+from kvrsim.runtime.measure import conditions_of, difference, forward_of, in_turn, prompt_of, reference_of
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import Difference, Job, Parts, Report, RunPlan, Timing
 from kvrsim.runtime.transport import Pending, Transport
@@ -25,22 +26,18 @@ def run_virtual(transport: Transport, job: Job) -> Report:
     ids = prompt_of(forward, first, job.model.seed)
     reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers are made
     memory = allocate(forward.geometry, Chunk(start=0, length=first.context_len, batch=first.batch))
-    plans = [_virtual_ranks(forward, plan, memory) for plan in job.plans]
-    samples: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
-    differences: list[Difference | None] = [None for _ in plans]
-    total = (job.warmups + job.repeats) * len(plans)
-    for done in range(total):
-        repetition, number = divmod(done, len(plans))
-        transport.slot.report(done, total, "prefills")
-        parts = tuple(_parts(rank.prefill(ids, hooked=True), rank.plan) for rank in plans[number])
-        if repetition >= job.warmups:
-            samples[number].append(parts)
-        if reference is not None and done >= total - len(plans):
-            differences[number] = difference(plans[number][-1], reference)
-    transport.slot.report(total, total, "prefills")
+    ranks = {plan: _virtual_ranks(forward, plan, memory) for plan in job.plans}
+    differences: dict[RunPlan, Difference] = {}
+
+    def prefill(plan: RunPlan) -> tuple[Parts, ...]:
+        parts = tuple(_parts(rank.prefill(ids, hooked=True), plan) for rank in ranks[plan])
+        if reference is not None:
+            differences[plan] = difference(ranks[plan][-1], reference)
+        return parts
+
     timings = tuple(
-        Timing(plan=plan, parts=tuple(parts), difference=one)
-        for plan, parts, one in zip(job.plans, samples, differences, strict=True)
+        Timing(plan=plan, parts=tuple(parts), difference=differences.get(plan))
+        for plan, parts in zip(job.plans, in_turn(transport, job, prefill), strict=True)
     )
     return Report(timings=timings, conditions=conditions_of(transport, forward))
 
@@ -74,9 +71,8 @@ def _virtual_ranks(forward: ModelForward, plan: RunPlan, memory: Memory) -> list
 
 def _parts(trace: RankTrace, plan: RunPlan) -> Parts:
     """Sum the seconds of a rank's computation by layer and by the simulator's names."""
-    parts: dict[tuple[int | None, str], float] = {}
+    parts: dict[tuple[int | None, str], float] = defaultdict(float)
     for span in own_spans(trace, plan.strategy):
         if span.kind == "compute":
-            key = (span.layer, span.name)
-            parts[key] = parts.get(key, 0.0) + span.duration_s
-    return parts
+            parts[span.layer, span.name] += span.duration_s
+    return dict(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,6 @@ from kvrsim.executors.run import run_program
 from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
-from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import Job, Parts, Report, Timing
 from kvrsim.runtime.ranks import launch
@@ -45,7 +44,6 @@ def confirm(
     Raises InputError without a profile of this machine, where the machine cannot run the scenario or a strategy, or
     where no candidate fits in its memory; RankError where a rank fails.
     """
-    reporter = reporter or Reporter()
     scenario = hardware.runnable(scenario)
     mode, mode_notes = _mode(scenario, hardware, virtual)
     names, name_notes = strategies_here(scenario, strategies, mode, hardware)
@@ -53,30 +51,22 @@ def confirm(
     candidates = {one.strategy.name: one for one in ranking.candidates}
     if KVR_S.name in candidates:
         candidates |= further_candidates(candidates[KVR_S.name], ranking.candidates, top - 1)
-    budget = MemoryBudget.of(scenario, hardware, mode)
-    budget.check(list(candidates.values()))
-    check = budget.fits_reference(scenario)
-    notes = [*warnings, *mode_notes, *name_notes, *_left_out(candidates, budget), *[NO_REFERENCE] * (not check)]
-    notes += busy_note()
-    candidates = {name: one for name, one in candidates.items() if budget.fits(one)}
-    rounds = hardware.warmups + hardware.repeats
-    expected = format_seconds(rounds * sum(one.ttft_s for one in candidates.values()))
-    times = f"{hardware.warmups} + {hardware.repeats} times each: about {expected} of prefills by the profile"
-    for note in (*notes, f"measuring {len(candidates)} candidates, {times}"):
-        reporter.note(note)
-    report = measured_here(list(candidates.values()), hardware, mode, check=check, reporter=reporter)
+    notes = (*warnings, *mode_notes, *name_notes)
+    timings, conditions, notes = measured_here(candidates, hardware, mode, notes=notes, reporter=reporter)
     measured = [
-        MeasuredCandidate(prediction=_prediction(name, one), timing=timing, predicted=one.timeline)
-        for (name, one), timing in zip(candidates.items(), report.timings, strict=True)
+        MeasuredCandidate(
+            prediction=_prediction(name, candidates[name]), timing=timing, predicted=candidates[name].timeline
+        )
+        for name, timing in timings.items()
     ]
     return Confirmation(
         question=Question.of(scenario, seed=hardware.seed, top=top, virtual=mode == "virtual"),
         mode=mode,
         candidates=tuple(measured),
         chosen=min(range(len(measured)), key=lambda index: measured[index].predicted_s),
-        conditions=report.conditions,
+        conditions=conditions,
         targets=targets or Targets(),
-        warnings=tuple(notes),
+        warnings=notes,
     )
 
 
@@ -89,14 +79,6 @@ def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple
     if virtual:
         return "virtual", ()
     return "ranks", (f"{wanted} ranks on {devices} devices: they slow each other down",) * (wanted > devices)
-
-
-def _left_out(candidates: dict[str, Candidate], budget: MemoryBudget) -> list[str]:
-    """Name the candidates that do not fit in memory."""
-    large = [
-        f"{name} ({format_bytes(budget.needed_bytes(one))})" for name, one in candidates.items() if not budget.fits(one)
-    ]
-    return [f"not measured, because it does not fit in the {budget.name}: {', '.join(large)}"] if large else []
 
 
 def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
@@ -113,80 +95,97 @@ def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
 
 
 def measured_here(
-    candidates: Sequence[Candidate], hardware: Hardware, mode: Mode, *, check: bool, reporter: Reporter
-) -> Report:
+    candidates: Mapping[str, Candidate],
+    hardware: Hardware,
+    mode: Mode,
+    *,
+    notes: Sequence[str],
+    check: bool = True,
+    reporter: Reporter | None,
+) -> tuple[dict[str, Timing], dict[str, str], tuple[str, ...]]:
     """Measure candidates of one scenario on ranks in separate processes, or on virtual ranks in turn on one device.
 
-    Equal partitions are measured once. check: compare the logits with those of a single process.
+    Return the timings of the candidates that fit in memory, the conditions, and the notes with further ones. Equal
+    partitions are measured once. check: compare the logits with those of a single process, if that fits in memory.
+    Raises InputError if no candidate fits.
     """
     from kvrsim.runtime.measure import run_job
     from kvrsim.runtime.virtual import run_virtual
 
-    scenario, plans = candidates[0].scenario, [hardware.run_plan(one) for one in candidates]
-    times = dict(repeats=hardware.repeats, warmups=hardware.warmups)
-    job = Job(model=hardware.choice(scenario), plans=tuple(dict.fromkeys(plans)), check_logits=check, **times)
-    count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) * (2 if mode == "virtual" else 1) + 2
+    reporter = reporter or Reporter()
+    scenario = next(iter(candidates.values())).scenario
+    budget = MemoryBudget.of(scenario, hardware, mode)
+    needed_bytes = budget.check(candidates)
+    large = [f"{name} ({format_bytes(one)})" for name, one in needed_bytes.items() if one > budget.limit_bytes]
+    fitting = {name: one for name, one in candidates.items() if needed_bytes[name] <= budget.limit_bytes}
+    text = f"not measured, because it does not fit in the {budget.name}: {', '.join(large)}"
+    compared = check and budget.fits_reference(scenario)
+    notes = (*notes, *[text] * bool(large), *[NO_REFERENCE] * (check and not compared), *busy_note())
+    rounds = hardware.warmups + hardware.repeats
+    for note in notes:
+        reporter.note(note)
+    if len(candidates) > 1:
+        expected = format_seconds(rounds * sum(one.ttft_s for one in fitting.values()))
+        times = f"{hardware.warmups} + {hardware.repeats} times each: about {expected} of prefills by the profile"
+        reporter.note(f"measuring {len(fitting)} candidates, {times}")
+    plans = {name: hardware.run_plan(one) for name, one in fitting.items()}
+    settings = dict(repeats=hardware.repeats, warmups=hardware.warmups)
+    model = hardware.choice(scenario)
+    job = Job(model=model, plans=tuple(dict.fromkeys(plans.values())), check_logits=compared, **settings)
+    count = len(job.plans) * (rounds + 3) * (2 if mode == "virtual" else 1) + 2
     num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
-    how = hardware.launch(scenario, num_ranks, hardware.longest_s(candidates), count)
+    how = hardware.launch(scenario, num_ranks, hardware.longest_s(list(fitting.values())), count)
     run = run_virtual if mode == "virtual" else run_job
     report: Report = launch(run, job, how=how, on_progress=reporter.progress)[-1]
     by_plan = dict(zip(job.plans, report.timings, strict=True))
-    timings = [by_plan[plan] for plan in plans]
+    timings = {name: by_plan[plan] for name, plan in plans.items()}
     repetitions = f"{hardware.repeats} after {hardware.warmups} warm-ups, plans interleaved"
-    conditions = {**report.conditions, "repetitions": repetitions}
     gather = "a ring of sends between neighbours" if hardware.gather(scenario) == "ring" else "the backend's own"
+    conditions = {**report.conditions, "repetitions": repetitions, "all-gather of tsp": gather}
     if mode == "virtual":
-        timings = [_composed(one, timing) for one, timing in zip(candidates, timings, strict=True)]
-        conditions["ranks"] = f"{scenario.cluster.num_gpus}, virtual, one after another on one device"
-        conditions["modelled"] = f"messages and waiting, by {scenario.cluster.describe()}"
-        gather = "modelled"
-    return Report(timings=tuple(timings), conditions=conditions | {"all-gather of tsp": gather})
+        timings = {name: composed(fitting[name], timing) for name, timing in timings.items()}
+        conditions |= {
+            "ranks": f"{scenario.cluster.num_gpus}, virtual, one after another on one device",
+            "modelled": f"messages and waiting, by {scenario.cluster.describe()}",
+            "all-gather of tsp": "modelled",
+        }
+    return timings, conditions, notes
 
 
-def _composed(candidate: Candidate, timing: Timing) -> Timing:
-    """Return the measurements with the TTFTs and the timeline composed of measured parts."""
-    ttft_s, timeline = composed_s(candidate, timing.parts), composed_timeline(candidate, timing.parts)
-    return replace(timing, ttft_s=ttft_s, timeline=timeline)
+def composed(candidate: Candidate, timing: Timing) -> Timing:
+    """Return measurements of virtual ranks with TTFTs composed of measured parts and modelled messages.
 
-
-def composed_s(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> tuple[float, ...]:
-    """Return the TTFT of each repetition, composed of measured parts and modelled messages.
-
-    repeats: measured parts by repetition and rank.
+    The timeline is that of the median repetition.
     """
-    program = _measured_program(candidate, repeats)
-    return tuple(map(float, run_program(program, candidate.per_rank.cluster)[-1]))
-
-
-def composed_timeline(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Timeline:
-    """Return the timeline of the median repetition."""
     from kvrsim.executors.event import EventSimulation  # this import loads SimPy
 
-    order = np.argsort(composed_s(candidate, repeats))
-    median_program = _measured_program(candidate, [repeats[order[(len(order) - 1) // 2]]])
-    return EventSimulation(median_program, candidate.per_rank.cluster).timeline
+    cluster, repeats = candidate.per_rank.cluster, timing.parts
+    ttft_s = tuple(map(float, run_program(_measured_program(candidate, repeats), cluster)[-1]))
+    median = np.argsort(ttft_s)[(len(ttft_s) - 1) // 2]
+    timeline = EventSimulation(_measured_program(candidate, [repeats[median]]), cluster).timeline
+    return replace(timing, ttft_s=ttft_s, timeline=timeline)
 
 
 def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) -> Program:
     """Return the program with measured device times, shape (repetitions,); every layer is a separate kind.
 
-    Messages, and the host's time for them, are not measured; their times are those of the profile.
+    repeats: measured parts by repetition and rank. Messages, and the host's time for them, are not measured; their
+    times are those of the profile.
     """
     chunks = columns(np.tile(candidate.partition.chunk_lens, (len(repeats), 1)))
     program = build_program(candidate.per_rank, candidate.strategy, chunks)
     ranks, kinds = range(program.num_ranks), program.layer_kind_index
 
-    def timed(ops: Sequence[Op], rank: int, layer: int | None) -> tuple[Op, ...]:
-        return tuple(_timed(op, [parts[rank] for parts in repeats], layer) for op in ops)
+    def timed(ops: Sequence[Sequence[Op]], layer: int | None = None) -> tuple[tuple[Op, ...], ...]:
+        """Return the operations of each rank with their measured times."""
+        return tuple(tuple(_timed(op, [parts[rank] for parts in repeats], layer) for op in ops[rank]) for rank in ranks)
 
     return replace(
         program,
-        prologue=tuple(timed(program.prologue[rank], rank, None) for rank in ranks),
-        layers=tuple(
-            tuple(timed(program.layers[kind][rank], rank, layer) for rank in ranks) for layer, kind in enumerate(kinds)
-        ),
+        prologue=timed(program.prologue),
+        layers=tuple(timed(program.layers[kind], layer) for layer, kind in enumerate(kinds)),
         layer_kind_index=tuple(range(len(kinds))),
-        epilogue=tuple(timed(program.epilogue[rank], rank, None) for rank in ranks),
+        epilogue=timed(program.epilogue),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -188,22 +188,19 @@ class MemoryBudget:
         """Peak of a rank's memory; a CUDA context counts only on a GPU."""
         return rank.total if self.on_gpu else rank.total - rank.runtime
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate can be measured."""
-        return self.needed_bytes(candidate) <= self.limit_bytes
-
     def fits_reference(self, scenario: Scenario) -> bool:
         """Whether the prefill of one process, the reference of the logits, fits in memory."""
         whole = Partition(chunk_lens=(scenario.request.new_tokens,))
-        return self.fits(Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole))
+        single = Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole)
+        return self.needed_bytes(single) <= self.limit_bytes
 
-    def check(self, candidates: Sequence[Candidate]) -> None:
-        """Raise InputError with possible remedies if none of the candidates fits."""
-        needed = {one.strategy.name: self.needed_bytes(one) for one in candidates}
+    def check(self, candidates: Mapping[str, Candidate]) -> dict[str, int]:
+        """Return the bytes that each candidate needs; raise InputError with remedies if none of them fits."""
+        needed = {name: self.needed_bytes(one) for name, one in candidates.items()}
         name = min(needed, key=lambda name: needed[name])
         if needed[name] <= self.limit_bytes:
-            return
-        scenario = candidates[0].scenario
+            return needed
+        scenario = candidates[name].scenario
         weights = self.num_ranks * scenario.model.weight_bytes(scenario.request.dtype_bytes)
         takes = f"{name} on {self.num_ranks} rank{'s' * (self.num_ranks > 1)} takes {format_bytes(needed[name])}"
         if weights > 0.5 * self.limit_bytes:

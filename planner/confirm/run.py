@@ -11,13 +11,13 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, stages_to_json
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.host import busy_note, started_by_torchrun
+from kvrsim.runtime.host import started_by_torchrun
 from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Candidate, Search
 from planner.confirm.confirm import measured_here
-from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Reporter
+from planner.confirm.hardware import Hardware, Reporter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -98,7 +98,6 @@ def run_here(
     Raises InputError for a strategy that the runtime cannot run, for a machine that cannot run the strategy or lacks
     memory, or for kvr-s without partition and profile; RankError where a rank fails.
     """
-    reporter = reporter or Reporter()
     run_strategy(strategy)
     chosen = get_strategy(strategy)
     candidate = _candidate(scenario, hardware, chosen, partition)
@@ -107,22 +106,16 @@ def run_here(
     num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
     if not started_by_torchrun():  # torchrun has started one rank per GPU, some of which may stay idle
         scenario = scenario.on_gpus(num_gpus)
-    budget = MemoryBudget.of(scenario, hardware, "ranks")
-    budget.check([candidate])
-    notes = (*warnings, *busy_note())
-    if check_logits and not budget.fits_reference(scenario):
-        check_logits, notes = False, (*notes, NO_REFERENCE)
-    for note in notes:
-        reporter.note(note)
     candidate = replace(candidate, scenario=scenario)
-    report = measured_here([candidate], hardware, "ranks", check=check_logits, reporter=reporter)
-    (timing,) = report.timings
+    timings, conditions, notes = measured_here(
+        {strategy: candidate}, hardware, "ranks", notes=warnings, check=check_logits, reporter=reporter
+    )
     return RunResult(
         question=Question.of(scenario.on_gpus(num_gpus), seed=hardware.seed, strategy=strategy),
         strategy=chosen,
-        timing=timing,
+        timing=timings[strategy],
         predicted_s=None if scenario.profile is None else candidate.ttft_s,
-        conditions=report.conditions,
+        conditions=conditions,
         warnings=notes,
     )
 

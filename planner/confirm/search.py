@@ -216,7 +216,7 @@ def search_here(
     task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
     reporter.note(f"searching from {','.join(map(str, seed))}, for at most {minutes:g} minutes")
     candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=Partition(chunk_lens=seed))
-    MemoryBudget.of(scenario, hardware, "ranks").check([candidate])
+    MemoryBudget.of(scenario, hardware, "ranks").check({KVR_S.name: candidate})
     longest_s = hardware.longest_s([candidate])
     how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
     question = Question.of(scenario, seed=hardware.seed)

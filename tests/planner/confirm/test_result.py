@@ -21,7 +21,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import Search
 from planner.confirm.candidates import further_candidates
-from planner.confirm.confirm import composed_s, composed_timeline
+from planner.confirm.confirm import composed
 from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from tests.building import Draws, any_scenario, draws, examples
@@ -141,9 +141,10 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
 def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(rng: Draws, name: str) -> None:
     scenario: Scenario = any_scenario(rng, host=False, topologies=("switch", "chain", "bus"))
     one = Search().candidate(scenario, STRATEGIES[name])
-    repeats = [parts_of(one.program)] * 2
-    assert composed_s(one, repeats) == pytest.approx((one.ttft_s,) * 2)
-    assert composed_timeline(one, repeats).end_s >= one.ttft_s * (1 - 1e-9)
+    timing = composed(one, Timing(plan=PLAN, parts=(tuple(parts_of(one.program)),) * 2))
+    assert timing.ttft_s == pytest.approx((one.ttft_s,) * 2)
+    assert timing.timeline is not None
+    assert timing.timeline.end_s >= one.ttft_s * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("fitted", "gather"), [("ring", "ring"), ("collective", "collective"), (None, "ring")])
