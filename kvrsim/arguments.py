@@ -666,7 +666,7 @@ class NoiseArgs(Arguments):
     ----------
     noise : SPEC
         Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,
-        slow-link:2-3x4, paper, several joined by +, or a JSON file.
+        slow-link:2-3x4, paper, or several joined by +.
     samples : N
         Number of runs under --noise. Default: 200.
     """

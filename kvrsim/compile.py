@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.kernels.cost import CostModel
 from kvrsim.kernels.tensor_parallel import share_of
@@ -16,7 +15,16 @@ from kvrsim.layout import Degrees, Layout, layout_on
 from kvrsim.program import AllGather, AllToAll, Array, Op, Program, Recv, RingPass, Send, slowed_by_pending_recv
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
-from kvrsim.strategies.layers import layer_ops, placement_refusal, refusal
+from kvrsim.strategies.layers import (
+    before_step,
+    embedding,
+    has_prefill,
+    last,
+    layer_ops,
+    placement_refusal,
+    refusal,
+    request,
+)
 from kvrsim.strategies.load import where
 
 
@@ -78,7 +86,7 @@ def build_program(
     even = Program(
         strategy=strategy.name,
         prologue=tuple(
-            (*before, *embedding(scenario, chunk, cost), *step(scenario, chunk, end, cost))
+            (*before, *embedding(scenario, chunk, cost), *before_step(scenario, chunk, end, cost))
             for chunk, end in zip(chunks, ends, strict=True)
         ),
         layers=tuple(

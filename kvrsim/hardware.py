@@ -408,21 +408,26 @@ def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObj
     return shipped[value]
 
 
+MOST_SLOWER = 1000.0  # largest factor; a link or GPU beyond it is broken rather than slow
+Slower = Annotated[float, Range(least=1.0, most=MOST_SLOWER)]
+Rank = Annotated[int, Range(least=0, most=MAX_GPUS)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowGpu:
     """A GPU on which all operations take longer."""
 
-    rank: int  # rank of the GPU, from 0
-    factor: float  # times of the GPU divided by those of the others, at least 1
+    rank: Rank  # from 0
+    factor: Slower  # times of the GPU divided by those of the others, at least 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
     """A link between two GPUs with less bandwidth than the others, in both directions."""
 
-    first: int  # lower rank of the two GPUs
-    second: int  # higher rank of the two GPUs
-    factor: float  # bandwidth of the others divided by that of the link, at least 1
+    first: Rank  # lower rank of the two GPUs
+    second: Rank  # higher rank of the two GPUs
+    factor: Slower  # bandwidth of the others divided by that of the link, at least 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

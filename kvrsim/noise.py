@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +18,7 @@ from kvrsim.io.schema import JsonObject, Range, Share, fields_to_json, read
 from kvrsim.program import Array
 from kvrsim.units import parse_seconds
 
-DWELL_S = 0.01
-MOST_SLOWER = 1000.0  # largest factor; a link or GPU beyond it is broken rather than slow
-LEAST_DWELL_S, MOST_DWELL_S = 1e-4, 1e6
-MOST_SHARE = 0.999  # largest share of a link's bandwidth; messages need the rest
-LinkShare = Annotated[float, Range(least=0.0, most=MOST_SHARE)]
-Slowdown = Annotated[float, Range(least=0.0, most=MOST_SLOWER)]
-Dwell = Annotated[float, Range(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
+Spread = Annotated[float, Range(least=0.0, most=2.0)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +30,10 @@ class SideTraffic:
     """
 
     duty: Share = 1.0  # share of the time slots with traffic, 0 to 1
-    share: LinkShare = 0.5  # share of the pair's bandwidth that the traffic takes, 0 to less than 1
-    slowdown: Slowdown = 0.0  # operations on both GPUs take 1 + slowdown times as long
-    dwell_s: Dwell = DWELL_S  # seconds of a time slot
+    # Share of the pair's bandwidth that the traffic takes; messages need the rest.
+    share: Annotated[float, Range(least=0.0, most=0.999)] = 0.5
+    slowdown: Annotated[float, Range(least=0.0, most=1000.0)] = 0.0  # operations take 1 + slowdown times as long
+    dwell_s: Annotated[float, Range(least=1e-4, most=1e6)] = 0.01  # seconds of a time slot
 
     @property
     def is_quiet(self) -> bool:
@@ -51,8 +46,8 @@ class Noise:
     """All noise of a prefill: a fixed part, which the planner knows, and a random part, which is drawn."""
 
     side_traffic: SideTraffic | None = None
-    compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's time; the mean is kept
-    message_jitter: float = 0.0  # standard deviation of the logarithm of a message's time on its link; the mean is kept
+    compute_jitter: Spread = 0.0  # standard deviation of the logarithm of an operation's time; the mean is kept
+    message_jitter: Spread = 0.0  # standard deviation of the logarithm of a message's time; the mean is kept
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
     name: str = field(default="", compare=False)  # text of the noise, as the user wrote it
@@ -84,7 +79,7 @@ class Noise:
         return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, which read_noise accepts."""
+        """Plain JSON values."""
         traffic = self.side_traffic
         content: dict[str, Any] = {}
         if traffic is not None:
@@ -261,112 +256,60 @@ class Warp:
         return np.asarray(np.maximum(ended - self.slots.phase_s, start_s + work_s))
 
 
-# The text of --noise is parsed into the plain values that a JSON file holds; one reader checks both.
-
 ACCEPTED = (
     "terms joined by +: side-traffic:duty=0.5,share=0.67,slowdown=0.03,dwell=10ms, jitter:0.05 or"
-    " jitter:compute=0.05,messages=0.1, slow-gpu:3x1.2, slow-link:2-3x4, paper; or a JSON file"
+    " jitter:compute=0.05,messages=0.1, slow-gpu:3x1.2, slow-link:2-3x4, paper"
 )
 _SHIPPED = Path(__file__).parent / "data" / "noise.json"
 _NUMBER = r"([0-9.]{1,12})"
 _SLOW_GPU = re.compile(rf"([0-9]{{1,6}})x{_NUMBER}", re.ASCII)
 _SLOW_LINK = re.compile(rf"([0-9]{{1,6}})-([0-9]{{1,6}})x{_NUMBER}", re.ASCII)
-Spread = Annotated[float, Range(least=0.0, most=2.0)]
-Factor = Annotated[float, Range(least=1.0, most=MOST_SLOWER)]
-Rank = Annotated[int, Range(least=0)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _JitterTerm:
-    compute: Spread = 0.0
-    messages: Spread = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SlowGpuTerm:
-    gpu: Rank
-    factor: Factor = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SlowLinkTerm:
-    gpus: tuple[Rank, Rank]
-    factor: Factor = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _NoiseFile:
-    """The keys of a noise in JSON."""
-
-    side_traffic: SideTraffic | None = None
-    jitter: _JitterTerm = _JitterTerm()
-    slow_gpus: tuple[_SlowGpuTerm, ...] = ()
-    slow_links: tuple[_SlowLinkTerm, ...] = ()
-
-
-def read_noise(data: JsonObject, *, name: str = "") -> Noise:
-    """Read a noise from plain values, as Noise.to_dict writes them. Raises InputError for other values."""
-    content = read(_NoiseFile, data)
-    gpus = tuple(SlowGpu(rank=one.gpu, factor=one.factor) for one in content.slow_gpus)
-    pairs = [(sorted(one.gpus), one.factor) for one in content.slow_links]
-    links = tuple(SlowLink(first=first, second=second, factor=factor) for (first, second), factor in pairs)
-    if len({gpu.rank for gpu in gpus}) < len(gpus) or len({(one.first, one.second) for one in links}) < len(links):
-        raise InputError("noise", name, "each GPU and link once")
-    if any(link.first == link.second for link in links):
-        raise InputError("noise", name, "links between two GPUs, such as [2, 3]")
-    return Noise(
-        side_traffic=content.side_traffic,
-        compute_jitter=content.jitter.compute,
-        message_jitter=content.jitter.messages,
-        slow_gpus=gpus,
-        slow_links=links,
-        name=name,
-    )
 
 
 def parse_noise(text: str) -> Noise:
-    """Parse a noise such as that of --noise. Raises InputError with the accepted forms."""
-    if text.endswith(".json"):
-        return read_noise(JsonObject.read(Path(text), "noise"), name=text)
+    """Parse the text of --noise. Raises InputError with the accepted forms."""
     content: dict[str, Any] = {}
     for part in text.split("+"):
         values = _term(part.strip(), text)
         if content.keys() & values.keys():
             raise InputError("noise", text, "each kind of noise once")
         content |= values
-    return read_noise(JsonObject(fields=content, where="noise"), name=text)
+    noise = read(Noise, JsonObject(fields=content, where="noise"), name=text)
+    gpus, links = noise.slow_gpus, noise.slow_links
+    if len({one.rank for one in gpus}) < len(gpus) or len({(one.first, one.second) for one in links}) < len(links):
+        raise InputError("noise", text, "each GPU and link once")
+    if any(link.first == link.second for link in links):
+        raise InputError("noise", text, "links between two GPUs, such as 2-3")
+    return noise
 
 
-def noise_of(value: str | Noise | None) -> Noise | None:
-    """Return a noise, parsed if it is text."""
-    return parse_noise(value) if isinstance(value, str) else value
-
-
-def shipped_noise() -> tuple[str, ...]:
-    """Names of the noises that ship with kvrsim."""
-    return tuple(name for name in JsonObject.read(_SHIPPED, "noise").fields if not name.startswith("_"))
+def shipped_noise() -> Mapping[str, JsonObject]:
+    """The noises that ship with kvrsim, by name."""
+    content = JsonObject.read(_SHIPPED, "noise")
+    return {name: content.child(name) for name in content.fields}
 
 
 def _term(part: str, text: str) -> dict[str, Any]:
-    """Parse one term of --noise into plain values."""
+    """Parse one term of --noise into fields of Noise, as plain JSON values."""
     kind, colon, settings = part.partition(":")
-    if not colon and kind in shipped_noise():
-        return dict(JsonObject.read(_SHIPPED, "noise").child(kind).fields)
+    if not colon and kind in (shipped := shipped_noise()):
+        return dict(shipped[kind].fields)
     items = [item.strip() for item in settings.split(",")] if settings.strip() else []
     try:
         match kind, items:
             case "side-traffic", _:
                 return {"side_traffic": _settings(items, ("duty", "share", "slowdown", "dwell"))}
             case "jitter", [str(both)] if "=" not in both:
-                return {"jitter": {"compute": float(both), "messages": float(both)}}
+                return {"compute_jitter": float(both), "message_jitter": float(both)}
             case "jitter", [_, *_]:
-                return {"jitter": _settings(items, ("compute", "messages"))}
+                jitter = {"compute": 0.0, "messages": 0.0} | _settings(items, ("compute", "messages"))
+                return {"compute_jitter": jitter["compute"], "message_jitter": jitter["messages"]}
             case "slow-gpu", [_, *_]:
                 gpus = [_groups(_SLOW_GPU, item) for item in items]
-                return {"slow_gpus": [{"gpu": int(gpu), "factor": float(factor)} for gpu, factor in gpus]}
+                return {"slow_gpus": [{"rank": int(gpu), "factor": float(factor)} for gpu, factor in gpus]}
             case "slow-link", [_, *_]:
-                links = [_groups(_SLOW_LINK, item) for item in items]
-                return {"slow_links": [{"gpus": [int(a), int(b)], "factor": float(factor)} for a, b, factor in links]}
+                links = [(sorted((int(a), int(b))), float(by)) for a, b, by in (_groups(_SLOW_LINK, i) for i in items)]
+                return {"slow_links": [{"first": ab[0], "second": ab[1], "factor": by} for ab, by in links]}
     except ValueError:
         pass
     raise InputError("noise", text, ACCEPTED)
@@ -378,12 +321,8 @@ def _settings(items: list[str], names: tuple[str, ...]) -> dict[str, float]:
     for name, _, value in (item.partition("=") for item in items):
         if name not in names or name in values:
             raise ValueError
-        if name == "dwell":
-            name, seconds = "dwell_s", parse_seconds(value, "noise dwell")
-        else:
-            seconds = float(value)
-        values[name] = seconds
-    return values
+        values[name] = parse_seconds(value, "noise dwell") if name == "dwell" else float(value)
+    return {"dwell_s" if name == "dwell" else name: value for name, value in values.items()}
 
 
 def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
@@ -394,7 +333,6 @@ def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
 
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-_ESTIMATES = ("mean", *_SHARES)
 _NORMAL = 1.959964  # 95 % of a normal distribution is within this many standard deviations of its mean
 
 
@@ -437,7 +375,7 @@ class Distribution:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         content: dict[str, Any] = {"samples": self.num_samples, "seed": self.seed, "quiet_ttft_s": self.quiet_s}
-        for name in _ESTIMATES:
+        for name in ("mean", *_SHARES):
             estimate: Estimate = getattr(self, name)
             content[f"{name}_s"] = estimate.value_s
             content[f"{name}_low_s"], content[f"{name}_high_s"] = estimate.low_s, estimate.high_s

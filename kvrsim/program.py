@@ -209,8 +209,7 @@ def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
 class Program:
     """All operations of every rank from the prompt to the first token.
 
-    Most strategies have a block per kind of layer. Where ranks hold different layers, a block is a step of all
-    ranks, and `layer_numbers` gives its layer on each rank.
+    Most strategies have a block per kind of layer. In a pipeline, a block is a piece of the context on all stages.
     """
 
     strategy: str
@@ -218,7 +217,7 @@ class Program:
     layers: tuple[tuple[tuple[Op, ...], ...], ...]  # operations per kind of layer, per rank
     layer_kind_index: tuple[int, ...]  # kind of each layer, in order
     epilogue: tuple[tuple[Op, ...], ...]  # operations per rank: final norm and head, on the last rank
-    layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # layer of each block, per rank; None: in order
+    layer_numbers: tuple[tuple[int, ...], ...] | None = None  # layer of each block, per rank; None: in order
 
     @property
     def num_ranks(self) -> int:

@@ -30,7 +30,6 @@ from kvrsim.strategies import (
     hybrid_names,
     label_of,
     sizes_names,
-    strategy_names,
 )
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
@@ -510,7 +509,7 @@ def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
 
 def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
-    return _allowed(scenario, (*strategy_names(), *hybrids(scenario)))
+    return _allowed(scenario, (*STRATEGIES, *hybrids(scenario)))
 
 
 def hybrids(scenario: Scenario) -> tuple[str, ...]:

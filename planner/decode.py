@@ -9,12 +9,12 @@ import numpy as np
 
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.compile import for_strategy
-from kvrsim.ends import head
 from kvrsim.errors import InputError
 from kvrsim.program import work_s
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies.layers import head
 
 if TYPE_CHECKING:
     from kvrsim.arguments import UsersArgs

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
 from kvrsim.executors.batch import seconds_on
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
@@ -28,7 +27,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.base import Step
 from kvrsim.strategies.kv_runahead import KVR_S
-from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies.layers import before_step, embedding, has_prefill, last, last_is_alike, layer_ops, request
 
 _INSIDE = 1  # a rank with neighbours on both sides
 _SAME = 1e-13  # relative difference of two times that rounding can cause
@@ -92,7 +91,11 @@ class _ChainRun:
         layer = tuple(layer_ops(chain.strategy, ranks, _INSIDE))
         if chain.pending is not None:
             layer = slowed_by_pending_recv(layer, chain.pending)
-        prologue = *request(scenario, chunks), *embedding(scenario, chunks, cost), *step(scenario, chunks, ends, cost)
+        prologue = (
+            *request(scenario, chunks),
+            *embedding(scenario, chunks, cost),
+            *before_step(scenario, chunks, ends, cost),
+        )
         epilogue = chain.epilogue or last(scenario, chunks[-1], ends[-1], cost)
         if chain.slowness is not None:
             prologue, layer = slower(prologue, chain.slowness), slower(layer, chain.slowness)

@@ -1,4 +1,4 @@
-"""The strategies, each in a short file. `STRATEGIES` has those of kvrsim; packages and files may add more (load.py)."""
+"""The strategies, each in a short file. Users add theirs by files (load.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvrsim.layout import Degrees, parse_degrees
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.gather import INTERLEAVE, TSP, ZIGZAG
 from kvrsim.strategies.kv_runahead import KVR_B, KVR_DIRECT, KVR_E, KVR_P, KVR_S
-from kvrsim.strategies.load import from_file, installed, installed_names, is_file
+from kvrsim.strategies.layers import SINGLE, TENSOR_PARALLEL
+from kvrsim.strategies.load import from_file, is_file
 from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
-from kvrsim.strategies.single import SINGLE, TENSOR_PARALLEL
 from kvrsim.strategies.ulysses import ULYSSES
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "label_of",
     "searched",
     "sizes_names",
-    "strategy_names",
 ]
 
 STRATEGIES = {
@@ -50,7 +49,7 @@ _IN_HYBRIDS = (
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
     """Return a strategy by its name; a Strategy is returned unchanged.
 
-    Names are those of kvrsim and of installed packages, "FILE.py:NAME", and layouts such as tp8+kvr-s or dp8+ep8
+    Names are those of kvrsim, "FILE.py:NAME", and layouts such as tp8+kvr-s or dp8+ep8
     (kvrsim.layout). Raises InputError naming the parameter if there is no such strategy, or if a different Strategy has
     the name of one of kvrsim's.
     """
@@ -73,9 +72,7 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
         raise InputError(parameter, strategy, "tpN+ before a strategy that splits the context or the layers")
     if is_file(strategy):
         return get_strategy(from_file(strategy, parameter), parameter)
-    if strategy in installed_names():
-        return installed(strategy)
-    known = ", ".join(strategy_names())
+    known = ", ".join(STRATEGIES)
     accepted = f"one of {known}, tpN+ before one, such as tp8+kvr-s, sizes such as tp4+pp2+cp2, or FILE.py:NAME"
     raise InputError(parameter, strategy, accepted)
 
@@ -129,11 +126,6 @@ def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
 def chain_like(strategy: Strategy) -> Strategy:
     """KVR's chain with ranks of the strategy's size."""
     return _with_degrees(KVR_S, replace(KVR_S.degrees, tensor=strategy.group_size or 1))
-
-
-def strategy_names() -> tuple[str, ...]:
-    """Names of kvrsim's strategies, then of those that installed packages add."""
-    return tuple(dict.fromkeys((*STRATEGIES, *installed_names())))
 
 
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:

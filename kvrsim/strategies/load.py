@@ -1,50 +1,21 @@
-"""Strategies from outside kvrsim: from an installed package, or from a Python file.
-
-A package adds a strategy by an entry point of the group "kvrsim.strategies": its name is the strategy's name, its
-object a Strategy. A file adds a strategy by its path and the name of a variable: "./mine.py:STRATEGY".
-"""
+"""Strategies of users: a Python file and the name of a variable in it, such as "./mine.py:STRATEGY"."""
 
 from __future__ import annotations
 
 import re
 import sys
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
 from kvrsim.errors import InputError
 from kvrsim.strategies.base import Strategy
 
-ENTRY_POINTS = "kvrsim.strategies"
 _FILE = re.compile(r"(.+\.py)(?::(.*))?", re.S)
 
 
 def is_file(text: str) -> bool:
     """Whether a text is the name of a strategy in a file."""
     return _FILE.fullmatch(text) is not None
-
-
-def installed_names() -> tuple[str, ...]:
-    """Names of the strategies that installed packages add."""
-    from importlib.metadata import entry_points
-
-    return tuple(sorted(entry.name for entry in entry_points(group=ENTRY_POINTS)))
-
-
-@lru_cache
-def installed(name: str) -> Strategy:
-    """A strategy of another package; raises InputError if its entry point has no Strategy of this name."""
-    from importlib.metadata import entry_points
-
-    entry = next(iter(entry_points(group=ENTRY_POINTS, name=name)))
-    parameter = f"entry point {ENTRY_POINTS}: {name}"
-    try:
-        strategy = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise InputError(parameter, entry.value, f"what can be imported ({error})") from None
-    if not isinstance(strategy, Strategy) or strategy.name != name:
-        raise InputError(parameter, entry.value, f"a kvrsim Strategy named {name}")
-    return strategy
 
 
 def from_file(text: str, parameter: str) -> Strategy:

@@ -10,24 +10,21 @@ are neighbours.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from kvrsim.ends import embedding, last, request
-from kvrsim.ends import step as before_step
 from kvrsim.kernels.cost import CostModel
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, slower, with_arrays, work_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.layers import layer_ops, prefix_load
-from kvrsim.strategies.single import SINGLE
+from kvrsim.strategies.layers import SINGLE, before_step, embedding, last, layer_ops, prefix_load, request
 
 
 def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
@@ -110,16 +107,13 @@ class PieceOps:
 
 
 def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
-    """Program in which each stage takes one piece after another: receive activations, run its layers, send them on.
+    """Program with one block per piece: receive activations, run the stage's layers on the piece, send it on.
 
-    pieces: tokens of each piece, float arrays of shape (B,). A wave is two or more blocks of all ranks, in which stage
-    s processes piece wave - s. The first block has the messages between stages. The layers follow: one block per layer
-    if the ranks of a stage exchange data, else one block (with the number of the first layer).
+    pieces: tokens of each piece, float arrays of shape (B,). All operations of a block have the number of the stage's
+    first layer.
     """
     ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
     layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
-    # Layers of each block, by stage.
-    rows = [[range(layer, layer + 1) for layer in own] if context > 1 else [own] for own in layers]
     ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
     message: dict[str, Any] = {
         "host_s": scenario.host.message_s,
@@ -128,43 +122,30 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     }
     prologue, epilogue = ops.ends(scenario, cost)
 
-    def way_in(piece: int, stage: int, rank: int) -> Iterator[Op]:
-        """Send the previous piece on, then receive and prepare this piece."""
-        if 0 < piece <= len(pieces) and stage < len(layers) - 1:
-            yield Send(dst=(stage + 1) * context + rank, nbytes=ops.sent_bytes[rank][piece - 1], **message)
-        if 0 <= piece < len(pieces):
-            if stage:
-                yield Recv(src=(stage - 1) * context + rank, **message)
-            else:
-                yield from _of_piece(ops.embedding[rank], piece, context)
-            yield from _of_piece(ops.preparation[rank], piece, context)
-
     @cache
-    def layers_of_piece(piece: int, own: tuple[int, ...], rank: int) -> tuple[Op, ...]:
-        loads = [ops.loads[kind][rank] if piece == 0 else () for kind in own]
-        each = [_of_piece(ops.layers[kind][rank], piece, context) for kind in own]
-        return tuple(chain.from_iterable(chain.from_iterable(zip(loads, each, strict=True))))
+    def of_layer(piece: int, kind: int, rank: int) -> tuple[Op, ...]:
+        loads = ops.loads[kind][rank] if piece == 0 else ()
+        return *loads, *_of_piece(ops.layers[kind][rank], piece, context)
 
-    blocks: dict[Hashable, tuple[tuple[Op, ...], ...]] = {}
-    order: list[tuple[Hashable, list[int | None]]] = []  # key of each block, and the layer of each rank in the block
-    for wave in range(len(pieces) + len(layers) - 1):
-        blocks[wave] = tuple(tuple(way_in(wave - stage, stage, rank)) for stage, rank in ranks)
-        order.append((wave, [None] * len(ranks)))
-        at_work = [own if 0 <= wave - stage < len(pieces) else [] for stage, own in enumerate(rows)]
-        for now in zip_longest(*at_work, fillvalue=range(0)):
-            patterns = tuple(tuple(kinds[layer] for layer in own) for own in now)
-            if (wave, patterns) not in blocks:
-                each = [layers_of_piece(wave - stage, patterns[stage], rank) for stage, rank in ranks]
-                blocks[wave, patterns] = tuple(each)
-            order.append(((wave, patterns), [now[stage].start if now[stage] else None for stage, _ in ranks]))
-    index = {key: number for number, key in enumerate(blocks)}
+    def of_rank(piece: int, stage: int, rank: int) -> Iterator[Op]:
+        if stage:
+            yield Recv(src=(stage - 1) * context + rank, **message)
+        else:
+            yield from _of_piece(ops.embedding[rank], piece, context)
+        yield from _of_piece(ops.preparation[rank], piece, context)
+        for layer in layers[stage]:
+            yield from of_layer(piece, kinds[layer], rank)
+        if stage < len(layers) - 1:
+            yield Send(dst=(stage + 1) * context + rank, nbytes=ops.sent_bytes[rank][piece], **message)
+
+    numbers = range(len(pieces))
     even = Program(
         strategy=strategy.name,
         prologue=(prologue,) * len(ranks),
-        layers=tuple(blocks.values()),
-        layer_kind_index=tuple(index[key] for key, _ in order),
+        layers=tuple(tuple(tuple(of_rank(piece, *rank)) for rank in ranks) for piece in numbers),
+        layer_kind_index=tuple(numbers),
         epilogue=(*((),) * (len(ranks) - 1), epilogue),
-        layer_numbers=tuple(zip(*(numbers for _, numbers in order), strict=True)),
+        layer_numbers=tuple((layers[stage].start,) * len(numbers) for stage, _ in ranks),
     )
     return even.slowed([scenario.cluster.slowness(rank) for rank in range(len(ranks))])
 

@@ -19,14 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrsim.ends import embedding, last
-from kvrsim.ends import step as before_step
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
-from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies.layers import before_step, embedding, last, layer_ops
 from kvrsim.strategies.pipeline import stages
 from planner.grid import largest
 

@@ -19,13 +19,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.ends import embedding, last, step
 from kvrsim.executors.batch import Segment, segment_of
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.program import Array, Op, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
-from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies.layers import before_step, embedding, last, layer_ops
 
 Index = npt.NDArray[np.int64]
 
@@ -93,7 +92,7 @@ class Beam:
         costs, cost = scenario.layer_costs(), scenario.cost
         self.slowness = [scenario.cluster.slowness(stage) for stage in range(self.num_stages)]
         self.kinds = scenario.share.layer_kind_index
-        prepared = step(scenario, lengths, starts + lengths, cost)
+        prepared = before_step(scenario, lengths, starts + lengths, cost)
         # Operations before the layers of the first stage and of later stages, then those of each kind of layer.
         ops = [(*embedding(scenario, lengths, cost), *prepared), prepared]
         ops += [_layer_ops(strategy, one, lengths, starts) for one in costs]

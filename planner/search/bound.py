@@ -39,10 +39,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.compile import build_program
-from kvrsim.ends import request, step
 from kvrsim.program import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.strategies.layers import before_step, request
 from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_within
 from planner.search.minimise import unique_rows
 
@@ -188,7 +188,7 @@ def lower_bound_and_plans(
 def _begin_s(scenario: Scenario) -> float:
     """Seconds of the request and the engine's step, before which no rank begins a layer."""
     one = np.ones(1)
-    ops = (*request(scenario, one), *step(scenario, one, one, scenario.cost))
+    ops = (*request(scenario, one), *before_step(scenario, one, one, scenario.cost))
     return sum(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.kind == "request")
 
 

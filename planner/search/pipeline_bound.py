@@ -43,14 +43,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.ends import last, request, step
 from kvrsim.hardware import Path
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.tensor_parallel import all_reduce
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step
-from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies.layers import before_step, last, layer_ops, request
 from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
 from planner.search.minimise import unique_rows
 
@@ -83,7 +82,7 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     paths = [scenario.cluster.path(rank, rank + 1) for rank in range(num_stages - 1)]
     ends_s = _held_s(ends)
     fixed_s = ends_s + sum(float(path.busy_s(nbytes)[0]) + path.latency_s for path in paths)
-    step_s = _held_s(tuple(op for op in step(scenario, one, one, scenario.cost) if op.host_s))
+    step_s = _held_s(tuple(op for op in before_step(scenario, one, one, scenario.cost) if op.host_s))
     edges = unique_rows(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
     fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # ends of the intervals of the number of pieces
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)

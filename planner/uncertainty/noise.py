@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, noise_of
+from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_noise
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 
@@ -33,7 +33,7 @@ class Disturbance:
     @classmethod
     def of(cls, noise: str | Noise | None, num_samples: int, seed: int) -> Disturbance | None:
         """The disturbance of a user's noise; None without noise."""
-        parsed = noise_of(noise)
+        parsed = parse_noise(noise) if isinstance(noise, str) else noise
         return None if parsed is None else cls(noise=parsed, seed=seed, num_samples=num_samples)
 
     def check(self, strategy: Strategy) -> None:

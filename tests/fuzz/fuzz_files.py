@@ -1,4 +1,4 @@
-"""Mutated files, read by commands: models, clusters, profiles, tables, partials, traces, noises, measurements."""
+"""Mutated files, read by commands: models, clusters, profiles, tables, traces, measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
             "simulate --strategy kvr-p --gpus 2 --ctx 700 --table {} --json",
         ),
     ),
-    "noise.json": ("simulate --strategy kvr-e --ctx 512 --gpus 2 --samples 5 --noise {} --json",),
     "trace.csv": ("capacity --requests {} --slo-ttft 2s --max-gpus 2 --json",),
     "azure.csv": ("capacity --requests {} --slo-ttft 2s --max-gpus 2",),
     "mooncake.jsonl": ("capacity --requests {} --slo-ttft 2s --max-gpus 2 --json",),
@@ -62,7 +61,6 @@ def _quantised() -> dict[str, Any]:
 def originals() -> dict[str, bytes]:
     """The content of a valid file of each kind; the first call writes links.csv into the current folder."""
     table = kvrsim.build_table(ctx=[512, 1024], gpus=[2], profile="roofline").to_dict()
-    noise = {"side_traffic": {"duty": 0.5, "share": 0.5, "slowdown": 0.1, "dwell_s": 0.01}, "slow_gpus": []}
     about: dict[str, Any] = {"operation": "send_recv", "kernel": "gloo", "device": "h100", "source": "made"}
     about |= {"ranks": 2, "nodes": 1, "src": 0, "dst": 1}
     rows = [Measurement(**about, bytes=2**size, median_s=1e-5 * size) for size in range(10, 20)]
@@ -75,7 +73,6 @@ def originals() -> dict[str, bytes]:
         "cluster.json": (_DATA / "clusters" / "h100-2x8-ndr400.json").read_text(encoding="utf-8"),
         "profile.json": (_DATA / "profiles" / "a100-eager.json").read_text(encoding="utf-8"),
         "table.json": json.dumps(table),
-        "noise.json": json.dumps(noise),
         "trace.csv": "arrival_s,context_tokens,output_tokens\n0.5,100,10\n2.5,300,20\n",
         "azure.csv": azure,
         "mooncake.jsonl": f"{json.dumps(request)}\n{json.dumps(request | {'timestamp': 3000})}\n",

@@ -87,10 +87,10 @@ def _facts(rows: Mapping[str, str | None]) -> Facts:
 
 
 def _strategies() -> Shelf:
-    from kvrsim.strategies import strategy_names
+    from kvrsim.strategies import STRATEGIES
 
     return Shelf(
-        names=strategy_names(),
+        names=tuple(STRATEGIES),
         load=lambda name, argument: about(name),
         to_json=dict,
         cells=lambda one: {
@@ -112,7 +112,7 @@ strategies = _commands(
     _strategies,
     "NAME|FILE.py:NAME",
     "A strategy or a hybrid, such as tp8+kvr-s.",
-    "List the strategies.\n\nAlso lists those that installed packages add.",
+    "List the strategies.",
     """Print one strategy: what ranks compute, send and hold.
 
     Also prints which engines have it, and whether kvrsim run runs it.

@@ -1,13 +1,9 @@
-"""Strategies from a file in the form of docs/how-to/own-strategy.md, and from entry points of other packages."""
+"""Strategies from a file in the form of docs/how-to/own-strategy.md."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +15,7 @@ from kvrsim.cli import main as cli
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, strategy_names
-from kvrsim.strategies.load import installed
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy
 from planner.search.search import search
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -206,73 +201,3 @@ def test_tables_and_fleets_take_searched_strategies_over_single_gpus(strategy: o
     with pytest.raises(InputError) as caught:
         kvrsim.build_table(ctx="1k", gpus=[2], strategy=strategy)  # type: ignore[arg-type]
     assert caught.value.parameter == "strategy"
-
-
-# Strategies of other packages: found by their entry points, and only if a name is unknown, as the docs describe.
-
-ENTRY = re.search(r"```toml\n(.*?)```", PAGE, re.S)
-
-
-def install(folder: Path, code: str, entry: str) -> None:
-    """Write what pip installs for a package: a module, and metadata with entry points."""
-    (folder / "my_strategies.py").write_text(code, "utf-8")
-    metadata = folder / "my_strategies-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-strategies\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[kvrsim.strategies]\n{entry}\n")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    sys.modules.pop("my_strategies", None)
-    installed.cache_clear()
-    importlib.invalidate_caches()
-
-
-def example() -> tuple[str, str]:
-    """The strategy of the docs, and its entry point in the format of entry_points.txt."""
-    assert ENTRY is not None
-    lines = [line for line in ENTRY[1].splitlines() if "=" in line]
-    return FILES["my_strategies.py"], "\n".join(line.replace('"', "") for line in lines)
-
-
-def test_the_example_of_the_docs_runs(folder: Path) -> None:
-    install(folder, *example())
-    assert strategy_names() == (*STRATEGIES, "kvr-window")
-    plan = kvrsim.plan(ctx="4k", gpus=4, strategies=["tsp", "kvr-e", "kvr-window"])
-    chain, limited = plan.strategies[1:]
-    assert limited.strategy == "kvr-window"
-    assert limited.ttft_s < chain.ttft_s
-    runs = [kvrsim.simulate(strategy="kvr-window", ctx="4k", gpus=4, executor=kind) for kind in ("batch", "event")]
-    assert runs[0].ttft_s == pytest.approx(runs[1].ttft_s, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("code", "entry", "says"),
-    [
-        ("", "mine = nothing_there:STRATEGY", "No module named"),
-        (
-            "from kvrsim.strategies import STRATEGIES\nSTRATEGY = STRATEGIES['tsp']",
-            "mine = my_strategies:STRATEGY",
-            "named mine",
-        ),
-    ],
-)
-def test_what_is_wrong_with_an_entry_point_is_said(folder: Path, code: str, entry: str, says: str) -> None:
-    install(folder, code, entry)
-    with pytest.raises(InputError, match=says) as caught:
-        get_strategy("mine")
-    assert caught.value.parameter == "entry point kvrsim.strategies: mine"
-
-
-def test_nothing_is_looked_for_where_names_are_known() -> None:
-    """importlib.metadata reads every installed package; a plan of kvrsim's strategies does not import it."""
-    code = (
-        "import sys, kvrsim; kvrsim.plan(ctx='1k', gpus=2, strategies=['tsp', 'tp2+kvr-s', 'ring']);"
-        "print('importlib.metadata' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False"]
