@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -21,7 +22,8 @@ from planner.deploy_engines import engines_with
 from planner.grid import quick_candidate
 from planner.predictor.predictor import StrategyTimes, TtftPredictor
 from planner.processes import Pool
-from planner.search.minimise import chunks_between, to_grid
+from planner.search.minimise import chunk_lens, to_grid
+from planner.search.pipeline import PAGE
 from planner.search.search import search
 
 BEST = "best"
@@ -31,6 +33,7 @@ _CONTENDS = 1.01  # strategies are simulated if they are within this factor of t
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
 _ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of neighbours
 _EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
+_SEARCHED = ("search", "searched-pieces")  # partition rules with a search per prefill
 
 
 def make_predictor(
@@ -188,16 +191,18 @@ def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch
     """
     if strategy.partition_rule == "search":
         return tuple(start)
-    ttft_s = {point: quick_candidate(_at(scenario, point, 0, batch), strategy).ttft_s for point in start}
+    candidates = dict(zip(start, _candidates(strategy, [_at(scenario, one, 0, batch) for one in start], start)))
     wanted, intervals = set(start), list(pairwise(start))
     while intervals:
         low, high = intervals.pop()
         middle = round((low * high) ** 0.5)
         if not low < middle < high or high < _NEAREST * low:
             continue
-        ttft_s[middle] = quick_candidate(_at(scenario, middle, 0, batch), strategy).ttft_s
-        line_s = float(np.interp(middle, (low, high), (ttft_s[low], ttft_s[high])))
-        if abs(line_s / ttft_s[middle] - 1) > _ERROR:
+        place, ends = _at(scenario, middle, 0, batch), (candidates[low], candidates[high])
+        searched = strategy.partition_rule in _SEARCHED
+        candidates[middle] = _between(*ends, place, 0.5) if searched else quick_candidate(place, strategy)
+        line_s = float(np.interp(middle, (low, high), [one.ttft_s for one in ends]))
+        if abs(line_s / candidates[middle].ttft_s - 1) > _ERROR:
             wanted.add(middle)
             intervals += [(low, middle), (middle, high)]
     return tuple(sorted(wanted))
@@ -220,23 +225,39 @@ def _row(
 
 
 def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence[int]) -> list[Candidate]:
-    """The candidate at each point; shares that a search would find are interpolated between the sampled points."""
-    if strategy.partition_rule != "search":
+    """The candidate at each point; chunks and pieces are searched at the sampled points, and interpolated between."""
+    if strategy.partition_rule not in _SEARCHED:
         return [quick_candidate(place, strategy) for place in places]
-    searched = {index: quick_candidate(places[index], strategy) for index in _sampled(len(points))}
-    sampled = np.log([points[index] for index in searched])
-    shares = np.array([one.partition.fractions for one in searched.values()])
-    candidates = []
-    for index, (point, place) in enumerate(zip(points, places, strict=True)):
-        if index not in searched:
-            mixed = [float(np.interp(np.log(point), sampled, share)) for share in shares.T]
-            near = chunks_between(to_grid(np.cumsum(mixed)[:-1] * point, 1, point), point)
-            balanced = search(per_rank_scenario(place, strategy), strategy, method="analytical").partition
-            partitions = (Partition(chunk_lens=tuple(near.tolist())), balanced)
-            both = [Candidate(scenario=place, strategy=strategy, partition=partition) for partition in partitions]
-            searched[index] = min(both, key=lambda one: one.ttft_s)
-        candidates.append(searched[index])
+    candidates = [quick_candidate(places[0], strategy)]
+    for first, last in pairwise(_sampled(len(points))):
+        low, high = candidates[first], quick_candidate(places[last], strategy)
+        weights = np.interp(np.log(points[first + 1 : last]), np.log([points[first], points[last]]), [0, 1])
+        candidates += [_between(low, high, *pair) for pair in zip(places[first + 1 : last], weights, strict=True)]
+        candidates.append(high)
     return candidates
+
+
+def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) -> Candidate:
+    """The fastest candidate whose chunks or pieces are interpolated between those of a shorter and a longer prompt."""
+    per_rank, partitions = per_rank_scenario(place, low.strategy), list[Partition]()
+    tokens = per_rank.request.new_tokens
+    if low.strategy.partition_rule == "search":
+        partitions.append(search(per_rank, low.strategy, method="analytical").partition)
+    else:
+        step = low.partition.chunk_lens[0]
+        for inner in (range(step, tokens, step), high.partition.boundaries[1:-1]):
+            partitions.append(Partition(chunk_lens=chunk_lens([one for one in inner if one < tokens], tokens)))
+    stride = 1 if low.strategy.partition_rule == "search" else math.lcm(PAGE, per_rank.gpus_per_rank)
+    ends = [np.array(one.partition.boundaries) / one.partition.num_tokens for one in (low, high)]
+    numbers = [len(one) - 1 for one in ends]
+    for number in {*numbers, round(numbers[0] ** (1 - weight) * numbers[1] ** weight)}:
+        parts = min(number, 1 + (tokens - 1) // stride)
+        inner = [np.interp(np.linspace(0, 1, parts + 1), np.linspace(0, 1, len(one)), one)[1:-1] for one in ends]
+        near = to_grid(((1 - weight) * inner[0] + weight * inner[1]) * tokens, stride, tokens)
+        partitions.append(Partition(chunk_lens=chunk_lens(near.tolist(), tokens)))
+    strategy = (low if weight < 0.5 else high).strategy  # its stages have the layers of the nearer prompt
+    each = (Candidate(scenario=place, strategy=strategy, partition=one) for one in partitions)
+    return min(each, key=lambda one: one.ttft_s)
 
 
 def _most_that_fit(scenario: Scenario, candidates: Sequence[Candidate], cached_prefix: int, batch: int) -> int:
