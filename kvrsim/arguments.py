@@ -722,6 +722,19 @@ class PoolArgs(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetArgs(PoolArgs):
+    """Which processes share the work, and how long they may take.
+
+    Processes
+    ---------
+    time_budget : TIME
+        Return what is complete after about this time, and say what is left out. Default: no limit.
+    """
+
+    time_budget: Any = entry(quantity(parse_seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MapArgs(Arguments):
     """What a map compares.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -35,6 +36,8 @@ class Pool:
     jobs: int = 1  # number of processes; ignored on an existing cluster
     backend: str = "loky"  # one of POOL_BACKENDS; "loky" means processes of this machine
     dask_address: str | None = None  # address of a Dask scheduler; None: a new cluster on this machine
+    time_budget_s: float = math.inf  # seconds from now after which `run` begins no further calls that may be left out
+    _begin_s: float = field(default_factory=time.time, repr=False)  # the clock that processes and machines share
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __post_init__(self) -> None:
@@ -42,6 +45,10 @@ class Pool:
             raise InputError("pool", self.backend, f"one of {', '.join(POOL_BACKENDS)}")
         if self.dask_address is not None and self.backend != "dask":
             raise InputError("dask_address", self.dask_address, "nothing, unless `pool` is dask")
+
+    def is_late(self, share: float = 1.0) -> bool:
+        """Whether this share of the time budget is over."""
+        return time.time() >= self._begin_s + share * self.time_budget_s
 
     @property
     def is_here(self) -> bool:
@@ -94,14 +101,29 @@ class Pool:
                 on_progress(len(results), len(arguments), what)
         return [results[index] for index in range(len(arguments))]
 
-    def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
-        """Yield results in the order of the arguments, as soon as each is complete."""
+    def run(
+        self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]], *, share: float = math.inf
+    ) -> Iterator[_Result]:
+        """Yield results in the order of the arguments, as soon as each is complete.
+
+        share: share of the time budget after which no further call begins; then the last results are absent.
+        """
+        last_s = self._begin_s + share * self.time_budget_s
+        for results in self._results(call, arguments, last_s):
+            if not results:
+                return
+            yield from results
+
+    def _results(
+        self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]], last_s: float
+    ) -> Iterator[tuple[_Result, ...]]:
+        """Yield the result of each call; an empty tuple for calls that would begin after `last_s`."""
         if self.is_here or not arguments:
-            yield from (call(*each) for each in arguments)
+            yield from (_until(last_s, call, *each) for each in arguments)
             return
         from joblib import Parallel, delayed, parallel_config
 
-        calls = [delayed(call)(*each) for each in arguments]
+        calls = [delayed(_until)(last_s, call, *each) for each in arguments]
         options = {"initializer": _begin_worker, "initargs": (os.getpid(),)} if self.backend == "loky" else {}
         with parallel_config(backend=self.backend, **options):
             if self.backend == "ray":  # joblib's Ray backend cannot return generators
@@ -148,6 +170,11 @@ class Pool:
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _until(last_s: float, call: Callable[..., _Result], *arguments: Any) -> tuple[_Result, ...]:
+    """The result of a call; empty if it is too late to begin."""
+    return () if time.time() >= last_s else (call(*arguments),)
 
 
 def _version() -> str:

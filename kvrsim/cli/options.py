@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import typer
 from kvrsim.arguments import (
     SEED,
     Arguments,
+    BudgetArgs,
     MeasuredArgs,
     Option,
     PoolArgs,
@@ -292,7 +294,7 @@ class HardwareArgs(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildArgs(PoolArgs):
+class BuildArgs(BudgetArgs):
     """Arguments of commands that use all cores by default.
 
     Processes
@@ -309,7 +311,8 @@ def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
     from planner.processes import Pool, cores
 
     default = cores() if every_core or args.pool != "loky" else 1
-    return Pool(jobs=args.jobs or default, backend=args.pool, dask_address=args.dask_address)
+    budget_s = args.time_budget if isinstance(args, BudgetArgs) and args.time_budget else math.inf
+    return Pool(jobs=args.jobs or default, backend=args.pool, dask_address=args.dask_address, time_budget_s=budget_s)
 
 
 def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) -> Hardware:

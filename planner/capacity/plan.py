@@ -46,9 +46,11 @@ def plan_capacity(
     If the policy names no strategies, the answer has only strategies of engines. A note is added if other strategies
     need fewer GPUs, or if only other strategies meet the target.
 
-    policy: the strategies that groups may run. pool: processes that simulate groups; None: this process. Raises
-    InputError where no group size has a strategy.
+    policy: the strategies that groups may run. pool: processes that simulate groups; None: this process. If its time
+    budget ends, strategies and designs that are not simulated are left out, with a note. Raises InputError where no
+    group size has a strategy.
     """
+    pool = pool or Pool()
     policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
     report = on_progress or (lambda done, total, text: None)
     workloads = [
@@ -60,9 +62,11 @@ def plan_capacity(
     times = service_times(scenario, workloads, policy, request.pack_tokens)
 
     def planned(times: ServiceTimes) -> CapacityPlan:
-        limited = replace(request, limits=_limits(scenario, request.limits, times.policy))
-        times.fill(limited.limits.sizes, pool or Pool(), report)
-        return _plan(limited, workloads, times, warnings, report)
+        limits = _limits(scenario, request.limits, times.policy)
+        times.fill(limits.sizes, pool, report)
+        if not (sizes := tuple(filter(times.layouts, limits.sizes))):
+            raise InputError("time_budget", f"{pool.time_budget_s:g}s", "a longer time: no group is simulated yet")
+        return _plan(replace(request, limits=replace(limits, sizes=sizes)), workloads, times, warnings, pool, report)
 
     theory = planned(times)
     if policy.names is not None or policy.engines or theory.answer is None or theory.answer.engine is not None:
@@ -81,13 +85,14 @@ def _plan(
     workloads: Sequence[Workload],
     times: ServiceTimes,
     warnings: Sequence[str],
+    pool: Pool,
     report: OnProgress,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target, given the service times of groups."""
     begin_s = time.perf_counter()
     scenario, policy, sizes = times.scenario, times.policy, request.limits.sizes
     simulator = FleetSimulator(request, workloads, times)
-    search = FleetSearch(simulator, report)
+    search = FleetSearch(simulator, pool, report)
     fits = search.all_fits(_stretch(workloads))
     fleets = search.answers(fits)
     tried = search.around(fits)
@@ -104,7 +109,7 @@ def _plan(
             fleets = [replace(one, decode=decoders) for one in fleets]
         interval = best.interval or simulator.interval(best.fleet, best.runs)
         short = simulator if sum(map(len, workloads)) <= LONG else simulator.on(workloads[:1])
-        growth = short.growth(best.fleet) if len(workloads[0]) <= LONG else None
+        growth = short.growth(best.fleet) if len(workloads[0]) <= LONG and not pool.is_late() else None
         fleets[0] = replace(fleets[0], interval=interval, growth=growth)
     nearest = None if fleets else search.nearest_miss()
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
@@ -112,6 +117,10 @@ def _plan(
         *dict.fromkeys((*without(warnings, "context-range"), *workloads[0].notes, *notes_on(largest))),
         *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
     ]
+    if times.left_out or search.left_out:
+        missing = [f"on {groups_of([size])} {', '.join(names)}" for size, names in times.left_out.items()]
+        missing += [f"{search.left_out} designs of fleets"] * (search.left_out > 0)
+        notes.append(f"--time-budget {pool.time_budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
     if left_out := policy.left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
     return CapacityPlan(

@@ -52,6 +52,7 @@ from planner.capacity.result import (
 )
 from planner.capacity.times import ServiceTimes
 from planner.capacity.workload import Workload
+from planner.processes import Pool as WorkPool
 
 MANY = 250_000  # requests of all workloads together, above which fewer designs are tried
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
@@ -325,8 +326,11 @@ class Fit:
 class FleetSearch:
     """A search over designs within the limits of a request."""
 
-    def __init__(self, simulator: FleetSimulator, report: OnProgress | None = None) -> None:
-        self.simulator, self.limits, self.report = simulator, simulator.limits, report
+    def __init__(
+        self, simulator: FleetSimulator, pool: WorkPool | None = None, report: OnProgress | None = None
+    ) -> None:
+        self.simulator, self.limits, self.pool, self.report = simulator, simulator.limits, pool or WorkPool(), report
+        self.left_out = 0  # fleets that were not tried, because the pool's time budget ended
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
         self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
 
@@ -340,9 +344,10 @@ class FleetSearch:
             return fits
         if stretch is None:
             return _best_of_sizes(self.mixed(fits))
-        part = FleetSearch(self.simulator.on([stretch]), self.report)
+        part = FleetSearch(self.simulator.on([stretch]), self.pool, self.report)
         finalists = [fit.design for fit in _best_of_sizes(part.mixed(part.fits(part.uniform())))]
         self.simulator.simulated += part.simulator.simulated
+        self.left_out += part.left_out
         mixed = [tuple(group.of(1) for group in design) for design in finalists if len(design) > 1]
         designs = [
             (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.longest)))
@@ -359,8 +364,11 @@ class FleetSearch:
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
     def _reported(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
-        """Yield the items, and report the progress before each."""
+        """Yield the items, and report the progress before each; the first ones only if the time budget ends."""
         for number, item in enumerate(items):
+            if self.pool.is_late() and number >= len(self.types):
+                self.left_out += len(items) - number
+                return
             if self.report is not None:
                 self.report(number, len(items), text)
             yield item

@@ -50,6 +50,7 @@ _FAR = 8.0  # delay of one rank, in longest prefills, with which its slack is me
 _TIE = 1e-9  # relative; the first strategy is chosen if TTFTs differ by less
 _GAIN = 0.002  # least relative gain in TTFT from doubling the pieces of a pipeline
 _PIECES_PER_STAGE = 16  # most pieces per stage; with 16, filling the stages takes less than 7 % of the time
+_TIMES_SHARE = 0.7  # share of a time budget for the simulation of prefills; the search of fleets follows
 _SHORT = 256  # new tokens up to which the clock of a GPU does not decrease
 
 
@@ -394,13 +395,23 @@ class ServiceTimes:
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
         self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # key: GPUs, name and cached prefix
+        self.left_out: dict[int, list[str]] = {}  # names of strategies without times, by group size
+
+    def layouts(self, num_gpus: int) -> dict[str, tuple[Strategy, ...]]:
+        """The strategies of groups of this size by placement of the weights, without those left out."""
+        layouts = self.policy.layouts(self.scenario.on_gpus(num_gpus))
+        each = {
+            weights: tuple(one for one in strategies if one.name not in self.left_out.get(num_gpus, ()))
+            for weights, strategies in layouts.items()
+        }
+        return {weights: strategies for weights, strategies in each.items() if strategies}
 
     def types(self, num_gpus: int) -> tuple[GroupType, ...]:
         """Types of groups of this size that fit some prompt; if no type fits any prompt, the last type.
 
         Empty if no strategy runs on this number of GPUs.
         """
-        types = [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
+        types = [GroupType(num_gpus, weights) for weights in self.layouts(num_gpus)]
         return tuple(one for one in types if self.most_tokens(one)) or tuple(types[-1:])
 
     def most_tokens(self, group: GroupType) -> float:
@@ -414,11 +425,11 @@ class ServiceTimes:
         return other
 
     def fill(self, sizes: Sequence[int], pool: Pool, report: OnProgress) -> None:
-        """Simulate all strategies on groups of these sizes with the pool's processes."""
+        """Simulate all strategies on groups of these sizes; if the pool's time budget ends, leave out the others."""
         work = {
             (size, strategy.name, prefix): (Prefills(self.scenario.on_gpus(size), strategy), prefix, self.lengths)
             for size in sizes
-            for strategies in self.policy.layouts(self.scenario.on_gpus(size)).values()
+            for strategies in self.layouts(size).values()
             for strategy in strategies
             for prefix in self.prefixes
             if (size, strategy.name, prefix) not in self._of_strategies
@@ -427,10 +438,12 @@ class ServiceTimes:
             return
         about_s = np.cumsum([prefills.about_s(prefix) for prefills, prefix, _ in work.values()])
         report(0, 100, "prefill times of groups, %")
-        results = pool.run(Prefills.times, list(work.values()))
-        for key, done_s, grid in zip(work, about_s, results, strict=True):
+        results = pool.run(Prefills.times, list(work.values()), share=_TIMES_SHARE)
+        for key, done_s, grid in zip(work, about_s, results, strict=False):
             self._of_strategies[key] = grid
             report(100 * done_s / about_s[-1], 100, "prefill times of groups, %")
+        for size, name in dict.fromkeys(key[:2] for key in work if key not in self._of_strategies):
+            self.left_out.setdefault(size, []).append(name)
 
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
         """Time grids of a type of group, one per cached prefix."""
@@ -450,7 +463,7 @@ class ServiceTimes:
         return self._of_strategies[key]
 
     def _strategies(self, group: GroupType) -> Sequence[Strategy]:
-        return self.policy.layouts(self.scenario.on_gpus(group.gpus))[group.weights]
+        return self.layouts(group.gpus)[group.weights]
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """TTFT of each prompt alone on a group, seconds; inf where the context does not fit in its memory."""

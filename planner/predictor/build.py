@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ _CONTENDS = 1.01  # strategies are simulated if they are within this factor of t
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
 _ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of neighbours
 _EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
+_SEARCH = 3  # prefills per sample and strategy: the time of a search over that of a grid point
+_REFINED = 1.5  # expected number of grid points after refinement, relative to that before
 _SEARCHED = ("search", "searched-pieces")  # partition rules with a search per prefill
 
 
@@ -46,18 +48,20 @@ def make_predictor(
     """Make the predictor of a scenario, whose context and batch are the largest of the grid.
 
     strategy: a name, or "best" for the fastest strategy that fits and that some engine has.
-    pool: processes that simulate; None: this process. Raises InputError if no strategy fits in memory.
+    pool: processes that simulate; None: this process. If the pool's time budget ends, the predictor has the complete
+    batches. Raises InputError if there are none, or if no strategy fits in memory.
     """
     build = _Build(scenario, pool or Pool(), on_progress)
     strategies = build.strategies(strategy)
     points = build.points(strategies)
+    times = build.times(strategies, points)
     return TtftPredictor(
         kvrsim_version=__version__,
         longest_context=scenario.request.context_len,
         new_tokens=points,
         cached_prefix=build.prefixes,
-        batch=build.batches,
-        strategies=build.times(strategies, points),
+        batch=build.batches[: len(times[0].ttft_s)],
+        strategies=times,
         question=Question.of(scenario, strategy=strategy if isinstance(strategy, str) else strategy.name).to_dict(),
     )
 
@@ -71,6 +75,10 @@ class _Build:
             raise InputError("ctx", self.longest, f"at least {2 * self.fewest} tokens, four per GPU")
         self.batches = tuple(sorted({*(1 << power for power in range(most.bit_length())), most}))
         self.prefixes = tuple(sorted({self.longest // share if share else 0 for share in _PREFIX_SHARES}))
+        doublings = math.log2(self.longest / self.fewest)
+        even = np.geomspace(self.fewest, self.longest, math.ceil(doublings * _PER_DOUBLING) + 1)
+        self.start = tuple(sorted({int(length) for length in np.rint(even)}))
+        self.done = 0.0  # simulated prefills
 
     def strategies(self, strategy: str | Strategy) -> tuple[Strategy, ...]:
         """The named strategy, or all deployable strategies that are nearly the fastest in some sample."""
@@ -88,7 +96,9 @@ class _Build:
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
         samples = product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1]))
         work = [(_at(scenario, *sample), contending) for sample in samples]
-        fast = {name for names in self._results(_near_the_best, work, "samples") for name in names}
+        searches = _SEARCH * len(contending)
+        results = self._results(_near_the_best, work, searches, then=self._refinements(2) + self._rows(2))
+        fast = {name for names in results for name in names}
         if not fast:
             accepted = f"a model that fits in the memory of {scenario.num_gpus} GPUs"
             raise InputError("model", scenario.model.name, accepted)
@@ -96,11 +106,9 @@ class _Build:
 
     def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
         """Grid points of new tokens up to the longest context, so dense that TTFT is nearly linear between them."""
-        first, last = np.log2([self.fewest, self.longest])
-        even = np.rint(2.0 ** np.linspace(first, last, int(np.ceil((last - first) * _PER_DOUBLING)) + 1))
-        start = tuple(sorted({int(length) for length in even}))
-        work = [(one, self.scenario, start, batch) for one in strategies for batch in {1, self.batches[-1]}]
-        return tuple(sorted({point for points in self._results(_refined, work, "refinements") for point in points}))
+        work = [(one, self.scenario, self.start, batch) for one in strategies for batch in {1, self.batches[-1]}]
+        results = self._results(_refined, work, self._refinements(1) / 2, then=self._rows(len(strategies)))
+        return tuple(sorted({point for points in results for point in points}))
 
     def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
         """TTFTs and intervals of each strategy at all grid points; intervals are simulated at the corners."""
@@ -108,23 +116,28 @@ class _Build:
         corners = set(product({0, shape[0] - 1}, {0, shape[1] - 1}))
         work = [
             (one, self.scenario, points, self.prefixes[column], self.batches[row], (row, column) in corners)
-            for one in strategies
             for row, column in np.ndindex(shape)
+            for one in strategies
         ]
-        rows = list(self._results(_row, work, "rows"))
-        each = np.prod(shape)
-        return tuple(self._times(one, rows[each * index :][:each], points) for index, one in enumerate(strategies))
+        rows = self._results(_row, work, len(points))
+        complete = len(rows) // (len(strategies) * shape[1]) * len(strategies) * shape[1]
+        if not complete:
+            raise InputError("time_budget", f"{self.pool.time_budget_s:g}s", "a longer time: no batch is complete")
+        return tuple(
+            self._times(one, rows[index : complete : len(strategies)], points) for index, one in enumerate(strategies)
+        )
 
     def _times(self, strategy: Strategy, rows: Sequence[_Row], points: Sequence[int]) -> StrategyTimes:
         """TTFTs and intervals from a strategy's rows, by batch and prefix; intervals are interpolated."""
         from scipy.interpolate import RegularGridInterpolator
 
-        shape = (len(self.batches), len(self.prefixes), len(points))
-        ttft_s, last = np.array([row.ttft_s for row in rows]).reshape(shape), len(self.prefixes) - 1
-        corners = [[rows[first].ends, rows[first + last].ends] for first in (0, len(rows) - 1 - last)]
+        shape = (len(rows) // len(self.prefixes), len(self.prefixes), len(points))
+        ttft_s, batches = np.array([row.ttft_s for row in rows]).reshape(shape), self.batches[: shape[0]]
+        edges = [rows[: shape[1]], rows[-shape[1] :]]  # the rows of the smallest and of the largest batch
+        corners = [[(row if row[0].ends else edges[0])[column].ends for column in (0, -1)] for row in edges]
         sampled = np.log([points[index] for index in _sampled(len(points))])
         ends = RegularGridInterpolator(((0, 1), (0, 1), sampled), np.log(corners))
-        across = np.log(self.batches) / (np.log(self.batches[-1]) or 1.0)
+        across = np.log(batches) / (np.log(batches[-1]) or 1.0)
         along = np.array(self.prefixes) / self.prefixes[-1]
         places = np.stack(np.meshgrid(across, along, np.log(points), indexing="ij"), axis=-1)
         low, high = np.moveaxis(np.exp(ends(places)), -1, 0)
@@ -136,11 +149,25 @@ class _Build:
             ttft_high_s=_nested(_rounded(ttft_s * high), shape),
         )
 
-    def _results(self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], what: str) -> Iterator[_Result]:
-        """Yield the results of the calls, in the order of `work`."""
-        if self.on_progress is not None:
-            self.on_progress(0, len(work), what)
-        yield from self.pool.ordered(call, work, what, self.on_progress)
+    def _refinements(self, strategies: int) -> float:
+        """Expected number of prefills for the refinement of the grid points, by number of strategies."""
+        return strategies * 2 * _REFINED * len(self.start)
+
+    def _rows(self, strategies: int) -> float:
+        """Expected number of prefills at all grid points, by number of strategies."""
+        return strategies * _REFINED * len(self.start) * len(self.batches) * len(self.prefixes)
+
+    def _results(
+        self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], prefills: float, then: float = 0.0
+    ) -> list[_Result]:
+        """The results of the calls; fewer if the time budget ends. prefills: prefills per call; `then`: later ones."""
+        results, total = list[_Result](), self.done + prefills * len(work) + then
+        for result in self.pool.run(call, work, share=1.0 if call is _row else math.inf):
+            results.append(result)
+            self.done += prefills
+            if self.on_progress is not None:
+                self.on_progress(round(self.done), round(total), "prefills")
+        return results
 
 
 def _rounded(seconds: Array) -> list[float]:
@@ -191,7 +218,8 @@ def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch
     """
     if strategy.partition_rule == "search":
         return tuple(start)
-    candidates = dict(zip(start, _candidates(strategy, [_at(scenario, one, 0, batch) for one in start], start)))
+    places = [_at(scenario, one, 0, batch) for one in start]
+    candidates = dict(zip(start, _candidates(strategy, places, start), strict=True))
     wanted, intervals = set(start), list(pairwise(start))
     while intervals:
         low, high = intervals.pop()
@@ -245,8 +273,8 @@ def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) ->
         partitions.append(search(per_rank, low.strategy, method="analytical").partition)
     else:
         step = low.partition.chunk_lens[0]
-        for inner in (range(step, tokens, step), high.partition.boundaries[1:-1]):
-            partitions.append(Partition(chunk_lens=chunk_lens([one for one in inner if one < tokens], tokens)))
+        for starts in ((*range(step, tokens, step),), high.partition.boundaries[1:-1]):
+            partitions.append(Partition(chunk_lens=chunk_lens([one for one in starts if one < tokens], tokens)))
     stride = 1 if low.strategy.partition_rule == "search" else math.lcm(PAGE, per_rank.gpus_per_rank)
     ends = [np.array(one.partition.boundaries) / one.partition.num_tokens for one in (low, high)]
     numbers = [len(one) - 1 for one in ends]

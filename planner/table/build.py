@@ -48,6 +48,7 @@ _AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # relative differences in TTFT wit
 _EVEN_IS_AS_FAST = 0.02  # relative excess TTFT of even chunks up to which profiles cannot distinguish partitions
 _BLENDS = 64  # number of blends of two partitions
 _NEAR = 0.25  # share of a chunk, to both sides of its length, over which the cost of a token is averaged
+_DRAFTS_SHARE = 0.8  # share of a time budget for the searches; the comparisons with neighbours follow
 _INSIDE = 1e-3  # tokens between a level and the jump that the level must not reach
 
 
@@ -208,24 +209,27 @@ def make_table(
     strategy: the strategy whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
     Entries are searched separately, so that the result does not depend on their order or on the process. Each entry is
     then compared with the interpolation of its neighbours. pool: processes that search; None: this process.
-    journal: drafts of an interrupted build, to which new drafts are appended. Raises InputError for more GPUs than
-    tokens.
+    journal: drafts of an interrupted build, to which new drafts are appended. If the pool's time budget ends, the table
+    has the complete entries. Raises InputError if there are none, and for more GPUs than tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
     drafts = {} if journal is None else {key: one for key, one in drafts_of(journal).items() if key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
     random.Random(0).shuffle(missing)  # so that finished and remaining entries take equally long on average
-    for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
+    for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing], share=_DRAFTS_SHARE):
         drafts[draft.key] = draft
         if journal is not None:
             journal.append(to_json(draft))
         if on_progress is not None:
             on_progress(len(drafts), len(scenarios), "entries")
+    if not drafts:
+        raise InputError("time_budget", f"{pool.time_budget_s:g}s", "a longer time: no entry is complete")
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
     around = _neighbours(drafts)
-    entries = pool.ordered(entry_of, [(scenarios[key], chosen, drafts[key], around[key], steps) for key in scenarios])
+    work = [(scenarios[key], chosen, drafts[key], around[key], steps) for key in scenarios if key in drafts]
+    entries = pool.ordered(entry_of, work, "comparisons with neighbours", on_progress)
     setting = TableSetting.of(scenario, chosen.name)
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 

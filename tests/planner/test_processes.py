@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 
+import kvrsim
 from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
 from kvrsim.noise import parse_noise
+from planner import processes
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.capacity.times import StrategyPolicy
@@ -59,6 +64,36 @@ def test_progress_counts_up_to_all() -> None:
     reports: list[tuple[float, float | None, str]] = []
     results = Pool().ordered(pow, [(2, 3), (3, 2)], "powers", lambda *report: reports.append(report))
     assert (results, reports) == ([8, 9], [(1, 2, "powers"), (2, 2, "powers")])
+
+
+def test_a_time_budget_ends_only_calls_that_may_be_left_out() -> None:
+    pool = Pool(time_budget_s=1e-6)
+    assert list(pool.run(pow, [(2, 3)], share=1.0)) == []
+    assert list(pool.run(pow, [(2, 3)])) == [8]
+    assert list(Pool(time_budget_s=1e6).run(pow, [(2, 3)], share=1.0)) == [8]
+
+
+@pytest.mark.parametrize("build", [kvrsim.build_table, kvrsim.build_predictor])
+def test_a_time_budget_without_a_result_is_refused(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "Pool", partial(Pool, time_budget_s=1e-6))
+    with pytest.raises(InputError, match=r"^time_budget: got '1e-06s', accepted: a longer time"):
+        build(ctx=256, gpus=2, model="llama-7b", cluster="a100-nvlink", strategy="kvr-s")
+
+
+def test_a_time_budget_leaves_out_strategies_of_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, _ = make_scenario(ctx=1024, gpus=2)
+    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
+    now = time.time()
+
+    def report(done: float, total: float | None, text: str) -> None:
+        nonlocal now
+        now += 10 * (done > 60)
+
+    monkeypatch.setattr(processes.time, "time", lambda: now)
+    pool = Pool(time_budget_s=10)
+    plan = plan_capacity(scenario, asked, StrategyPolicy(names=("single", "tsp")), pool=pool, on_progress=report)
+    assert plan.answer is not None
+    assert any("time-budget 10s ended before all was simulated: on groups of 2 GPUs tsp" in one for one in plan.warnings)
 
 
 def test_a_backend_that_is_none_is_refused() -> None:

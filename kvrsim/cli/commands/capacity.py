@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import OF_REQUESTS, DeploymentArgs, FleetArgs, PoolArgs, entry, strategy_list
+from kvrsim.arguments import OF_REQUESTS, BudgetArgs, DeploymentArgs, FleetArgs, entry, strategy_list
 from kvrsim.cli.commands.plan import show_launch
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
@@ -39,11 +39,11 @@ class AnswerArgs(OutputArgs):
     plot: Any = entry(picture_or_page, spelling=("--plot", "--html"))
 
 
-@takes(DeploymentArgs, FleetArgs, PoolArgs, DeployArgs, AnswerArgs, fixed=OF_REQUESTS)
+@takes(DeploymentArgs, FleetArgs, BudgetArgs, DeployArgs, AnswerArgs, fixed=OF_REQUESTS)
 def capacity(
     args: DeploymentArgs,
     fleet: FleetArgs,
-    workers: PoolArgs,
+    workers: BudgetArgs,
     deploy: DeployArgs,
     output: AnswerArgs,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from kvrsim.arguments import REQUIRED, PoolArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
+from kvrsim.arguments import REQUIRED, BudgetArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
@@ -23,7 +23,7 @@ _STRATEGY = "What the GPUs run; best: the fastest that fits and that some engine
 @takes(PredictorArgs, BuildArgs, fixed={"cached_prefix": 0, "prefix_placement": "all"})
 def build(
     args: PredictorArgs,
-    workers: PoolArgs,
+    workers: BudgetArgs,
     *,
     output: Any = output("FILE", "Write the predictor, as JSON."),
     strategy: Any = option("best|NAME|FILE.py:NAME", _STRATEGY, "Question", text, "best"),
@@ -48,6 +48,9 @@ def build(
     predictor.write(output)
     for note in notes:
         warn(f"note: {note}")
+    if predictor.batch[-1] < args.batch:
+        ended = f"note: --time-budget {workers.time_budget:g}s ended"
+        warn(f"{ended}: batches above {predictor.batch[-1]} are left out; a longer time adds them")
     knots = len(predictor.new_tokens) * len(predictor.cached_prefix) * len(predictor.batch)
     about: dict[str, Any] = {
         "prefills": knots * len(predictor.strategies),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvrsim.arguments import REQUIRED, PoolArgs, ScenariosArgs, argument, count, option, text, tokens
+from kvrsim.arguments import REQUIRED, BudgetArgs, ScenariosArgs, argument, count, option, text, tokens
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
 from kvrsim.cli.output import print_answer, print_json, warn
 from kvrsim.cli.progress import Progress
@@ -26,7 +26,7 @@ _STRATEGY = "A strategy over single GPUs whose chunks are searched."
 @takes(ScenariosArgs, BuildArgs)
 def build(
     args: ScenariosArgs,
-    workers: PoolArgs,
+    workers: BudgetArgs,
     *,
     output: Any = output("FILE", "Write the table, as JSON."),
     strategy: Any = option("NAME|FILE.py:NAME", _STRATEGY, "Question", text, "kvr-s"),
@@ -49,14 +49,18 @@ def build(
         with pool_of(workers, every_core=True) as pool, Progress() as progress:
             table = make_table(scenario, counts, lengths, pool=pool, on_progress=progress, **options)
         table.write(output)
-        journal.remove()
+        if missing := len({*lengths}) * len({*counts}) - len(table.entries):
+            kept = f"{journal.path} keeps the searches, and the same command continues"
+            warn(f"note: --time-budget {workers.time_budget:g}s ended: {missing} entries are left out; {kept}")
+        else:
+            journal.remove()
     for note in notes:
         warn(f"note: {note}")
     if not json:
         show(summary_of(table), facts(("written:", output)))
         return
     question = Question.of(scenario, strategy=strategy, lengths=list(lengths), gpu_counts=list(counts))
-    built = {"output": output, "entries": len(table.entries), "setting": to_json(table.setting)}
+    built = {"output": output, "entries": len(table.entries), "left_out": missing, "setting": to_json(table.setting)}
     print_json(question.header() | {"cluster": to_json(scenario.cluster)} | built)
 
 

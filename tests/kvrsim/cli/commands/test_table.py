@@ -15,6 +15,7 @@ import pytest
 from kvrsim.cli import main as cli
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner import processes
 from planner.table import build
 from planner.table.build import Draft, draft_of
 from tests.building.commands import answer, refusal, run
@@ -115,6 +116,29 @@ def test_a_backend_that_is_not_installed(
     line = refusal(capsys, *BUILD, "-o", "table.json", "--pool", backend)
     assert f"--pool: got '{backend}'" in line
     assert "pip install" in line
+
+
+def test_a_time_budget_writes_complete_entries_and_resumes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main([*BUILD, "-o", "whole.json"]) == 0
+    now = time.time()
+
+    def slow(scenario: Scenario, strategy: Strategy) -> Draft:
+        nonlocal now
+        now += 50
+        return draft_of(scenario, strategy)
+
+    words = [*BUILD, "-o", "table.json", "--time-budget", "100s"]
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "draft_of", slow)
+        patch.setattr(processes.time, "time", lambda: now)
+        told = answer(capsys, *words)
+    assert (told["entries"], told["left_out"]) == (2, 1)
+    assert Path("table.json.partial").exists()
+    assert answer(capsys, *words)["left_out"] == 0
+    assert Path("table.json").read_bytes() == Path("whole.json").read_bytes()
+    assert not Path("table.json.partial").exists()
 
 
 def test_interrupted_work_resumes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
