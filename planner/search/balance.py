@@ -48,6 +48,11 @@ class ChainWork:
         self.costs = scenario.layer_costs(scenario.optimistic_cost if least else None)
         self.kinds = scenario.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
+        one = np.ones((1, 1))
+        each = [self._layer(kind, one, one) for kind in range(len(self.costs))]
+        self.layers_host_s = np.array(
+            [sum(op.host_s for op in ops if isinstance(op, Compute | Collective)) for ops in each]
+        )
         mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].has_mixer]
         first, last = mixed[0], mixed[-1]  # first and last layer that send anything
         self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
@@ -63,11 +68,9 @@ class ChainWork:
     def work(self, ranks: range, chunk: Array, start: Array) -> RankWork:
         """The work of these ranks with these chunks and starts (tokens, equal shapes, ranks first)."""
         compute = qkv = post = sent = received = last_sent = none = np.zeros((1,) * chunk.ndim)
-        slowness, blocks = _along(self._slowness[ranks.start : ranks.stop], chunk), self.strategy.query_blocks
-        inner = max(0, min(1, self.num_ranks - 2))  # a rank with a previous and a next rank, if there is one
+        slowness = _along(self._slowness[ranks.start : ranks.stop], chunk)
         for kind, costs in enumerate(self.costs):
-            step = Step(costs, [chunk] * self.num_ranks, [start] * self.num_ranks, query_blocks=blocks)
-            total, before, after, inside, nbytes = _split(layer_ops(self.strategy, step, inner), none)
+            total, before, after, inside, nbytes = _split(self._layer(kind, chunk, start), none)
             total, before, after = slowness * total + inside, slowness * before, slowness * after + inside
             compute = compute + self.counts[kind] * total
             sent_s = self._busy_s(ranks, nbytes)
@@ -102,12 +105,34 @@ class ChainWork:
         """The least seconds to append the first message, of `end` tokens."""
         return self.costs[self._first].mixer.append_s(np.zeros_like(end), end)
 
-    def first_message_ready_s(self, chunk: Array) -> Array:
-        """The least seconds until rank 0's first message is ready: project the chunk, then append or scan it."""
-        costs, none = self.costs[self._first], np.zeros_like(chunk)
-        return costs.qkv_s(chunk) + (
-            costs.mixer.attention_s(chunk, none) if costs.has_state else costs.mixer.append_s(chunk, none)
-        )
+    def first_message_ready_s(self, chunk: Array, host_s: float) -> Array:
+        """The least seconds until rank 0's first message is ready; its host issues the first layer from `host_s` on."""
+        host_s += float(self.layers_host_s @ self._before)
+        chunk = chunk[None]
+        return np.asarray(self._issued_s(self._first, host_s, chunk, np.zeros_like(chunk))[0])
+
+    def last_message_ready_s(self, ranks: range, chunk: Array, start: Array, host_s: float) -> Array:
+        """The least seconds until hosts let the last messages of these ranks leave; see first_message_ready_s."""
+        host_s += float(self.layers_host_s @ (self.counts - self._behind)) - self.layers_host_s[self._last]
+        slowness = _along(self._slowness[ranks.start : ranks.stop], chunk)
+        return self._issued_s(self._last, host_s, chunk, start, slowness)
+
+    def _issued_s(self, kind: int, host_s: float, chunk: Array, start: Array, slowness: Array | float = 1.0) -> Array:
+        """Seconds until a device appends or scans; it begins the layer at 0, its host issues it from `host_s` on."""
+        end_s = np.zeros_like(chunk)
+        for op in self._layer(kind, chunk, start):
+            if isinstance(op, Send):
+                break
+            if isinstance(op, Compute):
+                end_s = np.maximum(np.maximum(end_s, host_s) + slowness * op.device_s, host_s + op.host_s)
+                host_s += op.host_s
+        return end_s
+
+    def _layer(self, kind: int, chunk: Array, start: Array) -> Iterable[Op]:
+        """Operations of a rank with a previous and a next rank, if there is one, in a layer."""
+        blocks, inner = self.strategy.query_blocks, max(0, min(1, self.num_ranks - 2))
+        step = Step(self.costs[kind], [chunk] * self.num_ranks, [start] * self.num_ranks, query_blocks=blocks)
+        return layer_ops(self.strategy, step, inner)
 
     def last_hop_s(self, ranks: range, end: Array) -> Array:
         """Least seconds of the last message, of `end` tokens, from each of these ranks to the next, with its append."""

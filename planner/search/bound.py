@@ -4,9 +4,12 @@ Proof. Let a partition have the chunk ends e_0 < ... < e_(p-1) = C, the last chu
 layer before the request and the engine's step. Times count from there; those of hosts and loads count from the start.
 1. Rank i cannot append in the first layer before a message has passed along the chain to it (the fill, Fill_i), even if
    it has projected its chunk before. Then it computes its layers in order. Before its message of the last layer leaves,
-   it has done all its work except the first projection and the part of the last layer after the append. This message,
-   and each following one up to the last rank, carries at least e_i tokens, which the receiver appends (the drain). Then
-   the last rank computes its attention and MLP of the last layer, and the head. These steps follow one another.
+   it has done all its work except the first projection and the part of the last layer after the append. Its device
+   also begins no operation before its host has begun to issue it: the last message leaves no earlier than the host
+   begins any operation of the last layer before it, plus the device's time from this operation on; the first rank's
+   first message likewise. The host issues the same operations for all chunks. The last message, and each following one
+   up to the last rank, carries at least e_i tokens, which the receiver appends (the drain). Then the last rank computes
+   its attention and MLP of the last layer, and the head. These steps follow one another.
 2. Link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another. The first one is sent after
    the fill; after the last one, the drain follows as in 1. A bus carries the messages of all links.
 3. The last rank needs the fill, all its work after the fill, and the head; its host issues all launches. If a cached
@@ -78,8 +81,9 @@ class Walls:
 class SendersBetweenWalls:
     """All ranks of a chain but the last (the senders), with chunks between walls."""
 
-    def __init__(self, chain: ChainWork) -> None:
-        self.chain, self.senders = chain, range(chain.num_ranks - 1)
+    def __init__(self, chain: ChainWork, host_s: float) -> None:
+        """host_s: time at which hosts begin to issue the first layer, in the time of the devices."""
+        self.chain, self.host_s, self.senders = chain, host_s, range(chain.num_ranks - 1)
         self.holds = not chain.scenario.sends_overlap
         self.first_start = float(chain.scenario.request.cached_prefix)
         self.total = float(chain.scenario.request.context_len)
@@ -132,7 +136,11 @@ class SendersBetweenWalls:
         """Least seconds of each rank before its first append, for ends not earlier than these."""
         message_s = self.chain.first_message_s(self.senders, ends)
         hops_s = message_s + self.chain.first_append_s(ends)
-        reached_s = self.chain.first_message_ready_s(ends[0] - self.first_start) + np.cumsum(hops_s, axis=0) - hops_s
+        reached_s = (
+            self.chain.first_message_ready_s(ends[0] - self.first_start, self.host_s)
+            + np.cumsum(hops_s, axis=0)
+            - hops_s
+        )
         # If received messages occupy the stream, they already count as work of the receiver.
         fills = reached_s if self.holds else reached_s + message_s
         return np.concatenate([np.zeros_like(fills[:1]), fills])
@@ -151,6 +159,8 @@ class SendersBetweenWalls:
             fill = waits.fills_s[first:-1, None]
             own = own + waits.received_s[first:, None] + np.maximum(0.0, fill - work.first_qkv_s)
             link = link + fill
+        if self.chain.layers_host_s.any():
+            own = np.maximum(own, self.chain.last_message_ready_s(ranks, chunks, ends - chunks, self.host_s))
         drain_s = np.cumsum(self.chain.last_hop_s(self.senders, walls)[::-1], axis=0)[::-1]
         return np.maximum(own, link) + drain_s[first:, None]
 
@@ -180,16 +190,17 @@ def lower_bound_and_plans(
 
     These chunks balance all ranks, including their waits for each other.
     """
-    begin_s = _begin_s(scenario)
-    bound = _Bound(scenario, strategy, ttft_s - begin_s, warm_start)
+    begin_s, host_s = _begin_s(scenario)
+    bound = _Bound(scenario, strategy, ttft_s - begin_s, warm_start, host_s - begin_s)
     return max(begin_s + bound.value_s(), issued_or_loaded_s(scenario, strategy)), bound.plans
 
 
-def _begin_s(scenario: Scenario) -> float:
-    """Seconds of the request and the engine's step, before which no rank begins a layer."""
+def _begin_s(scenario: Scenario) -> tuple[float, float]:
+    """Seconds of the request and the engine's step, on the device and on the host, before the first layer."""
     one = np.ones(1)
-    ops = (*request(scenario, one), *before_step(scenario, one, one, scenario.cost))
-    return sum(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.kind == "request")
+    begin = (*request(scenario, one), *before_step(scenario, one, one, scenario.cost))
+    ops = [op for op in begin if isinstance(op, Compute)]
+    return sum(float(op.device_s[0]) for op in ops if op.kind == "request"), sum(op.host_s for op in ops)
 
 
 def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
@@ -283,9 +294,9 @@ class _Intervals:
 
 
 class _Bound:
-    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array, host_s: float) -> None:
         self.scenario, self.strategy, self.ttft_s = scenario, strategy, ttft_s
-        self.chain = SendersBetweenWalls(ChainWork(scenario, strategy, least=True))
+        self.chain = SendersBetweenWalls(ChainWork(scenario, strategy, least=True), host_s)
         self.num_ranks = self.chain.chain.num_ranks
         self.warm_start = np.asarray(warm_start, dtype=float)[:-1, None]
         self.plans = np.empty((0, self.num_ranks))

@@ -12,6 +12,7 @@ from tests.building.profiles import any_operation, any_profile
 from tests.building.rates import any_blocked, any_eager, any_elementwise, any_experts, any_flash, any_gemm, any_sizes
 from tests.building.scenarios import (
     any_divisible,
+    any_engine,
     any_partition,
     any_placed,
     any_rows,

@@ -19,7 +19,17 @@ from kvrsim.strategies import STRATEGIES, Strategy
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
-from tests.building import Draws, any_scenario, as_measured, draws, examples, scenario_in, scenarios, strategy_of
+from tests.building import (
+    Draws,
+    any_engine,
+    any_scenario,
+    as_measured,
+    draws,
+    examples,
+    scenario_in,
+    scenarios,
+    strategy_of,
+)
 
 KVR = STRATEGIES["kvr-s"]
 BLOCKS = replace(STRATEGIES["kvr-b"], query_blocks=(1, 3, 8), refuses=None)
@@ -88,7 +98,8 @@ def anything(rng: Draws) -> Scenario:
         options |= {"topologies": ("bus",), "num_gpus": (2, 4)}
     if rng.random() < 0.5:
         options["decades"] = (5, 9)
-    return any_scenario(rng, **options)
+    scenario = any_scenario(rng, **options)
+    return replace(scenario, engine=any_engine(rng)) if scenario.profile and rng.random() < 0.3 else scenario
 
 
 @given(scenario=anything(), seed=SEEDS)
@@ -161,10 +172,11 @@ def test_one_gpu_reaches_it(scenario: Scenario) -> None:
         (1.02, {"ctx": "8k", "gpus": 4, "model": "llama-3-8b", "cluster": "h100-nvlink", "link_bandwidth": 1e7}),
         (1.001, {"ctx": "1k", "gpus": 4, "model": "llama-3-8b", "cluster": "h100-nvlink", "link_latency": "1s"}),
         (1.02, {"ctx": "8k", "gpus": 3, "model": "gemma-3-27b", "cluster": "h100-nvlink"}),
+        (1.005, {"ctx": 300, "gpus": 8, "model": "llama-7b", "link_latency": "100us"}),
     ],
 )
 def test_the_bound_is_close(most: float, options: dict[str, Any]) -> None:
-    """Cases: messages that overlap or hold streams, fast links, low bandwidth, latency, two kinds of layers."""
+    """Cases: messages that overlap or hold streams, fast links, low bandwidth, latency, two kinds of layers, slow hosts."""
     scenario = for_strategy(make_scenario(**options)[0], KVR)
     found = search(scenario, KVR)
     assert found.lower_bound_s is not None
