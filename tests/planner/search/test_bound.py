@@ -176,7 +176,7 @@ def test_one_gpu_reaches_it(scenario: Scenario) -> None:
     ],
 )
 def test_the_bound_is_close(most: float, options: dict[str, Any]) -> None:
-    """Cases: messages that overlap or hold streams, fast links, low bandwidth, latency, two kinds of layers, slow hosts."""
+    """Cases: messages that overlap or hold streams, links of all kinds, two kinds of layers, slow hosts."""
     scenario = for_strategy(make_scenario(**options)[0], KVR)
     found = search(scenario, KVR)
     assert found.lower_bound_s is not None
