@@ -489,7 +489,9 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     per_rank = per_rank_scenario(scenario, strategy)
     tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
     number = min(_SHORT_PIECES * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
-    memory = memory_of(per_rank, strategy, Partition.even(tokens, max(1, number)))
+    # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
+    like = chain_like(strategy) if strategy.near_chain else strategy
+    memory = memory_of(per_rank, like, Partition.even(tokens, max(1, number)))
     if strategy.partition_rule == "searched-pieces":
         return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
     if strategy.partition_rule == "search":

@@ -43,10 +43,17 @@ def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None
     finish_s = _steady_finish_s(program, cluster, blocks) if draw is None else None
     if finish_s is None:
         prologue, *kinds, epilogue = blocks
-        graph = _Graph(program, cluster, draw)
+        graph = _Graph(cluster, program.num_ranks, program.num_rows, draw)
         graph.take([prologue, *(kinds[kind] for kind in program.layer_kind_index), epilogue])
         finish_s = _Run(graph).finish_s()
     return finish_s
+
+
+def run_steps(steps: Block, cluster: Cluster, num_rows: int) -> Array:
+    """Finish time of each rank, seconds, shape (num_ranks, num_rows), from all steps of the ranks."""
+    graph = _Graph(cluster, len(steps), num_rows)
+    graph.take([steps])
+    return _Run(graph).finish_s()
 
 
 def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]) -> Array | None:
@@ -61,7 +68,7 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     steps = [step for kind in period for own in kinds[kind] for step in own]
     if any(isinstance(step, Message) for step in steps) or all(isinstance(step, Segment) for step in steps):
         return None
-    graph = _Graph(program, cluster)
+    graph = _Graph(cluster, program.num_ranks, program.num_rows)
     graph.take([prologue])
     marks = [graph.mark()]
     for _ in range(_EVALUATED):
@@ -147,9 +154,9 @@ class _Track:
 class _Graph:
     """Waits of all ranks and messages of all lanes, built from the ranks' steps."""
 
-    def __init__(self, program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> None:
-        self.cluster, self.num_ranks, self.draw = cluster, program.num_ranks, draw
-        self.num_rows = program.num_rows if draw is None else draw.num_samples
+    def __init__(self, cluster: Cluster, num_ranks: int, num_rows: int, draw: NoiseDraw | None = None) -> None:
+        self.cluster, self.num_ranks, self.draw = cluster, num_ranks, draw
+        self.num_rows = num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
         self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # messages, by rank and its way out
         # Events, by the rank and the number of the wait whose start triggers them.
