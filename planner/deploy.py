@@ -127,20 +127,20 @@ class Server:
     def notes(self) -> Iterator[str]:
         """Notes that the user must know in addition to the flags."""
         engine, scenario = self.engine, self.scenario
-        yield f"flags as documented at {engine.name} {engine.version}, looked at on {engine.looked_at}"
+        yield f"flags as documented for {engine.name} {engine.version}, read on {engine.looked_at}"
         if "/" not in self.model:
-            yield f"{self.model} is kvrsim's name of the model: put your checkpoint's name or path in its place"
+            yield f"{self.model} is kvrsim's name of the model: replace it by the name or path of your checkpoint"
         layout = self.layout
         about = {"context": layout.context > 1, "searched": layout.pieces == "searched", "data": layout.data > 1}
         about |= {"nodes": self.nodes > 1, "deepep": bool(self.values["deepep"])}
         yield from (engine.notes[what] for what, holds in about.items() if holds and what in engine.notes)
         if engine.name != "vllm":
-            yield f"{engine.name}'s memory fraction leaves out activations: make it smaller where memory runs out"
+            yield f"{engine.name}'s memory fraction does not include activations: reduce it if memory runs out"
         quantization = scenario.model.quantization
         if scenario.request.dtype == "fp8" and engine.name == "trtllm":
             yield "trtllm-serve takes FP8 from the checkpoint: quantise it first"
         elif quantization is not None and scenario.request.dtype != "fp8":
-            yield f"the checkpoint says how it is quantised ({quantization.describe()})"
+            yield f"the checkpoint is quantised ({quantization.describe()}): no flag is needed"
         if self.nodes > 1:
             yield f"{self.nodes} nodes: start one process on each, with its rank and the first node's address"
         if layout.pieces == "searched" and self.pieces:
@@ -149,7 +149,7 @@ class Server:
                 layers = ",".join(map(str, self.layers or ()))
                 yield f"stages were planned with uneven layers: set SGLANG_PP_LAYER_PARTITION={layers}"
         if len(self.pieces) == 1:
-            yield "the prompt is one step, as it was simulated; smaller steps need less memory and take longer"
+            yield "the plan computes the prompt in one step; smaller steps need less memory and take longer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,9 +241,9 @@ def launch_of(
     )
     notes = [
         *server.notes(),
-        "the longest sequence is the prompt and one token: add your output tokens"
+        "the longest sequence is the prompt and one output token: add the output tokens that you need"
         if max_len > scenario.request.context_len
-        else f"{scenario.model.name} has {max_len} positions: the prompt must leave some for the output",
+        else f"{scenario.model.name} has {max_len} positions: the prompt must leave room for the output",
     ]
     placement = scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":

@@ -22,7 +22,7 @@ _WORDS = {  # kind of operation: its name, and how to make it faster
     "gemm": ("matrix products", "FP8 weights (--dtype fp8), or more GPUs that split each matrix"),
     "attention": ("attention", "a cached prefix, or more GPUs per prompt"),
     "latent": ("latent attention", "a cached prefix, or more GPUs per prompt"),
-    "sparse": ("choosing and attending to keys", "a cached prefix, or more GPUs that split the context"),
+    "sparse": ("sparse attention", "a cached prefix, or more GPUs that split the context"),
     "experts": ("experts", "--expert-parallel, or more GPUs"),
     "recurrence": ("recurrences", "more GPUs per prompt"),
     "elementwise": ("norms, rotary and copies", "more GPUs that split the tokens"),

@@ -36,9 +36,9 @@ def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes:
     missing = f"profile {profile.name} has no rates of"
     latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttention) and not mixer.is_sparse]
     if latents and rates.latent is None:
-        yield f"{missing} latent attention; priced as attention of heads as wide as its keys and values in the mean"
+        yield f"{missing} latent attention; priced as attention with heads of the mean width of its keys and values"
     if any(_is_counted(mixer, rates) for mixer in mixers):
-        yield f"{missing} attention to chosen keys; {_COUNTED}"
+        yield f"{missing} sparse attention; {_COUNTED}"
     kinds = dict.fromkeys(mixer.kind for mixer in mixers if isinstance(mixer, Recurrence))
     for kind in kinds:
         if rates.recurrence is None:
@@ -47,7 +47,7 @@ def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes:
             yield f"{missing} {RECURRENCE_TITLES[kind]}; priced as the most similar recurrence that it has"
     types = {layer.mlp[0].compute for layer in model.layer_kinds if layer.num_experts}
     if any(rates.experts is None or not rates.experts.covers(compute, element_bytes) for compute in types):
-        yield f"{missing} such experts as grouped products; counted as products one by one"
+        yield f"{missing} grouped products of such experts; each expert is priced as a product of its own"
 
 
 def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
@@ -70,10 +70,10 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
     covered = [kind for kind in types if rates is not None and rates.covers(kind, 2)]
     if profile is not None and covered:  # coverage_notes names experts without rates
         fit = profile.operations.get("experts")
-        error = "" if fit is None else f", {fit.cross_validated_mape:.0%} off on average for models left out"
+        error = "" if fit is None else f"; mean error {fit.cross_validated_mape:.0%} on models left out of the fit"
         yield (
-            "mixture of experts: routed experts are priced as grouped products, whose rates stand for tokens spread"
-            f" evenly and by power laws alike{error}"
+            "mixture of experts: the rates of grouped products are means over even and uneven loads of the experts"
+            f"{error}"
         )
     for kind in filter(None, covered):
         if profile is not None and rates is not None and (priced := rates.priced_as(kind)) not in (None, kind):
@@ -93,7 +93,7 @@ def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement
 
 EXPLAINED = {
     "fp8": "FP8",
-    "fp8_block": "FP8 with scales by block",
+    "fp8_block": "FP8 with a scale per block",
     "nvfp4": "NVFP4",
     "int8": "INT8",
     "int4_wo": "half precision from 4-bit weights",
@@ -114,20 +114,20 @@ def precision_notes(model: ModelSpec, dtype: str, profile: CalibrationProfile | 
     begin = f"{model.name} has quantised weights ({model.quantization.describe()})"
     if not model.quantization.formats:
         yield (
-            f"{begin} by a method that is not modelled: weights and computation are taken in {half}; the checkpoint"
-            " needs less memory, and may need more or less time"
+            f"{begin} by a method that is not modelled: weights and computation are priced in {half}; the"
+            " checkpoint needs less memory, and its TTFT may be longer or shorter"
         )
         return
     types = sorted({gemm.compute for kind in model.layer_kinds for gemm in _matrices(kind) if gemm.compute})
     if not types:
-        yield f"{begin}, of none of its layers: all is taken in {half}"
+        yield f"{begin}, but not in its layers: all products are in {half}"
         return
     computed = " and ".join(EXPLAINED[one] for one in types)
     whole = all(gemm.compute for kind in model.layer_kinds for gemm in _matrices(kind) if gemm.out_features > 1)
-    which = "the layers' products" if whole else "some of the layers' products (the rest is not quantised)"
+    which, others = ("products", "") if whole else ("some products", "other products, ")
     cache = "" if model.quantization.kv_cache_bits else " and KV cache"
     head = ", head" if model.lm_head.compute is None else ""
-    yield f"{begin}: {which} in {computed}; attention, norms, embedding{head}{cache} in {half}"
+    yield f"{begin}: {which} of the layers in {computed}; {others}attention, norms, embedding{head}{cache} in {half}"
     for one in sorted(
         {gemm.compute for kind in model.layer_kinds for gemm in _products(kind, profile) if gemm.compute}
     ):
@@ -155,11 +155,11 @@ def _priced_precision(compute: str, half: str, profile: CalibrationProfile | Non
     if priced is not None:
         substitute = EXPLAINED[priced]
     elif not GEMM_TYPES[compute].quantised:
-        substitute = f"{half}, which leaves out the dequantising: TTFT may be a little short"
+        substitute = f"{half}, without the time to dequantise: the predicted TTFT may be slightly too short"
     elif compute == "nvfp4":
-        substitute = f"{half}, as engines compute them before Blackwell, where TTFT is shorter"
+        substitute = f"{half}, as engines do before Blackwell; on Blackwell TTFT is shorter"
     elif compute == "int8" or "fp8" in gpu.peak_flops:
-        substitute = f"{half}, which takes longer: TTFT of a long prompt is too long"
+        substitute = f"{half}, which is slower: the predicted TTFT of long prompts is too long"
     else:
-        substitute = f"{half}, as engines compute them on a GPU without such arithmetic"
+        substitute = f"{half}, as engines do on a GPU without such arithmetic"
     yield f"profile {profile.name} has no rates of products in {EXPLAINED[compute]}; priced as {substitute}"

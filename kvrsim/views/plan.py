@@ -28,7 +28,7 @@ def figure(plan: Plan) -> Figure:
     """Timeline of the best strategy if recorded; else the TTFTs of all strategies."""
     line = html.question_line(plan)
     if plan.ties:
-        line = f"cannot be told from {', '.join(plan.ties)} · {line}"
+        line = f"ties with {', '.join(plan.ties)} · {line}"
     if plan.timeline is not None:
         return draw_gantt(plan.timeline, answer(plan), f"{plan.first.title} · {line}")
     return _draw_ttfts(plan, line)

@@ -174,10 +174,11 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"): any(
             one.ttft_low_s < one.ttft_high_s for one in rows
         ),
-        Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.yardstick} over its"): over is not None,
-        Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT less that over fast links"): not short,
-        Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits most"): not short,
-        Column(title="peak\nmemory", number=True, rank=3, hint="of the rank that needs most"): True,
+        Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.yardstick} divided by this TTFT"): over
+        is not None,
+        Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT minus TTFT with free communication"): not short,
+        Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits longest"): not short,
+        Column(title="peak\nmemory", number=True, rank=3, hint="of the rank that needs the most"): True,
         Column(title="fits\n", hint=plan.memory_limit.describe()): not short,
         Column(title="engines\n", rank=4): short,
     }
@@ -265,13 +266,12 @@ def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
     else:
         yield f"Promise {format_seconds(promise.ttft_s)} (one-sided {promise.share * 100:g} %, {load}); {expected}."
     if promise.slo_s is not None and promise.most_rate_per_s is not None:
-        verdict = "meets" if promise.meets else "misses"
-        most = (
-            f"it is met up to {promise.most_rate_per_s:.3g} prompts/s"
-            if promise.most_rate_per_s
-            else "no load meets it"
-        )
-        yield f"This {verdict} the target of {format_seconds(promise.slo_s)}; {most}."
+        most = f"{promise.most_rate_per_s:.3g} prompts/s"
+        verdict = f"meets the target of {format_seconds(promise.slo_s)} for up to {most}"
+        if not promise.meets:
+            load = f"; at most {most} would meet it" if promise.most_rate_per_s else " at any load"
+            verdict = f"misses the target of {format_seconds(promise.slo_s)}{load}"
+        yield f"This {verdict}."
     if plan.limits:
         top = plan.limits[0]
         verb = "limit" if top.operation.endswith("s") else "limits"
@@ -297,16 +297,16 @@ def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
     else:
         has = {one.strategy: one for name in _ENGINES if (one := plan.best_on(name)) is not None}
         fastest = min(has.values(), key=lambda one: one.ttft_s, default=None)
-        today = "nothing that was compared"
+        today = "none of the compared strategies"
         if fastest is not None:
             today = f"{fastest.strategy}, {format_seconds(fastest.ttft_s)} ({', '.join(fastest.engines)})"
-        yield f"Engines today: {today}; none that was looked at has {best.strategy}."
+        yield f"Engines today: {today}; vllm, sglang and trtllm lack {best.strategy}."
     if emit is not None and emit not in best.engines:
         has_best = plan.best_on(emit)
-        launched = "nothing that it has fits"
+        launched = "none of its strategies fits"
         if has_best is not None:
             launched = f"{has_best.strategy}, {format_seconds(has_best.ttft_s)}"
-        yield f"For {emit}: {launched}; {best.strategy}, {format_seconds(best.ttft_s)}, was passed over."
+        yield f"For {emit}: {launched}. It lacks {best.strategy}, {format_seconds(best.ttft_s)}."
 
 
 _ENGINES = ("vllm", "sglang", "trtllm")
@@ -319,4 +319,4 @@ def _would_fit(plan: Plan) -> Iterator[str]:
         gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
         yield f"Would fit: {one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
     if not plan.shortfall.would_fit:
-        yield "No strategy without a long search would fit, and none on up to 16 times the GPUs."
+        yield ("No strategy would fit on up to 16 times as many GPUs. Strategies with long searches were not tried.")

@@ -28,8 +28,8 @@ from planner.decode import decoding_rank, step_s
 from planner.grid import largest
 
 MEANING = (
-    "a group of tensor parallelism decodes the largest batch whose caches fit beside the weights and whose step keeps"
-    " the TPOT, at the mean context of decoding; the fleet holds the most sequences that are decoded at once"
+    "each group uses tensor parallelism and the largest batch that fits in memory and meets the TPOT at the mean"
+    " context; there are enough groups for the largest number of sequences that decode at the same time"
 )
 
 

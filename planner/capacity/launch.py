@@ -38,7 +38,7 @@ def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Laun
         servers = [replace(one, server=replace(one.server, config=f"{one.name}.yaml")) for one in servers]
         scripts = {f"{one.name}.sh": f"#!/bin/sh\n# {one.what}\nexec {one.server.command}\n" for one in servers}
         notes = [f"{one.name}.sh: {one.what}" for one in servers]
-        notes.append("the arguments are those of the first script; --host and --port are for you to add")
+        notes.append("the arguments are those of the first script; add --host and --port")
     if len(plan.answer.groups) > 1:
         notes.append(f"a router sends each prompt to the servers of its length: {plan.request.dispatch}")
     notes += [note for one in servers for note in (*one.notes, *one.server.notes())]
@@ -67,7 +67,7 @@ def _servers(
         elif layout.pieces == "none":
             pieces = (high,)
         elif len(pieces) > 1:
-            notes = [f"pieces are those of {high} new tokens; shorter prompts were planned with their own"]
+            notes = [f"the pieces are for prompts of {high} new tokens; the plan has other pieces for shorter prompts"]
         lengths = "" if len(groups) == 1 else f", for prompts of {low} to {high} new tokens"
         yield _Servers(
             name="prefill" if len(groups) == 1 else f"prefill-{number}",

@@ -58,7 +58,7 @@ def strategies_here(
             reasons.setdefault(error.accepted, []).append(strategy.name)
     at = wanted.index("all")
     wanted[at : at + 1] = runnable
-    left_out = (f"not measured: {', '.join(left)}: takes {reason}" for reason, left in reasons.items())
+    left_out = (f"not measured: {', '.join(left)} (accepted: {reason})" for reason, left in reasons.items())
     return tuple(dict.fromkeys(wanted)), (*notes, *left_out)
 
 

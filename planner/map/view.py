@@ -36,7 +36,7 @@ def figure(grid: StrategyMap) -> Figure:
     won = {winner.strategy for winner in winners}
     colours = {name: strategy_colour(name).light for name in grid.strategies if name in won}
     line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
-    marks = "×: gain over one GPU · ≈: others cannot be told from it · empty: nothing fits in memory"
+    marks = "×: gain over one GPU · ≈: others tie with it · empty: nothing fits in memory"
     head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
     each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # heights in inches
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + below

@@ -93,8 +93,8 @@ def provenance(scenario: Scenario) -> str:
     elif scenario.engine is not None:
         parts.append(_engine_provenance(scenario.engine))
     coverage = measured_coverage(scenario)
-    held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of the held-out ones"
-    parts += [f"Intervals made to hold 80 % of TTFTs {held}.", profile.not_covered]
+    held = "were not checked on whole prefills" if coverage is None else f"contain {coverage:.0%} of held-out TTFTs"
+    parts += [f"The 80 % intervals {held}.", profile.not_covered]
     return " ".join(parts)
 
 
@@ -104,6 +104,6 @@ def _engine_provenance(engine: Engine) -> str:
     if fit is None:
         return f"{text}, never compared with whole prefills."
     return (
-        f"{text}, from {fit.num_rows} prefills; half of those of a further {fit.left_out} are off by less than"
-        f" {fit.left_out_median_ape:.1%}."
+        f"{text}, fitted to {fit.num_rows} prefills; median error {fit.left_out_median_ape:.1%} with one"
+        f" {fit.left_out} left out."
     )

@@ -133,7 +133,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
     """Count slower strategies, those that do not fit, and those that were not searched."""
     fitting, misfits = [[one for one in plan.strategies if one.fits is fits] for fits in (True, False)]
     if len(fitting) > MOST_ROWS:
-        yield f"{len(fitting) - MOST_ROWS} slower ones fit, too."
+        yield f"{len(fitting) - MOST_ROWS} slower strategies fit."
     if misfits and plan.feasible:
         fastest = min(misfits, key=lambda one: one.ttft_s)
         needs = (
@@ -161,8 +161,16 @@ def _explained(plan: Plan) -> lines.Facts:
         *_kvr(plan),
         ("critical path:", ", ".join(f"{one.operation} {one.share:.0%}" for one in plan.limits)),
         ("search:", effort),
-        ("", f"rough partitions, as they cannot be the best or the budget ended: {_listed(rough)}" if rough else None),
-        ("others:", f"not compared, as they cannot fit: {_listed(plan.not_compared)}" if plan.not_compared else None),
+        (
+            "",
+            f"partitions of these are rough, because they cannot be the best or the budget ended: {_listed(rough)}"
+            if rough
+            else None,
+        ),
+        (
+            "others:",
+            f"not compared, because they cannot fit: {_listed(plan.not_compared)}" if plan.not_compared else None,
+        ),
         *_noise_rows(plan),
         ("memory:", lines.limit_text(limit)),
         *(lines.misfit_row(one.strategy, one.memory, limit.nbytes) for one in plan.strategies if one.strategy in short),

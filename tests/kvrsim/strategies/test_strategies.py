@@ -184,7 +184,7 @@ def test_all_ranks_what_can_run() -> None:
     names = [one.strategy for one in plan.strategies]
     assert {"single", "ring", "zigzag", "pp", "tp2+kvr-s", "pp3+cp2"} <= set(names)
     assert "tp" not in names
-    assert [note for note in plan.warnings if note.startswith("not compared: tp, tp6+pp1: takes groups")]
+    assert [note for note in plan.warnings if note.startswith("not compared: tp, tp6+pp1 (accepted: groups")]
     by_name = {one.strategy: one for one in plan.strategies}
     assert len(by_name["tp2+kvr-s"].memory) == len(by_name["tp2+kvr-s"].wait_s) == 6
     assert len(by_name["tp2+kvr-s"].partition) == 3
