@@ -51,7 +51,7 @@ def test_the_largest_rate_meets_the_target_and_more_misses_it() -> None:
 
 
 QUESTIONS: tuple[tuple[dict[str, Any], str, str], ...] = (
-    ({"model": "deepseek-v3.2", "cluster": "h100-2x8-ndr400", "ctx": "128k"}, "tp", "keys"),
+    ({"model": "deepseek-v3.2", "cluster": "h100-2x8-ndr400", "ctx": "128k"}, "tp", "sparse attention"),
     ({"gpus": 8, "ctx": "16k"}, "tsp", "attention"),
     ({"model": "llama-3.1-8b", "cluster": "h100-nvlink", "ctx": "4k"}, "single", "matrix products"),
     ({"gpus": 8, "ctx": "4k", "link_bandwidth": "1GB/s"}, "tsp", "communication"),

@@ -187,7 +187,7 @@ def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_p
     scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
     names, notes = strategies_here(scenario, ["all"], "ranks", Hardware(config=str(tmp_path / "states.json")))
     assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
-    assert any("not measured: tp: takes" in note for note in notes)
+    assert any("not measured: tp (accepted" in note for note in notes)
     assert any("ring" in note and "its layers keep states" in note for note in notes)
 
 

@@ -270,7 +270,7 @@ def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: 
     assert "Run tp " in out
     assert "kvr-s would take" in " ".join(out.split())
     nothing = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s", "--emit", "vllm")
-    assert "nothing that it has fits" in screen(capsys, *nothing, code=1)
+    assert "none of its strategies fits" in screen(capsys, *nothing, code=1)
 
 
 def test_emit_refuses_a_context_without_positions_before_the_search(
