@@ -28,9 +28,8 @@ from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_text_part
 from kvrsim.model.reader import RefusedError, read_class
-from kvrsim.model.remote import translated
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import _HARMLESS, fill, freeze
+from kvrsim.model.template import _HARMLESS, fill, freeze, translated
 
 FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))

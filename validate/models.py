@@ -10,8 +10,8 @@ import argparse
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from kvrsim.model.load import model_type_data
 from kvrsim.model.spec import ModelSpec, describe_mixers, describe_parameters
+from kvrsim.model.template import model_type_data
 from validate.report import RESULTS, fill, table, write_page
 
 PAGE = RESULTS / "support.md"

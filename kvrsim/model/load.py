@@ -11,7 +11,6 @@ import os
 import re
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,20 @@ from typing import Any
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
+from kvrsim.model.mixers import Attention
 from kvrsim.model.quantization import read_quantization
-from kvrsim.model.remote import adapted, pruned_llama, remote_type, translated
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import MAX_LAYERS, fill, freeze, thaw
+from kvrsim.model.template import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    adapted,
+    fill,
+    freeze,
+    model_type_data,
+    remote_type,
+    thaw,
+    translated,
+)
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
 _TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # suffixes of checkpoints that share a shape
@@ -31,7 +40,7 @@ _FROZEN = "model.json"  # file that describes a model that the user has added
 _DATA = Path(__file__).parents[1] / "data"
 _FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-_TOWERS = {"vision": ("vision_config", "visual_config"), "audio": ("audio_config",)}
+_TOWERS = {"vision_config": "vision", "visual_config": "vision", "audio_config": "audio"}
 # Keys of the outer file that apply to the text model, as in transformers: tied embeddings and quantisation.
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
 _REQUIRED = (
@@ -71,11 +80,11 @@ def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") ->
     config = _read(path, argument)
     model = read_config(config, name)
     shape = freeze(replace(model, layers=model.layer_kinds))
-    content = {"model": shape, "index": model.layer_kind_index, "fields": dict(config.fields)}
-    folder = own_folder() / name
+    fields, folder = dict(config.fields), own_folder() / name
+    content = {"model": shape, "index": model.layer_kind_index, "fields": fields}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "config.json", json.dumps(dict(config.fields)).encode(), argument=argument)
-    write_atomically(folder / _FROZEN, json.dumps(content).encode(), argument=argument)
+    for file, data in (("config.json", fields), (_FROZEN, content)):
+        write_atomically(folder / file, json.dumps(data).encode(), argument=argument)
     return model, folder
 
 
@@ -137,13 +146,13 @@ def _read(path: Path, argument: str) -> JsonObject:
     """A config.json with the quantisation of NVIDIA's hf_quant_config.json in the same folder, if there is one."""
     config = JsonObject.read(path, argument)
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
-    parts = [config.fields, config.fields.get("text_config")]
-    if not path.name.endswith("config.json") or not beside.is_file():
+    text = config.fields.get("text_config")
+    quantised = config.has("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    if quantised or not path.name.endswith("config.json") or not beside.is_file():
         return config
-    if any(isinstance(fields, dict) and fields.get("quantization_config") for fields in parts):
-        return config
-    quantization = dict(JsonObject.read(beside, argument).fields)
-    return replace(config, fields={**config.fields, "quantization_config": quantization})
+    return replace(
+        config, fields={**config.fields, "quantization_config": dict(JsonObject.read(beside, argument).fields)}
+    )
 
 
 def config_path(name: str, argument: str) -> Path:
@@ -179,7 +188,7 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         for names in _REQUIRED:
             if not any(text.has(key) for key in names):
                 raise text.error(names[0], "a whole number")
-    model = pruned_llama(text, name, read_type) if model_type in ("nemotron-nas", "deci") else read_type(text, name)
+    model = _pruned_llama(text, name) if model_type in ("nemotron-nas", "deci") else read_type(text, name)
     if all(layer.mixer is None for layer in model.layers):
         raise InputError(text.where, "no layer with attention or a state", "a model whose tokens see each other")
     positions = text.first_of("max_position_embeddings", "n_positions", "seq_length")
@@ -201,16 +210,6 @@ def _dtype_of(config: JsonObject) -> str | None:
     return _DTYPES.get(given) if isinstance(given, str) else None
 
 
-@cache
-def model_type_data(model_type: str) -> dict[str, Any] | None:
-    """The data of a model type (see kvrsim/model/template.py); None if the type has no data."""
-    path = _DATA / "types" / f"{model_type}.json"
-    if "/" in model_type or "\0" in model_type or len(model_type) > 100 or not path.is_file():
-        return None
-    data: dict[str, Any] = parse_json(path.read_bytes())
-    return data
-
-
 def read_type(config: JsonObject, name: str) -> ModelSpec:
     """Read the model with the data of its type, or from its class if the data do not cover it."""
     plain = translated(config)
@@ -223,35 +222,31 @@ def read_type(config: JsonObject, name: str) -> ModelSpec:
     return adapted(config, _from_class(plain, name) if model is None else model)
 
 
-def known_text_type(model_type: str) -> bool:
-    """Whether the catalogue or transformers has this type."""
-    if model_type_data(model_type) is not None or not _has_classes():
-        return model_type_data(model_type) is not None
-    from kvrsim.model.reader import known_type
+def _reader() -> Any:
+    """The module that reads classes; None without torch and transformers."""
+    if any(find_spec(name) is None for name in ("torch", "transformers")):
+        return None
+    from kvrsim.model import reader
 
-    return known_type(model_type)
-
-
-def _has_classes() -> bool:
-    return all(find_spec(name) is not None for name in ("torch", "transformers"))
+    return reader
 
 
 def _from_class(config: JsonObject, name: str) -> ModelSpec:
     """The model read from transformers' class, for a structure that the data of its type do not cover."""
     model_type = config.text("model_type")
     place = f"{config.where}: {config.key_path}model_type"
-    if not _has_classes():
+    reader = _reader()
+    if reader is None:
         accepted = "a structure of the catalogue; others need torch and transformers: pip install '.[hardware]'"
         raise InputError(place, model_type, f"{accepted} in a checkout of kvrsim")
-    from kvrsim.model.reader import RefusedError, known_type, read_class
-
-    if not known_type(model_type):
+    if not reader.known_type(model_type):
         raise InputError(place, model_type, "a model_type of transformers or of the catalogue")
     layers = config.first_of("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     config.integer(layers, 1, maximum=MAX_LAYERS)
     try:
-        return read_class(config.fields, name)
-    except RefusedError as error:
+        model: ModelSpec = reader.read_class(config.fields, name)
+        return model
+    except reader.RefusedError as error:
         raise InputError(place, f"{model_type} ({error})", "a decoder-only model of parts that kvrsim knows") from None
 
 
@@ -268,11 +263,52 @@ def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
         raise InputError(f"{config.where}: is_encoder_decoder", "true", accepted)
     text = config.child(key)
     inherited = {name: config.fields[name] for name in _OUTER_KEYS if config.has(name)}
-    outer_type = config.fields.get("model_type")
-    if not text.has("model_type") and isinstance(outer_type, str) and known_text_type(f"{outer_type}_text"):
-        inherited["model_type"] = f"{outer_type}_text"
-    towers = [tower for tower, keys in _TOWERS.items() if any(config.has(key) for key in keys)]
-    left_out = tuple(f"the {tower} tower is left out" for tower in towers)
+    inner_type = f"{config.fields.get('model_type')}_text"
+    if not text.has("model_type") and (
+        model_type_data(inner_type) or ((reader := _reader()) and reader.known_type(inner_type))
+    ):
+        inherited["model_type"] = inner_type
     text, further = read_text_part(replace(text, fields={**text.fields, **inherited}))
-    left_out = tuple(dict.fromkeys((*left_out, *further)))
-    return text, left_out or ("what is beside the text model, such as a vision tower, is left out",)
+    towers = dict.fromkeys(tower for key, tower in _TOWERS.items() if config.has(key))
+    left_out = dict.fromkeys((*(f"the {tower} tower is left out" for tower in towers), *further))
+    return text, tuple(left_out) or ("what is beside the text model, such as a vision tower, is left out",)
+
+
+def _pruned_llama(config: JsonObject, name: str) -> ModelSpec:
+    """Read DeciLM: each layer is Llama's with its own widths, or has no attention or no MLP."""
+    heads, hidden = (config.integer(key, maximum=MAX_WIDTH) for key in ("num_attention_heads", "hidden_size"))
+    key_heads = config.sequence("num_key_value_heads_per_layer")  # key of DeciLM-7B; later models have block_configs
+    groups = [{"attention": {"n_heads_in_group": heads // max(1, int(one))}, "ffn": {}} for one in key_heads]
+    blocks = [config.inner(one, "") for one in groups] or config.children("block_configs")
+    if len(blocks) != config.integer("num_hidden_layers", maximum=MAX_LAYERS):
+        raise config.error("block_configs", "an array with an entry per layer")
+    plain = config.without("block_configs", "num_key_value_heads_per_layer", "num_key_value_heads")
+    layers = []
+    for block in blocks:
+        attention, mlp = block.child("attention"), block.child("ffn")
+        for part in (attention, mlp):
+            for key in ("sparsify", "num_sink_tokens", "replace_with_linear"):
+                if part.fields.get(key):
+                    raise part.error(key, "null")
+        group = attention.integer("n_heads_in_group", 1, maximum=heads)
+        if heads % group:
+            raise attention.error("n_heads_in_group", f"a divisor of the {heads} attention heads")
+        inner = mlp.integer("intermediate_size", config.integer("intermediate_size", hidden), maximum=MAX_WIDTH)
+        if mlp.has("ffn_mult"):
+            inner = 256 * -(-max(1, int(2 * mlp.number("ffn_mult", maximum=1000) * hidden / 3)) // 256)
+        own = {"num_hidden_layers": 1, "num_key_value_heads": heads // group, "intermediate_size": inner}
+        model = read_type(replace(plain, fields={**plain.fields, **own, "model_type": "llama"}), name)
+        (layer,) = model.layers
+        assert isinstance(layer.mixer, Attention)
+        if attention.has("window_length"):
+            layer = replace(layer, mixer=replace(layer.mixer, sliding_window=attention.integer("window_length")))
+        parts: list[dict[str, Any]] = []
+        if attention.flag("no_op", False):
+            parts.append({"mixer": None, "norms_before_mixer": 0})
+        if mlp.flag("no_op", False):
+            parts.append({"mlp": (), "gated_mlp": False, "norms_after_mixer": 0})
+        for part_fields in parts:  # without its part, the layer has no norm before it
+            layer = replace(layer, **part_fields, other_parameters=layer.other_parameters - hidden)
+        layers.append(layer)
+    inner = max((layer.mlp[-1].in_features for layer in layers if layer.mlp), default=hidden)
+    return replace(model, num_hidden_layers=len(layers), layers=tuple(layers), intermediate_size=inner)

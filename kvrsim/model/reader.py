@@ -14,8 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -33,6 +32,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from kvrsim.model.gemm import Gemm, Split
@@ -51,21 +51,32 @@ TOKENS = 16  # tokens of the prefill that the reader runs
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
 REPEATED = "products of less than 0.1 % of the FLOPs that a layer runs several times are counted once"
 SHARED_INDEXERS = "layers with a shared indexer take the choice of the layer before them at no cost"
-_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.randn, torch.rand)
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
-_INNER = ("intermediate_dim", "expert_dim", "intermediate_size")  # width of an expert
+# Attributes of transformers' modules and configurations, by the names of fields here
+_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    **{"num_heads": _HEADS, "num_attention_heads": _HEADS, "rotary_dim": ("qk_rope_head_dim",)},
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "head_dim": ("head_dim", "head_size", "attention_head_size"),
+    "num_experts_per_tok": (
+        *("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk"),
+    ),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "seq_length"),
+    "top_k": ("index_topk", "topk"),
+    "compress_ratio": ("compress_rate",),
+    "streams": ("hc_mult", "altup_num_inputs"),
+}
+_EXPERT_WIDTHS = ("intermediate_dim", "expert_dim", "intermediate_size")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
-_KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _QUERIES = re.compile(r"^(?:project_|W)?(?:q|query)(?:_proj|_lin)?$")
+_KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _GATES = re.compile(r"gate|^g_proj$")
+_OF_LATENT = re.compile(r"^(?:q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa)$|gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
 _MIXERS = re.compile(
     r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv"
 )
-_STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # weights of residual streams
+_STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # classes with weights of residual streams
 
 
 class RefusedError(Exception):
@@ -113,24 +124,18 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(display=False)
-        self.weights = {_storage(one): name for name, one in model.named_parameters()}
-        self._layouts = {_storage(one): (one.shape[-2:], one.stride()[-2:]) for one in model.parameters()}
+        self.weights = {_storage(one): name for name, one in model.named_parameters() if one.dim() > 1}
         self.order: dict[str, int] = {}  # positions of the first calls of modules and products of weights, by name
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
-        self.uses: dict[int, set[str]] = {}  # modules that ran while a weight was used, by its storage
-        self.turned: set[int] = set()  # weights whose shape has inputs before outputs
+        self.uses: set[tuple[int, str]] = set()  # storages of weights, each with the modules that ran while it was used
         self.others: Counter[str] = Counter()  # FLOPs of products of activations with each other, by module
-        self.sources: dict[str, int] = {}  # id of a module's first input tensor, by module
-        self.makers: dict[int, str] = {}  # module that made a tensor, by the tensor's id
+        self.inputs: dict[str, Any] = {}  # first input tensor of a module, or what a norm made it from, by module
         self.outputs: dict[str, Any] = {}  # outputs of modules, by name
         self.rotary: set[str] = set()  # modules in which queries and keys are rotated
         self.alibi = False
         self.cache: Any = None
         self._running = [""]
-        self._kept: list[Any] = []  # tensors that are kept so that their ids stay unique
-
-    def run(self, model: nn.Module) -> None:
-        """Run the model once."""
+        self._before_norm: dict[int, tuple[Any, Any]] = {}  # input and output of norms, by the id of the output
         with ExitStack() as stack:
             for name, module in model.named_modules(remove_duplicate=False):
                 before = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
@@ -141,9 +146,8 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
                     if callable(function) and not isinstance(function, type) and re.search("apply.*rotary|alibi", name):
                         stack.enter_context(patch.object(sys.modules[source], name, self._watched(function, name)))
             stack.enter_context(patch.object(torch.distributions.Distribution, "_validate_args", False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(_Values())
-            stack.enter_context(self)
+            for context in (torch.no_grad(), _Values(), self):
+                stack.enter_context(context)
             output = model(input_ids=torch.zeros((1, TOKENS), dtype=torch.long, device="meta"), use_cache=True)
         self.cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
 
@@ -151,16 +155,13 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.order.setdefault(name, len(self.order))
         self._running.append(name)
         first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        if first is not None and name not in self.sources:
-            self.sources[name] = id(first)
-            self._kept.append(first)
+        self.inputs.setdefault(name, self._before_norm.get(id(first), (first,))[0])
 
-    def _end(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
         self.outputs[name] = output
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, torch.Tensor):
-            self.makers[id(first)] = name
+        if "norm" in type(module).__name__.lower():
+            self._before_norm[id(output)] = (self.inputs[name], output)
 
     def _watched(self, function: Any, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -173,16 +174,14 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if func_packet in self.flop_registry and "convolution" not in str(func_packet):
             flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
-            last = [one for one in args if isinstance(one, torch.Tensor)][-2:]
-            key = next((_storage(one) for one in last if _storage(one) in self.weights), None)
-            if key is None:
+            factors = [_storage(one) for one in args if isinstance(one, torch.Tensor)][-2:]
+            weight = next((one for one in factors if one in self.weights), None)
+            if weight is None:
                 self.others[self._running[-1]] += flops
             else:
-                self.products[key] += flops
-                self.uses.setdefault(key, set()).update(self._running)
-                if _storage(last[-1]) == key and (last[-1].shape[-2:], last[-1].stride()[-2:]) == self._layouts[key]:
-                    self.turned.add(key)
-                self.order.setdefault(self.weights[key], len(self.order))
+                self.products[weight] += flops
+                self.uses.update((weight, name) for name in self._running)
+                self.order.setdefault(self.weights[weight], len(self.order))
         return super()._count_flops(func_packet, out, args, kwargs)
 
     def starts(self, place: str) -> int:
@@ -194,19 +193,19 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         return sum(flops for name, flops in self.others.items() if _inside(name, place))
 
 
-def build(fields: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
+def build(keys: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     """The configuration, the class on the meta device, and the sizes of its tensors."""
-    fields = dict(fields)
-    for key in _ACTIVATIONS & fields.keys():
-        if fields[key] not in ACT2FN:  # transformers lacks this name: all element-wise functions cost the same
-            fields[key] = "silu"
-    model_type = fields.pop("model_type")
-    switches = {one.name for one in dataclass_fields(CONFIG_MAPPING[model_type]) if type(one.default) is bool}
-    fields |= {key: bool(value) for key, value in fields.items() if key in switches and isinstance(value, int)}
-    config = CONFIG_MAPPING[model_type].from_dict(fields)
+    keys = dict(keys)
+    for key in {"hidden_act", "hidden_activation", "activation_function"} & keys.keys():
+        if keys[key] not in ACT2FN:  # transformers lacks this name: all element-wise functions cost the same
+            keys[key] = "silu"
+    model_type = keys.pop("model_type")
+    switches = {one.name for one in fields(CONFIG_MAPPING[model_type]) if type(one.default) is bool}
+    keys |= {key: bool(value) for key, value in keys.items() if key in switches and isinstance(value, int)}
+    config = CONFIG_MAPPING[model_type].from_dict(keys)
     text = config.get_text_config(decoder=True)
     if text is not config:  # a type with several models: the keys are those of its text model
-        config = type(text).from_dict(fields)
+        config = type(text).from_dict(keys)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
@@ -251,15 +250,12 @@ def known_type(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def read_class(fields: Mapping[str, Any], name: str) -> ModelSpec:
+def read_class(keys: Mapping[str, Any], name: str) -> ModelSpec:
     """The model that transformers builds from a configuration's keys; RefusedError if it cannot be described."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # warnings about missing kernels are not relevant here
     try:
-        config, model, sizes = build(fields)
-        trace = _Trace(model)
-        trace.run(model)
-        return _Reader(config=config, model=model, sizes=sizes, trace=trace).spec(name)
+        return _Reader(*build(keys)).spec(name)
     except RefusedError:
         raise
     except Exception as error:  # any exception of transformers for inconsistent numbers
@@ -274,40 +270,58 @@ def _symbol(value: int, *candidates: Any) -> int:
     return next((one for one in candidates if type(one) is not bool and isinstance(one, int) and one == value), value)
 
 
-def _attribute(source: Any, *names: str) -> Any:
-    """The value of the first of these attributes that exists and is a whole number."""
-    for name in names:
-        try:
-            value = getattr(source, name, None)
-        except RuntimeError:  # the value differs from layer to layer
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
+def _number(field: str, *sources: Any) -> Any:
+    """The whole number of a field (see _ATTRIBUTES), from the first of the sources that has it; else None."""
+    for source in sources:
+        for name in _ATTRIBUTES.get(field, (field,)):
+            try:
+                value = getattr(source, name, None)
+            except RuntimeError:  # the value differs from layer to layer
+                continue
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
     return None
+
+
+def _numbers(kind: type[Mixer], *sources: Any) -> Any:
+    """All whole numbers of a kind of mixer."""
+    return {one.name: _number(one.name, *sources) or 0 for one in fields(kind) if one.type == "int"}
 
 
 @dataclass(kw_only=True)
 class _Layer:
-    """A layer that the reader is describing."""
+    """A layer of the class, and the mixer that the reader is describing."""
 
-    place: str  # name in the model
-    module: nn.Module
+    place: str  # name of the layer in the model
     named: dict[str, nn.Module]  # modules in the layer, by name
     gemms: dict[str, Gemm]  # weights of its products, by the name of the module or of the parameter
     weights: dict[str, nn.Parameter]
+    name: str = ""  # name of the mixer in the layer
+    module: Any = None  # the mixer
+    inputs: list[str]  # matrices of the mixer except the last in order of execution
+    last: str = ""
+
+    @property
+    def mixer_place(self) -> str:
+        """The mixer's name in the model."""
+        return f"{self.place}.{self.name}"
+
+    def projections(self, columns: str) -> tuple[Gemm, ...]:
+        """The mixer's inputs, split by columns if the name matches the pattern, else whole."""
+        return tuple(self.gemm(path, "columns" if re.search(columns, path) else "whole") for path in self.inputs)
+
+    def gemm(self, path: str, split: Split = "whole") -> Gemm:
+        return replace(self.gemms[path], split=split)
 
 
-@dataclass(kw_only=True)
 class _Reader:
-    config: Any
-    model: nn.Module
-    sizes: _Sizes
-    trace: _Trace
-    notes: list[str] = field(default_factory=list)
-    _described: Counter[int] = field(default_factory=Counter)  # FLOPs of products in the description, by weight
-    _explained: set[str] = field(default_factory=set)  # modules whose products of activations are in the description
-    _held: set[int] = field(default_factory=set)  # parameters that earlier layers hold
-    _choice: Indexer | None = None  # indexer of the last layer that chooses keys
+    def __init__(self, config: Any, model: nn.Module, sizes: _Sizes) -> None:
+        self.config, self.model, self.sizes, self.trace = config, model, sizes, _Trace(model)
+        self.notes: list[str] = []
+        self._described: Counter[int] = Counter()  # FLOPs of products in the description, by the weight's storage
+        self._explained: list[str] = []  # modules whose products of activations are in the description
+        self._held: set[int] = set()  # parameters that earlier layers hold
+        self._choice: Indexer | None = None  # indexer of the last layer that chooses keys
 
     def spec(self, name: str) -> ModelSpec:
         config, model = self.config, self.model
@@ -320,16 +334,14 @@ class _Reader:
         outside = self._outside(place, tokens, head)
         mlps = [layer.mlp for layer in sorted(layers, key=lambda layer: layer.num_experts > 0) if layer.mlp]
         rows = vocab if head is None else _symbol(int(head.weight.shape[0]), vocab, getattr(config, "vocab_size", None))
-        if head is not None:
-            self._describe(head.weight)
         spec = ModelSpec(
             name=name,
             model_type=config.model_type,
             num_hidden_layers=_symbol(len(layers), config.num_hidden_layers, 2 * config.num_hidden_layers),
             hidden_size=hidden,
-            intermediate_size=_attribute(config, "intermediate_size") or (mlps[0][-1].in_features if mlps else hidden),
+            intermediate_size=_number("intermediate_size", config) or (mlps[0][-1].in_features if mlps else hidden),
             vocab_size=vocab,
-            max_position_embeddings=_attribute(config, "max_position_embeddings", "n_positions", "seq_length"),
+            max_position_embeddings=_number("max_position_embeddings", config),
             tie_word_embeddings=tied,
             alibi=self.trace.alibi,
             learned_positions=outside["positions"],
@@ -355,9 +367,9 @@ class _Reader:
                 kind = type(self.model.get_submodule(where)).__name__
                 raise RefusedError(f"{where} ({kind}): a product of activations")
 
-    def _describe(self, weight: torch.Tensor) -> None:
-        if self.trace.products[_storage(weight)]:
-            self._described[_storage(weight)] += 2 * TOKENS * weight.numel()
+    def _describe(self, weights: Iterable[torch.Tensor]) -> None:
+        for one in weights:
+            self._described[_storage(one)] += 2 * TOKENS * one.numel()
 
     def _stack(self) -> tuple[str, nn.ModuleList]:
         count = int(self.config.num_hidden_layers)
@@ -377,10 +389,12 @@ class _Reader:
                     total += prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
         return total
 
-    def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None) -> dict[str, int]:
+    def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None) -> Counter[str]:
         """Number of parameters before the layers and after them, and rows of learned positions."""
-        counts = {"before": 0, "after": 0, "positions": 0}
-        self._held |= {id(one) for module in (tokens, head) if module is not None for one in module.parameters()}
+        counts: Counter[str] = Counter()
+        ends = [one for module in (tokens, head) if module is not None for one in module.parameters()]
+        self._held |= set(map(id, ends))
+        self._describe([] if head is None else [head.weight])
         for name, module in self.model.named_modules():
             own = [one for one in _own(module).values() if id(one) not in self._held]
             self._held |= set(map(id, own))
@@ -396,20 +410,12 @@ class _Reader:
         return counts
 
     def _parallel(self, place: str, layer: nn.Module) -> bool:
-        """Whether attention and MLP read the same input."""
-        used = [(name, one) for name, one in layer.named_children() if self._has_products(one)]
-        mixers = [name for name, module in used if _is_mixer(module) and f"{place}.{name}" in self.trace.order]
-        mlps = [name for name, module in used if not _is_mixer(module) and f"{place}.{name}" in self.trace.order]
-        origins = [self._origin(f"{place}.{names[0]}") for names in (mixers, mlps) if names]
-        return len(origins) == 2 and origins[0] == origins[1]
-
-    def _origin(self, name: str) -> int | None:
-        """The tensor that a module reads; if a norm made it, the tensor that the norm reads."""
-        tensor = self.trace.sources.get(name)
-        maker = self.trace.makers.get(tensor or 0)
-        if maker is not None and self._is_norm(self.model.get_submodule(maker)):
-            return self.trace.sources.get(maker)
-        return tensor
+        """Whether attention and MLP read the same input, or norms of the same input."""
+        inputs: dict[bool, Any] = {}  # first input of a mixer and of another module with products
+        for name, module in layer.named_children():
+            if self._has_products(module) and f"{place}.{name}" in self.trace.order:
+                inputs.setdefault(_is_mixer(module), self.trace.inputs[f"{place}.{name}"])
+        return len(inputs) == 2 and inputs[True] is inputs[False]
 
     def _has_products(self, module: nn.Module) -> bool:
         return any(one.numel() > 0 and _storage(one) in self.trace.products for one in module.parameters())
@@ -435,20 +441,23 @@ class _Reader:
         if len(mixers) > 1:
             self.notes.append(f"{' and '.join(mixers)} of one layer are counted as layers in a row")
         parts = {name: one for name, one in layer.named.items() if not any(_inside(name, mixer) for mixer in mixers)}
-        bounds = [starts[name] for name in mixers[1:]]
-        numbers = {name: sum(order.get(f"{place}.{name}", 0) >= bound for bound in bounds) for name in parts}
-        norms = [name for name, one in parts.items() if self._is_norm(one) and _size(one) in (0, self._hidden)]
+        numbers = {name: sum(order.get(f"{place}.{name}", 0) >= starts[one] for one in mixers[1:]) for name in parts}
         inner = [name for name, one in parts.items() if re.search("HyperConnection|AltUp|Router", type(one).__name__)]
-        norms = [name for name in norms if name in runs and name.rpartition(".")[0] not in inner]
+        norms = [
+            name
+            for name, one in parts.items()
+            if name in runs and name.rpartition(".")[0] not in inner
+            if self._is_norm(one)
+            and next((int(weight.shape[0]) for weight in one.parameters()), 0) in (0, self.config.hidden_size)
+        ]
         passes = self._hyper(place, parts)
         specs = []
         for index in range(max(1, len(mixers))):
             own = [name for name in norms if numbers[name] == index]
             before = sum(order[f"{place}.{name}"] < starts[mixers[index]] for name in own) if mixers else 0
-            spec = self._mlp(layer, {name: one for name, one in parts.items() if numbers[name] == index})
             specs.append(
                 replace(
-                    spec,
+                    self._mlp(layer, {name: one for name, one in parts.items() if numbers[name] == index}),
                     mixer=self._mixer(layer, mixers[index]) if mixers else None,
                     norms_before_mixer=before + passes,
                     norms_after_mixer=len(own) - before + passes,
@@ -458,20 +467,16 @@ class _Reader:
         specs[-1] = replace(specs[-1], other_parameters=self._count(module) - matrices)
         return specs
 
-    @property
-    def _hidden(self) -> int:
-        return int(self.config.hidden_size)
-
     def _products(self, place: str, module: nn.Module) -> _Layer:
         """The layer with the weights of its products; weights with three dimensions are blocks on a diagonal."""
-        layer = _Layer(place=place, module=module, named=dict(module.named_modules()), gemms={}, weights={})
+        layer = _Layer(place=place, named=dict(module.named_modules()), gemms={}, weights={}, inputs=[])
         for inside, one in layer.named.items():
             for key, weight in _own(one).items():
-                if not weight.numel() or place not in self.trace.uses.get(_storage(weight), ()):
+                if not weight.numel() or (_storage(weight), place) not in self.trace.uses:
                     continue
                 name = inside if key == "weight" and inside else f"{inside}.{key}".strip(".")
                 *groups, outputs, inputs = self.sizes.of(weight)
-                if _storage(weight) in self.trace.turned:
+                if isinstance(one, Conv1D):
                     outputs, inputs = inputs, outputs
                 layer.weights[name] = weight
                 layer.gemms[name] = Gemm(
@@ -481,11 +486,8 @@ class _Reader:
                     bias=key == "weight" and _bias(one) is not None,
                     groups=prod(groups),
                 )
+        self._describe(layer.weights.values())
         return layer
-
-    def _gemm(self, layer: _Layer, name: str, split: Split = "whole") -> Gemm:
-        self._describe(layer.weights[name])
-        return replace(layer.gemms[name], split=split)
 
     def _when(self, layer: _Layer, name: str) -> int:
         return self.trace.order[self.trace.weights[_storage(layer.weights[name])]]
@@ -497,15 +499,11 @@ class _Reader:
         output, and writes all streams: 4 hc_mult + 2 passes. They replace the 3 passes of a residual addition. A norm
         is two passes.
         """
-        streams = [module for module in parts.values() if _STREAMS.search(type(module).__name__)]
-        if not streams:
+        if not any(_STREAMS.search(type(module).__name__) for module in parts.values()):
             return 0
         self.notes.append(HYPER)
-        self.trace.others.pop(place, None)  # products that mix the streams
-        for weight in (one for module in streams for one in module.parameters()):
-            self._describe(weight)
-        passes: int = (4 * (_attribute(self.config, "hc_mult", "altup_num_inputs") or 1) - 1) // 2
-        return passes
+        self._explained.append(place)  # products that mix the streams
+        return int(4 * (_number("streams", self.config) or 1) - 1) // 2
 
     # MLPs and experts
 
@@ -536,26 +534,23 @@ class _Reader:
         router = min(routers, key=lambda name: not re.search("router|gate", name))
         linears.remove(router)
         near = (router, router.rpartition(".")[0], cube.rpartition(".")[0])
-        top_k = [_attribute(one, *_TOP_K) for one in (*(parts.get(name) for name in near), self.config)]
-        if not any(top_k):
+        top_k = _number("num_experts_per_tok", *(parts.get(name) for name in near), self.config)
+        if not top_k:
             raise RefusedError(f"{router}: how many experts a token passes through")
-        spec = LayerSpec(
+        mlp = self._experts(cube, experts)
+        ours, theirs = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp), self.trace.within(place)
+        if theirs not in (0 if _within(layer.gemms, cube) else top_k * ours, count * ours):  # some run all experts
+            _equal(f"FLOPs of {cube}", top_k * ours, theirs)
+        self._explained.append(place)
+        return LayerSpec(
             mixer=None,
-            mlp=self._experts(cube, experts),
+            mlp=mlp,
             gated_mlp=bool(getattr(experts, "has_gate", True)),
             num_experts=count,
-            num_experts_per_tok=next(filter(None, top_k)),
-            router=self._gemm(layer, router),
+            num_experts_per_tok=top_k,
+            router=layer.gemm(router),
             shared_mlp=self._split(layer, linears),
         )
-        flops = 2 * TOKENS * sum(gemm.num_weights for gemm in spec.mlp)
-        for weight in experts.parameters():
-            self._describe(weight)  # used if a class runs all experts for all tokens
-        ours, theirs = spec.num_experts_per_tok * flops, self.trace.within(place)
-        if theirs not in (0 if _within(layer.gemms, cube) else ours, count * flops):
-            _equal(f"FLOPs of {cube}", ours, theirs)
-        self._explained.add(place)
-        return spec
 
     def _experts(self, cube: str, experts: nn.Module) -> tuple[Gemm, ...]:
         """Matrices of one expert; a gate and a projection in one matrix count as two."""
@@ -571,7 +566,7 @@ class _Reader:
                 outputs, inputs = inputs, outputs
             keys = [key]
             if key.startswith("gate_up"):
-                outputs = _symbol(int(outputs) // 2, *(getattr(experts, name, None) for name in _INNER))
+                outputs = _symbol(int(outputs) // 2, *(getattr(experts, name, None) for name in _EXPERT_WIDTHS))
                 keys = ["gate_proj", "up_proj"]
             bias = any(name.startswith(key) and "bias" in name for name in names)
             split: Split = "rows" if "down" in key else "columns"
@@ -589,80 +584,70 @@ class _Reader:
         gemms = []
         for name in linears:
             whole = layer.weights[name].shape[0] == 1 or layer.weights[name].dim() > 2 or _SERVES_ALL.search(name)
-            gemms.append(self._gemm(layer, name, "whole" if whole else "rows" if name in last.values() else "columns"))
+            gemms.append(layer.gemm(name, "whole" if whole else "rows" if name in last.values() else "columns"))
         return tuple(gemms)
 
     # Mixers
 
     def _mixer(self, layer: _Layer, name: str) -> Mixer:
-        module = layer.named[name]
-        linears = _within(layer.gemms, name)
-        last = max(linears, key=lambda path: self._when(layer, path))
-        parts = _Parts(name=name, module=module, layer=layer, linears=linears, last=last)
-        self._explained.add(parts.place)
-        decays = any(path.endswith("A_log") for path, _ in module.named_parameters())
-        states = self._states(parts, decays)
-        if states or decays or "ShortConv" in type(module).__name__:
-            return self._recurrence(parts, states)
-        indexer = self._indexer(parts)
-        if hasattr(module, "compressor") or f"{name}.o_a_proj" in linears:
-            return self._compressed(parts, indexer)
-        if getattr(module, "kv_b_proj", None) is not None:
-            return self._latent(parts, indexer)
-        return self._attention(parts, indexer)
-
-    def _projections(self, parts: _Parts, columns: str) -> tuple[Gemm, ...]:
-        """All matrices except the last, split by columns if the name matches the pattern, else whole."""
-        return tuple(
-            self._gemm(parts.layer, path, "columns" if re.search(columns, path) else "whole")
-            for path in parts.linears
-            if path != parts.last
-        )
+        paths = _within(layer.gemms, name)
+        last = max(paths, key=lambda path: self._when(layer, path))
+        inputs = [path for path in paths if path != last]
+        layer = replace(layer, name=name, module=layer.named[name], inputs=inputs, last=last)
+        self._explained.append(layer.mixer_place)
+        decays = any(path.endswith("A_log") for path, _ in layer.module.named_parameters())
+        states = self._states(layer, decays)
+        if states or decays or "ShortConv" in type(layer.module).__name__:
+            return self._recurrence(layer, states)
+        indexer = self._indexer(layer)
+        if hasattr(layer.module, "compressor") or f"{name}.o_a_proj" in paths:
+            return self._compressed(layer, indexer)
+        if getattr(layer.module, "kv_b_proj", None) is not None:
+            return self._latent(layer, indexer)
+        return self._attention(layer, indexer)
 
     def _cached(self, module: nn.Module) -> Any:
         """The layer of the class's cache that a mixer writes; None if it writes no cache."""
-        number = next((one.layer_idx for one in module.modules() if _attribute(one, "layer_idx") is not None), None)
+        number = next((one.layer_idx for one in module.modules() if _number("layer_idx", one) is not None), None)
         layers = getattr(self.trace.cache, "layers", [])
         return None if number is None or not 0 <= number < len(layers) else layers[number]
 
-    def _states(self, parts: _Parts, decays: bool) -> list[torch.Tensor]:
+    def _states(self, layer: _Layer, decays: bool) -> list[torch.Tensor]:
         """States of a mixer: in the class's cache, in the mixer itself, or returned with its output."""
-        module = parts.module
+        module = layer.module
         kept = getattr(self._cached(module), "recurrent_states", None)
         states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
         if states and (decays or "Attention" not in type(module).__name__):  # two mixers share this cache
             return states
         states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
-        number, linear = _attribute(module, "layer_idx"), getattr(self.trace.cache, "linear_cache", ())
+        number, linear = _number("layer_idx", module), getattr(self.trace.cache, "linear_cache", ())
         if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
             states.append(linear[number])
-        output = self.trace.outputs.get(parts.place)
+        output = self.trace.outputs.get(layer.mixer_place)
         if states or not re.search("LSTM|Rwkv", type(module).__name__) or not isinstance(output, tuple):
             return states
         count = int(self.config.num_hidden_layers)
         returned = [one for one in output[1] or () if isinstance(one, torch.Tensor)]
         return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in returned]
 
-    def _attention(self, parts: _Parts, indexer: Indexer | None) -> Attention:
-        config, module, cached = self.config, parts.module, self._cached(parts.module)
-        heads = _attribute(module, *_HEADS) or config.num_attention_heads
-        output = self._gemm(parts.layer, parts.last, "rows")
-        leaves = {path: path.removesuffix(".linear").rpartition(".")[2] for path in parts.linears if path != parts.last}
+    def _attention(self, layer: _Layer, indexer: Indexer | None) -> Attention:
+        config, module, cached = self.config, layer.module, self._cached(layer.module)
+        heads = _number("num_attention_heads", module, config)
+        output = layer.gemm(layer.last, "rows")
+        leaves = {path: path.removesuffix(".linear").rpartition(".")[2] for path in layer.inputs}
+        splits: dict[str, Split] = dict.fromkeys(leaves, "qkv_heads")
+        splits |= {path: "kv_heads" for path, leaf in leaves.items() if _KEYS_VALUES.match(leaf)}
         queries = [path for path, leaf in leaves.items() if _QUERIES.match(leaf)]
-        keys = [path for path, leaf in leaves.items() if _KEYS_VALUES.match(leaf)]
         gates = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
-        fused = [path for path in leaves if path not in (*queries, *keys, *gates)]
-        splits: dict[str, Split] = dict.fromkeys((*queries, *gates), "columns")
-        splits |= dict.fromkeys(keys, "kv_heads")
-        splits |= dict.fromkeys(fused, "qkv_heads")
+        splits |= dict.fromkeys((*queries, *gates), "columns")
+        keys, fused = ([path for path, one in splits.items() if one == split] for split in ("kv_heads", "qkv_heads"))
         if fused and (len(fused) > 1 or queries or keys):
             raise RefusedError(f"{', '.join(fused)}: a projection of {type(module).__name__}")
-        head_dim = _attribute(module, "head_dim", "head_size", "attention_head_size")
-        head_dim = head_dim or _attribute(config, "head_dim") or config.hidden_size // heads
-        value_dim = _symbol(int(output.in_features) // int(heads), _attribute(module, "v_head_dim"), head_dim)
+        head_dim = _number("head_dim", module, config) or config.hidden_size // heads
+        value_dim = _symbol(int(output.in_features) // int(heads), _number("v_head_dim", module), head_dim)
         ordered = sorted(leaves, key=lambda path: path not in queries)
-        projections = {path: self._gemm(parts.layer, path, splits[path]) for path in ordered}
-        known = [_attribute(one, *_KV_HEADS) for one in (module, config)]
+        projections = {path: layer.gemm(path, splits[path]) for path in ordered}
+        known = [_number("num_key_value_heads", one) for one in (module, config)]
         if keys:
             kv_heads = int(projections[keys[0]].out_features) // int(head_dim)
         elif fused:
@@ -672,12 +657,12 @@ class _Reader:
             self.notes.append("layers that take K and V of an earlier layer project and cache none")
         if indexer is None:
             flops = 2 * TOKENS * TOKENS * heads * (head_dim + value_dim)
-            _equal(f"FLOPs of {parts.name}", flops, self.trace.within(parts.place))
+            _equal(f"FLOPs of {layer.name}", flops, self.trace.within(layer.mixer_place))
             held = [getattr(cached, name, None) for name in ("keys", "values")]
             if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
                 theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
                 if theirs != heads * (head_dim + value_dim):  # some classes cache repeated keys
-                    _equal(f"cached elements of {parts.name} per token", kv_heads * (head_dim + value_dim), theirs)
+                    _equal(f"cached elements of {layer.name} per token", kv_heads * (head_dim + value_dim), theirs)
         window, chunk = self._window(cached)
         return Attention(
             projections=tuple(projections.values()),
@@ -689,7 +674,7 @@ class _Reader:
             sliding_window=window,
             attention_chunk=chunk,
             qk_norm=any(self._is_norm(one) and re.match("q|query", path) for path, one in module.named_modules()),
-            rotary=parts.place in self.trace.rotary,
+            rotary=layer.mixer_place in self.trace.rotary,
             gate=bool(gates) or any(projections[one].out_features == 2 * heads * head_dim for one in queries),
             indexer=indexer,
             shared=not keys and not fused,
@@ -705,129 +690,102 @@ class _Reader:
         number = next(number for number, one in enumerate(self.trace.cache.layers) if one is cached)
         return (None, window) if types and types[number] == "chunked_attention" else (window, None)
 
-    def _latent(self, parts: _Parts, indexer: Indexer | None) -> LatentAttention:
-        name, module = parts.name, parts.module
-        expand, parts.last = f"{name}.kv_b_proj", f"{name}.o_proj"
-        parts.linears = [path for path in parts.linears if path != expand]
-        leaves = {path: path.rpartition(".")[2] for path in parts.linears if path != parts.last}
-        gate = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
-        for path, leaf in leaves.items():
-            if leaf not in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa") and path not in gate:
-                raise RefusedError(f"{path}: a projection of {type(module).__name__}")
-        widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    def _latent(self, layer: _Layer, indexer: Indexer | None) -> LatentAttention:
+        expand, last = f"{layer.name}.kv_b_proj", f"{layer.name}.o_proj"
+        layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (expand, last)]
+        leaves = [path.rpartition(".")[2] for path in layer.inputs]
+        for path, leaf in zip(layer.inputs, leaves, strict=True):
+            if not _OF_LATENT.search(leaf):
+                raise RefusedError(f"{path}: a projection of {type(layer.module).__name__}")
         return LatentAttention(
-            projections=self._projections(parts, r"\.q_proj$|\.q_b_proj$|\.[^.]*gate[^.]*$|\.g_proj$"),
-            expand=self._gemm(parts.layer, expand, "columns"),
-            output=(self._gemm(parts.layer, parts.last, "rows"),),
-            num_attention_heads=_attribute(module, *_HEADS) or self.config.num_attention_heads,
-            **{width: getattr(module, width) for width in widths},
+            projections=layer.projections(r"\.q_proj$|\.q_b_proj$|\.[^.]*gate[^.]*$|\.g_proj$"),
+            expand=layer.gemm(expand, "columns"),
+            output=(layer.gemm(last, "rows"),),
             indexer=indexer,
-            rotary=parts.place in self.trace.rotary,
-            gate=bool(gate),
+            rotary=layer.mixer_place in self.trace.rotary,
+            gate=any(map(_GATES.search, leaves)),
+            **_numbers(LatentAttention, layer.module, self.config),
         )
 
-    def _indexer(self, parts: _Parts) -> Indexer | None:
+    def _indexer(self, layer: _Layer) -> Indexer | None:
         """The indexer, which chooses keys; its projections are removed from those of the mixer."""
-        if getattr(parts.module, "skip_topk", False):
+        if getattr(layer.module, "skip_topk", False):
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None
             return replace(self._choice, projections=(), shared=True)
-        named = parts.module.named_modules()
-        module = next((one for path, one in named if path.rpartition(".")[2] == "indexer"), None)
+        named = layer.module.named_modules()
+        module: Any = next((one for path, one in named if path.rpartition(".")[2] == "indexer"), None)
         if module is None:
             return None
-        own = [path for path in parts.linears if ".indexer." in path]
+        own = [path for path in layer.inputs if ".indexer." in path]
         own.sort(key=lambda path: "kv_proj" in path or "gate_proj" in path)
-        parts.linears = [path for path in parts.linears if path not in own]
-        heads, head_dim, blocks = _attribute(module, *_HEADS), module.head_dim, _attribute(module, "topk_blocks")
+        layer.inputs = [path for path in layer.inputs if path not in own]
+        heads, head_dim, blocks = _number("num_heads", module), module.head_dim, _number("topk_blocks", module)
         by_kv_head = blocks is not None and heads == self.config.num_key_value_heads
         splits: dict[str, Split] = {path: "kv_heads" for path in own if by_kv_head and path.endswith("q_proj")}
         self._choice = Indexer(
             num_heads=heads,
             head_dim=head_dim,
-            top_k=_attribute(module, "index_topk", "topk") if blocks is None else blocks * module.block_size,
+            top_k=_number("top_k", module) if blocks is None else blocks * module.block_size,
             block=1 if blocks is None else module.block_size,
-            projections=tuple(self._gemm(parts.layer, path, splits.get(path, "whole")) for path in own),
+            projections=tuple(layer.gemm(path, splits.get(path, "whole")) for path in own),
             # vLLM and SGLang cache index keys in FP8, with one fp32 scale per 128 elements; keys of blocks in half
             # precision.
             key_bytes=head_dim + 4 * -(-head_dim // 128) if blocks is None else 2 * head_dim,
         )
         return self._choice
 
-    def _compressed(self, parts: _Parts, indexer: Indexer | None) -> CompressedAttention:
-        module, grouped = parts.module, f"{parts.name}.o_a_proj"
-        parts.last = f"{parts.name}.o_b_proj"
-        back, first = self._gemm(parts.layer, parts.last, "rows"), self._gemm(parts.layer, grouped, "columns")
-        parts.linears = [path for path in parts.linears if path != grouped]
-        groups = module.o_a_proj.n_groups
+    def _compressed(self, layer: _Layer, indexer: Indexer | None) -> CompressedAttention:
+        grouped, last = f"{layer.name}.o_a_proj", f"{layer.name}.o_b_proj"
+        layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (grouped, last)]
+        first, groups = layer.gemm(grouped, "columns"), layer.module.o_a_proj.n_groups
         return CompressedAttention(
-            projections=self._projections(parts, r"\.q_b_proj$"),
-            output=(replace(first, in_features=first.in_features * groups, groups=groups), back),
-            num_attention_heads=module.num_heads,
-            head_dim=module.head_dim,
-            rotary_dim=self.config.qk_rope_head_dim,
-            sliding_window=module.sliding_window,
-            compress_ratio=getattr(getattr(module, "compressor", None), "compress_rate", 0),
+            projections=layer.projections(r"\.q_b_proj$"),
+            output=(replace(first, in_features=first.in_features * groups, groups=groups), layer.gemm(last, "rows")),
             indexer=indexer,
+            **_numbers(CompressedAttention, layer.module, getattr(layer.module, "compressor", None), self.config),
         )
 
-    def _recurrence(self, parts: _Parts, states: list[torch.Tensor]) -> Recurrence:
+    def _recurrence(self, layer: _Layer, states: list[torch.Tensor]) -> Recurrence:
         """Describe delta rules and Mamba-2 by their sizes, other recurrences by the size of the class's state."""
-        module = parts.module
-        output = self._gemm(parts.layer, parts.last, "rows")
-        only_in = all(path in (f"{parts.name}.in_proj", parts.last) for path in parts.linears)
+        module, name = layer.module, layer.name
+        output = layer.gemm(layer.last, "rows")
+        elements = sum(one.numel() for one in states)
         kind: RecurrenceKind
         named: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
             kind, named = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         elif hasattr(module, "forget_gate"):
             kind, named = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
-        elif only_in and hasattr(module, "n_groups"):
+        elif hasattr(module, "n_groups") and set(layer.inputs) <= {f"{name}.in_proj"}:
             kind, named = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
-        elif not states and "ShortConv" not in type(module).__name__:
-            raise RefusedError(f"{parts.name} ({type(module).__name__})")
-        else:
+        elif states or "ShortConv" in type(module).__name__:
             diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
-            kind = "linear" if self.trace.within(parts.place) and not diagonal else "scan"
-        elements = sum(one.numel() for one in states)
-        if named:
-            key_heads, value_heads, key_dim, value_dim = (getattr(module, size) for size in named)
+            kind = "linear" if self.trace.within(layer.mixer_place) and not diagonal else "scan"
         else:
-            width, heads = output.in_features, _attribute(module, *_HEADS) if kind == "linear" else None
+            raise RefusedError(f"{name} ({type(module).__name__})")
+        if named:
+            sizes = [getattr(module, size) for size in named]
+        else:
+            width, heads = output.in_features, _number("num_heads", module) if kind == "linear" else None
             state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
             state = _symbol(state, *(value for value in vars(module).values() if isinstance(value, int)))
-            key_heads, value_heads, key_dim, value_dim = heads or 1, heads or width, state, width // (heads or width)
-        if states and 100 * abs(value_heads * key_dim * value_dim - elements) > elements:
-            _equal(f"elements of the state of {parts.name}", value_heads * key_dim * value_dim, elements)
+            sizes = [heads or 1, heads or width, state, width // (heads or width)]
+        if states and 100 * abs(prod(sizes[1:]) - elements) > elements:
+            _equal(f"elements of the state of {name}", prod(sizes[1:]), elements)
         convolution = next((one for one in module.modules() if isinstance(one, nn.Conv1d)), None)
         channels, kernel = (0, 0) if convolution is None else (convolution.out_channels, convolution.kernel_size[0])
         return Recurrence(
             kind=kind,
-            projections=self._projections(parts, r"(?<!_a_proj)$"),
+            projections=layer.projections(r"(?<!_a_proj)$"),
             output=(output,),
-            num_key_heads=key_heads,
-            num_value_heads=value_heads,
-            key_head_dim=key_dim,
-            value_head_dim=value_dim,
             conv_channels=getattr(module, "conv_dim", channels),
             conv_kernel=getattr(module, "conv_kernel_size", kernel),
+            num_key_heads=sizes[0],
+            num_value_heads=sizes[1],
+            key_head_dim=sizes[2],
+            value_head_dim=sizes[3],
         )
-
-
-@dataclass(kw_only=True)
-class _Parts:
-    """A mixer of a layer and its weights, by their names in the layer."""
-
-    name: str
-    module: nn.Module
-    layer: _Layer
-    linears: list[str]
-    last: str  # last matrix in order of execution
-
-    @property
-    def place(self) -> str:
-        """The mixer's name in the model."""
-        return f"{self.layer.place}.{self.name}"
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -846,10 +804,6 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 def _equal(what: str, ours: int, theirs: int) -> None:
     if ours != theirs:
         raise RefusedError(f"{int(ours)} {what}, of {theirs} of the class")
-
-
-def _size(module: nn.Module) -> int:
-    return next((int(one.shape[0]) for one in module.parameters()), 0)
 
 
 def _bias(module: nn.Module | None) -> Any:

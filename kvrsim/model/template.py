@@ -1,26 +1,31 @@
-"""Template: a model type as data.
+"""Model types as data.
 
-The sizes of a type's layers are expressions in the keys of a configuration, such as num_attention_heads * head_dim.
-calibrate/catalogue.py writes them from transformers' classes. `fill` evaluates them with the numbers of a config.json,
-without torch.
+kvrsim/data/types has a template per type: the sizes of its layers are expressions in the keys of a configuration, such
+as num_attention_heads * head_dim. calibrate/catalogue.py writes them from transformers' classes. `fill` evaluates them
+with the numbers of a config.json, without torch. kvrsim/data/remote_types.json has the types that are read as another
+type with the same layers: `translated` renames their keys, `adapted` adds their own parts to the model.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from kvrsim.io.schema import JsonObject
+from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model.gemm import Gemm, Quantization, WeightFormat
 from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
+_DATA = Path(__file__).parents[1] / "data"
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**31
+_NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
 _MAY_BE_0 = re.compile("dense|shared|offset")
 _VALUES = (
     *(ModelSpec, LayerSpec, Gemm, Quantization, WeightFormat),
@@ -93,45 +98,41 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     own: the data are those of the file's own type. Otherwise an unknown key that gives a number of parts raises
     InputError.
     """
-    aliases, variants = kind["aliases"], kind["variants"]
-    given = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
+    aliases, variants, legacy = kind["aliases"], kind["variants"], {*kind.get("legacy", ())}
     numbers = {key for variant in variants for key in variant["numbers"]}
+    given = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
     given = {key: value for key, value in given.items() if value not in ([], {}) or key in numbers}
-    if "head_dim" not in kind["known"] and _is_usual(given):
-        del given["head_dim"]
-    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - set(given)
+    usual: list[Any] = [given.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size")]
+    is_whole = all(isinstance(one, int) for one in usual)
+    if "head_dim" not in kind["known"] and is_whole and usual[0] * usual[1] == usual[2]:
+        del given["head_dim"]  # the width that the class assumes
+    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*given}
     shapes = {key for key, value in given.items() if value and not _HARMLESS.search(key)}
-    legacy, config = kind.get("legacy", ()), replace(config, fields=given)
+    config = replace(config, fields=given)
     for variant in variants:
         known = {*kind["known"], *variant["fixed"], *variant["numbers"]}
         # A list or an object must be one that the variant expects, or must define the kinds of layers.
         whole = {key for key in shapes & known if isinstance(given[key], list | dict)}
-        if whole - {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}:
-            continue
-        if any(key in legacy or _COUNTS.search(key) for key in shapes - known):
+        unread = whole - {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
+        if unread or any(key in legacy or _COUNTS.search(key) for key in shapes - known):
             continue
         model = _fill(kind["defaults"], variant, nulls, config, name)
         if model is not None:
             return model
     known = {*kind["known"], *legacy, *(key for variant in variants for key in variant["fixed"])}
-    unknown = sorted(key for key in shapes - known if _COUNTS.search(key))
+    unknown = sorted(filter(_COUNTS.search, shapes - known))
     if unknown and not own:
         accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
         raise config.error(unknown[0], accepted)
     return None
 
 
-def _is_usual(given: Mapping[str, Any]) -> bool:
-    """Whether the file's head width equals hidden_size / num_attention_heads."""
-    numbers = [given.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size")]
-    return all(isinstance(one, int) for one in numbers) and numbers[0] * numbers[1] == numbers[2]  # type: ignore[operator]
-
-
 def _fill(
     defaults: Mapping[str, Any], variant: Mapping[str, Any], nulls: set[str], config: JsonObject, name: str
 ) -> ModelSpec | None:
     given, fixed = config.fields, variant["fixed"]
-    absent = {key for key in nulls if not _is_derived(defaults.get(key))}
+    derived = {key: value[1:] for key, value in defaults.items() if isinstance(value, str) and value[:1] == "="}
+    absent = nulls - {*derived}
     values = {**defaults, **dict.fromkeys(absent, None), **given}
     for key in (*fixed, "tie_word_embeddings"):
         if isinstance(defaults.get(key, False), bool) and given.get(key) is not None:
@@ -140,16 +141,13 @@ def _fill(
         return None
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
-        default: Any = defaults.get(key)
-        if key in absent or not (isinstance(default, int) or _is_derived(default)):
-            default = None
+        default: Any = None if key in absent else defaults.get(key)
+        if key in derived and key not in given:
+            default = _derived(derived[key], numbers, config)
+        default = default if isinstance(default, int) else None
         if key not in given and default is None:
             return None
-        if key not in given and _is_derived(default):
-            default = _derived(default, numbers, config)
-        minimum = 0 if _MAY_BE_0.search(key) else 1
-        default = default if isinstance(default, int) else None
-        numbers[key] = config.integer(key, default, minimum=minimum, maximum=MAX_WIDTH)
+        numbers[key] = config.integer(key, default, minimum=0 if _MAY_BE_0.search(key) else 1, maximum=MAX_WIDTH)
     layers = _layers(variant, config, numbers)
     if layers is None:
         return None
@@ -159,16 +157,12 @@ def _fill(
     return replace(model, layers=tuple(layers), tie_word_embeddings=tied)
 
 
-def _is_derived(default: Any) -> bool:
-    return isinstance(default, str) and default.startswith("=")
-
-
 def _derived(expression: str, numbers: Mapping[str, int], config: JsonObject) -> int:
     """The default of a number that the file leaves out; InputError for a quotient that is not whole."""
-    whole = re.fullmatch(r"=\(\((\w+)\) // \((\w+)\)\)", expression)
+    whole = re.fullmatch(r"\(\((\w+)\) // \((\w+)\)\)", expression)
     if whole and numbers[whole[1]] % numbers[whole[2]]:
         raise config.error(whole[2], f"a divisor of {whole[1]}, {numbers[whole[1]]}")
-    return evaluate(expression[1:], numbers)
+    return evaluate(expression, numbers)
 
 
 def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str, int]) -> list[LayerSpec] | None:
@@ -192,13 +186,13 @@ def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str
 
 def _check(kind: LayerSpec, config: JsonObject) -> None:
     """Raise InputError for inconsistent numbers."""
-    mixer = kind.mixer
-    if isinstance(mixer, Attention) and mixer.num_attention_heads % mixer.num_key_value_heads:
-        key = config.first_of("num_key_value_heads", "num_kv_heads")
-        raise config.error(key, f"a divisor of the {mixer.num_attention_heads} attention heads")
-    if isinstance(mixer, Recurrence) and mixer.num_value_heads % mixer.num_key_heads:
-        key = config.first_of("linear_num_key_heads", "n_groups")
-        raise config.error(key, f"a divisor of the {mixer.num_value_heads} heads")
+    heads, key_heads = (
+        (0, 1) if kind.mixer is None else (kind.mixer.num_attention_heads, kind.mixer.num_key_value_heads)
+    )
+    if heads % key_heads:
+        recurrent = isinstance(kind.mixer, Recurrence)
+        names = ("linear_num_key_heads", "n_groups") if recurrent else ("num_key_value_heads", "num_kv_heads")
+        raise config.error(config.first_of(*names), f"a divisor of the {heads} heads")
     if kind.num_experts_per_tok > kind.num_experts:
         key = config.first_of("num_experts_per_tok", "top_k_experts", "moe_top_k")
         raise config.error(key, f"a whole number from 1 to {kind.num_experts}")
@@ -222,3 +216,91 @@ def _order(
     if not cycle:
         return first if len(first) == count else None
     return [first[one] if one < len(first) else cycle[(one - len(first)) % len(cycle)] for one in range(count)]
+
+
+# Types that are read as another type
+
+
+@cache
+def model_type_data(model_type: str) -> dict[str, Any] | None:
+    """The template of a model type; None if the type has none."""
+    path = _DATA / "types" / f"{model_type}.json"
+    if "/" in model_type or "\0" in model_type or len(model_type) > 100 or not path.is_file():
+        return None
+    data: dict[str, Any] = parse_json(path.read_bytes())
+    return data
+
+
+@cache
+def _remote_types() -> dict[str, Any]:
+    types: dict[str, Any] = parse_json((_DATA / "remote_types.json").read_bytes())
+    return types
+
+
+def _value(fields: Any, path: str) -> Any:
+    """The value at a key, or at a path of keys with dots; None if absent."""
+    for key in path.split("."):
+        fields = fields.get(key) if isinstance(fields, dict) else None
+    return fields
+
+
+def remote_type(config: JsonObject) -> Mapping[str, Any]:
+    """The entry of remote_types.json for a configuration; empty if the type has no entry."""
+    entries = _remote_types().get(config.text("model_type"), [])
+    for entry in entries if isinstance(entries, list) else [entries]:
+        conditions = [(_value(dict(config.fields), key), wanted) for key, wanted in entry.get("when", {}).items()]
+        if all(value == wanted or (wanted == "*" and value) for value, wanted in conditions):
+            return dict(entry)
+    return {}
+
+
+def translated(config: JsonObject) -> JsonObject:
+    """The configuration with the keys of the type that it is read as, without keys that do not affect shapes."""
+    remote = remote_type(config)
+    fields = {**remote.get("implies", {}), **config.fields}
+    config = replace(config, fields=fields)
+    for key, value in remote.get("only", {}).items():
+        if _value(fields, key) not in (None, value):
+            raise config.error(key, json.dumps(value), _value(fields, key))
+    names, arrays = remote.get("names", {}), remote.get("arrays", {})
+    given = {new: _value(fields, old) for old, new in names.items() if new is not None}
+    for old, (new, words) in arrays.items():
+        if (value := _value(fields, old)) is not None:
+            given[new] = fields.get(new) or _per_layer(config, old, value, words)
+    given = {key: value for key, value in given.items() if value is not None}
+    given |= {key: config.integer(key, maximum=MAX_WIDTH) // 2 for key in remote.get("halved", ())}
+    gone = {*_NOT_SHAPES, *remote.get("without", ()), *(key.partition(".")[0] for key in (*names, *arrays))}
+    if "as" in remote:
+        gone.add("rope_scaling")
+        given["model_type"] = remote["as"]
+    fields = {key: value for key, value in fields.items() if key not in gone and not key.startswith("_")}
+    return replace(config, fields=fields | given)
+
+
+def _per_layer(config: JsonObject, key: str, value: Any, words: Any) -> list[Any]:
+    """An array with a word per layer, made from another key of the file (see _about in remote_types.json)."""
+    if isinstance(words, dict):
+        if not isinstance(value, str | list) or not {*map(str, value)} <= {*words}:
+            raise config.error(key, f"a sequence of {' '.join(words)}, an entry per layer", value)
+        return [words[str(one)] for one in value]
+    count = config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
+    chosen = value if isinstance(value, list) else range(1, config.integer(key, minimum=0, maximum=MAX_LAYERS) + 1)
+    return [words[number in chosen] for number in range(1, count + 1)]
+
+
+def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:
+    """The model with the parts that its own type adds to the type that it was read as."""
+    remote = remote_type(config)
+    if "fused" in remote:
+        kinds = {layer: _fused(layer, remote["fused"]) for layer in model.layer_kinds}
+        model = replace(model, layers=tuple(kinds[layer] for layer in model.layers))
+    notes = (*remote.get("notes", ()), *model.approximations)
+    return replace(model, approximations=notes, alibi=remote.get("alibi", model.alibi))
+
+
+def _fused(layer: LayerSpec, name: str) -> LayerSpec:
+    """The layer with one matrix for Q, K and V."""
+    assert isinstance(layer.mixer, Attention)
+    width = sum(gemm.out_features for gemm in layer.mixer.projections)
+    matrix = replace(layer.mixer.projections[0], name=name, out_features=width, split="qkv_heads")
+    return replace(layer, mixer=replace(layer.mixer, projections=(matrix,)))

@@ -15,8 +15,8 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_text_part
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.model.reader import HYPER, SHARED_INDEXERS, RefusedError, read_class
-from kvrsim.model.remote import translated
 from kvrsim.model.spec import LayerSpec
+from kvrsim.model.template import translated
 from tests.kvrsim.model.model_configs import (
     DELTA,
     EXPERTS,
