@@ -80,7 +80,16 @@ import numpy.typing as npt
 
 from kvrsim.choices import DTYPES, Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
+from kvrsim.hardware import (
+    Cluster,
+    GpuSpec,
+    LinkSpec,
+    builtin_clusters,
+    builtin_gpus,
+    load_cluster,
+    load_gpu,
+    load_link,
+)
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.kernels.gemm import GEMM_TYPES
@@ -515,3 +524,79 @@ class Provenance:
 def _text(value: object) -> str:
     text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
     return text[:_MAX_TEXT] or "nothing"
+
+
+# -- the measured GPU and its link
+
+# Words for other forms of a GPU, which have another clock and power than the built-in SXM board.
+_OTHER_FORMS = {"pcie", "nvl", "mig"}
+_MEMORY_TOLERANCE = 0.1  # relative tolerance: drivers reserve some memory and count in other units
+
+
+def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
+    """Return the GPU `named`, or else that of the files, or else the built-in GPU that the rows' device names.
+
+    For example, "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError if no GPU or several GPUs match.
+    """
+    if named is not None:
+        return load_gpu(named)
+    measured = Provenance.of(origins).gpu
+    if measured is not None:
+        return measured
+    devices = sorted({row.device for row in rows if row.operation in ("gemm", "attention")})
+    found = {gpu.name: gpu for gpu in map(gpu_named, devices) if gpu is not None}
+    if len(found) != 1:
+        shown = ", ".join(devices) or "no gemm or attention rows"
+        known = ", ".join(builtin_gpus())
+        raise InputError("gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
+    return next(iter(found.values()))
+
+
+def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
+    """The built-in GPU whose name is part of a device's name; None if there is none, or several.
+
+    `num_sms`, `memory_bytes`: properties that the device reports, if known. Another form of a GPU with the same name,
+    such as the H100 PCIe with 114 SMs, or a slice of a GPU, is not a built-in GPU.
+    """
+    known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
+    found = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
+    return found[0] if len(found) == 1 else None
+
+
+def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:
+    """Whether the known properties agree; SMs must be equal, because they determine the number of waves of a kernel."""
+    if num_sms is not None and num_sms != gpu.num_sms:
+        return False
+    return memory_bytes is None or abs(memory_bytes / gpu.memory_bytes - 1) <= _MEMORY_TOLERANCE
+
+
+def _is_named(gpu: str, device: str) -> bool:
+    return name_parts(gpu) <= name_parts(device) and not (_OTHER_FORMS & name_parts(device)) - name_parts(gpu)
+
+
+def name_parts(name: str) -> set[str]:
+    """Words and numbers of a GPU's name, in lower case."""
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
+    """The link `named`, or else that of the files, or else that of a built-in cluster of the GPU.
+
+    Raises InputError if there is no link.
+    """
+    if named is not None:
+        return load_link(named)
+    measured = Provenance.of(origins, "links").link
+    if measured is not None:
+        return measured
+    cluster = cluster_of(gpu.name)
+    if cluster is None:
+        accepted = "a built-in link or a JSON file that describes it; or measured ones: `links`"
+        raise InputError("link", f"nothing for {gpu.name}", accepted)
+    return cluster.link
+
+
+def cluster_of(gpu: str) -> Cluster | None:
+    """A built-in cluster of the GPU, if possible one with a switch, else one without a bus."""
+    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
+    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)

@@ -1,18 +1,24 @@
-"""The accuracy page, with a part on the paper and a part on serving engines: `python -m validate.accuracy`.
+"""The accuracy page, with a part on the paper and a part on serving engines: `python -m validate.accuracy [--gate]`.
 
-Rewrites docs/results/accuracy.md. A part is a list of Markdown lines that begins with a heading of the second level.
+The command rewrites docs/results/accuracy.md. A part is a list of Markdown lines that begins with a heading of the
+second level. --gate: also store today's errors in validate/data/gate.json. A test fails if a later error is more than
+MOST_WORSE above the stored error, so store errors only with a change that explains them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from kvrsim.io.schema import write_json
 from validate import serving
 from validate.published import compare as paper
-from validate.published.compare import run
 from validate.report import RESULTS, fill, write_page
 
 PAGE = RESULTS / "accuracy.md"
+GATE = paper.DATA / "gate.json"
+MOST_WORSE = 0.01  # one percentage point
 
 
 def page(parts: Sequence[Sequence[str]]) -> list[str]:
@@ -20,14 +26,35 @@ def page(parts: Sequence[Sequence[str]]) -> list[str]:
     return fill("accuracy", parts=[line for part in parts for line in part])
 
 
-def main() -> None:
-    """Rewrite the page."""
-    result = run()
-    write_page(PAGE, page([paper.part(result), serving.part(serving.compare())]))
+def figures(result: Mapping[str, Any], comparison: serving.Comparison) -> dict[str, float]:
+    """The errors that must not get worse, as fractions: of the paper's rows and of serving engines."""
+    errors = {
+        "paper, models left out": paper.residual_of_paper().cross_validated_mape,
+        "paper, rows in the fit": result["calibration"]["mape"],
+        "paper, worst model": max(model["mape"] for model in result["by_model"].values()),
+        "paper, all rows": result["all"]["mape"],
+    }
+    for name, group in comparison.figures().items():
+        errors |= {f"serving, {name}, {error}": group[error] for error in ("median_ape", "mape")}
+    return {name: round(float(value), 4) for name, value in errors.items()}
+
+
+def worse(now: Mapping[str, float], stored: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """The pair (now, stored) of each figure that is missing now or more than MOST_WORSE above the stored value."""
+    pairs = {name: (now.get(name, float("inf")), value) for name, value in stored.items()}
+    return {name: pair for name, pair in pairs.items() if pair[0] > pair[1] + MOST_WORSE}
+
+
+def main(*options: str) -> None:
+    """Rewrite the page, and the gate with --gate."""
+    result, comparison = paper.run(), serving.compare()
+    write_page(PAGE, page([paper.part(result), serving.part(comparison)]))
+    if "--gate" in options:
+        write_json(GATE, figures(result, comparison), argument="gate")
     used = result["calibration"]
     shares = f"mean absolute error {used['mape']:.1%}, median {used['median_ape']:.1%}"
     print(f"docs/results/accuracy.md: {used['n']} rows used, {shares}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

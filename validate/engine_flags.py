@@ -18,6 +18,7 @@ from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_cluster
+from kvrsim.io.schema import JsonObject
 from kvrsim.layout import Layout
 from kvrsim.model.load import config_path
 from kvrsim.strategies import get_strategy
@@ -31,22 +32,7 @@ from planner.deploy_engines import DeployEngine, deploy_engine, layout_on_gpus
 from validate.report import RESULTS, fill, table, write_page
 
 PAGE = RESULTS / "engine_flags.md"
-_LATENT = {"model": "deepseek-v3", "cluster": "h200-nvlink"}
-_MIXTURE = {"model": "qwen3-235b-a22b", "cluster": "h200-nvlink"}
-QUESTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
-    ({"model": "llama-3.1-70b", "cluster": "h100-nvlink"}, ("tp", "pp", "pp-s", "tp4+pp2", "dp2+tp4")),
-    ({"model": "llama-3.1-70b", "cluster": "h100-nvlink", "ctx": "128k"}, ("tp", "tp2+pp4")),
-    ({"model": "llama-3.1-70b", "cluster": "b200-nvlink5", "ctx": "10000"}, ("tp", "pp")),
-    ({"model": "llama-3.1-8b", "cluster": "h100-nvlink", "dtype": "bf16", "batch": 4}, ("single", "tp", "dp8")),
-    ({"model": "llama-3.1-8b", "cluster": "h100-nvlink", "dtype": "fp8"}, ("tp",)),
-    ({"model": "llama-3.1-70b", "cluster": "h100-2x8-ndr400", "gpus": 16}, ("tp8+pp2", "pp-s", "dp2+tp8")),
-    ({"model": "gemma-3-27b", "cluster": "h100-nvlink", "ctx": "32k"}, ("tp", "tp4+pp2")),
-    ({"model": "gpt-oss-120b", "cluster": "h100-nvlink"}, ("tp", "tp+ep", "dp8+ep8")),
-    (_MIXTURE, ("tp4+ep4+pp2", "tp+ep", "cp8", "cp8+ep8", "tp4+cp2+edp2", "tp4+cp2", "dp8+ep8", "dp2+tp4")),
-    (_LATENT, ("tp", "tp+ep", "cp8+ep8", "tp4+pp2", "tp4+cp2", "dp8+ep8", "dp8", "tp+ep4", "pp-s")),
-    (_LATENT | {"cluster": "h100-2x8-ndr400", "gpus": 16}, ("tp8+pp2", "dp16+ep16", "dp2+tp8+ep16", "tp8+pp2+ep8")),
-    ({"model": "deepseek-v3.2", "cluster": "h200-nvlink"}, ("tp", "cp8-i", "tp2+cp4-i", "cp8+ep8", "dp8+ep8")),
-)
+QUESTIONS = JsonObject.read(Path(__file__).with_suffix(".json"), "questions").children("questions")
 SIZES = ("tensor", "pipeline", "context", "data", "expert_parallel", "expert_data")
 TRAFFIC = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
 ENGINES = ("vllm", "sglang")  # engines whose launches resolve_launches.py can resolve
@@ -65,9 +51,10 @@ class Resolved:
 
 def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
     """Yield a name, a launch and its layout for each question, then launches of fleets, without a layout."""
-    for question, names in QUESTIONS:
+    for question in (dict(one.fields) for one in QUESTIONS):
+        strategies = map(get_strategy, question.pop("strategies"))
         scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
-        for strategy in map(get_strategy, names):
+        for strategy in strategies:
             if deploy_engine(engine).has(strategy, scenario):
                 candidate = Search().candidate(scenario, strategy)
                 cut, layers = candidate.partition.chunk_lens, candidate.strategy.stage_layers

@@ -23,7 +23,7 @@ from planner.candidates import Search
 from planner.simulate import run_simulation
 from planner.table.table import PartitionTable
 from planner.uncertainty.noise import Disturbance
-from validate.published.compare import DATA, Row, read_rows, scenario_of, summary
+from validate.published.compare import DATA, Row, read_rows, scenario_of
 from validate.report import RESULTS, fill, numbers_table, write_page
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
@@ -154,7 +154,6 @@ def page(predictions: Predictions) -> list[str]:
         limits=", ".join(limits),
         noise_samples=scope.noise_samples,
         increases=_increases(predictions),
-        appendix=appendix(predictions),
     )
 
 
@@ -265,34 +264,6 @@ def _increases(predictions: Predictions) -> list[str]:
     rows.append(("mean", *(f"{np.mean([own[name][0] for own in every.values()]):.1%}" for name in STRATEGIES)))
     rows.append(("the paper, at most", *(f"{most[name]:.1%}" for name in STRATEGIES)))
     return numbers_table(("GPUs, tokens", *STRATEGIES.values()), rows)
-
-
-def appendix(predictions: Predictions) -> list[str]:
-    """Return one table per table of the paper, model and link: all TTFTs, reported / predicted, by context."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in predictions.scope.rows:
-        groups.setdefault((row.table, row.model, row.link), []).append(row)
-    lines: list[str] = []
-    for (name, model, link), group in groups.items():
-        contexts = sorted({row.context_len for row in group})
-        cells: dict[tuple[int, str], dict[int, str]] = {}
-        rows = []
-        for row in group:
-            ttft_s, inside = predictions.of_row(row).ttft_s, predictions.is_inside(row)
-            text = f"{row.ttft_s:g} / {ttft_s:.3f}{'' if inside else ' *'}"
-            cells.setdefault((row.num_gpus, row.strategy), {})[row.context_len] = text
-            rows.append({"rel_error": ttft_s / row.ttft_s - 1, "inside": inside})
-        errors = summary(rows)
-        where = "on one GPU" if link == "none" else f"at {link}"
-        counts = f"{errors['n']} rows, mean absolute error {errors['mape']:.1%}, median {errors['median_ape']:.1%}"
-        within = f"{sum(row['inside'] for row in rows)} within the predicted interval"
-        lines += [f"**Table {name}, {model} {where}.** {counts}; {within}.", ""]
-        body = (
-            (f"{num_gpus}, {strategy}", *(own.get(tokens, "") for tokens in contexts))
-            for (num_gpus, strategy), own in cells.items()
-        )
-        lines += numbers_table(("GPUs, strategy", *map(format_tokens, contexts)), body)
-    return lines
 
 
 if __name__ == "__main__":

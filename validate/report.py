@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
 from validate.results import BENCHMARKS, DOCS, ROOT, with_origin
@@ -34,6 +36,21 @@ def fill(name: str, **values: object) -> list[str]:
     """Lines of the template validate/pages/NAME.md with values in place of its {fields}; a list gives several lines."""
     texts = {key: "\n".join(value).rstrip() if isinstance(value, list) else value for key, value in values.items()}
     return [*(_TEMPLATES / f"{name}.md").read_text("utf-8").format(**texts).rstrip().split("\n"), ""]
+
+
+def summary(rel_errors: Sequence[float], inside: Sequence[bool]) -> dict[str, Any]:
+    """Number of predictions, absolute relative errors, the median with its sign, and the share inside the intervals."""
+    if not rel_errors:
+        return {"n": 0} | dict.fromkeys(("mape", "median_ape", "max_ape", "median", "coverage"))
+    size = np.abs(rel_errors)
+    return {
+        "n": len(rel_errors),
+        "mape": float(size.mean()),
+        "median_ape": float(np.median(size)),
+        "max_ape": float(size.max()),
+        "median": float(np.median(rel_errors)),
+        "coverage": float(np.mean(inside)),
+    }
 
 
 def write_page(path: Path, lines: Iterable[str], command: str | None = None) -> None:

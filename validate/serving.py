@@ -1,13 +1,11 @@
-"""Prefills on serving engines of 2023 and 2024 compared with predictions by their records: python -m validate.serving.
+"""Prefills on serving engines of 2023 and 2024 compared with predictions by the engines' records.
 
 The records in kvrsim/data/engines/NAME.json are frozen: they were fitted by this module's `--fit` at commit 479bb5ad.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,13 +16,12 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine import SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.executors.run import ttft_s
-from kvrsim.io.files import write_atomically
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.strategies import get_strategy
 from planner.candidates import partition_of
 from planner.uncertainty.intervals import interval
 from validate.published.compare import DATA, read_table
-from validate.report import fill, run_command, table
+from validate.report import fill, summary, table
 
 PATH = DATA / "serving_prefills.csv"
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
@@ -138,7 +135,6 @@ def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
 
 ENGINES = ("vllm-2023", "tensorrt-llm-0.5", "lmdeploy-0.1", "loongserve-2024", "mooncake-vllm-0.11")
 _LENGTHS = ((0, 512), (512, 2048), (2048, 8192), (8192, 10**9))  # ranges of the tokens of all prompts together
-FIGURES = DATA / "serving_figures.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +148,7 @@ class Comparison:
     def figures(self) -> dict[str, Any]:
         """The figures of the page's first table, as plain JSON values."""
         return {
-            length: summary(error for error in self.own if error.is_short is is_short)
+            length: summary_of([error for error in self.own if error.is_short is is_short])
             for length, is_short in (("512 tokens and more", False), ("below 512 tokens", True))
         }
 
@@ -202,7 +198,12 @@ def _by(
 ) -> dict[str, dict[str, Any]]:
     used = [error for error in errors if short is None or error.is_short is short]
     names = dict.fromkeys(key(error) for error in sorted(used, key=lambda error: error.row.tokens))
-    return {name: summary(error for error in used if key(error) == name) for name in names}
+    return {name: summary_of([error for error in used if key(error) == name]) for name in names}
+
+
+def summary_of(errors: Sequence[ServingError]) -> dict[str, Any]:
+    """Summary of some errors."""
+    return summary([error.rel_error for error in errors], [error.inside for error in errors])
 
 
 def _summaries(title: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -214,32 +215,3 @@ def _summaries(title: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]
         if group["n"]
     )
     return table((title, "rows", "median error", "mean", "with sign (median)", "inside"), rows)
-
-
-def summary(errors: Iterable[ServingError]) -> dict[str, Any]:
-    """Number of rows, median and mean absolute error, median signed error, and share of rows inside the intervals."""
-    known = list(errors)
-    if not known:
-        return {"n": 0, "median_ape": None, "mape": None, "median": None, "coverage": None}
-    signed = np.array([error.rel_error for error in known])
-    return {
-        "n": len(known),
-        "median_ape": float(np.median(np.abs(signed))),
-        "mape": float(np.abs(signed).mean()),
-        "median": float(np.median(signed)),
-        "coverage": float(np.mean([error.inside for error in known])),
-    }
-
-
-def main() -> None:
-    """Print every row, and rewrite the figures."""
-    comparison = compare()
-    for error in comparison.own:
-        row = error.row
-        seconds = f"{row.ttft_s:.4g} s measured, {error.predicted_s:.4g} s predicted ({error.rel_error:+.1%})"
-        print(f"{row.engine}: {row.case}: {seconds}")
-    write_atomically(FIGURES, (json.dumps(comparison.figures(), indent=2) + "\n").encode(), argument="figures")
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

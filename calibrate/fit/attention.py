@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -30,7 +30,7 @@ from calibrate.fit.fit import (
 from calibrate.importers.aiconfigurator import LatentForm, read_latent
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
-from kvrsim.io.schema import JsonObject
+from kvrsim.io.schema import JsonObject, NonNegative
 from kvrsim.kernels.attention import (
     AttentionCall,
     AttentionRates,
@@ -65,14 +65,8 @@ _LEAST_SHARE = 0.3  # minimum share of a call's time that depends on its element
 Rates = TypeVar("Rates", bound=AttentionRates)
 Sized = TypeVar("Sized", EagerRates, BlockedRates)
 
-# Bounds of fitted constants, in seconds or as shares; append_bytes_per_s ends at the datasheet's HBM rate.
-_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        **{"launch_s": (5e-7, 3e-5), "tile_s": (1e-8, 3e-5), "block_s": (2e-7, 5e-5), "query_s": (1e-12, 1e-7)},
-        **{"split_s": (1e-8, 3e-5), "append_bytes_per_s": (2e10, 1e30), "alone_share": (0.3, 1.0)},
-        **{"barrier_share": (0.0, 1.0), "split_share": (0.2, 1.0), "diagonal_cost": (1.0, 4.0)},
-    }
-)
+_DATA = JsonObject.read(Path(__file__).with_suffix(".json"), "attention")
+_BOUNDS: Mapping[str, tuple[float, float]] = _DATA.get("bounds", Mapping[str, tuple[NonNegative, NonNegative]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +75,7 @@ class FlashPreset:
 
     structure: Mapping[str, Any]  # fields of FlashRates that are not fitted
     tiles_per_sm: int  # tiles that a multiprocessor runs at once
-    start: Mapping[str, float]
+    start: Mapping[str, NonNegative]
     fitted: tuple[str, ...]
 
     def rates(self, gpu: GpuSpec, constants: Constants) -> FlashRates:
@@ -100,52 +94,7 @@ class FlashPreset:
         )
 
 
-_FA2 = FlashPreset(
-    structure={"tile_rows": 64, "key_block": 128, "causal": True, "packs_heads": False, "splits_keys": False},
-    tiles_per_sm=2,
-    start={
-        **{"launch_s": 5e-6, "tile_s": 4e-6, "block_s": 4.8e-6, "alone_share": 0.75, "barrier_share": 1.0},
-        "append_bytes_per_s": 8e11,
-    },
-    fitted=("launch_s", "tile_s", "block_s", "alone_share", "append_bytes_per_s"),
-)
-
-PRESETS: Mapping[str, FlashPreset] = MappingProxyType(
-    {
-        # FlashAttention-2 on Ampere; FlashInfer's prefill, which packs the query heads that share a KV head.
-        "fa2": _FA2,
-        "flashinfer": replace(
-            _FA2, structure={**_FA2.structure, "tile_rows": 128, "key_block": 64, "packs_heads": True}
-        ),
-        # FlashAttention over a paged cache, as sarathi called the kernel: computes masked blocks, too; splits keys.
-        "paged": FlashPreset(
-            structure={"tile_rows": 64, "key_block": 128, "causal": False, "packs_heads": False, "splits_keys": True},
-            tiles_per_sm=2,
-            start={
-                **{"launch_s": 5e-6, "tile_s": 0.0, "block_s": 5e-6, "alone_share": 1.0, "barrier_share": 0.3},
-                **{"append_bytes_per_s": 2.5e11, "query_s": 2e-9, "split_s": 1e-5, "split_share": 0.85},
-                "diagonal_cost": 1.25,
-            },
-            fitted=(
-                *("launch_s", "block_s", "barrier_share", "split_s"),
-                *("query_s", "diagonal_cost", "append_bytes_per_s"),
-            ),
-        ),
-        # FlashAttention-3 on Hopper: one tile per multiprocessor; splits keys.
-        "fa3": FlashPreset(
-            structure={"tile_rows": 128, "key_block": 64, "causal": True, "packs_heads": False, "splits_keys": True},
-            tiles_per_sm=1,
-            start={
-                **{"launch_s": 7e-6, "tile_s": 4e-6, "block_s": 8e-7, "alone_share": 1.0, "barrier_share": 0.3},
-                **{"append_bytes_per_s": 1e12, "split_s": 5e-6, "split_share": 0.55},
-            },
-            fitted=(
-                *("launch_s", "tile_s", "block_s", "barrier_share"),
-                *("append_bytes_per_s", "split_s", "split_share"),
-            ),
-        ),
-    }
-)
+PRESETS: Mapping[str, FlashPreset] = _DATA.get("presets", Mapping[str, FlashPreset])
 KERNELS = (*PRESETS, "eager")
 
 

@@ -197,7 +197,6 @@ class Errors:
     p90_ape: float
     bias: float  # mean error; above 0: predictions are too long
     log_sd: float  # standard deviation of log(predicted / measured), from the 80th percentile of its absolute value
-    inside: float  # coverage: share of rows inside an 80 % prediction interval made from the other half of the rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -236,18 +235,7 @@ class Comparison:
             p90_ape=rounded(float(np.percentile(np.abs(error), 90))),
             bias=rounded(float(np.mean(error))),
             log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
-            inside=rounded(_inside(np.abs(np.log1p(error)))),
         )
-
-
-def _inside(size: Array) -> float:
-    """Share of errors below the 80th percentile of the other half; halves are drawn with a fixed seed."""
-    shuffled = np.random.default_rng(_SEED).permutation(size)
-    halves = shuffled[::2], shuffled[1::2]
-    if not halves[1].size:
-        return 1.0
-    covered = [np.mean(one <= np.percentile(other, 80)) * one.size for one, other in (halves, halves[::-1])]
-    return float(sum(covered) / size.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,16 +9,15 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from statistics import median
 from typing import Any, Self
 
 import torch
 
-from calibrate.data import Measurement, Provenance
-from kvrsim.errors import InputError
-from kvrsim.hardware import GpuSpec, LinkSpec, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
+from calibrate.data import gpu_named
+from kvrsim.hardware import GpuSpec
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.host import versions as libraries
@@ -91,74 +90,7 @@ def summary(lines: Iterable[str]) -> dict[str, Any]:
 _READING = re.compile(r"([\d.]+), ([\d.]+), ([\d.]+), 0x([0-9a-fA-F]+)")
 
 
-# -- which GPU and link the machine has, and its software
-
-# Words for other forms of a GPU, which have another clock and power than the built-in SXM board.
-_OTHER_FORMS = {"pcie", "nvl", "mig"}
-_MEMORY_TOLERANCE = 0.1  # relative tolerance: drivers reserve some memory and count in other units
-
-
-def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
-    """Return the GPU `named`, or else that of the files, or else the built-in GPU that the rows' device names.
-
-    For example, "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError if no GPU or several GPUs match.
-    """
-    if named is not None:
-        return load_gpu(named)
-    measured = Provenance.of(origins).gpu
-    if measured is not None:
-        return measured
-    devices = sorted({row.device for row in rows if row.operation in ("gemm", "attention")})
-    found = {gpu for device in devices for gpu in builtin_gpus() if _is_named(gpu, device)}
-    if len(found) != 1:
-        shown = ", ".join(devices) or "no gemm or attention rows"
-        known = ", ".join(builtin_gpus())
-        raise InputError("gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
-    return load_gpu(found.pop())
-
-
-def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
-    """The built-in GPU whose name is part of a device's name; None if there is none, or several.
-
-    `num_sms`, `memory_bytes`: properties that the device reports, if known. Another form of a GPU with the same name,
-    such as the H100 PCIe with 114 SMs, or a slice of a GPU, is not a built-in GPU.
-    """
-    known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
-    found = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
-    return found[0] if len(found) == 1 else None
-
-
-def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:
-    """Whether the known properties agree; SMs must be equal, because they determine the number of waves of a kernel."""
-    if num_sms is not None and num_sms != gpu.num_sms:
-        return False
-    return memory_bytes is None or abs(memory_bytes / gpu.memory_bytes - 1) <= _MEMORY_TOLERANCE
-
-
-def _is_named(gpu: str, device: str) -> bool:
-    return _parts(gpu) <= _parts(device) and not (_OTHER_FORMS & _parts(device)) - _parts(gpu)
-
-
-def _parts(name: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", name.lower()))
-
-
-def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
-    """The link `named`, or else that of the files, or else that of a built-in cluster of the GPU.
-
-    Clusters without a bus are preferred. Raises InputError if there is no link.
-    """
-    if named is not None:
-        return load_link(named)
-    measured = Provenance.of(origins, "links").link
-    if measured is not None:
-        return measured
-    clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu.name]
-    if not clusters:
-        accepted = "a built-in link or a JSON file that describes it; or measured ones: `links`"
-        raise InputError("link", f"nothing for {gpu.name}", accepted)
-    return min(clusters, key=lambda cluster: cluster.topology == "bus").link
-
+# -- the machine and its software
 
 _REPEATS = 5
 _COPY_BYTES = 2**27  # bytes of the copy: more than any cache
@@ -177,28 +109,20 @@ def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
     measured rates, of a product and of a copy.
     """
     name = device_name(device, threads)
+    memory_bytes, num_sms = _memory_bytes() // max(1, (os.cpu_count() or 1) // threads), threads
     if device == "cuda":
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        known = gpu_named(name, num_sms=int(found.multi_processor_count), memory_bytes=int(found.total_memory))
-        return known or _cuda_spec(name, dtype, found)
+        memory_bytes, num_sms = int(found.total_memory), int(found.multi_processor_count)
+        known = gpu_named(name, num_sms=num_sms, memory_bytes=memory_bytes)
+        if known is not None:
+            return known
     return GpuSpec(
         name=_slug(name),
-        memory_bytes=_memory_bytes() // max(1, (os.cpu_count() or 1) // threads),
-        hbm_bytes_per_s=_copy_bytes_per_s("cpu"),
-        peak_flops={dtype: _product_flops_per_s("cpu", dtype)},
-        num_sms=threads,
-        source=f"measured by kvrsim calibrate on {name}: the best of {_REPEATS} copies and products",
-    )
-
-
-def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
-    return GpuSpec(
-        name=_slug(name),
-        memory_bytes=int(properties.total_memory),
-        hbm_bytes_per_s=_copy_bytes_per_s("cuda"),
-        peak_flops={dtype: _product_flops_per_s("cuda", dtype)},
-        num_sms=int(properties.multi_processor_count),
-        source=f"what {name} says of itself, and the best of {_REPEATS} copies and products by kvrsim calibrate",
+        memory_bytes=memory_bytes,
+        hbm_bytes_per_s=_copy_bytes_per_s(device),
+        peak_flops={dtype: _product_flops_per_s(device, dtype)},
+        num_sms=num_sms,
+        source=f"properties of {name}, and the best of {_REPEATS} copies and products by kvrsim calibrate",
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from calibrate.data import cluster_of, name_parts
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.arguments import OnProgress
@@ -19,7 +20,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.hardware import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.hardware import Cluster, builtin_gpus, load_cluster
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.scenario import Partition, Scenario
@@ -100,7 +101,7 @@ def make_cases(
     given = {key: value for key, value in (setting or {}).items() if value is not None}
     cluster = given.pop("cluster", None)
     if cluster is None:
-        cluster = _cluster_of(profile) if profile.cluster is None else None
+        cluster = cluster_of(profile.gpu) if profile.cluster is None else None
     elif not isinstance(cluster, Cluster):
         cluster = load_cluster(str(cluster))
     if cluster is not None:
@@ -143,12 +144,6 @@ def _case(
     return PrefillCase(row=row, scenario=per_rank, strategy=strategy, partition=partition), notes
 
 
-def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
-    """A built-in cluster of the profile's GPU, if possible one without a bus."""
-    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == profile.gpu]
-    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
-
-
 def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
     """The rows of the profile's GPU, and notes on the others."""
     usable, others, unknown = [], Counter[str](), dict[str, None]()
@@ -179,7 +174,7 @@ def _chips(text: str) -> list[str]:
 
 def _is_named(gpu: str, text: str) -> bool:
     """Whether one of the names has all parts of the other, such as "A100-SXM-80GB" and "A100"."""
-    ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
+    ours, theirs = name_parts(gpu), name_parts(text)
     return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
 
 

@@ -10,9 +10,7 @@ its keys identify the tool that wrote it. Sources of the formats, each with the 
 - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
 - `python -m sglang.bench_one_batch --result-filename`: sgl-project/sglang python/sglang/bench_one_batch.py at 0094415;
 - AIPerf profile_export_aiperf.json and profile_export.jsonl: ai-dynamo/aiperf aiperf/common/models/export_models.py
-  and docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13);
-- GenAI-Perf profile_export_genai_perf.json: triton-inference-server/perf_analyzer
-  genai-perf/genai_perf/export_data/json_exporter.py at 263c5f6 (0.0.16).
+  and docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13).
 """
 
 from __future__ import annotations
@@ -291,12 +289,11 @@ def _aiperf(data: JsonObject, output: Output) -> None:
     seconds = seconds_of(ttft, "p50", "avg")
     config = data.fields.get("input_config")
     asked = config if isinstance(config, dict) else {}
-    names = asked.get("model_names") or _inner(asked, "endpoint").get("model_names")
-    output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=known_model(_first(names)))
-    load = _inner(asked, "loadgen")  # a key of AIPerf; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
-    stimulus = _inner(_inner(asked, "perf_analyzer"), "stimulus")
-    rate, concurrency = (load.get(key, stimulus.get(key)) for key in ("request_rate", "concurrency"))
-    if rate is not None or concurrency is not None:  # by default both tools send one request at a time
+    names, load = _inner(asked, "endpoint").get("model_names"), _inner(asked, "loadgen")
+    model = known_model(names[0] if isinstance(names, list) and names else names)
+    output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=model)
+    rate, concurrency = load.get("request_rate"), load.get("concurrency")
+    if rate is not None or concurrency is not None:  # by default AIPerf sends one request at a time
         _note_queues(rate, concurrency, seconds, output)
 
 
@@ -314,16 +311,12 @@ def _inner(outer: dict[str, object], key: str) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _first(names: object) -> object:
-    return names[0] if isinstance(names, list) and names else names
-
-
 FORMATS = (
     OutputFormat(title="sglang.bench_one_batch", keys=("prefill_latency", "input_len"), read=_sglang),
     OutputFormat(title="vllm bench serve, detailed", keys=("ttfts", "input_lens"), read=_vllm_serve),
     OutputFormat(title="vllm bench serve", keys=("mean_ttft_ms", "completed"), read=_vllm_serve),
     OutputFormat(title="vllm bench latency", keys=("avg_latency", "percentiles"), read=_vllm_latency),
-    OutputFormat(title="AIPerf or GenAI-Perf", keys=("time_to_first_token", "input_sequence_length"), read=_aiperf),
+    OutputFormat(title="AIPerf", keys=("time_to_first_token", "input_sequence_length"), read=_aiperf),
     OutputFormat(title="AIPerf, one request a line", keys=("metrics", "metadata"), read=_aiperf_request),
 )
 
@@ -333,7 +326,6 @@ FORMATS = (
 MOST_ROWS = 500  # a fit to more rows takes many minutes
 MAX_OUTPUT_BYTES = 2**28  # bytes of a detailed result with some ten thousand requests and their texts
 _JSON_STARTS = (b"{", b"[")
-_RAW = "perf_analyzer's raw records"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -429,8 +421,6 @@ def _output(path: str | Path, argument: str) -> Output:
     where = f"{argument} {' '.join(str(path).split())}"
     objects = _objects(Path(path), argument, where)
     for one in objects:
-        if one.has("experiments"):
-            raise InputError(where, _RAW, "profile_export_genai_perf.json, which GenAI-Perf writes beside it")
         reader = next((known.read for known in FORMATS if all(map(one.has, known.keys))), None)
         if reader is None:
             accepted = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import kvrsim
-from kvrsim.units import format_tokens
-from validate.figures import FAST, PROFILE, Predictions, Scope, appendix, page
-from validate.published.compare import Row, read_rows
+from validate.figures import FAST, PROFILE, Predictions, Scope, page
+from validate.published.compare import read_rows
 
 pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "results"
@@ -32,38 +31,8 @@ def small() -> Predictions:
     return Predictions(scope)
 
 
-@pytest.fixture(scope="module")
-def tables(small: Predictions) -> str:
-    return "\n".join(appendix(small))
-
-
 def cells_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-
-
-def cell(text: str, row: Row) -> str:
-    """The cell of the appendix tables that contains a row."""
-    head = f"**Table {row.table}, {row.model} {'on one GPU' if row.link == 'none' else f'at {row.link}'}.**"
-    assert text.count(head) == 1
-    heads, _, *rows = cells_of(text.partition(head)[2].partition("\n**Table")[0])
-    (values,) = [values for values in rows if values[0] == f"{row.num_gpus}, {row.strategy}"]
-    return values[heads.index(format_tokens(row.context_len))]
-
-
-def test_every_published_row_is_on_the_page() -> None:
-    text = (DOCS / "figures.md").read_text()
-    for row in read_rows():
-        assert cell(text, row).startswith(f"{row.ttft_s:g} / "), row.case
-
-
-def test_the_tables_have_the_simulators_times(small: Predictions, tables: str) -> None:
-    for row in small.scope.rows:
-        if row.link == FAST and row.context_len == 12288:
-            run = kvrsim.simulate(
-                strategy=row.strategy, gpus=row.num_gpus, ctx=row.context_len, model=row.model, profile=PROFILE
-            )
-            mark = "" if row.is_inside(run.ttft_low_s, run.ttft_high_s) else " *"
-            assert cell(tables, row) == f"{row.ttft_s:g} / {run.ttft_s:.3f}{mark}"
 
 
 def test_the_page_has_the_planners_times(small: Predictions) -> None:

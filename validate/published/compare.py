@@ -1,8 +1,4 @@
-"""Predictions compared with the paper's TTFTs, row by row: `kvrsim validate published`.
-
-`python -m validate.published.compare` stores today's mean errors in validate/data/paper_gate.json. A test fails if a
-later error is more than MOST_WORSE above the stored error. Store errors again only with a change that explains them.
-"""
+"""Predictions compared with the paper's TTFTs, row by row: `kvrsim validate published`."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from kvrsim.builder import make_scenario
-from kvrsim.io.files import write_atomically
 from kvrsim.kernels.profile import Residual, load_profile
 from kvrsim.scenario import Scenario
 from planner.simulate import run_simulation
-from validate.report import fill, table
+from validate.report import fill, summary, table
 
 DATA = Path(__file__).parents[1] / "data"
 Link = Literal["none", "300GB/s", "10GB/s", "1GB/s"]
@@ -129,36 +124,27 @@ def run() -> dict[str, Any]:
             }
         )
     calibrated = [row for row in rows if row["used_for_calibration"]]
-    used = summary(calibrated)
+    used = summary_of(calibrated)
     return {
         "rows": rows,
         "calibration": used,
-        "held_out": summary([row for row in rows if not row["used_for_calibration"]]),
-        "all": summary(rows),
+        "held_out": summary_of([row for row in rows if not row["used_for_calibration"]]),
+        "all": summary_of(rows),
         "by_model": summaries(calibrated, "model"),
         "by_link": summaries(rows, "link"),
         "ok": used["mape"] is not None and used["mape"] <= MOST_MAPE,
     }
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Number of rows, mean, median and largest absolute relative error, and share of rows inside their intervals."""
-    if not rows:
-        return {"n": 0, "mape": None, "median_ape": None, "max_ape": None, "coverage": None}
-    size = np.abs([row["rel_error"] for row in rows])
-    return {
-        "n": len(rows),
-        "mape": float(size.mean()),
-        "median_ape": float(np.median(size)),
-        "max_ape": float(size.max()),
-        "coverage": float(np.mean([row["inside"] for row in rows])),
-    }
+def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Summary of some rows of `run`."""
+    return summary([row["rel_error"] for row in rows], [row["inside"] for row in rows])
 
 
 def summaries(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str, Any]]:
     """A summary for each value of a field of the rows, in the order of the data."""
     values = dict.fromkeys(str(row[key]) for row in rows)
-    return {value: summary([row for row in rows if str(row[key]) == value]) for value in values}
+    return {value: summary_of([row for row in rows if str(row[key]) == value]) for value in values}
 
 
 def part(result: Mapping[str, Any]) -> list[str]:
@@ -168,7 +154,7 @@ def part(result: Mapping[str, Any]) -> list[str]:
     by_model = {model: [left_out[row.case] for row in used if row.model == model] for model in result["by_model"]}
     never_blind = [left_out[row.case] for row in used if not row.blind_until]
     mean, median = _mean_median(never_blind)
-    residual = _residual()
+    residual = residual_of_paper()
     blind = [(row["rows"], row["error"]) for row in read_table("kv_runahead_blind_test.csv")]
     return fill(
         "accuracy_paper",
@@ -232,43 +218,8 @@ def _held_out(residual: Residual) -> list[str]:
     return table(("held out", "mean", "median", "speed-up of KVR-S over TSP"), rows)
 
 
-def _residual() -> Residual:
+def residual_of_paper() -> Residual:
+    """Held-out errors of a100-eager, the profile that is fitted to the paper's rows."""
     residual = load_profile("a100-eager").residual
     assert residual is not None
     return residual
-
-
-GATE = DATA / "paper_gate.json"
-MOST_WORSE = 0.01  # one percentage point
-
-
-def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Mean absolute errors of models left out of the fit, rows in the fit, the worst model, and all rows."""
-    errors = {
-        "left_out": _residual().cross_validated_mape,
-        "calibration": result["calibration"]["mape"],
-        "worst_model": max(model["mape"] for model in result["by_model"].values()),
-        "all": result["all"]["mape"],
-    }
-    return {name: round(float(value), 4) for name, value in errors.items()}
-
-
-def worse(now: Mapping[str, float], stored: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """The pair (now, stored) of each figure that is missing now or more than MOST_WORSE above the stored value."""
-    pairs = {name: (now.get(name, float("inf")), value) for name, value in stored.items()}
-    return {name: pair for name, pair in pairs.items() if pair[0] > pair[1] + MOST_WORSE}
-
-
-def stored_figures() -> dict[str, float]:
-    """Read the stored figures."""
-    return {name: float(value) for name, value in json.loads(GATE.read_text("utf-8")).items()}
-
-
-def store_gate() -> None:
-    """Store today's figures."""
-    write_atomically(GATE, (json.dumps(figures(run()), indent=2) + "\n").encode(), argument="gate")
-    print(GATE.read_text("utf-8"))
-
-
-if __name__ == "__main__":
-    store_gate()

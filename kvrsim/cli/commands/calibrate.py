@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 _ROWS = "Write the measurements as CSV."
 _COMPUTE_SHARE = 0.75  # share of `--minutes` that `calibrate all` spends on layers
-_NO_DATASHEET = "pcie4-x16"  # assumed link of a device that no built-in cluster has
+_USUAL_LINK = "pcie4-x16"  # link assumed for a device that no built-in cluster has
 
 
 def _kernels(value: object, parameter: str) -> tuple[str, ...]:
@@ -165,7 +165,6 @@ class RankArgs(Arguments):
         return LinkSetup(
             num_ranks=num_ranks,
             device=device,
-            backend="nccl" if device == "cuda" else "gloo",
             num_threads=threads,
             max_bytes=max_bytes,
             timeout_s=self.timeout,
@@ -233,7 +232,6 @@ def _run(campaign: Campaign, minutes: float) -> Outcome:
 
 def _measure_one(campaign: Campaign, minutes: float, *, json: bool) -> None:
     outcome = _run(campaign, minutes)
-    campaign.journal().remove()
     if json:
         print_json(outcome_json(outcome) | {"output": str(campaign.output)})
     else:
@@ -309,9 +307,6 @@ def calibrate_all(
     except InputError as refusal:
         advice = "measure again with nothing else running, or with more --minutes"
         raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
-    finally:
-        for campaign, _ in campaigns:
-            campaign.journal().remove()
     if json:
         measured = {title: outcome_json(outcome) for title, outcome in outcomes.items()}
         print_json(
@@ -321,12 +316,10 @@ def calibrate_all(
 
 def _datasheet_link(compute: str) -> str | None:
     """Return a link that the device is likely to have; None if a built-in cluster has the device."""
-    from calibrate.data import read_origins
-    from kvrsim.hardware import builtin_clusters, load_cluster
+    from calibrate.data import cluster_of, read_origins
 
-    gpu = next((origin["gpu"]["name"] for origin in read_origins([compute], "compute")), None)
-    known = {load_cluster(name).gpu.name for name in builtin_clusters()}
-    return None if gpu in known else _NO_DATASHEET
+    gpu = next((origin["gpu"]["name"] for origin in read_origins([compute], "compute")), "")
+    return None if cluster_of(gpu) is not None else _USUAL_LINK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,8 +405,8 @@ def write_fit(
     rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Fit and write a profile, and print its errors; with --json, print nothing, because the caller prints."""
+    from calibrate.data import gpu_of, link_of
     from calibrate.fit.profile import FitChoices, Label, fit_profile
-    from calibrate.measure.device import gpu_of, link_of
 
     spec = gpu_of(rows, wanted.gpu, origins)
     label = Label(
@@ -460,7 +453,7 @@ def prefills(
     files: Any = argument(
         "ROWS.csv|OUTPUT.json...",
         "Measured prefills: a CSV file with a column ttft_s, or what vllm bench latency, vllm bench serve,"
-        " sglang.bench_one_batch, AIPerf or GenAI-Perf wrote.",
+        " sglang.bench_one_batch or AIPerf wrote.",
         check=lambda value, _: value,
     ),
     check: Any = switch("Fit nothing; report how far the profile is from the rows.", "Measurement"),

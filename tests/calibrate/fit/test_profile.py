@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.data import ELEMENTWISE, Measurement
+from calibrate.data import ELEMENTWISE, Measurement, gpu_of, link_of
 from calibrate.fit.attention import PRESETS, AttentionRows, fit_eager, fit_flash
 from calibrate.fit.elementwise import fit_elementwise, usable_elementwise
 from calibrate.fit.fit import HALF
@@ -17,7 +17,6 @@ from calibrate.fit.gemm import GemmRows, fit_gemm, usable_gemm
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.profile import FitChoices, Label, fit_profile
 from calibrate.fit.report import LAYERS, layer_costs
-from calibrate.measure.device import gpu_of, link_of
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import GatherRates, load_gpu, load_link

@@ -10,8 +10,9 @@ pytest.importorskip("torch")
 
 from pathlib import Path
 
+from calibrate.data import gpu_named
 from calibrate.measure import device
-from calibrate.measure.device import DeviceLog, gpu_named, summary
+from calibrate.measure.device import DeviceLog, summary
 
 
 def test_readings_are_summarised_and_broken_lines_do_not_count() -> None:

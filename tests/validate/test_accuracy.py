@@ -1,0 +1,56 @@
+"""The accuracy of predictions does not get worse, and the page has every model and engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from validate import accuracy, serving
+from validate.published import compare as paper
+from validate.report import summary
+
+pytestmark = pytest.mark.slow  # 161 cases of the paper, 78 of them searched, and 85 of serving engines
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    return paper.run()
+
+
+@pytest.fixture(scope="module")
+def comparison() -> serving.Comparison:
+    return serving.compare()
+
+
+def test_targets(result: dict[str, Any]) -> None:
+    assert result["ok"]
+    assert result["calibration"]["mape"] <= 0.03
+    assert max(errors["mape"] for errors in result["by_model"].values()) <= 0.05
+    slow = [abs(row["rel_error"]) for row in result["rows"] if row["link"] == "10GB/s"]
+    assert sorted(slow)[len(slow) // 2] <= 0.15
+
+
+def test_accuracy_is_no_worse_than_the_gate(result: dict[str, Any], comparison: serving.Comparison) -> None:
+    assert accuracy.worse(accuracy.figures(result, comparison), json.loads(accuracy.GATE.read_text())) == {}
+
+
+def test_the_gate_allows_a_point() -> None:
+    stored = {"left_out": 0.02, "all": 0.03}
+    assert accuracy.worse({"left_out": 0.0299, "all": 0.01}, stored) == {}
+    assert accuracy.worse({"left_out": 0.031, "all": 0.03}, stored) == {"left_out": (0.031, 0.02)}
+    assert set(accuracy.worse({"left_out": 0.02}, stored)) == {"all"}
+
+
+def test_the_page_has_every_model_and_engine(result: dict[str, Any], comparison: serving.Comparison) -> None:
+    json.dumps(result, allow_nan=False)
+    page = "\n".join(accuracy.page([paper.part(result), serving.part(comparison)]))
+    assert all(model in page for model in {row["model"] for row in result["rows"]})
+    assert all(f"| {name} |" in page for name in serving.ENGINES)
+
+
+def test_summary_of_nothing_is_none() -> None:
+    assert set(summary([], []).values()) == {0, None}
+    two = summary([-0.1, 0.3], [True, False])
+    assert (two["mape"], two["median"], two["coverage"]) == (pytest.approx(0.2), pytest.approx(0.1), 0.5)
