@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
+from kvrsim.coverage import coverage_notes, expert_notes, precision_notes
 from kvrsim.engine import NO_ENGINE, SHORT_TOKENS, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
@@ -19,7 +20,6 @@ from kvrsim.hardware import (
     load_gpu,
     load_link,
 )
-from kvrsim.kernels.coverage import coverage_notes, expert_notes, head_dims, precision_notes
 from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
 from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_sibling
 from kvrsim.model.load import known_shape, load_model
@@ -254,8 +254,8 @@ def _model_notes(scenario: Scenario) -> list[str]:
     if trained is not None and request.context_len > trained:
         notes.append(note("max position", tokens=request.context_len, model=model.name, trained=trained))
     notes.extend(note("model", model=model.name, approximation=sentence) for sentence in model.approximations)
-    notes.extend(precision_notes(model, request.dtype, scenario.profile, scenario.cluster.gpu))
-    notes.extend(expert_notes(model, scenario.profile, scenario.expert_placement))
+    notes.extend(precision_notes(scenario))
+    notes.extend(expert_notes(scenario))
     notes.extend(placement_notes(scenario.prefix_placement, scenario.cluster, request.cached_prefix))
     return notes
 
@@ -269,7 +269,7 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         "hidden_size": (model.hidden_size, valid.hidden_size),
     }
     spans = [(what, value, span) for what, (value, span) in ranges.items()]
-    spans += [("head_dim", width, valid.head_dim) for width in head_dims(model, profile.kernels)]
+    spans += [("head_dim", width, valid.head_dim) for width in profile.kernels.head_dims(model)]
     notes: list[str] = [
         note(f"{what}-range", what=what, value=value, low=low, high=high, profile=profile.name)
         for what, value, (low, high) in spans

@@ -37,7 +37,8 @@ class Journal:
         kept.clear()
         try:
             self._handle = os.open(self.path, _FLAGS | os.O_CREAT, 0o666)
-            self._lock()
+            if sys.platform != "win32":
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             content = self.path.read_bytes()
         except (OSError, ValueError) as error:
             os.close(self._handle) if self._handle >= 0 else None
@@ -73,10 +74,6 @@ class Journal:
     def remove(self) -> None:
         """Remove the file, after its results were saved elsewhere."""
         self.path.unlink(missing_ok=True)
-
-    def _lock(self) -> None:
-        if sys.platform != "win32":
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def append(path: Path, result: Any) -> None:

@@ -419,13 +419,14 @@ class MergedCost(MixerCost):
         visible = self._visible_before(start, keys, end)
         return np.where(visible > 0, self.keys_s(chunk, visible) + self.merge_s(chunk, part=part), 0.0)
 
-    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """Seconds of attention of the chunk's queries to an even share of the first `prefix` tokens, without a merge.
+    def share_s(self, chunk: Array, start: Array) -> Array:
+        """Seconds of attention of the chunk's queries to a rank's share of the cached prefix, without a merge.
 
         The first query is at `start`. The share's tokens are evenly spaced, so a window has the same number in each
         share.
         """
-        visible = share * self._visible_before(start, prefix, prefix)
+        prefix = np.full_like(chunk, self.setting.cached_prefix)
+        visible = self.setting.prefix.share * self._visible_before(start, prefix, prefix)
         return np.where(visible * chunk > 0, self.keys_s(chunk, visible), 0.0)
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:

@@ -21,7 +21,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, ElementwiseRates, Traffic
-from kvrsim.kernels.gemm import GEMM_TYPES, ElementBytes, GemmRates, Product, RowCost, Width, of_each, summed
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, GemmType, Product, RowCost, Width, of_each, summed
 from kvrsim.program import Array
 
 
@@ -84,27 +84,6 @@ class Rates(Protocol):
         """Rates of the call's operation; None if it was not measured."""
 
 
-class CostModel(Protocol):
-    """Device seconds of the operations of a layer."""
-
-    @property
-    def traits(self) -> KernelTraits: ...
-
-    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Precomputed seconds of matrix products and element-wise kernels as a function of tokens."""
-
-    def head_s(self, tokens: Array, product: Product) -> Array:
-        """Seconds of the logits of `tokens` tokens, at least the time to read the weights."""
-
-    def call_s(self, call: Call) -> Array: ...
-
-    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
-        """Seconds of element-wise kernels and copies of `tokens` tokens."""
-
-    def mask_s(self, mask_elements: Array) -> Array:
-        """Seconds to make the attention mask, once before the first layer."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibratedCost:
     """Seconds from the measured rates of a profile."""
@@ -155,6 +134,7 @@ class CalibratedCost:
         return tokens * token_s + start_s if start_s else tokens * token_s
 
     def mask_s(self, mask_elements: Array) -> Array:
+        """Seconds to make the attention mask, once before the first layer."""
         return mask_elements * (self.scale * self.rates.elementwise.mask_element_s)
 
     def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
@@ -204,7 +184,7 @@ class RooflineCost:
         seconds = np.asarray(tokens * (self.traits.batch * product.flops_per_row / flops_per_s))
         return np.maximum(seconds, weights * width.weight / self.bytes_per_s, out=seconds)
 
-    def limits_of(self, compute: str | None) -> tuple[ElementBytes, float]:
+    def limits_of(self, compute: str | None) -> tuple[GemmType, float]:
         """Bytes per element of each operand of a type of product, and its FLOP/s."""
         width = of_each(self.traits.element_bytes if compute is None else GEMM_TYPES[compute])
         return width, self.low_flops_per_s if width.quantised else self.flops_per_s
@@ -263,6 +243,9 @@ class WeightedCost:
 
     def mask_s(self, mask_elements: Array) -> Array:
         return self.weights[ELEMENTWISE] * self.cost.mask_s(mask_elements)
+
+
+CostModel = CalibratedCost | RooflineCost | WeightedCost
 
 
 class _Listing(dict[Part, Array]):

@@ -268,9 +268,8 @@ class RoutedExperts:
     def dispatched_bytes(self) -> float:
         """Bytes sent per token to a rank that has some of its experts, in the type of the experts' inputs."""
         first, *_ = self.layer.mlp
-        quantised = first.compute is not None and GEMM_TYPES[first.compute].quantised > 0
-        width = GEMM_TYPES[first.compute].input if quantised and first.compute else self.cost.traits.element_bytes
-        return width * first.in_features
+        kind = GEMM_TYPES.get(first.compute or "")
+        return (kind.input if kind and kind.quantised else self.cost.traits.element_bytes) * first.in_features
 
     @property
     def combined_bytes(self) -> float:

@@ -24,21 +24,23 @@ from kvrsim.program import Array
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
 
 
-class ElementBytes(NamedTuple):
-    """Bytes of one element of each operand of a product, with the scales of quantisation groups."""
+class GemmType(NamedTuple):
+    """A type of product: bytes of one element of each operand, with the scales of quantisation groups."""
 
     weight: float
     input: float
     output: float
     quantised: float = 0.0  # bytes per input element that the quantising kernel moves before the product
+    title: str = ""  # the type in words
+    alike: tuple[str, ...] = ()  # substitutes where the type has no rates, most similar first
 
 
-Width = int | ElementBytes  # bytes per element of all operands, or of each
+Width = int | GemmType  # bytes per element of all operands, or of each
 
 
-def of_each(width: Width) -> ElementBytes:
+def of_each(width: Width) -> GemmType:
     """Bytes per element of each operand."""
-    return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
+    return width if isinstance(width, GemmType) else GemmType(width, width, width)
 
 
 # Types of products other than half precision. "_wo": only weights are quantised; the product is computed in half
@@ -46,34 +48,27 @@ def of_each(width: Width) -> ElementBytes:
 # of the product's time, as in public tables. Scales: fp8_block has one fp32 per 128 x 128 weights and per 128 inputs;
 # nvfp4 8 bits per 16 elements; int4_wo 16 bits per 128; mxfp4 8 bits per 32. Inputs of mxfp4_wo are in half precision,
 # those of mxfp4_fp8 in MXFP8.
-GEMM_TYPES: Mapping[str, ElementBytes] = {
-    "fp8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
-    "fp8_block": ElementBytes(weight=1.0, input=1.0 + 4 / 128, output=2.0, quantised=3.0 + 4 / 128),
-    "nvfp4": ElementBytes(weight=0.5 + 1 / 16, input=0.5 + 1 / 16, output=2.0, quantised=2.5 + 1 / 16),
-    "int8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
-    "int4_wo": ElementBytes(weight=0.5 + 2 / 128, input=2.0, output=2.0),
-    "int8_wo": ElementBytes(weight=1.0, input=2.0, output=2.0),
-    "mxfp4_wo": ElementBytes(weight=0.5 + 1 / 32, input=2.0, output=2.0),
-    "mxfp4_fp8": ElementBytes(weight=0.5 + 1 / 32, input=1.0 + 1 / 32, output=2.0, quantised=3.0 + 1 / 32),
-}
-
-# Substitutes for a type without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device that lacks
-# the arithmetic of a type computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
-_ALIKE = {
-    "fp8": ("fp8_block", "int8_wo"),
-    "fp8_block": ("fp8", "int8_wo"),
-    "int8": ("fp8",),
-    "nvfp4": ("int4_wo", "int8_wo"),
-    "int4_wo": ("int8_wo",),
-    "int8_wo": ("int4_wo",),
-    "mxfp4_wo": ("int4_wo", "int8_wo"),
-    "mxfp4_fp8": ("fp8_block", "fp8", "mxfp4_wo", "int4_wo", "int8_wo"),
+# Substitutes: INT8 has FP8's peak on Hopper and Ada. A device that lacks the arithmetic of a type computes in half
+# precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
+_FP4, _MX8 = 0.5 + 1 / 16, 1.0 + 1 / 32
+GEMM_TYPES: Mapping[str, GemmType] = {
+    "fp8": GemmType(1.0, 1.0, 2.0, 3.0, "FP8", ("fp8_block", "int8_wo")),
+    "fp8_block": GemmType(1.0, 1.0 + 4 / 128, 2.0, 3.0 + 4 / 128, "FP8 with a scale per block", ("fp8", "int8_wo")),
+    "nvfp4": GemmType(_FP4, _FP4, 2.0, 2.0 + _FP4, "NVFP4", ("int4_wo", "int8_wo")),
+    "int8": GemmType(1.0, 1.0, 2.0, 3.0, "INT8", ("fp8",)),
+    "int4_wo": GemmType(0.5 + 2 / 128, 2.0, 2.0, 0.0, "half precision from 4-bit weights", ("int8_wo",)),
+    "int8_wo": GemmType(1.0, 2.0, 2.0, 0.0, "half precision from 8-bit weights", ("int4_wo",)),
+    "mxfp4_wo": GemmType(0.5 + 1 / 32, 2.0, 2.0, 0.0, "half precision from MXFP4 weights", ("int4_wo", "int8_wo")),
+    "mxfp4_fp8": GemmType(
+        *(0.5 + 1 / 32, _MX8, 2.0, 2.0 + _MX8, "FP8 from MXFP4 weights"),
+        ("fp8_block", "fp8", "mxfp4_wo", "int4_wo", "int8_wo"),
+    ),
 }
 
 
 def alike(compute: str | None) -> tuple[str, ...]:
     """The type of a product and its substitutes, most similar first; empty for half precision."""
-    return () if compute is None else (compute, *_ALIKE[compute])
+    return () if compute is None else (compute, *GEMM_TYPES[compute].alike)
 
 
 class Product(NamedTuple):

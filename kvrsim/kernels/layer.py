@@ -151,11 +151,6 @@ class LayerCosts:
         """Seconds of one token's attention to `keys` tokens, itself included."""
         return np.zeros_like(keys) if self._mixer is None else self._mixer.decode_s(keys)
 
-    def share_s(self, chunk: Array, start: Array) -> Array:
-        """Seconds of the chunk's attention to a rank's share of the cached prefix, not merged; first query: `start`."""
-        prefix = np.full_like(chunk, self.setting.cached_prefix)
-        return self.merging.share_s(chunk, start, prefix, self.setting.prefix.share)
-
     # -- after token mixing
     def output_mlp_s(self, chunk: Array) -> Array:
         """Seconds of output projection, norm, MLP and residuals, and of routed experts unless ranks exchange tokens."""
@@ -200,13 +195,3 @@ class LayerCosts:
         """Costs of a rank that has its share of the heads and all tokens."""
         assert self.layer.mixer is not None
         return LayerCosts(self.setting, replace(self.layer, mixer=self.layer.mixer.share(ranks)))
-
-    # -- host time
-    @property
-    def host_merge_s(self) -> float:
-        """Host seconds of the launches that merge a block's result with that of earlier blocks."""
-        return self.setting.host.kernel_s * self.merging.merge_kernels
-
-    def host_all_gather_s(self, num_ranks: int) -> float:
-        """Host seconds of the all-gathers, which make and copy one output tensor per rank."""
-        return self.setting.host.gather_piece_s * num_ranks

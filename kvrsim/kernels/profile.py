@@ -34,6 +34,8 @@ from kvrsim.kernels.experts import ExpertRates
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
 from kvrsim.kernels.recurrence import RecurrenceRates
 from kvrsim.kernels.sparse import SparseRates
+from kvrsim.model.mixers import Attention, LatentAttention
+from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.units import map_fields
 
@@ -114,6 +116,12 @@ class KernelRates:
         """Return the rates of a type of product and the bytes of its operands; `element_bytes` is the dtype's."""
         priced = self.priced_as(compute)
         return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
+
+    def head_dims(self, model: ModelSpec) -> tuple[int, ...]:
+        """Widths of the heads that are priced by softmax rates; latents that have their own rates are left out."""
+        softmax = Attention if self.latent is not None else Attention | LatentAttention
+        mixers = (layer.mixer for layer in model.layer_kinds)
+        return tuple(sorted({one.head_dim for one in mixers if isinstance(one, softmax) and not one.is_sparse}))
 
     def is_measured(self, product: Product) -> bool:
         """Whether the weight matrix was timed in the type that the product is priced in."""

@@ -83,8 +83,13 @@ class SparseCall:
     @property
     def least_attention_flops(self) -> Array:
         """FLOPs of attention without the window: a query attends to at most top_k of the keys that it sees."""
-        keys = self.seen if self.top_k is None else self._seen_of(self.top_k)
-        return self.chunk * keys * self._key_flops
+        if self.top_k is None:
+            return self.chunk * self.seen * self._key_flops
+        start, end = self.prefix / self.compress_ratio, self.keys
+        inside_start, inside_end = np.minimum(start, self.top_k), np.minimum(end, self.top_k)
+        area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
+        area = area + self.top_k * ((end - inside_end) - (start - inside_start))
+        return np.asarray(self.chunk * (area / np.maximum(end - start, 1e-30)) * self._key_flops)
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; without rates for this kind of call, by those of other operations.
@@ -108,14 +113,6 @@ class SparseCall:
         score_flops_per_s = cost.low_flops_per_s if self.block == 1 else cost.flops_per_s
         score_s, attention_s = self.score_flops / score_flops_per_s, self.least_attention_flops / cost.flops_per_s
         return np.asarray(cost.traits.batch * (score_s + attention_s))
-
-    def _seen_of(self, most: int) -> Array:
-        """Mean number of keys that a query of the chunk sees, at most `most` per query."""
-        start, end = self.prefix / self.compress_ratio, self.keys
-        inside_start, inside_end = np.minimum(start, most), np.minimum(end, most)
-        area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
-        area = area + most * ((end - inside_end) - (start - inside_start))
-        return np.asarray(area / np.maximum(end - start, 1e-30))
 
     @property
     def _key_flops(self) -> float:

@@ -158,9 +158,12 @@ def share_of(model: ModelSpec, size: int) -> ModelSpec:
     head, and whole norms. Raises InputError where the heads do not divide.
     """
     for layer in model.layer_kinds:
-        if layer.mixer is not None and not _divides(layer.mixer, size):
-            accepted = f"groups that {_heads(layer.mixer)} of {model.name} divide into"
-            raise InputError("strategies", f"tp{size}", accepted)
+        if (mixer := layer.mixer) is not None and not heads_divide(mixer, size):
+            of_queries, of_keys = (
+                ("value heads", "key heads") if isinstance(mixer, Recurrence) else ("heads", "KV heads")
+            )
+            heads = f"the {mixer.num_attention_heads} {of_queries} and {mixer.num_key_value_heads} {of_keys}"
+            raise InputError("strategies", f"tp{size}", f"groups that {heads} of {model.name} divide into")
     shares = {layer: _layer_share(layer, size) for layer in model.layer_kinds}
     return replace(
         model,
@@ -171,15 +174,10 @@ def share_of(model: ModelSpec, size: int) -> ModelSpec:
     )
 
 
-def _divides(mixer: Mixer, size: int) -> bool:
+def heads_divide(mixer: Mixer, size: int) -> bool:
     """Whether each GPU gets an equal number of heads; a key head may be on several GPUs."""
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-
-def _heads(mixer: Mixer) -> str:
-    kinds = ("value heads", "key heads") if isinstance(mixer, Recurrence) else ("heads", "KV heads")
-    return f"the {mixer.num_attention_heads} {kinds[0]} and {mixer.num_key_value_heads} {kinds[1]}"
 
 
 def _layer_share(layer: LayerSpec, size: int) -> LayerSpec:

@@ -33,7 +33,7 @@ class Strategy:
     source: str  # publication or code that describes it
     partition_rule: PartitionRule  # how its partition is chosen
     layer: LayerProgram  # the operations of one rank in one layer
-    gathers_kv: bool  # whether every rank has the K and V of the whole context before its attention
+    gathers_kv: bool = False  # whether every rank has the K and V of the whole context before its attention
     degrees: Degrees = _ALL_RANKS  # sizes of its layout
     pipeline: PipelineProgram | None = None  # function that builds the program if ranks hold different layers
     stage_layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: as even as possible
@@ -189,18 +189,10 @@ class Step:
         src = rank - 1 if peer is None else peer
         return Recv(src=src, host_s=self.costs.setting.host.message_s, rendezvous=not self.costs.setting.sends_overlap)
 
-    def send_state(self, rank: int, *, in_turn: bool = False) -> Send:
-        """Send the state after the chunk to the next rank; `in_turn`: see send_kv."""
-        return replace(self.send_kv(rank, in_turn=in_turn), payload="state")
-
-    def recv_state(self, rank: int) -> Recv:
-        """Wait for the state before the chunk."""
-        return replace(self.recv_kv(rank), payload="state")
-
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K and V, and shares of the cached prefix, so that every rank holds all."""
         nbytes = self.costs.mixer.cache_bytes(self.chunks[rank]) + self.costs.share_bytes
-        return AllGather(nbytes=nbytes, host_s=self.costs.host_all_gather_s(self.num_ranks))
+        return AllGather(nbytes=nbytes, host_s=self.costs.setting.host.gather_piece_s * self.num_ranks)
 
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""

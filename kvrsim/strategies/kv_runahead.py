@@ -61,7 +61,6 @@ KVR_S = Strategy(
     partition_rule="search",
     layer=layer,
     passes_state=True,
-    gathers_kv=False,
     chains=True,
 )
 KVR_E = replace(KVR_S, name="kvr-e", title="KV-Runahead, even chunks", partition_rule="even")
@@ -83,6 +82,5 @@ KVR_DIRECT = Strategy(
     layer=direct_layer,
     passes_state=True,
     sends_in_turn=True,
-    gathers_kv=False,
     near_chain=True,
 )

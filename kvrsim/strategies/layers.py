@@ -39,7 +39,6 @@ SINGLE = Strategy(
     source="KV-Runahead, Fig. 1",
     partition_rule="whole",
     layer=layer,
-    gathers_kv=False,
     degrees=Degrees(),
 )
 TENSOR_PARALLEL = Strategy(
@@ -48,7 +47,6 @@ TENSOR_PARALLEL = Strategy(
     source="Shoeybi et al., Megatron-LM, 2019 (arXiv:1909.08053)",
     partition_rule="even",
     layer=SINGLE.layer,
-    gathers_kv=False,
     degrees=Degrees(tensor=None),
 )
 
@@ -169,10 +167,10 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
     """Project the chunk, wait for the state before it, compute, send the state after it on, compute the MLP."""
     yield step.qkv(rank)
     if rank > 0:
-        yield step.recv_state(rank)
+        yield replace(step.recv_kv(rank), payload="state")
     yield step.scan(rank)
     if rank < step.num_ranks - 1:
-        yield step.send_state(rank, in_turn=in_turn)
+        yield replace(step.send_kv(rank, in_turn=in_turn), payload="state")
     yield step.output_mlp(rank)
 
 

@@ -189,7 +189,6 @@ PIPELINE = Strategy(
     source="Qin et al., Mooncake, 2024 (arXiv:2407.00079), section 5.1, with chunks as in Sarathi (arXiv:2308.16369)",
     partition_rule="pieces",
     layer=SINGLE.layer,
-    gathers_kv=False,
     degrees=Degrees(pipeline=None, pieces="even"),
     pipeline=program,
     refuses=refuses,

@@ -35,12 +35,12 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     costs, chunk = step.costs, step.chunks[rank]
     own_s = costs.mixer.attention_s(chunk, step.held_prefix) + costs.merging.upcast_s(chunk)
     if costs.setting.prefix.share:
-        to_share_s = costs.share_s(chunk, step.starts[rank])
+        to_share_s = costs.merging.share_s(chunk, step.starts[rank])
         merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.merging.merge_s(chunk), 0.0)
         blocks_s = blocks_s + to_share_s + merged_s
         calls = np.ones_like(calls)
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
-    block_host_s = costs.host_attention_s + costs.host_merge_s
+    block_host_s = costs.host_attention_s + costs.setting.host.kernel_s * costs.merging.merge_kernels
     most_keys = np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
     yield RingPass(
         name="attention",
@@ -115,7 +115,6 @@ RING = Strategy(
     partition_rule="even",
     layer=layer,
     passes_state=True,
-    gathers_kv=False,
     carries_prefix=True,
     merges_blocks=True,
 )
@@ -125,7 +124,6 @@ STRIPED = Strategy(
     source="Brandon et al., Striped Attention, 2023 (arXiv:2311.09431)",
     partition_rule="even",
     layer=striped_layer,
-    gathers_kv=False,
     carries_prefix=True,
     merges_blocks=True,
 )
@@ -135,7 +133,6 @@ ZIGZAG_RING = Strategy(
     source="Zhu, ring-flash-attention, 2024 (github.com/zhuzilin/ring-flash-attention), zigzag_ring_flash_attn",
     partition_rule="even",
     layer=zigzag_layer,
-    gathers_kv=False,
     carries_prefix=True,
     merges_blocks=True,
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvrsim.kernels.tensor_parallel import heads_divide
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Array, Compute, Op
@@ -75,9 +76,9 @@ def refuses(model: ModelSpec, ranks: int) -> str | None:
             continue
         if not isinstance(mixer, Attention) or mixer.is_sparse:
             return f"attention over K and V of heads in all layers; {model.name} has {mixer.title}"
-        heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
-        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            return f"ranks that the {heads} heads and {kv_heads} KV heads of {model.name} divide into"
+        if not heads_divide(mixer, ranks):
+            heads = f"{mixer.num_attention_heads} heads and {mixer.num_key_value_heads} KV heads"
+            return f"ranks that the {heads} of {model.name} divide into"
     return None
 
 
@@ -87,7 +88,6 @@ ULYSSES = Strategy(
     source="Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv:2309.14509)",
     partition_rule="even",
     layer=layer,
-    gathers_kv=False,
     carries_prefix=True,
     splits_heads=True,
     refuses=refuses,

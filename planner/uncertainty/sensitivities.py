@@ -21,7 +21,6 @@ from kvrsim.compile import build_program, columns
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import CostModel, Part, WeightedCost, listing
-from kvrsim.kernels.coverage import head_dims
 from kvrsim.kernels.profile import CalibrationProfile, Residual, ValidRange
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
@@ -332,7 +331,7 @@ def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
     }
     spans = [(size, getattr(valid, key)) for key, size in sizes.items()]
     if scenario.profile is not None:
-        widths = [(width, valid.head_dim) for width in head_dims(scenario.model, scenario.profile.kernels)]
+        widths = [(width, valid.head_dim) for width in scenario.profile.kernels.head_dims(scenario.model)]
         spans += sorted(widths, key=lambda one: _doublings(*one))[-1:]  # the width that is furthest outside the range
     return sum(_doublings(size, span) for size, span in spans)
 

@@ -212,19 +212,11 @@ def test_user_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"gpus": 8}, "key: got 'gpus', accepted: name, gpu, num_gpus"),
-        ({"num_gpus": 0}, "num_gpus: got '0'"),
         ({"topology": "ring"}, "topology: got 'ring'"),
         ({"gpu": "a100"}, "gpu: got 'a100', accepted: an object ({...}), or one of a100-40gb"),
-        ({"name": ""}, "name: got ''"),
-        ({"gpu": {**GPU, "memory_bytes": -1}}, "gpu.memory_bytes: got '-1'"),
-        ({"gpu": {**GPU, "hbm_bytes_per_s": math.nan}}, "gpu.hbm_bytes_per_s: got 'NaN'"),
         ({"gpu": {**GPU, "colour": "green"}}, "key in gpu: got 'colour'"),
         ({"gpu": {**GPU, "peak_flops": {}}}, "gpu.peak_flops: got '{}'"),
         ({"gpu": {**GPU, "peak_flops": {"fp64": 1}}}, "key in gpu.peak_flops: got 'fp64'"),
-        ({"gpu": {**GPU, "peak_flops": {"fp16": 0}}}, "gpu.peak_flops.fp16: got '0'"),
-        ({"link": {"name": "wire", "latency_s": 0}}, "link.bandwidth_bytes_per_s: got 'nothing'"),
-        ({"network": {**LINK, "latency_s": "5us"}}, "network.latency_s: got '5us'"),
     ],
 )
 def test_bad_key(tmp_path: Path, changes: dict[str, Any], place: str) -> None:
@@ -324,12 +316,6 @@ def tokens(*values: float) -> Array:
 TWO_PROTOCOLS = GatherRates(
     launch_s=100.0, hop_s=10.0, small_bytes_per_s=1.0, large_bytes_per_s=4.0, setup_s=4.0, own_share=0.5
 )
-
-
-def test_short_gathers_take_one_protocol_and_long_ones_another() -> None:
-    """With 2 bytes a step uses the small protocol (hop + 2.5 s), with 40 bytes the large one (hop + 24.5 s)."""
-    assert TWO_PROTOCOLS.seconds(tokens(6, 120), 3) == pytest.approx([100 + 20 + 5, 100 + 20 + 49])
-    assert TWO_PROTOCOLS.step_s(tokens(2, 40), 3) == pytest.approx([10 + 2.5, 10 + 24.5])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

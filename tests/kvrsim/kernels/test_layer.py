@@ -118,17 +118,6 @@ def test_windows(scenario: Scenario, config: Any, chunk: int, prefix: int, windo
     assert eager == pytest.approx([4 * 64 * chunk * (min(prefix, window) + chunk)])
 
 
-def test_a_window_wider_than_the_context_changes_nothing(scenario: Scenario, config: Any) -> None:
-    for kernel in ("eager", "flash"):
-        here = replace(with_slow_bytes(scenario), kernel=kernel)
-        wide = costs_of(here, config(model_type="mistral", sliding_window=1000))
-        plain = costs_of(here)
-        for chunk, prefix in ((tokens(5), tokens(0)), (tokens(9), tokens(900))):
-            assert wide.mixer.attention_s(chunk, prefix) == pytest.approx(plain.mixer.attention_s(chunk, prefix))
-            assert wide.mixer.append_s(chunk, prefix) == pytest.approx(plain.mixer.append_s(chunk, prefix))
-            assert wide.forwarded_kv_bytes(prefix + chunk) == pytest.approx(plain.forwarded_kv_bytes(prefix + chunk))
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_eager_code_repeats_shared_heads(kv_heads: int, scenario: Scenario, config: Any) -> None:
     model = config(num_key_value_heads=kv_heads)
@@ -141,19 +130,22 @@ def test_eager_code_repeats_shared_heads(kv_heads: int, scenario: Scenario, conf
     assert times == {"eager": pytest.approx(repeated), "flash": pytest.approx(0)}
 
 
-@pytest.mark.parametrize("active", [1, 2, 8])
-def test_only_active_experts_compute(active: int, scenario: Scenario, config: Any) -> None:
-    keys = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=active)
+SHARED = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expert_weights"),
+    [
+        (dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=1), 3 * 64 * 96),
+        (dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=8), 8 * 3 * 64 * 96),
+        (dict(model_type="qwen2_moe", **SHARED), 2 * 3 * 64 * 24 + 3 * 64 * 40 + 64),
+    ],
+)
+def test_active_and_shared_experts_compute(
+    keys: dict[str, Any], expert_weights: int, scenario: Scenario, config: Any
+) -> None:
     costs = costs_of(scenario, config(**keys))
-    weights = 64 * 64 + active * 3 * 64 * 96 + 64 * 8
-    assert costs.output_mlp_s(tokens(10)) == pytest.approx([2 * 10 * weights])
-
-
-def test_shared_experts_compute_for_every_token(scenario: Scenario, config: Any) -> None:
-    keys = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
-    costs = costs_of(scenario, config(model_type="qwen2_moe", **keys))
-    weights = 64 * 64 + 2 * 3 * 64 * 24 + 64 * 8 + 3 * 64 * 40 + 64
-    assert costs.output_mlp_s(tokens(10)) == pytest.approx([2 * 10 * weights])
+    assert costs.output_mlp_s(tokens(10)) == pytest.approx([2 * 10 * (64 * 64 + 64 * 8 + expert_weights)])
 
 
 @pytest.mark.parametrize("fused", [False, True])

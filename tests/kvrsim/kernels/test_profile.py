@@ -145,13 +145,6 @@ def test_optional_keys_may_be_absent(value: Any, fields: dict[str, Any]) -> None
     assert ("eager" in profile.attention_kernels, profile.operations) == (False, {})
 
 
-@pytest.mark.parametrize("path", ["name", "kernels.gemm.flops_per_s", "links.bandwidth_bytes_per_s", "valid.dtypes"])
-def test_a_required_key_is_missed_by_its_path(path: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        read(changed(fields, path, ...))
-    assert caught.value.parameter == f"profile test.json: {path}"
-
-
 def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
     for path in paths(fields):
         for value in ([["deep"]], {"x": []}):
@@ -166,12 +159,9 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
     ("path", "values"),
     [
         ("schema_version", [0, 1, 3, "2", 2.5, True]),
-        ("kernels.gemm.flops_per_s", [0, -1, "fast", True, None, float("nan"), float("inf"), 1e31]),
         ("kernels.attention.eager.measured.sizes", [[], [1], [2, 1, 3], [0, 1], [1, "2"], None, 7]),
         ("kernels.attention.eager.measured.factors", [[8.01, 1], [-1, 1], ["1", 1]]),
-        ("links.sends", ["async", "", None, 1]),
         ("valid.context_len", [[], [1], [1, 2, 3], [2, 1], [0, 5], [1.5, 2], ["1", "2"], None, [True, 2]]),
-        ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
         ("cluster.topology", ["ring", 7, None]),
     ],
 )
@@ -181,15 +171,6 @@ def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, An
             read(changed(fields, path, value))
             pytest.fail(f"{path} may be {value!r}")
         assert caught.value.parameter.startswith(f"profile test.json: {path}")
-
-
-@pytest.mark.parametrize("content", ["", "[]", "7", "{", '{"schema_version": 1}', "null"])
-def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(content)
-    with pytest.raises(InputError) as caught:
-        load_profile(path)
-    assert caught.value.parameter.startswith("profile")
 
 
 CLOCKS = st.builds(

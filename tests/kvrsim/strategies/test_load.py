@@ -14,7 +14,6 @@ from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.memory import memory_of
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy
 from planner.search.search import search
 
@@ -68,16 +67,6 @@ def test_its_chunks_are_searched(own: Strategy) -> None:
     assert grid.search.method == "grid"
 
 
-def test_memory_counts_both_pieces(own: Strategy) -> None:
-    """A rank keeps K, V of all tokens up to the end of its late piece."""
-    scenario, _ = make_scenario(ctx=4096, gpus=4)
-    found = memory_of(scenario, own, kvrsim.Partition(chunk_lens=(1024,) * 4))
-    kept = [rank.kv_cache for rank in found]
-    token_bytes = kept[-1] / 4096
-    assert kept == [token_bytes * (2048 + 512 * (rank + 1)) for rank in range(4)]
-    assert all(rank.gathered > 0 for rank in found)
-
-
 def test_a_table_of_it_says_whose_it_is(named: str, own: Strategy) -> None:
     table = kvrsim.build_table(ctx="1k,2k,3k", gpus=[2], strategy=named)
     assert table.setting.strategy == "kvr-zigzag"
@@ -100,23 +89,6 @@ def test_a_table_of_a_file_is_built_by_several_processes(named: str, tmp_path: P
     assert cli.main(command) == 0
     assert json.loads((tmp_path / "t.json").read_text())["setting"]["strategy"] == "kvr-zigzag"
     assert cli.main(["table", "show", "t.json"]) == 0
-
-
-def test_a_fleet_runs_it(own: Strategy) -> None:
-    """With very fast links the strategy with the most even work wins on two GPUs."""
-    answer = kvrsim.capacity(
-        model="llama-7b",
-        cluster="a100-nvlink",
-        requests=REQUESTS,
-        slo_ttft="20s",
-        group_sizes="2",
-        strategies=[own],
-        replications=1,
-        link_bandwidth="10TB/s",
-    )
-    assert answer.feasible
-    assert "kvr-zigzag" in json.dumps(answer.to_dict())
-    assert "kvr-s" not in json.dumps(answer.to_dict())
 
 
 def test_a_strategy_that_is_approximate_wins_nowhere(named: str) -> None:

@@ -52,50 +52,21 @@ def moved_tokens(scenario: Scenario, program: Program) -> float:
     return nbytes / scenario.model.layer_cache_bytes(1, scenario.request.dtype_bytes)
 
 
-def test_dot_products_of_kvr() -> None:
-    """Nine tokens in chunks of 4, 3 and 2 need 16, 21 and 18 dot products (Fig. 5)."""
-    program = program_of(scenario_of(9, 3), "kvr-s", (4, 3, 2))
-    assert [dot_products(program, rank) for rank in range(3)] == pytest.approx([16, 21, 18], rel=1e-12)
-
-
-def test_entries_that_move() -> None:
-    """KVR moves K and V of (4 + 7) tokens, which are 22 entries; TSP moves 36 entries (Figs. 4 and 5)."""
-    scenario = scenario_of(9, 3)
-    kvr, tsp = program_of(scenario, "kvr-s", (4, 3, 2)), program_of(scenario, "tsp", (3, 3, 3))
-    assert 2 * moved_tokens(scenario, kvr) == 22
-    assert 2 * moved_tokens(scenario, tsp) == 36
-
-
-@given(share=st.integers(1, 2000), ranks=st.integers(2, 16))
-@examples(40)
-def test_traffic_with_even_chunks(share: int, ranks: int) -> None:
-    """Net_tsp = (p - 1) C and Net_kvr = (p - 1) C / 2 tokens per layer."""
-    tokens = share * ranks
-    scenario = scenario_of(tokens, ranks)
-    even = [share] * ranks
-    assert moved_tokens(scenario, program_of(scenario, "tsp", even)) == (ranks - 1) * tokens
-    assert moved_tokens(scenario, program_of(scenario, "kvr-e", even)) == (ranks - 1) * tokens / 2
-
-
 @given(chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8), cached=st.integers(0, 500))
 @examples(40)
-def test_dot_products_of_any_chunks(chunks: list[int], cached: int) -> None:
-    """KVR: chunk x (prefix + chunk); TSP: chunk x whole context, masked or not."""
-    total = cached + sum(chunks)
+def test_dot_products_and_traffic(chunks: list[int], cached: int) -> None:
+    """KVR computes chunk x (prefix + chunk) and sends K and V of new tokens up to each chunk's end (Fig. 5).
+
+    TSP computes chunk x whole context, masked or not, and each piece crosses p - 1 links (Fig. 4).
+    """
+    total, ends = cached + sum(chunks), np.cumsum(chunks)
     scenario = scenario_of(total, len(chunks), cached_prefix=cached)
     kvr, tsp = (program_of(scenario, name, chunks) for name in ("kvr-s", "tsp"))
-    end = cached
     for rank, chunk in enumerate(chunks):
-        end += chunk
-        assert dot_products(kvr, rank) == pytest.approx(chunk * end, rel=1e-12)
+        assert dot_products(kvr, rank) == pytest.approx(chunk * (cached + ends[rank]), rel=1e-12)
         assert dot_products(tsp, rank) == pytest.approx(chunk * total, rel=1e-12)
-
-
-def test_what_a_cached_prefix_saves() -> None:
-    """Every rank holds the prefix, so no rank sends it."""
-    scenario = scenario_of(109, 3, cached_prefix=100)
-    assert moved_tokens(scenario, program_of(scenario, "kvr-s", (4, 3, 2))) == 11
-    assert moved_tokens(scenario, program_of(scenario, "tsp", (3, 3, 3))) == 18
+    assert moved_tokens(scenario, kvr) == sum(ends[:-1])
+    assert moved_tokens(scenario, tsp) == (len(chunks) - 1) * sum(chunks)
 
 
 def test_a_window_sends_only_its_tail(config: Any) -> None:
@@ -129,16 +100,6 @@ def test_the_story_of_a_kvr_layer() -> None:
     assert steps[2] == ["qkv", "Recv", "append", "attention", "output+mlp"]
     assert {op.dst for _, op in program.ops(1) if isinstance(op, Send)} == {2}
     assert {op.src for _, op in program.ops(1) if isinstance(op, Recv)} == {0}
-
-
-def test_names() -> None:
-    more = ["kvr-b", "kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "interleave", "ulysses"]
-    more += ["tp", "pp", "pp-s"]
-    assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
-    for name, strategy in STRATEGIES.items():
-        assert get_strategy(name) is strategy
-        assert strategy.name == name
-        assert strategy.source
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.coverage import coverage_notes
 from kvrsim.errors import InputError
 from kvrsim.kernels.attention import LatentCost
-from kvrsim.kernels.coverage import coverage_notes
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, summed
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import config_path
