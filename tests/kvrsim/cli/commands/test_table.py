@@ -121,7 +121,7 @@ def test_a_backend_that_is_not_installed(
 def test_a_time_budget_writes_complete_entries_and_resumes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main([*BUILD, "-o", "whole.json"]) == 0
+    run(capsys, *BUILD, "-o", "whole.json")
     now = time.time()
 
     def slow(scenario: Scenario, strategy: Strategy) -> Draft:
