@@ -163,9 +163,8 @@ class LinkRank:
         ranks, flat = range(num_ranks), self.incoming[:nbytes].view(torch.float32)
         flat.zero_()
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
-        scratch = torch.empty(-(-len(flat) // num_ranks), dtype=flat.dtype, device=self.device)
         if kernel.endswith(RING):
-            return self._ends_s(lambda: ring.ring_all_reduce(flat, scratch), num_ranks, repeats)
+            return self._ends_s(lambda: ring.ring_all_reduce(flat), num_ranks, repeats)
         return self._ends_s(lambda: self.links.all_reduce(ranks, flat), num_ranks, repeats)
 
     def _ends_s(self, run: Callable[[], object], num_ranks: int, repeats: int) -> list[float]:

@@ -65,12 +65,8 @@ class RankError(KvrsimError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory; torch raises a plain RuntimeError for the host's memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in ("out of memory", "can't allocate memory", "not enough memory")
-    )
+    words = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and words is not None)
 
 
 def meaning(error: BaseException) -> str:

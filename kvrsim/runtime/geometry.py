@@ -92,22 +92,13 @@ FAMILIES = {
     "gpt_oss": Family(eager_only="each head's softmax has a sink"),
     "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj"))),
 }
-# Reasons why the runtime refuses architectures that are similar to supported ones.
-_REFUSED = {
-    "deepseek_v32": "its layers also keep keys of an indexer",
-    "deepseek_v4": "its layers keep compressed entries in place of tokens",
-    "glm_moe_dsa": "its layers also keep keys of an indexer",
-    "llama4_text": "its attention begins anew with each chunk of tokens",
-}
 
 
-def family_of(model_type: str, argument: str = "model") -> Family:
+def family_of(model_type: str) -> Family:
     """Return the family of an architecture; raise InputError if the runtime does not support the architecture."""
     if model_type not in FAMILIES:
         accepted = f"an architecture that the runtime supports: {', '.join(sorted(FAMILIES))}"
-        if model_type in _REFUSED:
-            accepted += f". {model_type} is not one of them: {_REFUSED[model_type]}"
-        raise InputError(f"{argument}: model_type", model_type, accepted)
+        raise InputError("model: model_type", model_type, accepted)
     return FAMILIES[model_type]
 
 
@@ -124,7 +115,6 @@ class Geometry:
 
     model_type: str  # Hugging Face architecture
     layouts: tuple[Layout, ...]  # layout of each layer
-    num_attention_heads: int  # query heads
     attention: Attention = "sdpa"  # attention kernel of the loaded model
     alibi: bool = False  # whether attention adds biases that grow with the distance
     dtype: torch.dtype = torch.float32  # dtype of K and V
@@ -148,7 +138,6 @@ class Geometry:
         return cls(
             model_type=config.model_type,
             layouts=tuple(_layout(layer.mixer, config, attention) for layer in spec.layers),
-            num_attention_heads=config.num_attention_heads,
             attention=attention,
             alibi=bool(getattr(config, "alibi", False)),
             **settings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from kvrsim.runtime.attention import repeat_heads
 from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, StateLayout
 
 UpdateEvent = Literal["update", "updated", "scan"]
-KvPairs = list[tuple[Any, Any] | None]  # by layer: K and V in the model's own layout, or states
 Memory = list[Any]  # bytes of each layer, for several prefills in turn; None for a layer without a cache
 
 
@@ -79,16 +78,8 @@ class KvBuffer:
 
     def keys_values(self) -> tuple[Any, Any]:
         """Return the K and V that attention sees, [B, H, S, D]: views, unless heads are repeated (Falcon 40B)."""
-        return self._repeated(self.visible_len, self.layout.returned_heads_per_kv_head)
-
-    def parts(self) -> tuple[Any, Any]:
-        """Return K and V up to the end of the chunk in the model's own layout [B, H, S, D]."""
-        return self._repeated(self.chunk.end, self.layout.model_heads_per_kv_head)
-
-    def _repeated(self, end: int, times: int) -> tuple[Any, Any]:
-        """Return K and V from the first visible token to `end`, with each head repeated `times` times."""
-        keys, values = self.views(self.rows(self.first_seen, end))
-        heads = times * self.layout.num_key_value_heads
+        heads = self.layout.returned_heads_per_kv_head * self.layout.num_key_value_heads
+        keys, values = self.views(self.rows(self.first_seen, self.visible_len))
         return repeat_heads(keys, heads), repeat_heads(values, heads)
 
     def rows(self, start: int, end: int) -> Any:
@@ -123,10 +114,6 @@ class StateBuffer:
     def outgoing(self) -> Any:
         """Return the memory of the state after the chunk."""
         return self.data
-
-    def parts(self) -> tuple[Any, Any]:
-        """Return the recurrent state and the convolution's inputs."""
-        return self.recurrent, self.conv
 
 
 Buffer = KvBuffer | StateBuffer | None  # None: the layer has no cache
@@ -204,11 +191,6 @@ class PrefixCache(Cache):  # type: ignore[misc]
             assert isinstance(buffer, KvBuffer)
             buffer.data.normal_(generator=generator)
         return cls(buffers, listener)
-
-    def parts(self) -> Iterator[tuple[Any, Any] | None]:
-        """Yield the cache of each layer up to the chunk's end: K and V in the model's layout, or states."""
-        for buffer in self.buffers:
-            yield None if buffer is None else buffer.parts()
 
 
 class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]

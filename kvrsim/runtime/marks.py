@@ -189,6 +189,9 @@ _BEGINS = {
 }
 _AFTER_SEND = ("updated", "sent", "send", "wait", "attending", "start", "token")
 _ASSEMBLED = ("tsp", "zigzag")  # strategies that join gathered K and V
+_PAYLOADS: dict[str, SpanOp] = {
+    **{"tp": "collective", "pp": "activations", "tsp": "all-gather", "zigzag": "all-gather"},
+}
 _OPS: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
     **{"scan": "attention", "embedding": "embedding", "head": "head"},
@@ -257,38 +260,20 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
 
 def _payload(strategy: str, *, is_state: bool) -> SpanOp:
     """Return the payload of the ranks' messages."""
-    if strategy == "tp":
-        return "collective"
-    if strategy == "pp":
-        return "activations"
-    if is_state:
-        return "state"
-    return "all-gather" if strategy in _ASSEMBLED else "KV"
+    return "state" if is_state else _PAYLOADS.get(strategy, "KV")
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zero_s: float) -> Iterator[Span]:
-    """Match messages between two ranks, which arrive in the order of sending."""
-    arrivals_s = {
-        other.rank: iter(
-            [other.start_s - zero_s + mark.device_s for mark in other.of("received") if mark.peer == trace.rank]
-        )
+    """Match the messages from a rank to each other rank; they arrive in the order of sending."""
+    arrivals = {
+        other.rank: iter([other.start_s + mark.device_s for mark in other.of("received") if mark.peer == trace.rank])
         for other in traces
     }
     states = {mark.layer for mark in trace.of("scan")}
     for send in trace.of("send"):
         assert send.peer is not None
-        start_s = trace.start_s - zero_s + send.device_s
-        end_s = next(arrivals_s[send.peer], None)
-        if end_s is not None:
-            payload = _payload(strategy, is_state=send.layer in states)
-            yield Span(
-                rank=trace.rank,
-                kind="transfer",
-                op=payload,
-                name=f"{payload} {trace.rank}→{send.peer}",
-                layer=send.layer,
-                start_s=start_s,
-                end_s=max(end_s, start_s),
-                peer=send.peer,
-                nbytes=send.nbytes,
-            )
+        start_s, end_s = trace.start_s + send.device_s - zero_s, next(arrivals[send.peer]) - zero_s
+        payload = _payload(strategy, is_state=send.layer in states)
+        message: dict[str, Any] = dict(op=payload, layer=send.layer, peer=send.peer, nbytes=send.nbytes)
+        name, end_s = f"{payload} {trace.rank}→{send.peer}", max(end_s, start_s)
+        yield Span(rank=trace.rank, kind="transfer", name=name, start_s=start_s, end_s=end_s, **message)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +14,11 @@ import torch
 from kvrsim.runtime.exchange import Exchange, exchange_of, make_exchange
 from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.host import device_name, versions
-from kvrsim.runtime.kv_cache import Chunk, KvPairs, PrefixCache, allocate
-from kvrsim.runtime.marks import RankTrace, timeline_of
+from kvrsim.runtime.kv_cache import Chunk, Memory, allocate
+from kvrsim.runtime.marks import RankTrace, own_spans, timeline_of
 from kvrsim.runtime.model import ModelForward, load_model
-from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan, Timing
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.plan import Difference, Job, ModelChoice, Parts, Report, RunPlan, Timing
+from kvrsim.runtime.transport import Pending, Transport
 
 Result = TypeVar("Result")
 
@@ -90,7 +92,7 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     Every rank returns the same report.
     """
     plans, seed = job.plans, job.model.seed
-    references: dict[int, tuple[Any, KvPairs]] = {}
+    references: dict[int, Any] = {}
     for plan in plans if job.check_logits else ():
         last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
         if plan.context_len not in references and transport.rank == last:
@@ -136,56 +138,21 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
 # Exactness: prefills on several ranks compared with one process.
 
 
-def reference_of(model: Any, ids: Any) -> tuple[Any, KvPairs]:
-    """Return the last token's logits and each layer's cache in host memory, as computed by transformers alone."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
+def reference_of(model: Any, ids: Any) -> Any:
+    """Return the last token's logits, as computed by transformers alone in this process."""
     with torch.inference_mode():
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    return logits, [_kept_by(layer) for layer in cache.layers]
+        return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
-def _kept_by(layer: Any) -> tuple[Any, Any] | None:
-    """Copy a layer of transformers' cache to the host: K and V, its states, or None."""
-    if hasattr(layer, "recurrent_states"):
-        return layer.recurrent_states[0].cpu(), layer.conv_states[0].cpu()
-    return (layer.keys.cpu(), layer.values.cpu()) if layer.keys is not None else None
-
-
-def difference(exchange: Exchange, reference: tuple[Any, KvPairs]) -> Difference:
-    """Compare the last prefill, on the rank that emits its token, with that of one process (`reference_of`)."""
-    logits, kept = reference
-    assert exchange.cache is not None
-    return Difference(
-        logits=_distance(exchange.logits, logits),
-        logits_scale=logits.abs().max().item(),
-        kv_cache=_cache_distance(exchange.cache, exchange.own_part(kept)),
-    )
-
-
-def _cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
-    """Return the largest difference of K, V and states in any layer, over the tokens that both caches have."""
-    distances = [0.0]
-    for own, other in zip(ours.parts(), theirs, strict=True):
-        for a, b in zip(own or (), other or (), strict=True):
-            # Both caches have the last tokens. The token axis is the last one of a convolution's inputs, else the one
-            # before it.
-            axis = a.dim() - (1 if a.dim() == 3 else 2)
-            common = min(a.shape[axis], b.shape[axis])
-            a, b = (part.narrow(axis, part.shape[axis] - common, common) for part in (a, b))
-            distances.append(_distance(a, b.to(a.device)))
-    return float(torch.tensor(distances).max())  # unlike max(), this keeps NaN
-
-
-def _distance(ours: Any, theirs: Any) -> float:
-    return float((ours.float() - theirs.float()).abs().max().item())
+def difference(exchange: Exchange, reference: Any) -> Difference:
+    """Compare the logits of the last prefill, on the rank that emits its token, with those of `reference_of`."""
+    distance = (exchange.logits.float() - reference.float()).abs().max().item()
+    return Difference(logits=distance, logits_scale=reference.abs().max().item())
 
 
 def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
     """Load a model on the rank's device."""
-    settings = choice.attention, choice.seed, choice.init_std
-    return ModelForward(load_model(choice.config, choice.dtype, transport.device, *settings))
+    return ModelForward(load_model(choice.config, choice.dtype, transport.device, choice.attention, choice.seed))
 
 
 def run_job(transport: Transport, job: Job) -> Report:
@@ -193,3 +160,65 @@ def run_job(transport: Transport, job: Job) -> Report:
     forward = forward_of(job.model, transport)
     agree(transport, job.facts() | versions() | {"model": forward.digest, "transport": transport.name})
     return measure(transport, forward, job)
+
+
+# Virtual ranks: each rank's real chunk with its real prefix, one rank after another on ONE device.
+
+
+def run_virtual(transport: Transport, job: Job) -> Report:
+    """Run the ranks of every plan one after another on this process's device, alternating between plans."""
+    forward = forward_of(job.model, transport)
+    first = job.plans[0]
+    ids = prompt_of(forward, first, job.model.seed)
+    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers are made
+    memory = allocate(forward.geometry, Chunk(start=0, length=first.context_len, batch=first.batch))
+    ranks = {plan: _virtual_ranks(forward, plan, memory) for plan in job.plans}
+    differences: dict[RunPlan, Difference] = {}
+
+    def prefill(plan: RunPlan) -> tuple[Parts, ...]:
+        parts = tuple(_parts(rank.prefill(ids, hooked=True), plan) for rank in ranks[plan])
+        if reference is not None:
+            differences[plan] = difference(ranks[plan][-1], reference)
+        return parts
+
+    timings = tuple(
+        Timing(plan=plan, parts=tuple(parts), difference=differences.get(plan))
+        for plan, parts in zip(job.plans, in_turn(transport, job, prefill), strict=True)
+    )
+    return Report(timings=timings, conditions=conditions_of(transport, forward))
+
+
+class _VirtualTransport(Transport):
+    """A transport without messages: all ranks share one memory, so nothing must be exchanged."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.name = rank, size, "virtual"
+
+    def isend(self, tensor: Any, dst: int) -> Pending:
+        return self
+
+    def irecv(self, tensor: Any, src: int) -> Pending:
+        return self
+
+    def wait(self) -> None:
+        """Return at once, as virtual ranks have no messages."""
+
+
+def _virtual_ranks(forward: ModelForward, plan: RunPlan, memory: Memory) -> list[Exchange]:
+    """Return the ranks of one plan. They share the K and V of the whole context, also with other plans."""
+    size = len(plan.partition.chunk_lens)
+    ranks = [make_exchange(forward, _VirtualTransport(rank, size), plan, memory) for rank in range(size)]
+    for rank in ranks:
+        assert rank.chunk is not None
+        rank.chunk = replace(rank.chunk, total_len=plan.context_len, visible_len=rank.chunk.end)
+        rank.cache = rank.make_cache(rank.chunk, memory)
+    return ranks
+
+
+def _parts(trace: RankTrace, plan: RunPlan) -> Parts:
+    """Sum the seconds of a rank's computation by layer and by the simulator's names."""
+    parts: dict[tuple[int | None, str], float] = defaultdict(float)
+    for span in own_spans(trace, plan.strategy):
+        if span.kind == "compute":
+            parts[span.layer, span.name] += span.duration_s
+    return dict(parts)

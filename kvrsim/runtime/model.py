@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from kvrsim.choices import ATTENTIONS, Attention
-from kvrsim.errors import InputError
+from kvrsim.choices import Attention
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import config_path, read_config, read_text_part
 from kvrsim.runtime.attention import Attend, use_flash
@@ -28,24 +27,16 @@ def load_model(
     device: str | torch.device = "cpu",
     attention: Attention = "sdpa",
     seed: int = 0,
-    init_std: float | None = None,
 ) -> Any:
     """Make a Hugging Face model with random weights, in evaluation mode; nothing is downloaded.
 
-    config: a built-in name, a path to a config.json or its folder, or the content of such a file. The same seed gives
-    the same weights on every rank of one kind of device. init_std: standard deviation of the weights (None: the
-    config's); tests use a larger one so that the first token depends on the whole context.
+    config: a built-in name, a path to a config.json or its folder, or the content of such a file. dtype: a key of
+    DTYPES. The same seed gives the same weights on every rank of one kind of device.
 
     Raises InputError where the file, its architecture or the kernel cannot be used.
     """
-    if attention not in ATTENTIONS:
-        raise InputError("attention", attention, "one of " + ", ".join(ATTENTIONS))
-    if dtype not in DTYPES:
-        raise InputError("dtype", dtype, "one of " + ", ".join(DTYPES))
     fields = _config_fields(config)
     check_kernel(fields["model_type"], attention)
-    if init_std is not None:
-        fields["initializer_range"] = init_std
     from transformers import AutoConfig, AutoModelForCausalLM
 
     place = torch.device(device)

@@ -70,14 +70,8 @@ class RunPlan:
     partition: Partition
     batch: int = 1  # number of prompts of equal length
     gather: Gather = "ring"  # kind of all-gather: between neighbours, or the backend's own
-    stage_layers: tuple[int, ...] | None = None  # layers of each pipeline stage; None: as even as possible
+    stage_layers: tuple[int, ...] | None = None  # layers of each pipeline stage; None: no pipeline
     query_blocks: tuple[tuple[int, ...], ...] = ()  # attention calls of KVR by chunk, by layer; empty: one call each
-
-    def __post_init__(self) -> None:
-        if self.strategy == "single" and len(self.partition.chunk_lens) != 1:
-            raise InputError("partition", self.chunks, "one chunk for one GPU")
-        if self.batch < 1:
-            raise InputError("batch", self.batch, "at least 1 prompt")
 
     @property
     def context_len(self) -> int:
@@ -111,7 +105,6 @@ class ModelChoice:
     dtype: str  # one of RUN_DTYPES
     attention: Attention  # attention kernel
     seed: int = 0  # seed of the weights and of the prompt
-    init_std: float | None = None  # standard deviation of the weights; None: the config's
 
     def __post_init__(self) -> None:
         if self.dtype not in RUN_DTYPES:
@@ -142,7 +135,6 @@ class Difference:
 
     logits: float  # largest difference of the last token's logits
     logits_scale: float  # largest magnitude of a logit
-    kv_cache: float  # largest difference in K, V and states over all layers, on the rank that emits the first token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

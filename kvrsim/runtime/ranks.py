@@ -15,7 +15,6 @@ import pickle
 import queue
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -287,10 +286,8 @@ def _listen(pipe: Pipe, commands: queue.SimpleQueue[bytes], folder: str) -> None
 
 def _bind_to_loopback() -> None:
     """Make gloo and NCCL listen only on the loopback interface; overrides the environment."""
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is not None:
-        os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
 
 
 def _unwind_on_ending_signals() -> list[int]:

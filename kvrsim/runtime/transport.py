@@ -9,10 +9,10 @@ import pickle
 import platform
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -29,7 +29,6 @@ Edge = tuple[int, int]  # source and destination rank
 # A receive that waits for its sender is a kernel that occupies one multiprocessor per block. Without a limit NCCL uses
 # up to 32 blocks, so that a quarter of an A100 or H100 is missing for the rank's layers.
 MAX_BLOCKS = 8
-_MAX_BYTES = 2**28  # largest number of bytes of a rank's value in `exchange`
 _PACKAGES = ("kvrsim", "planner", "calibrate", "validate", "tests")  # packages whose data classes may be sent
 
 
@@ -48,6 +47,11 @@ class Transport(ABC):
     size: int  # number of ranks
     device: Any = torch.device("cpu")  # device on which this rank computes
     slot = RankSlot(rank=0, store="")  # connections to the process that started the rank
+
+    @cached_property
+    def _scratch(self) -> dict[Any, Any]:
+        """Scratch memory by purpose and shape."""
+        return {}
 
     @abstractmethod
     def isend(self, tensor: Any, dst: int) -> Pending:
@@ -80,11 +84,9 @@ class Transport(ABC):
         for step in range(self.size - 1):
             self.shift(pieces[self.rank - step], pieces[self.rank - step - 1])
 
-    def ring_all_reduce(self, flat: Any, scratch: Any) -> None:
-        """Replace `flat`, [n], by its sum over ranks: reduce-scatter, then all-gather (Patarasuk and Yuan, 2009).
-
-        scratch: memory for at least ceil(n / p) elements.
-        """
+    def ring_all_reduce(self, flat: Any) -> None:
+        """Replace `flat`, [n], by its sum over ranks: reduce-scatter, then all-gather (Patarasuk and Yuan, 2009)."""
+        scratch = self._scratch_rows("ring", flat, -(-len(flat) // self.size))
         boundaries = [len(flat) * piece // self.size for piece in range(self.size + 1)]
         parts = [flat[start:end] for start, end in pairwise(boundaries)]
         for step in range(self.size - 1):
@@ -102,8 +104,15 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Any) -> None:
         """Replace a contiguous tensor by its sum over ranks."""
-        flat = tensor.view(-1)
-        self.ring_all_reduce(flat, torch.empty_like(flat[: -(-len(flat) // self.size)]))
+        self.ring_all_reduce(tensor.view(-1))
+
+    def _scratch_rows(self, purpose: str, like: Any, rows: int, device: Any = None) -> Any:
+        """Return rows of scratch memory, by default on the device of `like`; they are allocated once per shape."""
+        key = (purpose, rows, like.shape[1:], like.dtype)
+        if key not in self._scratch:
+            place = like.device if device is None else device
+            self._scratch[key] = torch.zeros(rows, *like.shape[1:], dtype=like.dtype, device=place)
+        return self._scratch[key]
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank; values are data classes or JSON values."""
@@ -199,10 +208,7 @@ class LinkGroups:
 
 def device_id(device: Any) -> str | None:
     """Return an identifier of a GPU that is unique over all hosts; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # absent in older versions of torch
-    return str(uuid) if uuid is not None else f"{platform.node()} {device.index}"
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) -> RankBackend:
@@ -210,13 +216,10 @@ def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) ->
 
     Raises InputError if NCCL is requested and impossible.
     """
-    shared = sorted(number for number, count in Counter(devices).items() if number is not None and count > 1)
-    if wanted == "nccl" and None in devices:
-        raise InputError("backend", "nccl", "gloo on a CPU")
-    if wanted == "nccl" and shared:
-        ranks = [str(rank) for rank, number in enumerate(devices) if number == shared[0]]
-        raise InputError("backend", "nccl", f"gloo where ranks share a GPU, as ranks {', '.join(ranks)} do")
-    return wanted or ("gloo" if shared or None in devices else "nccl")
+    distinct = None not in devices and len(set(devices)) == len(devices)
+    if wanted == "nccl" and not distinct:
+        raise InputError("backend", "nccl", "gloo where ranks compute on a CPU or share a GPU")
+    return wanted or ("nccl" if distinct else "gloo")
 
 
 @dataclasses.dataclass(slots=True)
@@ -252,7 +255,6 @@ class DistributedTransport(Transport):
             self.device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         torch.set_num_threads(how.threads)
-        self._scratch: dict[Any, Any] = {}
         self._everyone, is_one = range(self.size), self.size == 1
         if not is_one:
             with _link_errors(None, "no connection to the other ranks"):
@@ -293,8 +295,9 @@ class DistributedTransport(Transport):
             return
         own = whole[boundaries[self.rank] : boundaries[self.rank + 1]]
         longest = max(end - start for start, end in pairwise(boundaries))
-        gathered = self._scratch_rows("gathered", whole, self.size * longest)
-        piece = self._scratch_rows("piece", whole, longest)
+        place = "cpu" if self.staged else None
+        gathered = self._scratch_rows("gathered", whole, self.size * longest, place)
+        piece = self._scratch_rows("piece", whole, longest, place)
         piece[: len(own)].copy_(own)
         with _link_errors(None, "the all-gather did not end"):
             self._links.all_gather(self._everyone, gathered, piece)
@@ -329,9 +332,6 @@ class DistributedTransport(Transport):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in self._everyone]
             dist.all_gather(lengths, torch.tensor([len(own)]))
             counts = [int(length) for length in lengths]
-            for rank, count in enumerate(counts):
-                if not 0 < count <= _MAX_BYTES:
-                    raise LinkError(rank, f"rank {rank} announces {count} bytes")
             padded = torch.zeros(max(counts), dtype=torch.uint8)
             padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
             pieces = [torch.empty_like(padded) for _ in self._everyone]
@@ -360,14 +360,6 @@ class DistributedTransport(Transport):
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _scratch_rows(self, purpose: str, like: Any, rows: int) -> Any:
-        """Return rows of scratch memory that the backend can access; they are allocated once."""
-        key = (purpose, rows, like.shape[1:], like.dtype)
-        if key not in self._scratch:
-            place = "cpu" if self.staged else like.device
-            self._scratch[key] = torch.zeros(rows, *like.shape[1:], dtype=like.dtype, device=place)
-        return self._scratch[key]
 
 
 class _DataUnpickler(pickle.Unpickler):

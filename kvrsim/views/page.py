@@ -35,7 +35,7 @@ from typing import Any
 
 from kvrsim.io.files import write_atomically
 from kvrsim.results.question import Question
-from kvrsim.results.results import Plan, Prediction, SimResult
+from kvrsim.results.results import Answer, Prediction
 from kvrsim.text import printable
 from kvrsim.units import format_bandwidth, format_seconds
 from kvrsim.version import __version__, command_line
@@ -330,9 +330,10 @@ def interval_bar(
     return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
 
 
-def interval_cell(one: Prediction, strategy: str, span: tuple[float, float]) -> Cell:
+def interval_cell(one: Prediction, strategy: str, span: tuple[float, float], *, measured: float | None = None) -> Cell:
     """The interval as a bar in the strategy's colour and as text. span: ends of the axis, from `span_of`."""
-    bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, variable("strategy", strategy))
+    colour = variable("strategy", strategy)
+    bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, colour, measured=measured)
     text = format_interval(one.ttft_low_s, one.ttft_high_s)
     return Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
 
@@ -373,7 +374,7 @@ class Summary:
 # The question in one line
 
 
-def question_line(answer: Plan | SimResult) -> str:
+def question_line(answer: Answer) -> str:
     """The question, in one line."""
     question = answer.question
     request = f"{question.request()}{f', batch {question.batch}' * (question.batch > 1)}"

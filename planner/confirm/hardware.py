@@ -11,7 +11,7 @@ from typing import Literal
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
-from kvrsim.memory import RankMemory, memory_of
+from kvrsim.memory import memory_of
 from kvrsim.runtime import host
 from kvrsim.runtime.plan import Launch, ModelChoice, OnProgress, RunPlan, run_strategy
 from kvrsim.scenario import Partition, Scenario
@@ -22,6 +22,7 @@ from planner.candidates import Candidate
 
 Mode = Literal["ranks", "virtual"]
 
+CALIBRATE = "kvrsim calibrate all makes one"
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
 _TIMEOUT_FACTOR = 6.0  # ratio of timeouts to predicted durations
@@ -52,26 +53,21 @@ class Hardware:
     timeout_s: float | None = None  # timeout of a message; None: derived from the predicted duration
     other_machine: bool = False  # whether to measure although the profile is of another machine
 
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise InputError("repeats", self.repeats, "at least 1")
-
     def runnable(self, scenario: Scenario, *, needs_profile: bool = True) -> Scenario:
         """Return the scenario as ranks can run it: emulated links are independent, even if the machine has a bus.
 
         Raises InputError where the runtime cannot run the scenario or the profile is of another machine, before
         anything starts.
         """
-        request, cluster = scenario.request, scenario.cluster
-        host.chosen_device(self.device)
-        if needs_profile and scenario.profile is None:
-            accepted = "a profile of this machine; kvrsim calibrate all makes one"
-            raise InputError("profile", scenario.profile_name, accepted)
-        if scenario.profile is not None and not self.other_machine:
-            here = host.device_name(self.device)
-            if not is_same_device(scenario.profile.gpu, here):
-                accepted = f"a profile of this machine, {here}, which kvrsim calibrate all makes; or --other-machine"
-                raise InputError("profile", f"{scenario.profile_name}, measured on {scenario.profile.gpu}", accepted)
+        request, cluster, profile = scenario.request, scenario.cluster, scenario.profile
+        if self.repeats < 1:
+            raise InputError("repeats", self.repeats, "at least 1")
+        here = host.device_name(host.chosen_device(self.device))
+        if needs_profile and profile is None:
+            raise InputError("profile", scenario.profile_name, f"a profile of this machine; {CALIBRATE}")
+        if profile is not None and not self.other_machine and not is_same_device(profile.gpu, here):
+            accepted = f"a profile of this machine, {here}; {CALIBRATE}; or --other-machine"
+            raise InputError("profile", f"{scenario.profile_name}, measured on {profile.gpu}", accepted)
         if request.cached_prefix:
             raise InputError("cached_prefix", request.cached_prefix, "0: the runtime prefills whole contexts")
         if cluster.num_gpus > request.new_tokens:
@@ -84,8 +80,8 @@ class Hardware:
 
     def choice(self, scenario: Scenario) -> ModelChoice:
         """Return the model as the ranks load it; raise InputError for a dtype that the runtime lacks."""
-        attention, dtype = scenario.kernel, scenario.request.dtype
-        return ModelChoice(config=self.config, dtype=dtype, attention=attention, seed=self.seed)  # type: ignore[arg-type]
+        dtype = scenario.request.dtype
+        return ModelChoice(config=self.config, dtype=dtype, attention=scenario.kernel, seed=self.seed)  # type: ignore[arg-type]
 
     def check(self, candidate: Candidate) -> None:
         """Raise InputError where the runtime cannot run the candidate with this model, before the model is loaded."""
@@ -125,15 +121,16 @@ class Hardware:
         Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
         """
         scenario, strategy = candidate.scenario, candidate.strategy
-        run_as, blocks = run_strategy(strategy.name), None
+        run_as = run_strategy(strategy.name)
+        blocks: tuple[tuple[int, ...], ...] = ()
         if strategy.query_blocks != (1,):
             if scenario.profile is None:
                 which = f"a profile of this machine, by which {strategy.name} chooses query blocks"
-                raise InputError("profile", "nothing", f"{which}; kvrsim calibrate all makes one")
-            blocks = candidate.program.query_blocks
+                raise InputError("profile", "nothing", f"{which}; {CALIBRATE}")
+            blocks = candidate.program.query_blocks or ()
         return RunPlan(
             strategy=run_as,
-            query_blocks=blocks or (),
+            query_blocks=blocks,
             partition=candidate.partition,
             batch=scenario.request.batch,
             gather=self.gather(scenario, strategy.name),
@@ -179,14 +176,12 @@ class MemoryBudget:
         ranks = [replace(rank, weights=weights) for rank in memory]
         if self.mode == "virtual":  # one device runs each rank with the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
-            return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)
-        idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)
-        everyone = [*ranks, *[idle] * (scenario.cluster.num_gpus - len(ranks))]
-        return sum(sorted(map(self._peak, everyone))[-self.num_ranks :])
-
-    def _peak(self, rank: RankMemory) -> int:
-        """Peak of a rank's memory; a CUDA context counts only on a GPU."""
-        return rank.total if self.on_gpu else rank.total - rank.runtime
+            ranks = [replace(rank, kv_cache=kv_cache, gathered=0) for rank in ranks]
+        else:
+            idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)
+            ranks += [idle] * (scenario.cluster.num_gpus - len(ranks))
+        peaks = sorted(rank.total if self.on_gpu else rank.total - rank.runtime for rank in ranks)  # runtime: of CUDA
+        return sum(peaks[-self.num_ranks :])
 
     def fits_reference(self, scenario: Scenario) -> bool:
         """Whether the prefill of one process, the reference of the logits, fits in memory."""

@@ -17,7 +17,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Candidate, Search
 from planner.confirm.confirm import measured_here
-from planner.confirm.hardware import Hardware, Reporter
+from planner.confirm.hardware import CALIBRATE, Hardware, Reporter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -68,7 +68,6 @@ class RunResult(Answer):
             "predicted_ttft_s": self.predicted_s,
             "max_logit_error": difference and difference.logits,
             "largest_logit": difference and difference.logits_scale,
-            "max_kv_cache_error": difference and difference.kv_cache,
             "all_gather": plan.gather if gathers else None,
             "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
             **fields_to_json(self, "conditions", "warnings"),
@@ -132,6 +131,5 @@ def _candidate(
     scenario = hardware.runnable(scenario, needs_profile=False)
     searches = rule == "searched-pieces" or (partition is None and rule in ("search", "pieces"))
     if searches and scenario.profile is None:
-        accepted = "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
-        raise InputError("profile", "nothing", accepted)
+        raise InputError("profile", "nothing", f"a profile of this machine, or `partition`; {CALIBRATE}")
     return Search(partition=partition).candidate(scenario, strategy)

@@ -28,7 +28,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.version import __version__
 from planner.candidates import Candidate
-from planner.confirm.candidates import partitions_around
+from planner.confirm.confirm import partitions_around
 from planner.confirm.hardware import Hardware, MemoryBudget, Reporter
 from planner.search.minimise import Evaluator
 from planner.search.search import search

@@ -37,7 +37,7 @@ def run(
     *,
     strategy: Any = option("NAME", _STRATEGY, "Question", text, REQUIRED),
     partition: Any = option("LEN,LEN,...", _PARTITION, "Question", chunk_lens),
-    check: Any = switch("Compare logits and KV cache with those of one process.", "Measurement"),
+    check: Any = switch("Compare logits with those of one process.", "Measurement"),
     json: Any = JSON,
 ) -> None:
     """Measure one strategy's prefill on this machine.
@@ -104,7 +104,7 @@ def show_run(result: RunResult) -> None:
         chunks = f"{format_partition(partition, room=10**6)} tokens"
     if (difference := timing.difference) is not None:
         largest = f"{difference.logits:.2g} of {difference.logits_scale:.2g}"
-        logits = f"differ from one process's by at most {largest}; KV cache by at most {difference.kv_cache:.2g}"
+        logits = f"differ from one process's by at most {largest}"
     answer = facts(
         ("TTFT:", headline(f"{result.strategy.name} on {gpus}, {format_seconds(timing.median_s)} {measured}")),
         ("predicted:", predicted),

@@ -7,16 +7,12 @@ of this package defines the exchanges of one kind of communication.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import in_query_blocks
-from kvrsim.runtime.geometry import StateLayout
-from kvrsim.runtime.kv_cache import CacheListener, Chunk, KvPairs, Memory, PrefixCache, UpdateEvent, make_buffers
+from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, make_buffers
 from kvrsim.runtime.marks import RankTrace, clock_of
 from kvrsim.runtime.transport import Edge, Pending, Transport
 
@@ -28,9 +24,9 @@ if TYPE_CHECKING:
 # Module of this package and class for each value of RUN_STRATEGIES.
 _CLASSES = {
     **{"single": "chain.Single", "kvr": "chain.Chain", "kvr_direct": "chain.DirectChain"},
-    **{"tsp": "gather.Gathered", "zigzag": "gather.Zigzag"},
-    **{"ring": "ring.RingAttention", "striped": "ring.StripedRing", "zigzag_ring": "ring.ZigzagRing"},
-    **{"ulysses": "ulysses.Ulysses", "pp": "pipeline.Pipeline", "tp": "tensor.TensorParallel"},
+    **{"tsp": "chain.Gathered", "pp": "pipeline.Pipeline", "tp": "tensor.TensorParallel"},
+    **{"ring": "own_attention.RingAttention", "striped": "own_attention.StripedRing"},
+    **{"zigzag_ring": "own_attention.ZigzagRing", "zigzag": "own_attention.Zigzag", "ulysses": "own_attention.Ulysses"},
 }
 
 
@@ -61,7 +57,7 @@ class Exchange(CacheListener):
     def __init__(
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
-        """Make the buffers, or use `memory`. Raises InputError as `chunk_of` does."""
+        """Make the buffers, or use `memory`."""
         self.forward, self.transport, self.plan = forward, transport, plan
         self.geometry, self.rank = forward.geometry, transport.rank
         self.clock = clock_of(self.geometry.device, all_streams=True)
@@ -76,9 +72,8 @@ class Exchange(CacheListener):
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
-        """Return the tokens of a rank; None if it has no part. Raises InputError unless each rank has one chunk."""
-        if len(plan.partition.chunk_lens) != size:
-            raise InputError("partition", plan.chunks, f"one chunk per rank, of which there are {size}")
+        """Return the tokens of a rank; None if it has no part."""
+        assert len(plan.partition.chunk_lens) == size, "one chunk per rank"
         start, end = plan.partition.boundaries[rank : rank + 2]
         return Chunk(start=start, length=end - start, batch=plan.batch)
 
@@ -112,10 +107,6 @@ class Exchange(CacheListener):
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Return the rank's cache."""
         return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
-
-    def own_part(self, kept: KvPairs) -> KvPairs:
-        """Return this rank's part of the cache of one process, by layer."""
-        return kept
 
     def prefill(self, input_ids: Any, *, hooked: bool = False) -> RankTrace:
         """Prefill prompts [B, C], the same on every rank; all ranks start together and reuse their buffers.
@@ -230,52 +221,3 @@ class Exchange(CacheListener):
         """Start to send a message to another rank."""
         self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)
         self._sends.append(self.transport.isend(message, dst))
-
-
-class OwnAttentionExchange(Exchange):
-    """Each rank keeps the K and V of its own tokens, in their order, and computes attention itself."""
-
-    @classmethod
-    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
-        """Return the rank's tokens, which need not be consecutive."""
-        chunk = super().chunk_of(plan, rank, size)
-        assert chunk is not None
-        return Chunk(start=0, length=chunk.length, batch=plan.batch)
-
-    @classmethod
-    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
-        """Raise InputError where a layer does not attend to the K and V of all tokens by plain attention."""
-        super().check(plan, geometry)
-        reason = geometry.why_no_own_attention()
-        for layout in geometry.layouts:
-            if isinstance(layout, StateLayout):
-                reason = "its layers keep states"
-            elif layout is not None and (layout.sliding_window or plan.context_len) < plan.context_len:
-                reason = reason or f"its layers see a window of {layout.sliding_window} tokens"
-        if reason is not None:
-            accepted = f"single, tsp, kvr or kvr-direct for {geometry.model_type}: {reason}"
-            raise InputError("strategy", plan.name, accepted)
-
-    @classmethod
-    def positions_of(cls, plan: RunPlan, rank: int) -> list[range]:
-        """Return the positions of the rank's tokens, one range per group of consecutive tokens."""
-        start, end = plan.partition.boundaries[rank : rank + 2]
-        return [range(start, end)]
-
-    @cached_property
-    def positions(self) -> Any:
-        """Positions of the rank's tokens, shape [c]."""
-        runs = self.positions_of(self.plan, self.rank)
-        return torch.tensor([position for run in runs for position in run], device=self.geometry.device)
-
-    def own_part(self, kept: KvPairs) -> KvPairs:
-        return [None if pair is None else (self.own_share(pair[0]), self.own_share(pair[1])) for pair in kept]
-
-    def own_share(self, whole: Any) -> Any:
-        """Return the rank's share of a layer's K or V, [B, H, C, D]."""
-        return whole[:, :, self.positions.to(whole.device)]
-
-    def run(self, input_ids: Any) -> Any:
-        assert self.cache is not None
-        own = dict(positions=self.positions, attend=self.attend)
-        return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, **own)

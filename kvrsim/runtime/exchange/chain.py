@@ -1,14 +1,17 @@
-"""KV-Runahead: each rank waits for the K and V of the tokens before its chunk, and sends them on with its own."""
+"""Exchanges in which the model computes attention: one GPU, KV-Runahead with and without forwarding, and TSP."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.kv_cache import Chunk, KvBuffer
-from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.transport import Edge
+from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.transport import Edge
 
 
 class Single(Exchange):
@@ -82,3 +85,34 @@ class DirectChain(Chain):
             self.forward_kv(layer)
         self.receive(layer)
         self.post_after(layer)
+
+
+class Gathered(Exchange):
+    """TSP: each rank gathers the K and V of all tokens in its own buffer. A state goes from rank to rank."""
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+        """Return the rank's chunk, with memory for all tokens."""
+        chunk = super().chunk_of(plan, rank, size)
+        assert chunk is not None
+        return replace(chunk, total_len=plan.context_len)
+
+    def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
+        """Let attention see all tokens; masks hide the later ones. Flash kernels see only tokens up to the chunk's end.
+
+        transformers passes no mask for a single query; then later tokens are left out, too.
+        """
+        dense = self.geometry.attention != "flash" and chunk.length > 1
+        return super().make_cache(replace(chunk, visible_len=chunk.total_len if dense else chunk.end), memory)
+
+    def before_attention(self, layer: int) -> None:
+        """Gather K and V, or wait for a state."""
+        buffer = self.buffer(layer)
+        if isinstance(buffer, KvBuffer):
+            self.gather(buffer.data, layer)
+        else:
+            self.post(layer)
+            self.receive(layer)
+
+    def after_scan(self, layer: int) -> None:
+        self.forward_state(layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
 from kvrsim.runtime.geometry import KvLayout
-from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory, PrefixCache, UpdateEvent, allocate, make_buffers
+from kvrsim.runtime.kv_cache import Chunk, Memory, PrefixCache, UpdateEvent, allocate, make_buffers
 from kvrsim.runtime.model import ModelForward, light_copy
 
 if TYPE_CHECKING:
@@ -28,19 +28,12 @@ class StageForward(ModelForward):
     """
 
     def __init__(self, whole: ModelForward, layers: range) -> None:
-        """`layers` are the numbers of the stage's layers in the whole model.
-
-        Raises InputError for a stage without attention layers, because transformers counts tokens by their K and V.
-        """
+        """`layers` are the numbers of the stage's layers in the whole model."""
         self.layers = layers
         self.is_first, self.is_final = layers.start == 0, layers.stop == whole.geometry.num_hidden_layers
         model = light_copy(whole.model)
         self._cut(model, whole.geometry)
-        layouts = whole.geometry.layouts[layers.start : layers.stop]
-        if not any(isinstance(layout, KvLayout) for layout in layouts):
-            text = f"layers {layers.start} to {layers.stop - 1}"
-            raise InputError("layers", text, "a layer with attention in every stage, which counts the tokens")
-        super().__init__(model, replace(whole.geometry, layouts=layouts))
+        super().__init__(model, replace(whole.geometry, layouts=whole.geometry.layouts[layers.start : layers.stop]))
 
     def _cut(self, model: Any, geometry: Geometry) -> None:
         """Leave only the stage's layers in a copy of the model and in its configuration."""
@@ -71,7 +64,7 @@ class Pipeline(Exchange):
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
         """`forward` runs the whole model."""
-        stage = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
+        stage = StageForward(forward, stage_of(plan, transport.rank))
         self.stage, self.caches = stage, tuple[PrefixCache, ...]()
         super().__init__(stage, transport, plan, memory)
         self.first_layer = stage.layers.start
@@ -83,9 +76,17 @@ class Pipeline(Exchange):
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
         """Return the whole context: every stage holds all tokens of its layers."""
-        if plan.stage_layers is not None and len(plan.stage_layers) != size:
-            raise InputError("partition", plan.label, f"one stage per rank, of which there are {size}")
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
+
+    @classmethod
+    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
+        """Raise InputError for a stage without attention: transformers counts the tokens by their K and V."""
+        super().check(plan, geometry)
+        for rank in range(len(plan.stage_layers or ())):
+            layers = stage_of(plan, rank)
+            if not any(isinstance(layout, KvLayout) for layout in geometry.layouts[layers.start : layers.stop]):
+                accepted = f"stages that all have attention, which layers {list(layers)} of {geometry.model_type} lack"
+                raise InputError("strategy", plan.name, accepted)
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Make one cache per piece, all in the same memory; return that of the last piece, which covers all tokens."""
@@ -118,10 +119,6 @@ class Pipeline(Exchange):
         """Mark a layer by its number in the model instead of its number in the stage."""
         super().on_update(event, layer + self.stage.layers.start)
 
-    def own_part(self, kept: KvPairs) -> KvPairs:
-        """Return the caches of the stage's layers."""
-        return kept[self.stage.layers.start : self.stage.layers.stop]
-
     def _post_piece(self, number: int) -> None:
         if not self.stage.is_first and number < len(self._landings):
             self._arriving.append(self.transport.irecv_prev(self._landings[number]))
@@ -131,15 +128,8 @@ class Pipeline(Exchange):
         return self._landings[number]
 
 
-def stage_of(plan: RunPlan, geometry: Geometry, rank: int, size: int) -> range:
-    """Return the layer numbers of a rank; without stage_layers in the plan, layers are divided as evenly as possible.
-
-    Raises InputError if the stages do not match the model's layers.
-    """
-    count = geometry.num_hidden_layers
-    share, rest = divmod(count, size)
-    layers = plan.stage_layers or tuple(share + (stage < rest) for stage in range(size))
-    if len(layers) != size or sum(layers) != count or min(layers) < 1:
-        text = ",".join(map(str, layers))
-        raise InputError("stage_layers", text, f"{size} stages with the model's {count} layers, at least one each")
-    return [range(*pair) for pair in pairwise(accumulate(layers, initial=0))][rank]
+def stage_of(plan: RunPlan, rank: int) -> range:
+    """Return the layer numbers of a rank."""
+    assert plan.stage_layers is not None
+    first = sum(plan.stage_layers[:rank])
+    return range(first, first + plan.stage_layers[rank])

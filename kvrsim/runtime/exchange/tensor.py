@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
 from kvrsim.runtime.geometry import KvLayout
-from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory
+from kvrsim.runtime.kv_cache import Chunk, Memory
 from kvrsim.runtime.model import ModelForward, light_copy
 
 if TYPE_CHECKING:
@@ -56,21 +57,11 @@ class ShardForward(ModelForward):
     exchange: TensorParallel
 
     def __init__(self, whole: ModelForward, share: Share) -> None:
-        """Raise InputError where the model has no tensor-parallel plan, or its heads do not divide."""
-        check_plan(whole.geometry)
-        config, size = whole.model.config, share.size
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        if heads % size or (kv_heads % size and size % kv_heads):
-            raise InputError("gpus", size, f"a number that divides {heads} heads and {kv_heads} KV heads under tp")
-        self.share, self.kv_heads = share, kv_heads
+        self.share, self.kv_heads = share, whole.model.config.num_key_value_heads
         model = light_copy(whole.model)
         self._cut(model)
-        geometry = replace(
-            whole.geometry,
-            layouts=tuple(layout.share(size) for layout in whole.geometry.layouts if isinstance(layout, KvLayout)),
-            num_attention_heads=heads // size,
-        )
-        super().__init__(model, geometry)
+        layouts = (layout.share(share.size) for layout in whole.geometry.layouts if isinstance(layout, KvLayout))
+        super().__init__(model, replace(whole.geometry, layouts=tuple(layouts)))
 
     def _cut(self, model: Any) -> None:
         """Cut every module and bare weight in the plan down to the rank's share."""
@@ -163,21 +154,6 @@ def _generic(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def check_plan(geometry: Geometry) -> None:
-    """Raise InputError where transformers has no usable tensor-parallel plan for the architecture."""
-    from transformers import AutoConfig
-
-    model_type = geometry.model_type
-    plan = AutoConfig.for_model(model_type).base_model_tp_plan or {}
-    accepted = "a model whose attention and MLPs are split by a tensor-parallel plan of transformers"
-    if not all(isinstance(layout, KvLayout) and not layout.is_latent for layout in geometry.layouts):
-        raise InputError("strategy", "tp", f"{accepted}; {model_type} does not keep K and V alone")
-    if plan.get("layers.*.self_attn.k_proj") != _COLUMNS:
-        raise InputError("strategy", "tp", f"{accepted}; transformers has none for {model_type}")
-    if unknown := sorted(set(plan.values()) - set(_STYLES)):
-        raise InputError("strategy", "tp", f"{accepted}; that of {model_type} has {', '.join(unknown)}")
-
-
 class TensorParallel(Exchange):
     """Every rank computes the first token; the last rank emits it."""
 
@@ -188,43 +164,36 @@ class TensorParallel(Exchange):
         shard = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
         super().__init__(shard, transport, plan, memory)
         shard.exchange = self
-        self._scratch: Any = None  # buffer for sums, allocated once
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
         """Return the whole context: every rank runs all tokens."""
-        if len(plan.partition.chunk_lens) != 1:
-            raise InputError("partition", plan.chunks, "one chunk: under tp every rank takes all tokens")
         return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
         """Raise InputError where transformers has no tensor-parallel plan that the runtime can follow."""
         super().check(plan, geometry)
-        check_plan(geometry)
+        model_type = geometry.model_type
+        own = AutoConfig.for_model(model_type).base_model_tp_plan or {}
+        accepted = "a model whose attention and MLPs are split by a tensor-parallel plan of transformers"
+        if not all(isinstance(layout, KvLayout) and not layout.is_latent for layout in geometry.layouts):
+            raise InputError("strategy", "tp", f"{accepted}; {model_type} does not keep K and V alone")
+        if own.get("layers.*.self_attn.k_proj") != _COLUMNS:
+            raise InputError("strategy", "tp", f"{accepted}; transformers has none for {model_type}")
+        if unknown := sorted(set(own.values()) - set(_STYLES)):
+            raise InputError("strategy", "tp", f"{accepted}; that of {model_type} has {', '.join(unknown)}")
 
     def run(self, input_ids: Any) -> Any:
         """Run all tokens through this rank's share of the layers."""
         assert self.cache is not None
         return self.forward(input_ids, 0, self.cache, is_last=True)
 
-    def own_part(self, kept: KvPairs) -> KvPairs:
-        """Return this rank's KV heads."""
-        share = Share(rank=self.rank, size=self.transport.size)
-        pairs = [pair for pair in kept if pair is not None]
-        heads = slice(*share.heads(pairs[0][0].shape[1]))
-        return [(keys[:, heads], values[:, heads]) for keys, values in pairs]
-
     def sum_up(self, part: Any, layer: int | None) -> None:
         """Replace `part`, which must be contiguous, by its sum over ranks; layer: None for the embedding."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)
-        if self.plan.gather == "ring":
-            needed = -(-part.numel() // self.transport.size)
-            if self._scratch is None or len(self._scratch) < needed:
-                self._scratch = part.new_empty(needed)
-            self.transport.ring_all_reduce(part.view(-1), self._scratch)
-        else:
-            self.transport.all_reduce(part)
+        reduce = self.transport.ring_all_reduce if self.plan.gather == "ring" else self.transport.all_reduce
+        reduce(part.view(-1))
         self.clock.mark("received", layer)

@@ -36,8 +36,7 @@ def test_modules_are_where_the_architecture_has_them() -> None:
 @pytest.mark.parametrize(
     ("keys", "kernel", "named"),
     [
-
-        ({"model_type": "deepseek_v4"}, "sdpa", "deepseek_v4 is not one of them: its layers keep compressed entries"),
+        ({"model_type": "deepseek_v4"}, "sdpa", "model_type: got 'deepseek_v4', accepted: an architecture"),
         (KINDS["gpt_oss"], "sdpa", "eager for gpt_oss: each head's softmax has a sink"),
         (KINDS["gemma2"], "flash", "eager for gemma2: it caps the scores"),
         (CONFIGS["llama-mha"] | {"hidden_size": "wide"}, "sdpa", "hidden_size"),

@@ -59,7 +59,7 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
 
 def folder_with(folder: Path, name: str = "llama-gqa", dtypes: tuple[str, ...] = ("fp32",)) -> Path:
     """Write model.json and profile.json into a folder."""
-    (folder / "model.json").write_text(json.dumps(CONFIGS[name] | {"initializer_range": 0.2}))
+    (folder / "model.json").write_text(json.dumps(CONFIGS[name]))
     made_up_profile(dtypes).write(folder / "profile.json")
     return folder
 

@@ -16,8 +16,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.views.page import unpacked
-from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
-from planner.confirm.candidates import strategies_here
+from planner.confirm.confirm import STRATEGIES as STRATEGIES_OF_THE_PAPER
+from planner.confirm.confirm import strategies_here
 from planner.confirm.hardware import Hardware
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
@@ -98,7 +98,6 @@ def test_run_measures_one_strategy_and_checks_it(folder: Path) -> None:
     assert code == 0, errors
     assert (found["strategy"], found["partition"]) == ("kvr-s", [60, 36])
     assert found["max_logit_error"] <= 1e-5 * found["largest_logit"]
-    assert found["max_kv_cache_error"] <= 1e-5
     assert found["predicted_ttft_s"] > 0
     assert [rank["sent_bytes"] for rank in found["per_rank"]] == [3 * 60 * 2 * 2 * 16 * 4, 0]
     (timeline,) = unpacked((folder / "run.html").read_text())["timelines"]
@@ -186,7 +185,7 @@ def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_p
     (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
     scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
     names, notes = strategies_here(scenario, ["all"], "ranks", Hardware(config=str(tmp_path / "states.json")))
-    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
+    assert set(names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct"}
     assert any("not measured: tp (accepted" in note for note in notes)
     assert any("ring" in note and "its layers keep states" in note for note in notes)
 

@@ -20,8 +20,7 @@ from kvrsim.runtime.plan import Difference, RunPlan, Timing
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import Search
-from planner.confirm.candidates import further_candidates
-from planner.confirm.confirm import composed
+from planner.confirm.confirm import composed, further_candidates
 from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from tests.building import Draws, any_scenario, draws, examples
@@ -35,7 +34,7 @@ PLAN = RunPlan(strategy="single", partition=Partition(chunk_lens=(8,)))
 
 def candidate(name: str, predicted_s: float, ttft_s: tuple[float, ...], logits: float = 0.0) -> MeasuredCandidate:
     ends = dict(ttft_low_s=predicted_s, ttft_high_s=predicted_s)
-    difference = Difference(logits=logits, logits_scale=2.0, kv_cache=0.0)
+    difference = Difference(logits=logits, logits_scale=2.0)
     return MeasuredCandidate(
         prediction=StrategyPrediction(strategy=name, partition=(8,), ttft_s=predicted_s, fits=True, **ends),
         timing=Timing(plan=PLAN, ttft_s=ttft_s, difference=difference),

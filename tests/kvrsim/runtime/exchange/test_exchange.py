@@ -18,7 +18,6 @@ from kvrsim.kernels.cost import no_time
 from kvrsim.memory import memory_of
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RUN_STRATEGIES, Launch, RunPlan, run_strategy
 from kvrsim.runtime.ranks import launch
@@ -125,7 +124,7 @@ def test_what_blocks_of_keys_cannot_do_is_refused_by_name(name: str, kernel: str
 @pytest.mark.parametrize(
     ("name", "plan", "message"),
     [
-        ("llama-gqa", run_plan("ulysses", 8, 8, 8), "4 heads and 2 KV heads"),
+        ("qwen3_next", run_plan("pp", 24, stage_layers=(2, 1)), "all have attention, which layers [2] of qwen3_next"),
         ("llama-gqa", run_plan("striped", 11, 12), "12,11"),
         ("nemotron_h", run_plan("kvr", 5, 1, 4), "chunks of at least 2 tokens after the first, for nemotron_h"),
         ("nemotron_h", run_plan("tsp", 5, 1, 4), "chunks of at least 2 tokens after the first, for nemotron_h"),
@@ -135,9 +134,6 @@ def test_partitions_that_do_not_suit_the_model_are_refused(name: str, plan: RunP
     assert message in workers.refused(plan, Geometry.of(model_of(name)))
 
 
-def test_a_plan_must_fit_the_ranks() -> None:
-    for name in workers.PLAIN:
-        with pytest.raises(InputError, match="one chunk per rank"):
-            exchange_of(name).chunk_of(run_plan(name, 12, 12), 0, 3)
+def test_a_strategy_without_an_exchange_is_refused() -> None:
     with pytest.raises(InputError, match="strategy: got 'pp-x', accepted: what the runtime runs: single"):
         run_strategy("pp-x")

@@ -11,11 +11,11 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.tensor_parallel import share_of
 from kvrsim.model.load import read_config
 from kvrsim.runtime.exchange.pipeline import StageForward
-from kvrsim.runtime.exchange.tensor import ShardForward, Share, check_plan
+from kvrsim.runtime.exchange.tensor import ShardForward, Share, TensorParallel
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.model import ModelForward, load_model
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
-from tests.kvrsim.runtime.runtime_workers import model_of
+from tests.kvrsim.runtime.runtime_workers import model_of, run_plan
 
 WITHOUT_PLAN = ["falcon-mqa", "gpt_oss", "minimax_m2", "deepseek_v3", "qwen3_next", "nemotron_h"]
 
@@ -23,17 +23,7 @@ WITHOUT_PLAN = ["falcon-mqa", "gpt_oss", "minimax_m2", "deepseek_v3", "qwen3_nex
 @pytest.mark.parametrize("name", WITHOUT_PLAN)
 def test_a_model_without_a_plan_is_refused_by_name(name: str) -> None:
     with pytest.raises(InputError, match=f"strategy: got 'tp'.*{(CONFIGS | KINDS)[name]['model_type']}"):
-        check_plan(Geometry.of(model_of(name, "eager")))
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(InputError, match=r"gpus: got '3'.*4 heads and 2 KV heads"):
-        ShardForward(ModelForward(model_of("llama-gqa")), Share(rank=0, size=3))
-
-
-def test_a_stage_without_attention_is_refused() -> None:
-    with pytest.raises(InputError, match="layers: got 'layers 0 to 0'"):
-        StageForward(ModelForward(model_of("qwen3_next", "eager")), range(0, 1))
+        TensorParallel.check(run_plan("tp", 8), Geometry.of(model_of(name, "eager")))
 
 
 def weight_bytes(model: Any) -> int:

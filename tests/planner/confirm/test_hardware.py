@@ -14,7 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
-from planner.confirm.candidates import STRATEGIES
+from planner.confirm.confirm import STRATEGIES
 from planner.confirm.hardware import Hardware, MemoryBudget, Mode
 from tests.building import examples
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
