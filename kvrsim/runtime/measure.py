@@ -209,7 +209,6 @@ def _virtual_ranks(forward: ModelForward, plan: RunPlan, memory: Memory) -> list
     size = len(plan.partition.chunk_lens)
     ranks = [make_exchange(forward, _VirtualTransport(rank, size), plan, memory) for rank in range(size)]
     for rank in ranks:
-        assert rank.chunk is not None
         rank.chunk = replace(rank.chunk, total_len=plan.context_len, visible_len=rank.chunk.end)
         rank.cache = rank.make_cache(rank.chunk, memory)
     return ranks

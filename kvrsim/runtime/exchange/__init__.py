@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import in_query_blocks
+from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, make_buffers
 from kvrsim.runtime.marks import RankTrace, clock_of
+from kvrsim.runtime.model import ModelForward
+from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Edge, Pending, Transport
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.model import ModelForward
-    from kvrsim.runtime.plan import RunPlan
 
 # Module of this package and class for each value of RUN_STRATEGIES.
 _CLASSES = {
@@ -62,17 +60,17 @@ class Exchange(CacheListener):
         self.geometry, self.rank = forward.geometry, transport.rank
         self.clock = clock_of(self.geometry.device, all_streams=True)
         self.logits: Any = None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
-        self.layer: int | None = None  # the layer that the rank has reached
+        self.layer: Any = None  # number of the layer that the rank has reached
         self._receives: dict[int, list[tuple[int, Pending]]] = {}  # source and message of each posted receive, by layer
         self._sends: list[Pending] = []
         self.chunk = self.chunk_of(plan, transport.rank, transport.size)
-        self.cache = None if self.chunk is None else self.make_cache(self.chunk, memory)
+        self.cache: Any = None if self.chunk is None else self.make_cache(self.chunk, memory)
 
     # Decisions of the strategy before any rank runs.
 
     @classmethod
-    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
-        """Return the tokens of a rank; None if it has no part."""
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Any:
+        """Return the tokens of a rank, a Chunk; None if the rank has no part."""
         assert len(plan.partition.chunk_lens) == size, "one chunk per rank"
         start, end = plan.partition.boundaries[rank : rank + 2]
         return Chunk(start=start, length=end - start, batch=plan.batch)
@@ -139,15 +137,12 @@ class Exchange(CacheListener):
 
         It is not called on ranks that have no part.
         """
-        assert self.cache is not None
-        assert self.chunk is not None
         ids = input_ids[:, self.chunk.start : self.chunk.end]
         attend = self.attend if self.plan.query_blocks else None
         return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, attend=attend)
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend to the tokens that the chunk sees, in the plan's query blocks (at most one per query)."""
-        assert self.layer is not None
         buffer, blocks = self.buffer(self.layer), self.plan.query_blocks[self.rank][self.layer]
         keys, values = buffer.views(buffer.rows(buffer.first_seen, buffer.chunk.end))
         window = buffer.layout.sliding_window
@@ -167,7 +162,6 @@ class Exchange(CacheListener):
 
     def buffer(self, layer: int) -> Any:
         """Return the buffer of a layer."""
-        assert self.cache is not None
         return self.cache.buffers[layer]
 
     # Messages of K and V, or of states.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrsim.runtime.exchange import Exchange
 from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.transport import Edge
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.transport import Edge
 
 
 class Single(Exchange):
@@ -91,11 +89,9 @@ class Gathered(Exchange):
     """TSP: each rank gathers the K and V of all tokens in its own buffer. A state goes from rank to rank."""
 
     @classmethod
-    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Any:
         """Return the rank's chunk, with memory for all tokens."""
-        chunk = super().chunk_of(plan, rank, size)
-        assert chunk is not None
-        return replace(chunk, total_len=plan.context_len)
+        return replace(super().chunk_of(plan, rank, size), total_len=plan.context_len)
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Let attention see all tokens; masks hide the later ones. Flash kernels see only tokens up to the chunk's end.

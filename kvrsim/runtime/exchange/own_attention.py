@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import Merged, block_attention, lower_right
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.geometry import KvLayout, StateLayout
+from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
 from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.transport import Edge
 from kvrsim.scenario import Partition
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.transport import Edge
 
 
 class OwnAttentionExchange(Exchange):
     """Each rank keeps the K and V of its own tokens, in their order, and computes attention itself."""
 
     @classmethod
-    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Any:
         """Return the rank's tokens, which need not be consecutive."""
-        chunk = super().chunk_of(plan, rank, size)
-        assert chunk is not None
-        return Chunk(start=0, length=chunk.length, batch=plan.batch)
+        return replace(super().chunk_of(plan, rank, size), start=0)
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
@@ -58,7 +54,6 @@ class OwnAttentionExchange(Exchange):
         return torch.tensor([position for run in runs for position in run], device=self.geometry.device)
 
     def run(self, input_ids: Any) -> Any:
-        assert self.cache is not None
         own = dict(positions=self.positions, attend=self.attend)
         return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, **own)
 
@@ -104,7 +99,6 @@ class Zigzag(OwnAttentionExchange):
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend from each piece to all tokens up to its end."""
-        assert self.layer is not None
         buffer = self.buffer(self.layer)
         runs = zigzag_pieces(self.plan, self.rank)
         parts = []
@@ -127,26 +121,23 @@ class RingAttention(OwnAttentionExchange):
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend to the rank's block while it is sent to the next rank, then to each received block; merge in fp32."""
-        layer, transport, lens = self.layer, self.transport, self.plan.partition.chunk_lens
-        assert layer is not None
-        buffer, merged = self.buffer(layer), Merged()
+        transport, lens = self.transport, self.plan.partition.chunk_lens
+        buffer, merged = self.buffer(self.layer), Merged()
         block, owner = buffer.data, self.rank
         for turn in range(transport.size):
             receive, previous = None, (owner - 1) % transport.size
             if turn < transport.size - 1:
                 landing = self._blocks[turn % 2][: lens[previous]]
                 receive = transport.irecv_prev(landing)
-                self.send(block, layer, (self.rank + 1) % transport.size)
-            self.clock.mark("attending", layer)
+                self.send(block, self.layer, (self.rank + 1) % transport.size)
+            self.clock.mark("attending", self.layer)
             queries, seen, causal = self.visible(owner)
             if seen:
                 keys, values = (part[:, :, :seen] for part in buffer.views(block))
-                part = block_attention(
-                    self.geometry.attention, query[:, :, queries:], keys, values, scale, causal=causal
-                )
-                merged.add(*part, first=queries)
+                part = query[:, :, queries:], keys, values, scale
+                merged.add(*block_attention(self.geometry.attention, *part, causal=causal), first=queries)
             if receive is not None:
-                self.wait_for(receive, layer, (self.rank - 1) % transport.size)
+                self.wait_for(receive, self.layer, (self.rank - 1) % transport.size)
                 self.finish()
                 block, owner = landing, previous
         return merged.out.to(query.dtype)
@@ -223,7 +214,6 @@ class Ulysses(OwnAttentionExchange):
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Exchange the chunk's tokens of all heads for all tokens of the rank's heads; attend; exchange back."""
-        assert self.layer is not None
         buffer, size, boundaries = self.buffer(self.layer), self.transport.size, self.plan.partition.boundaries
         own_heads, kv_heads, batch = query.shape[1] // size, buffer.layout.num_key_value_heads, query.shape[0]
         keys, values = buffer.chunk_kv

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.geometry import KvLayout
+from kvrsim.runtime.geometry import Geometry, KvLayout
 from kvrsim.runtime.kv_cache import Chunk, Memory, PrefixCache, UpdateEvent, allocate, make_buffers
 from kvrsim.runtime.model import ModelForward, light_copy
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.transport import Pending, Transport
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.transport import Pending, Transport
 
 
 class StageForward(ModelForward):

@@ -10,21 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.geometry import KvLayout
+from kvrsim.runtime.geometry import Geometry, KvLayout
 from kvrsim.runtime.kv_cache import Chunk, Memory
 from kvrsim.runtime.model import ModelForward, light_copy
-
-if TYPE_CHECKING:
-    from kvrsim.runtime.geometry import Geometry
-    from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.transport import Transport
 
 # Styles in the tensor-parallel plans of transformers.
 _COLUMNS, _ROWS, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
@@ -186,7 +183,6 @@ class TensorParallel(Exchange):
 
     def run(self, input_ids: Any) -> Any:
         """Run all tokens through this rank's share of the layers."""
-        assert self.cache is not None
         return self.forward(input_ids, 0, self.cache, is_last=True)
 
     def sum_up(self, part: Any, layer: int | None) -> None:
