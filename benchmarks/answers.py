@@ -104,7 +104,6 @@ def questions(folder: Path) -> Iterator[str]:
         "",
         "--uniform-only",
         "--percentile 90",
-        "--order shortest-first",
         "--pack-tokens 4k",
     ):
         yield f"capacity llama-7b a100-nvlink {workload} --replications 2 {extra}"

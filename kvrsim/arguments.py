@@ -26,7 +26,6 @@ from kvrsim.choices import (
     FLEET_OBJECTIVES,
     MAP_STRATEGIES,
     METHODS,
-    ORDERS,
     POOL_BACKENDS,
 )
 from kvrsim.errors import InputError
@@ -766,8 +765,6 @@ class FleetArgs(Arguments):
         Number of independent samples of a synthetic workload.
     pack_tokens : LEN
         Pack waiting prompts into steps of at most LEN new tokens; longer prompts are split.
-    order : first-come|shortest-first
-        Order of the queue: arrival, or fewest new tokens first.
 
     Target
     ------
@@ -801,7 +798,6 @@ class FleetArgs(Arguments):
     rate_scale: Any = entry(number(above=0, most=1e6), 1)
     replications: Any = entry(count(2**20), 5)
     pack_tokens: Any = entry(tokens)
-    order: Any = entry(choice(*ORDERS), "first-come")
     slo_ttft: Any = entry(quantity(parse_seconds), REQUIRED)
     percentile: Any = entry(number(above=0, most=100), 99)
     sure: Any = entry(flag, False)

@@ -38,8 +38,6 @@ POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises
 FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
 
-Order = Literal["first-come", "shortest-first"]  # order of a queue
-ORDERS: tuple[Order, ...] = get_args(Order)
 
 MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # default strategies of a map
 

@@ -11,20 +11,18 @@ largest d_i.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, heapreplace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.choices import Order
 from kvrsim.program import Array
+from planner.capacity.packing import Begun, Packing, PackingRule
 from planner.capacity.workload import Lengths, Workload
-
-if TYPE_CHECKING:
-    from planner.capacity.packing import Begun, Packing
 
 WHOLE = "whole"  # every GPU of a group holds all weights
 _NEVER = float("inf")
@@ -138,13 +136,13 @@ class Service:
     length_class: Indices  # class of each request: its row in the tables of `overlap`
     strategies: tuple[str, ...]  # strategy of each class
     overlap: Overlap
-    new_tokens: Lengths  # lengths that determine the order of the queue and the packing
+    new_tokens: Lengths  # lengths that determine the packing
     cached_prefix: Lengths
     packing: Packing | None = None  # None: prompts run one by one
 
     @classmethod
     def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
-        """Service times without overlap; a prompt with a longer time counts as a longer prompt."""
+        """Service times without overlap."""
         none = np.zeros(len(ttft_s), dtype=np.int64)
         return cls(
             ttft_s=ttft_s,
@@ -153,7 +151,7 @@ class Service:
             length_class=none,
             strategies=("single",),
             overlap=Overlap.whole(),
-            new_tokens=1 + np.argsort(np.argsort(ttft_s, kind="stable"), kind="stable"),
+            new_tokens=np.ones_like(none),
             cached_prefix=none,
         )
 
@@ -167,24 +165,17 @@ class Service:
 class Pool:
     """Requests and the groups that serve them. All requests fit on a group.
 
-    The group that has been free longest takes the first prompt of the queue; among equals, the group with the lowest
-    number. A group may take a prompt while its later ranks still work on the previous one.
+    The group that has been free longest takes the next prompt; among equals, the group with the lowest number. A group
+    may take a prompt while its later ranks still work on the previous one.
     """
 
     arrival_s: Array  # shape (N,), ascending
     service: Service
     replicas: int
-    order: Order = "first-come"
 
     def __post_init__(self) -> None:
         assert np.isfinite(self.service.ttft_s).all()
         assert self.replicas >= 1
-
-    def positions(self) -> Indices:
-        """Position of each request in a queue of all requests."""
-        if self.order == "first-come":
-            return np.arange(len(self.arrival_s))
-        return np.argsort(np.argsort(self.service.new_tokens, kind="stable"), kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,14 +189,9 @@ class PoolRun:
 
 
 def run_pool(pool: Pool) -> PoolRun:
-    """Serve all requests. This takes about 1 µs per request in the order of arrival, a few µs in other orders."""
-    if pool.order == "first-come" and pool.service.packing is None:
-        return _run_in_order(pool)
-    return _Dispatcher(pool).run()
-
-
-def _run_in_order(pool: Pool) -> PoolRun:
-    """Serve the requests in the order of arrival, in one pass."""
+    """Serve all requests in the order of arrival, which takes about 1 µs per request; packed steps take several µs."""
+    if pool.service.packing is not None:
+        return _run_packed(pool, pool.service.packing)
     service, overlap = pool.service, pool.service.overlap
     run, num_ranks = overlap.run, overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
@@ -234,92 +220,45 @@ def _run_in_order(pool: Pool) -> PoolRun:
     )
 
 
-class _Dispatcher:
-    """Simulation of the general case, event by event: any order of the queue, whole prompts or packed steps.
+def _run_packed(pool: Pool, packing: Packing) -> PoolRun:
+    """Serve the requests in packed steps, event by event.
 
     When the first stage of a group is free, its next step takes the rest of the prompt that the group has begun, then
     prompts of the queue. A group with a begun prompt continues without the queue; idle groups wait for the queue.
     """
+    service, count = pool.service, len(pool.arrival_s)
+    begin_s, end_s, served_by = np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, dtype=np.int64)
+    free_s = [[-_NEVER] * packing.num_stages for _ in range(pool.replicas)]  # time at which each stage is free
+    begun: list[Begun | None] = [None] * pool.replicas
+    idle = [(-_NEVER, group) for group in range(pool.replicas)]
+    busy: list[tuple[float, int]] = []  # (time when the first stage is free, group) of each busy group
+    arrivals, queue, arrived, total_s, now = [*pool.arrival_s.tolist(), _NEVER], deque[int](), 0, 0.0, -_NEVER
+    rule = PackingRule(service.new_tokens.tolist(), service.cached_prefix.tolist(), packing.budget, packing.most_tokens)
 
-    def __init__(self, pool: Pool) -> None:
-        service, packing, positions = pool.service, pool.service.packing, pool.positions()
-        self.pool, self.service, self.packing = pool, service, packing
-        self.position, self.at_position = positions.tolist(), np.argsort(positions).tolist()
-        self.queue: list[int] = []  # positions of waiting requests
-        columns = (service.ttft_s, service.busy_s, service.hold_s, service.length_class)
-        self.alone_s, self.prompt_busy_s, self.hold_s, self.length_class = (column.tolist() for column in columns)
-        self.begin_s, self.end_s = [np.inf] * len(positions), [np.inf] * len(positions)
-        self.group, self.busy_s = [0] * len(positions), 0.0
-        num_ranks = service.overlap.num_ranks
-        if packing is not None:
-            from planner.capacity.packing import PackingRule
+    def run_step(group: int) -> None:
+        nonlocal total_s
+        pieces, begun[group] = rule.step(begun[group], queue)
+        begin_s[[piece.prompt for piece in pieces if piece.is_first]] = now
+        total_s += packing.run(free_s[group], now, pieces)
+        done, free = [piece.prompt for piece in pieces if piece.is_last], free_s[group]
+        end_s[done], served_by[done] = free[-1], group
+        if hold_s := service.hold_s[done].max(initial=0.0):
+            free_s[group] = [free[-1] + hold_s] * len(free)
+        heappush(busy, (free_s[group][0], group))
 
-            num_ranks = packing.num_stages
-            lengths = service.new_tokens.tolist(), service.cached_prefix.tolist()
-            self.rule = PackingRule(*lengths, packing.budget, packing.most_tokens)
-        self.free_s = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]  # time at which each rank or stage is free
-        self.begun: list[Begun | None] = [None] * pool.replicas
-
-    def run(self) -> PoolRun:
-        """Simulate until all requests have arrived and no request waits."""
-        arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
-        serve = self._prompt if self.packing is None else self._step
-        idle = [(-_NEVER, group) for group in range(self.pool.replicas)]
-        busy: list[tuple[float, int]] = []  # (time when the first rank is free, group) of each busy group
-        queue, arrived, now = self.queue, 0, -_NEVER
-        while True:
-            next_s = arrivals[arrived]
-            if busy and busy[0][0] < next_s:
-                next_s = busy[0][0]
-            if next_s > now:
-                now = next_s
-            if now == _NEVER:
-                begin_s, end_s = np.array(self.begin_s), np.array(self.end_s)
-                return PoolRun(begin_s=begin_s, end_s=end_s, group=np.array(self.group), busy_s=self.busy_s)
-            while arrivals[arrived] <= now:
-                heappush(queue, self.position[arrived])
-                arrived += 1
-            while busy and busy[0][0] <= now:
-                ready_s, group = heappop(busy)
-                if self.begun[group] is None:
-                    heappush(idle, (ready_s, group))
-                else:
-                    heappush(busy, (serve(group, now), group))
-            while queue and idle:
-                group = heappop(idle)[1]
-                heappush(busy, (serve(group, now), group))
-
-    def _prompt(self, group: int, now: float) -> float:
-        """Start the first prompt of the queue on a group; return when the group's first rank is free."""
-        request, run = self.at_position[heappop(self.queue)], self.service.overlap.run
-        begin_s, free_s = run(self.length_class[request], self.alone_s[request], now, self.free_s[group])
-        self.begin_s[request] = begin_s
-        return self._end(group, (request,), free_s, self.prompt_busy_s[request], self.hold_s[request])
-
-    def _step(self, group: int, now: float) -> float:
-        """Fill a step and run it; return the time at which the first stage is free."""
-        assert self.packing is not None
-        pieces, self.begun[group] = self.rule.step(self.begun[group], self._peek, lambda: heappop(self.queue))
-        for piece in pieces:
-            if piece.is_first:
-                self.begin_s[piece.prompt] = now
-        free_s = self.free_s[group]
-        busy_s = self.packing.run(free_s, now, pieces)
-        requests = [piece.prompt for piece in pieces if piece.is_last]
-        hold_s = max((self.hold_s[request] for request in requests), default=0.0)
-        return self._end(group, requests, free_s, busy_s, hold_s)
-
-    def _peek(self) -> int | None:
-        return self.at_position[self.queue[0]] if self.queue else None
-
-    def _end(self, group: int, requests: Sequence[int], free_s: list[float], busy_s: float, hold_s: float) -> float:
-        """Record the first tokens of requests, and keep the group busy while caches leave it."""
-        end_s = free_s[-1]
-        for request in requests:
-            self.end_s[request], self.group[request] = end_s, group
-        self.busy_s += busy_s
-        self.free_s[group] = [end_s + hold_s] * len(free_s) if hold_s else free_s
-        return self.free_s[group][0]
+    while (now := max(now, min(arrivals[arrived], busy[0][0] if busy else _NEVER))) < _NEVER:
+        while arrivals[arrived] <= now:
+            queue.append(arrived)
+            arrived += 1
+        while busy and busy[0][0] <= now:
+            ready_s, group = heappop(busy)
+            if begun[group] is None:
+                heappush(idle, (ready_s, group))
+            else:
+                run_step(group)
+        while queue and idle:
+            run_step(heappop(idle)[1])
+    return PoolRun(begin_s=begin_s, end_s=end_s, group=served_by, busy_s=total_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,7 +295,6 @@ def run_fleet(
     workload: Workload,
     services: Mapping[GroupType, Service],
     fleet: Fleet,
-    order: Order = "first-come",
     serve: Callable[[Pool], PoolRun] = run_pool,
 ) -> FleetRun:
     """Serve a workload; `services` has its service times by type of group, `serve` simulates one pool."""
@@ -367,7 +305,7 @@ def run_fleet(
         mine = np.flatnonzero(pool_of == index)
         if len(mine):
             arrival_s, service = workload.arrival_s[mine], services[group.type].select(mine)
-            run = serve(Pool(arrival_s=arrival_s, service=service, replicas=group.replicas, order=order))
+            run = serve(Pool(arrival_s=arrival_s, service=service, replicas=group.replicas))
             ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
             busy_gpu_s += run.busy_s * group.type.gpus
     return FleetRun(workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)

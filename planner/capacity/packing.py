@@ -13,7 +13,8 @@ time of attention is tabulated for every number of tokens after some prefixes, a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -67,22 +68,15 @@ class PackingRule:
         self.new_tokens, self.cached_prefix = new_tokens, cached_prefix
         self.budget, self.most_tokens = budget, most_tokens
 
-    def step(
-        self, begun: Begun | None, peek: Callable[[], int | None], pop: Callable[[], object]
-    ) -> tuple[list[Piece], Begun | None]:
-        """The pieces of the next step, and the prompt that the step leaves unfinished.
-
-        peek: returns the first prompt of the queue, None if the queue is empty. pop: removes this prompt.
-        """
+    def step(self, begun: Begun | None, queue: deque[int]) -> tuple[list[Piece], Begun | None]:
+        """The pieces of the next step, and the prompt that the step leaves unfinished; takes prompts from the queue."""
         pieces: list[Piece] = []
         room, in_memory = self.budget, 0
         while room:
             if begun is None:
-                prompt = peek()
-                if prompt is None or (pieces and in_memory + self._context(prompt) > self.most_tokens):
+                if not queue or (pieces and in_memory + self._context(queue[0]) > self.most_tokens):
                     break
-                pop()
-                begun = Begun(prompt, 0)
+                begun = Begun(queue.popleft(), 0)
             prompt, done = begun
             tokens = min(room, self.new_tokens[prompt] - done)
             piece = Piece(prompt, tokens, self.cached_prefix[prompt] + done, self._context(prompt), not done)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrsim.arguments import FleetArgs
-from kvrsim.choices import Order
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
@@ -40,7 +39,6 @@ class CapacityRequest:
     source: Source
     target: Target
     limits: FleetLimits = field(default_factory=FleetLimits)
-    order: Order = "first-come"  # order in which queued prompts are taken
     tpot_s: float | None = None  # target of the fleet that decodes; None: that fleet is not planned
     transfer: Transfer | None = None  # transfer of caches to that fleet; None: not counted
     pack_tokens: int | None = None  # most new tokens in a step that several prompts share; None: prompts run one by one
@@ -57,8 +55,7 @@ class CapacityRequest:
     @property
     def dispatch(self) -> str:
         """The dispatching rule, in words."""
-        first = "first come, first served" if self.order == "first-come" else "fewest new tokens first"
-        rule = f"each range of lengths has its own queue, {first}"
+        rule = "each range of lengths has its own queue, first come, first served"
         if self.pack_tokens is None:
             return rule
         return f"{rule}; waiting prompts share steps of up to {self.pack_tokens} new tokens, and longer ones are cut"
@@ -93,7 +90,6 @@ def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
         source=Source.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
         target=Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile),
         limits=_limits(fleet, scenario.cluster.gpus_per_node),
-        order=fleet.order,
         tpot_s=None if fleet.tpot is None else _positive(fleet.tpot, "tpot"),
         transfer=transfer,
         pack_tokens=fleet.pack_tokens,

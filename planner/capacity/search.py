@@ -92,8 +92,8 @@ class Bucket:
             services = simulator.services(self.group.type)
             for workload, service, mine in zip(simulator.workloads, services, self.members, strict=True):
                 if len(mine):
-                    arrival_s, order = workload.arrival_s[mine], simulator.request.order
-                    pool = Pool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas, order=order)
+                    arrival_s = workload.arrival_s[mine]
+                    pool = Pool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas)
                     self._late[replicas] += int((run_pool(pool).end_s - arrival_s > simulator.target.slo_s).sum())
             simulator.simulated += self.requests
         return self._late[replicas]
@@ -157,7 +157,7 @@ class FleetSimulator:
         """Simulations of a whole fleet, one per workload."""
         self.simulated += self.requests
         return [
-            run_fleet(workload, self._services_on(fleet, number), fleet, self.request.order)
+            run_fleet(workload, self._services_on(fleet, number), fleet)
             for number, workload in enumerate(self.workloads)
         ]
 

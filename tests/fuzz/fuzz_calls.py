@@ -77,7 +77,6 @@ _FUNCTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "strategies": (None, "tp", ["single", "tsp"]),
         "tpot": (None, "50ms"),
         "kv_transfer_bandwidth": (None, "10GB/s", 5e10),
-        "order": ("first-come", "shortest-first"),
         "price_per_gpu_hour": (None, 2.0, "1=2,2=2", {1: 2.0, 2: 3.0}),
         "seed": (0, 3),
         "sure": (False, True),

@@ -5,8 +5,9 @@ At each instant the dispatcher runs after all other events.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
-from heapq import heappop, heappush
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class SimpyPool:
     def __init__(self, pool: Pool) -> None:
         self.pool, self.service, count = pool, pool.service, len(pool.arrival_s)
         self.env, self.now_s = simpy.Environment(), -np.inf  # SimPy's clock, and a clock without rounding errors
-        self.queue: list[tuple[int, int]] = []  # position, request
+        self.queue = deque[int]()
         self.idle = dict.fromkeys(range(pool.replicas), -np.inf)  # group -> time at which its first rank became free
         self.ranks_s = [[-np.inf] * self.service.overlap.num_ranks] * pool.replicas  # time at which each rank is free
         self.begin_s, self.end_s, self.group = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
@@ -32,9 +33,8 @@ class SimpyPool:
 
     def run(self) -> PoolRun:
         """Serve all requests and return the times."""
-        for request, position in enumerate(self.pool.positions().tolist()):
-            place = (position, request)
-            self._at(float(self.pool.arrival_s[request]), lambda place=place: heappush(self.queue, place))  # type: ignore[misc]
+        for request, arrival_s in enumerate(self.pool.arrival_s.tolist()):
+            self._at(arrival_s, partial(self.queue.append, request))
         self.env.run()
         return PoolRun(begin_s=self.begin_s, end_s=self.end_s, group=self.group, busy_s=self.busy_s)
 
@@ -56,7 +56,7 @@ class SimpyPool:
         while self.queue and self.idle:
             group = min(self.idle, key=lambda one: (self.idle[one], one))
             del self.idle[group]
-            self._begin(group, heappop(self.queue)[1])
+            self._begin(group, self.queue.popleft())
 
     def _begin(self, group: int, request: int) -> None:
         service, length_class = self.service, int(self.service.length_class[request])

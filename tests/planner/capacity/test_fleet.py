@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.choices import ORDERS
 from kvrsim.interp import percentile_of
 from planner.capacity.fleet import Group, GroupType, Overlap, Pool, Service, route, run_fleet, run_pool
 from planner.capacity.workload import Workload
@@ -58,7 +57,6 @@ def pools(draw: st.DrawFn) -> Pool:
         arrival_s=np.sort(np.array(column(st.integers(0, 80).map(lambda number: number / 4)))),
         service=service,
         replicas=draw(st.integers(1, 4)),
-        order=draw(st.sampled_from(ORDERS)),
     )
 
 
@@ -89,7 +87,7 @@ def test_every_request_is_served_and_takes_its_time(pool: Pool) -> None:
 def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
     # If all servers are equal, an additional server makes no start later (Kiefer and Wolfowitz).
     service = replace(pool.service, overlap=Overlap.whole(), length_class=0 * pool.service.length_class)
-    plain = replace(pool, service=service, order="first-come")
+    plain = replace(pool, service=service)
     more = replace(plain, replicas=plain.replicas + 1)
     assert (run_pool(more).begin_s <= run_pool(plain).begin_s + 1e-12).all()
 

@@ -43,7 +43,7 @@ def test_steps_are_filled_in_order(new: list[int], cached: int, budget: int, mos
     rule, queue, begun = PackingRule(new, [cached] * len(new), budget, most), deque(range(len(new))), None
     steps: list[list[Piece]] = []
     while queue or begun is not None:
-        pieces, begun = rule.step(begun, lambda: queue[0] if queue else None, queue.popleft)
+        pieces, begun = rule.step(begun, queue)
         steps.append(pieces)
     done = [piece for step in steps for piece in step]
     assert [piece.prompt for piece in done] == sorted(piece.prompt for piece in done)
@@ -96,7 +96,7 @@ def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(engine: str
     law()
 
 
-def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: int, order: Any) -> PoolRun:
+def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: int) -> PoolRun:
     none = np.zeros(len(new), dtype=np.int64)
     service = Service(
         ttft_s=np.ones(len(new)),
@@ -109,7 +109,7 @@ def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: i
         cached_prefix=none,
         packing=packing,
     )
-    return run_pool(Pool(arrival_s=arrival_s, service=service, replicas=replicas, order=order))
+    return run_pool(Pool(arrival_s=arrival_s, service=service, replicas=replicas))
 
 
 @pytest.mark.parametrize("budget", [300, 3000])
@@ -117,15 +117,15 @@ def test_every_packed_prompt_is_served(budget: int) -> None:
     packing = Packing(*per_rank("pp", 2), budget, 4096)
 
     @examples(15)
-    @given(replicas=st.integers(1, 3), order=st.sampled_from(["first-come", "shortest-first"]), seed=st.integers(0, 99))
-    def law(replicas: int, order: str, seed: int) -> None:
+    @given(replicas=st.integers(1, 3), seed=st.integers(0, 99))
+    def law(replicas: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         new, arrival_s = rng.integers(1, 3000, 30), np.cumsum(rng.exponential(0.02, 30))
-        run = served(packing, new, arrival_s, replicas, order)
+        run = served(packing, new, arrival_s, replicas)
         assert (run.begin_s >= arrival_s).all()
         assert (run.end_s > run.begin_s).all()
         assert run.busy_s <= replicas * run.end_s.max() * (1 + 1e-9)
-        far_apart = served(packing, new, 10.0 * np.arange(30), 1, order)
+        far_apart = served(packing, new, 10.0 * np.arange(30), 1)
         alone_s = [packing.alone_s(one, 0) for one in new.tolist()]
         assert far_apart.end_s - far_apart.begin_s == pytest.approx(alone_s, rel=1e-9)
 
@@ -138,7 +138,7 @@ def test_a_full_pipeline_serves_as_fast_as_its_slowest_stage(name: str) -> None:
     free_s = [0.0] * packing.num_stages
     packing.run(free_s, 0.0, [Piece(0, 2048, 0, 2048, True)])
     slowest_s = max(np.diff(free_s, prepend=0.0))
-    run = served(packing, np.full(30, 2048), np.zeros(30), 1, "first-come")
+    run = served(packing, np.full(30, 2048), np.zeros(30), 1)
     assert np.diff(run.end_s)[5:] == pytest.approx(slowest_s, rel=0.02)
 
 

@@ -62,9 +62,8 @@ def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes
     assert all(meets(simulated, fit) for fit in fits.values())
 
 
-@pytest.mark.parametrize("order", ["first-come", "shortest-first"])
-def test_mixed_fleets_meet_the_target_and_are_no_dearer(workload: Workload, times: ServiceTimes, order: str) -> None:
-    simulated = simulator([workload], times, 1.0, order=order)
+def test_mixed_fleets_meet_the_target_and_are_no_dearer(workload: Workload, times: ServiceTimes) -> None:
+    simulated = simulator([workload], times, 1.0)
     search = FleetSearch(simulated)
     uniform = search.fits(search.uniform())
     fits = search.mixed(uniform)
