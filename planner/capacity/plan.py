@@ -23,7 +23,7 @@ from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
 from planner.capacity.search import FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
-from planner.capacity.workload import Workload
+from planner.capacity.workload import Lengths, Workload
 from planner.deploy_engines import engines_with
 from planner.processes import Pool
 
@@ -104,7 +104,7 @@ def _plan(
         best = fleets[0]
         decoders = simulator.decoders(best.runs[0])
         if isinstance(decoders, str):
-            infeasible.append(Infeasible(gpus_per_group=None, code="decode", reason=decoders))
+            infeasible.append(Infeasible(None, "decode", decoders))
         else:
             fleets = [replace(one, decode=decoders) for one in fleets]
         interval = best.interval or simulator.interval(best.fleet, best.runs)
@@ -166,8 +166,7 @@ def _would_meet(
     share = math.floor(1000 * nearest.in_time) / 10
     if 0 < share < target.percentile:
         yield f"--percentile {share:g}, with the same fleet"
-    new = np.concatenate([one.new_tokens for one in workloads])
-    prefix = np.concatenate([one.cached_prefix for one in workloads])
+    new, prefix = _lengths(workloads)
     alone_s = np.min([times.least_s(size, new, prefix) for size in request.limits.sizes], axis=0)
     late = alone_s > target.slo_s
     if 0 < late.sum() < len(late):
@@ -177,8 +176,7 @@ def _would_meet(
 
 def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> FleetLimits:
     """The limits with only those group sizes that some strategy supports. Raises InputError if there are none."""
-    sizes = tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))
-    if not sizes:
+    if not (sizes := tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))):
         named = ",".join(label_of(one) for one in policy.names or ())
         where = "".join(f" and that {engine.title} has" for engine in policy.engines)
         raise InputError("strategies", named, f"a strategy that runs on {groups_of(limits.sizes)}{where}")
@@ -209,14 +207,14 @@ def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolic
 def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:
     """Notes on contexts that exceed the memory of groups; one note for all sizes with the same contexts."""
     notes: dict[str, list[int]] = {}
+    new, prefix = _lengths(workloads)
     for size in sizes:
-        lengths = np.concatenate(
-            [
-                workload.context_len[np.isinf(times.least_s(size, workload.new_tokens, workload.cached_prefix))]
-                for workload in workloads
-            ]
-        )
-        if len(lengths):
+        if len(lengths := (new + prefix)[np.isinf(times.least_s(size, new, prefix))]):
             note = f"{len(lengths)} contexts, from {int(lengths.min())} tokens on, do not fit in the memory of"
             notes.setdefault(note, []).append(size)
     return (f"{note} {groups_of(alike)}" for note, alike in notes.items())
+
+
+def _lengths(workloads: Sequence[Workload]) -> Sequence[Lengths]:
+    """New tokens and cached prefixes of all requests."""
+    return [np.concatenate([getattr(one, name) for one in workloads]) for name in ("new_tokens", "cached_prefix")]

@@ -169,7 +169,7 @@ class FleetAnswer:
         return ", ".join("{} for {} to {} tokens".format(one.groups(), *one.context_range) for one in self.groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Infeasible:
     """Groups that miss the target, and the reason."""
 

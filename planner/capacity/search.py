@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -41,7 +42,6 @@ from planner.capacity.fleet import (
 )
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import (
-    Cause,
     FleetAnswer,
     FleetInterval,
     GroupAnswer,
@@ -384,8 +384,7 @@ class FleetSearch:
 
     def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
         """The earlier fits and the fits of designs with two buckets: at all cuts, then at cuts near the best ones."""
-        types = self._best_types()
-        pairs = [(short, long) for short, long in itertools.product(types, types) if short.gpus <= long.gpus]
+        pairs = [pair for pair in itertools.product(self._best_types(), repeat=2) if pair[0].gpus <= pair[1].gpus]
         fits = self.fits([self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs], earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
         return self.fits([design for fit in best for design in self._finer(fit.design)], fits)
@@ -398,13 +397,13 @@ class FleetSearch:
         room = allowed - sum(bucket.late_alone for bucket in buckets)
         cost = [self.limits.cost(group.type.gpus) for group in design]
         least = [math.ceil(_SAFE_LOAD * bucket.load) for bucket in buckets]
-        if room < 0 or sum(map(_product, cost, least)) > at_most:
+        if room < 0 or np.dot(cost, least) > at_most:
             return None
         options: list[list[tuple[int, int]]] = []
         for number, bucket in enumerate(buckets):
             most = self.limits.max_gpus // bucket.group.type.gpus
             if math.isfinite(at_most):
-                spare = at_most - sum(map(_product, cost, least)) + cost[number] * least[number]
+                spare = at_most - np.dot(cost, least) + cost[number] * least[number]
                 most = min(most, int(spare / cost[number] + 1e-9))
             options.append(self._options(bucket, room, most, single=len(design) == 1))
             if not options[-1]:
@@ -482,36 +481,31 @@ class FleetSearch:
             if group.type.gpus not in nearest or late < nearest[group.type.gpus][0]:
                 nearest[group.type.gpus] = late, group
         feasible = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
-        reasons = []
-        for size, (_, group) in nearest.items():
-            if size not in feasible:
-                code, reason = self._reason(group)
-                reasons.append(Infeasible(gpus_per_group=size, code=code, reason=reason))
+        reasons = [self._reason(group) for size, (_, group) in nearest.items() if size not in feasible]
         tried_mixed = len(self.types) > 1 and self.simulator.request.mixed
         if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
-            reason = "fleets of two sizes of group do not meet it either"
-            reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
+            reasons.append(Infeasible(None, "mixed", "fleets of two sizes of group do not meet it either"))
         return reasons
 
-    def _reason(self, group: Group) -> tuple[Cause, str]:
-        """The reason why the largest uniform fleet of this type misses the target: its code and its text."""
-        simulator, target = self.simulator, self.simulator.target
+    def _reason(self, group: Group) -> Infeasible:
+        """The reason why the largest uniform fleet of this type misses the target."""
+        simulator, target, reason = self.simulator, self.simulator.target, partial(Infeasible, group.type.gpus)
         percent, above = f"{target.percentile:g} % of the TTFTs", f"above {target.slo_s:g} s"
         alone_s = simulator.ttft_alone_s(group.type)
         never, late = int(np.isinf(alone_s).sum()), int((alone_s > target.slo_s).sum())
         if never > simulator.allowed:
             fitting = f"{never} of {len(alone_s)} contexts do not fit in memory; at most {simulator.allowed} may"
-            return "memory", fitting
+            return reason("memory", fitting)
         if late > simulator.allowed:
             reached_s = percentile_of(alone_s, target.percentile)
-            return "alone", f"even with no queue {percent} take up to {reached_s:.3g} s, {above}"
+            return reason("alone", f"even with no queue {percent} take up to {reached_s:.3g} s, {above}")
         answer = simulator.answer((group,))
         reached_s = answer.target_ttft_s
         if answer.meets or reached_s <= target.slo_s:
-            return "interval", f"the upper end of the interval stays {above} with {group.num_gpus} GPUs"
+            return reason("interval", f"the upper end of the interval stays {above} with {group.num_gpus} GPUs")
         busy = simulator.buckets((group.of(1),))[0].load * group.type.gpus
-        reason = f"with {group.num_gpus} GPUs {percent} take up to {reached_s:.3g} s, {above}"
-        return "queue", f"{reason} ({busy:.3g} GPUs would be busy all the time)"
+        late_in_queue = f"with {group.num_gpus} GPUs {percent} take up to {reached_s:.3g} s, {above}"
+        return reason("queue", f"{late_in_queue} ({busy:.3g} GPUs would be busy all the time)")
 
     def _best_types(self) -> list[GroupType]:
         """The type with the least load and the type with the fastest prompts, for each group size."""
@@ -524,10 +518,8 @@ class FleetSearch:
         def slowest_s(one: GroupType) -> tuple[float, float]:
             return -served[one], percentile_of(alone_s[one], self.simulator.target.percentile)
 
-        best = set()
-        for size in self.limits.sizes:
-            if alike := [one for one in self.types if one.gpus == size and served[one]]:
-                best |= {min(alike, key=load), min(alike, key=slowest_s)}
+        alike = [[one for one in self.types if one.gpus == size and served[one]] for size in self.limits.sizes]
+        best = {min(types, key=key) for types in alike for key in (load, slowest_s) if types}
         return [one for one in self.types if one in best]
 
     def _options(self, bucket: Bucket, room: int, most: int, *, single: bool) -> list[tuple[int, int]]:
@@ -548,17 +540,15 @@ class FleetSearch:
     def _cheapest(
         self, design: Fleet, options: list[list[tuple[int, int]]], cost: list[float], allowed: int
     ) -> Fit | None:
-        best: tuple[float, int, tuple[int, ...]] | None = None
+        fits = list[Fit]()
         for combination in itertools.product(*options):
-            replicas, late = tuple(one[0] for one in combination), sum(one[1] for one in combination)
-            gpus = sum(bucket.type.gpus * count for bucket, count in zip(design, replicas, strict=True))
-            if late <= allowed and gpus <= self.limits.max_gpus:
-                candidate = sum(map(_product, cost, replicas)), late, replicas
-                best = candidate if best is None else min(best, candidate)
-        if best is None or (len(design) > 1 and 0 in best[2]):  # with an empty bucket: a one-bucket design
-            return None
-        groups = tuple(bucket.of(count) for bucket, count in zip(design, best[2], strict=True))
-        return Fit(design=groups, cost=best[0], late=best[1])
+            replicas, late = zip(*combination, strict=True)
+            groups = tuple(bucket.of(count) for bucket, count in zip(design, replicas, strict=True))
+            if sum(late) <= allowed and gpus_of(groups) <= self.limits.max_gpus:
+                fits.append(Fit(design=groups, cost=float(np.dot(cost, replicas)), late=sum(late)))
+        best = min(fits, key=lambda fit: (fit.cost, fit.late, *(group.replicas for group in fit.design)), default=None)
+        # With an empty bucket, it is a design of one bucket.
+        return None if best is None or (len(design) > 1 and len(best.fleet) < len(design)) else best
 
     def _design(self, types: Sequence[GroupType], cuts: Sequence[int]) -> Fleet:
         """A design with one bucket per type of group, divided at these lengths."""
@@ -583,15 +573,9 @@ class FleetSearch:
 
     def _usable(self, cuts: Iterable[int]) -> list[int]:
         """Cuts rounded to a sixteenth of the power of two below them, so that they are easy to read."""
-        rounded = set()
-        for cut in cuts:
-            step = max(1, 1 << max(0, cut.bit_length() - 5))
-            rounded.add(max(1, round(cut / step) * step))
-        return sorted(cut for cut in rounded if 1 <= cut < self.longest)
-
-
-def _product(a: float, b: float) -> float:
-    return a * b
+        steps = ((cut, 1 << max(0, cut.bit_length() - 5)) for cut in cuts)
+        rounded = {max(1, round(cut / step) * step) for cut, step in steps}
+        return sorted(cut for cut in rounded if cut < self.longest)
 
 
 def _high_s(answer: FleetAnswer) -> float:

@@ -11,6 +11,7 @@ fastest of them for each prompt; strategies of different layouts need different 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,17 +85,14 @@ class StrategyPolicy:
 
     def layouts(self, scenario: Scenario) -> dict[str, tuple[Strategy, ...]]:
         """Strategies that the scenario's GPUs and model allow, by placement of the weights."""
-        layouts: dict[str, list[Strategy]] = {}
+        by_name = (self.engines or self.deployable) and scenario.num_gpus > 1
+        layouts: dict[str, tuple[Strategy, ...]] = {}
         for strategy in self._candidates(scenario):
-            try:
+            with suppress(InputError):  # refused for this model or these GPUs
                 for_strategy(scenario, strategy)
-            except InputError:
-                continue
-            if strategy.approximate is None:
-                by_name = (self.engines or self.deployable) and scenario.num_gpus > 1
                 weights = strategy.name if by_name else weights_of(strategy, scenario.num_gpus)
-                layouts.setdefault(weights, []).append(strategy)
-        return {weights: tuple(strategies) for weights, strategies in layouts.items()}
+                layouts[weights] = (*layouts.get(weights, ()), strategy)
+        return layouts
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
         """Exact strategies for these GPUs that run only if the user names them or `all`.
@@ -104,12 +102,12 @@ class StrategyPolicy:
         if self.names is not None or scenario.num_gpus == 1:
             return ()
         usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S also tries even chunks
-        exact = [one for one in all_for(scenario)[0] if one.approximate is None and self._allows(one, scenario)]
+        exact = [one for one in all_for(scenario)[0] if self._allows(one, scenario)]
         return tuple(one.name for one in exact if one.name not in usual and one.degrees.pieces != "searched")
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether a strategy uses all GPUs, runs on all engines and, if prompts are packed, supports shared steps."""
-        if self.packs and not takes_steps(strategy):
+        """Whether a strategy is exact, uses all GPUs, is in all engines and, if prompts are packed, shares steps."""
+        if strategy.approximate is not None or (self.packs and not takes_steps(strategy)):
             return False
         if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
             return False  # other GPUs of the group would be idle
@@ -120,14 +118,11 @@ class StrategyPolicy:
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
         named = [one for one in self.names or () if one != "all"]
         every = "all" in (self.names or ())
-        candidates: tuple[Strategy, ...]
         if scenario.num_gpus == 1:  # on one GPU, all strategies of single GPUs are `single`
             alone = not named or every or any(get_strategy(one).group_size in (1, None) for one in named)
-            candidates = (STRATEGIES["single"],) if alone else ()
-        elif every:
-            candidates = distinct((*all_for(scenario)[0], *named))
+            candidates = distinct(("single",) if alone else ())
         else:
-            candidates = distinct(named or _usual(scenario))
+            candidates = distinct((*all_for(scenario)[0], *named) if every else named or _usual(scenario))
         return tuple(one for one in candidates if self._allows(one, scenario))
 
 
@@ -139,10 +134,9 @@ def weights_of(strategy: Strategy, num_gpus: int) -> str:
 
 
 def _usual(scenario: Scenario) -> Sequence[str]:
-    cluster = scenario.cluster
-    if cluster.shares_bandwidth:
+    if scenario.cluster.shares_bandwidth:
         return _ON_A_BUS
-    hybrids = hybrid_names(group_sizes(cluster.num_gpus, cluster.gpus_per_node))
+    hybrids = hybrid_names(group_sizes(scenario.num_gpus, scenario.cluster.gpus_per_node))
     return (*_USUAL, *(name for name in hybrids if get_strategy(name).degrees.pieces != "searched"))
 
 
@@ -210,7 +204,6 @@ class Prefills:
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return None
         padded = np.maximum(lengths, self.num_ranks)  # each rank needs at least one token
-        slack_s = np.zeros((len(lengths), 1))
         partition_at: Callable[[int], Partition]
         if self.strategy.pipeline is not None:
             pieces = self.pieces(padded, cached_prefix)
@@ -222,6 +215,7 @@ class Prefills:
             partition_at = partial(self._searched, {}, cached_prefix)
         else:
             finish_s = self._prefill(_even(padded, self.num_ranks), cached_prefix)[:, -1:]
+            slack_s = np.zeros_like(finish_s)
             partition_at = partial(Partition.even, num_ranks=self.num_ranks)
         ttft_s = finish_s[:, -1]
 
@@ -238,20 +232,18 @@ class Prefills:
 
     def at(self, cached_prefix: int, new_tokens: int) -> Scenario:
         """The scenario of one prompt."""
-        request = Request(
-            context_len=cached_prefix + new_tokens, cached_prefix=cached_prefix, dtype=self.scenario.request.dtype
-        )
-        return replace(self.scenario, request=request)
+        lengths = {"context_len": cached_prefix + new_tokens, "cached_prefix": cached_prefix}
+        return replace(self.scenario, request=Request(dtype=self.scenario.request.dtype, **lengths))
 
     def chains(self, lengths: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """The best candidate chunks of each length, and each rank's finish time; both (lengths, ranks)."""
-        candidates = self._candidates(lengths, cached_prefix)
+        step = 2 if cached_prefix else 1  # with a long prefix, shares depend less on the length
+        planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
+        candidates = [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
         finish_s = self._prefill(np.concatenate(candidates), cached_prefix)
-        best = []
-        first = 0
-        for rows in candidates:
-            best.append(first + int(finish_s[first : first + len(rows), -1].argmin()))
-            first += len(rows)
+        ends = np.cumsum([len(rows) for rows in candidates])
+        parts = zip((0, *ends[:-1]), np.split(finish_s[:, -1], ends[:-1]), strict=True)
+        best = [start + int(part.argmin()) for start, part in parts]
         return np.concatenate(candidates)[best], finish_s[best]
 
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
@@ -301,17 +293,10 @@ class Prefills:
         """The engine's seconds for these prompts' tokens, less those for the scenario's tokens; shape (B, 1)."""
         return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
 
-    def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:
-        """Candidate chunks for each length, each of shape (B, ranks)."""
-        step = 2 if cached_prefix else 1  # with a long prefix, shares depend less on the length
-        planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
-        return [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
-
     def _shares(self, cached_prefix: int, new_tokens: int) -> Array:
         """Best share of the new tokens for each rank."""
-        return np.array(
-            search(self.at(cached_prefix, new_tokens), self.strategy, method="analytical").partition.fractions
-        )
+        best = search(self.at(cached_prefix, new_tokens), self.strategy, method="analytical")
+        return np.array(best.partition.fractions)
 
     def _of_pieces(self, lengths: Lengths, pieces: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """Finish time and slack of each stage; both of shape (lengths, ranks)."""
@@ -448,10 +433,8 @@ class ServiceTimes:
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
         """Time grids of a type of group, one per cached prefix."""
         if group not in self._grids:
-            each = [
-                [self._of_strategy(group.gpus, strategy, prefix) for strategy in self._strategies(group)]
-                for prefix in self.prefixes
-            ]
+            strategies = self._strategies(group)
+            each = [[self._of_strategy(group.gpus, one, prefix) for one in strategies] for prefix in self.prefixes]
             self._grids[group] = tuple(TimeGrid.fastest([one for one in row if one], self.lengths) for row in each)
         return self._grids[group]
 
@@ -496,9 +479,8 @@ class ServiceTimes:
             slack=_around(slack, np.minimum),
             holds=not self.scenario.sends_overlap,
         )
-        strategies = tuple(
-            name for grid in grids[: max(1, len(grids) - 1)] for name in (*grid.strategy[1:], grid.strategy[-1])
-        )
+        cells = grids[: max(1, len(grids) - 1)]
+        strategies = tuple(name for grid in cells for name in (*grid.strategy[1:], grid.strategy[-1]))
         below = np.searchsorted(self.lengths, new, side="right") - 1
         length_class = np.asarray(cell(prefix, self.prefixes)[0] * len(self.lengths) + below)
         gpus = np.array([1 if name == "single" else group.gpus for name in strategies])[length_class]
@@ -572,11 +554,10 @@ def service_times(
     scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy, pack: int | None = None
 ) -> ServiceTimes:
     """Service times for all workloads; `pack`: most new tokens of a packed step; None: prompts run one by one."""
-    longest_new = max(int(workload.new_tokens.max()) for workload in workloads)
-    longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
+    new, prefix = (max(int(getattr(one, name).max()) for one in workloads) for name in ("new_tokens", "cached_prefix"))
     if pack is None:
-        return ServiceTimes(scenario, longest_new, longest_prefix, policy)
-    return PackedTimes(scenario, longest_new, longest_prefix, policy, pack)
+        return ServiceTimes(scenario, new, prefix, policy)
+    return PackedTimes(scenario, new, prefix, policy, pack)
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:
