@@ -167,15 +167,8 @@ class Launch:
     @classmethod
     def of(cls, server: Server, strategy: str, notes: Iterable[str], files: Mapping[str, str]) -> Launch:
         """The launch of a server."""
-        return cls(
-            engine=server.engine.name,
-            version=server.engine.version,
-            strategy=strategy,
-            command=server.command,
-            args=server.args,
-            files=files,
-            notes=tuple(notes),
-        )
+        engine = {"engine": server.engine.name, "version": server.engine.version, "strategy": strategy}
+        return cls(**engine, command=server.command, args=server.args, files=files, notes=tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -230,22 +223,14 @@ def launch_of(
     _check_fits(scenario, engine, chosen, partition)
     pieces = tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,)
     max_len = longest_sequence(scenario.model, scenario.request.context_len)
+    stages = None if layers is None else tuple(layers)
     server = Server(
-        engine=engine,
-        scenario=scenario,
-        layout=layout,
-        model=model,
-        max_len=max_len,
-        pieces=pieces,
-        layers=None if layers is None else tuple(layers),
+        engine=engine, scenario=scenario, layout=layout, model=model, max_len=max_len, pieces=pieces, layers=stages
     )
-    notes = [
-        *server.notes(),
-        "the longest sequence is the prompt and one output token: add the output tokens that you need"
-        if max_len > scenario.request.context_len
-        else f"{scenario.model.name} has {max_len} positions: the prompt must leave room for the output",
-    ]
-    placement = scenario.prefix_placement
+    length = "the longest sequence is the prompt and one output token: add the output tokens that you need"
+    if max_len == scenario.request.context_len:
+        length = f"{scenario.model.name} has {max_len} positions: the prompt must leave room for the output"
+    notes, placement = [*server.notes(), length], scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
         notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
     return Launch.of(server, chosen.name, notes, server.files)

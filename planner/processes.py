@@ -99,7 +99,7 @@ class Pool:
             results[index] = result
             if on_progress is not None:
                 on_progress(len(results), len(arguments), what)
-        return [results[index] for index in range(len(arguments))]
+        return [results[index] for index in sorted(results)]
 
     def run(
         self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]], *, share: float = math.inf
@@ -146,9 +146,7 @@ class Pool:
         except Exception:  # the scheduler or a worker failed
             version = None
         if version != __version__:  # calls to a cluster without this version of kvrsim never return
-            accepted = (
-                f"the address of a Dask scheduler that answers, such as tcp://host:8786, with kvrsim {__version__}"
-            )
+            accepted = f"a Dask scheduler that answers, such as tcp://host:8786, with kvrsim {__version__}"
             raise InputError("dask_address", self.dask_address, accepted)
 
     def _enter_ray(self) -> None:
@@ -177,10 +175,6 @@ def _until(last_s: float, call: Callable[..., _Result], *arguments: Any) -> tupl
     return () if time.time() >= last_s else (call(*arguments),)
 
 
-def _version() -> str:
-    return __version__
-
-
 def _silence_loky(stack: contextlib.ExitStack) -> None:
     """Suppress what joblib and loky print after an interrupt, so that the command prints one line."""
     hook = threading.excepthook
@@ -195,6 +189,10 @@ def _silence_loky(stack: contextlib.ExitStack) -> None:
     warnings.filterwarnings("ignore", message=".* tasks which were still being processed", module="joblib")
     # loky's resource tracker is a process; it warns about semaphores that are already removed.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+
+
+def _version() -> str:
+    return __version__
 
 
 @cache

@@ -111,10 +111,6 @@ def _reports(one: Candidate, compute_s: Sequence[float], finish_s: Sequence[floa
 
 
 def _options(strategy: str | Strategy, search: Search, disturbance: Disturbance | None) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "strategy": label_of(strategy),
-        "partition": None if search.partition is None else list(search.partition),
-    }
-    if disturbance is not None:
-        options |= {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
-    return options
+    partition = None if search.partition is None else list(search.partition)
+    noise = {} if disturbance is None else {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
+    return {"strategy": label_of(strategy), "partition": partition} | noise

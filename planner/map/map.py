@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -154,8 +154,7 @@ class StrategyMap(Answer):
     def _winner(self, place: Place) -> Winner | None:
         if not (winning := self._winning(place)):
             return None
-        best, *near = winning
-        alone = place[ALONE]
+        (best, *near), alone = winning, place[ALONE]
         return Winner(
             context_len=best.context_len,
             link_bandwidth_bytes_per_s=best.link_bandwidth_bytes_per_s,
@@ -209,17 +208,16 @@ def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
     """The longest context at which two TTFTs cross."""
     first = places[0][name]
     gains = [math.log(place[over].ttft_s / place[name].ttft_s) for place in places]
-    behind = [index for index, gain in enumerate(gains) if gain <= 0]
+    last = max((index for index, gain in enumerate(gains) if gain <= 0), default=-1)  # where the strategy is behind
     context_len: int | None
     known: Known
-    if not behind:
+    if last == -1:
         context_len, known = first.context_len, "at or below the first length"
-    elif behind[-1] == len(places) - 1:
+    elif last == len(places) - 1:
         context_len, known = None, "beyond the last length"
     else:
-        index = behind[-1]
-        share = gains[index] / (gains[index] - gains[index + 1])
-        low, high = (math.log(places[one][name].context_len) for one in (index, index + 1))
+        share = gains[last] / (gains[last] - gains[last + 1])
+        low, high = (math.log(place[name].context_len) for place in places[last : last + 2])
         context_len, known = round(math.exp(low + share * (high - low))), "interpolated"
     return BreakEven(
         link_bandwidth_bytes_per_s=first.link_bandwidth_bytes_per_s,
@@ -256,28 +254,28 @@ def make_map(
     clusters = [scenario.cluster]
     if bandwidths is not None:
         clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=one) for one in bandwidths]
-    wanted = [
-        replace(
-            scenario,
-            cluster=replace(cluster, num_gpus=num_gpus),
-            request=replace(scenario.request, context_len=context_len),
-        )
-        for cluster in clusters
-        for num_gpus in gpu_counts
-        for context_len in lengths
-    ]
+    requests = [replace(scenario.request, context_len=context_len) for context_len in lengths]
+    sizes = [replace(cluster, num_gpus=num_gpus) for cluster in clusters for num_gpus in gpu_counts]
+    wanted = [replace(scenario, cluster=cluster, request=request) for cluster in sizes for request in requests]
     points: list[MapPoint] = []
     compared: dict[str, Strategy] = {}
-    places = [place for place in wanted if place.cluster.num_gpus <= place.request.new_tokens]
+    places = [place for place in wanted if place.num_gpus <= place.request.new_tokens]
     if not places:
-        shortest = min(place.request.new_tokens for place in wanted)
-        raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
-    refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
+        shortest = min(request.new_tokens for request in requests)
+        raise InputError("gpus", min(gpu_counts), f"at most one GPU per token, here {shortest}")
+    refused: dict[str, None] = {
+        note("map, tokens", tokens=place.request.new_tokens, num_gpus=place.num_gpus): None
+        for place in wanted
+        if place.num_gpus > place.request.new_tokens
+    }
     results = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
     for here, chosen, reasons in results:
         points.extend(here)
         compared |= chosen
         refused |= dict.fromkeys(reasons)
+    # These strategies compute something else than the model's own prefill, so they cannot win.
+    approximate = [one for one in compared.values() if one.approximate is not None]
+    notes = (note("map, approximate", strategy=one.name, reason=one.approximate) for one in approximate)
     return StrategyMap(
         question=Question.of(
             scenario,
@@ -287,8 +285,8 @@ def make_map(
             strategies=[label_of(strategy) for strategy in strategies],
         ),
         points=tuple(points),
-        approximate=tuple(one.name for one in compared.values() if one.approximate is not None),
-        warnings=(*warnings, *refused, *_approximate_notes(compared.values())),
+        approximate=tuple(one.name for one in approximate),
+        warnings=(*warnings, *refused, *notes),
     )
 
 
@@ -306,23 +304,9 @@ def _at_place(
         except InputError as error:
             if error.parameter != "strategies":
                 raise
-            refused.append(
-                note("map, refused", strategy=strategy.name, num_gpus=place.cluster.num_gpus, accepted=error.accepted)
-            )
+            about = {"strategy": strategy.name, "num_gpus": place.num_gpus}
+            refused.append(note("map, refused", **about, accepted=error.accepted))
     return points, compared, refused
-
-
-def _left_out(place: Scenario) -> str:
-    return note("map, tokens", tokens=place.request.new_tokens, num_gpus=place.cluster.num_gpus)
-
-
-def _approximate_notes(compared: Iterable[Strategy]) -> list[str]:
-    """Notes on strategies that compute something else than the model's own prefill, so that they cannot win."""
-    return [
-        note("map, approximate", strategy=one.name, reason=one.approximate)
-        for one in compared
-        if one.approximate is not None
-    ]
 
 
 def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:

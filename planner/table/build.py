@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -71,11 +70,10 @@ class Draft:
 
 def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
     """The search result of one entry, which depends only on the scenario and the strategy."""
-    result = search(scenario, strategy)
+    result, chain = search(scenario, strategy), chain_like(strategy)
     lower_s = result.lower_bound_s
     if lower_s is None and strategy.chains and scenario.chain_is_proven:
         lower_s = lower_bound_s(scenario, strategy, result.ttft_s)
-    chain = chain_like(strategy)
     balanced = result.balanced if strategy == chain else None  # computed already, if the strategy is its own chain
     if balanced is None:
         balanced = balanced_chunks(scenario, chain)
@@ -147,15 +145,14 @@ def _interpolated(
     scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: QuantizationSteps
 ) -> tuple[int, ...]:
     """The partition that a lookup interpolates from two neighbouring lengths."""
-    low, high = around
+    lengths = [draft.context_len for draft in around]
     tokens, cached = scenario.request.new_tokens, scenario.request.cached_prefix
-    weight = (scenario.request.context_len - low.context_len) / (high.context_len - low.context_len)
+    weight = (scenario.request.context_len - lengths[0]) / (lengths[1] - lengths[0])
     rows = []
     for draft in around:
-        request = replace(scenario.request, context_len=draft.context_len)
+        request, total = replace(scenario.request, context_len=draft.context_len), sum(draft.partition)
         levels, token_s = levels_of(replace(scenario, request=request), strategy, draft.partition, steps)
-        total = sum(draft.partition)
-        rows.append(np.array([[chunk / total for chunk in draft.partition], np.array(levels) / total, token_s]))
+        rows.append(np.array([np.array(draft.partition) / total, np.array(levels) / total, token_s]))
     fractions, shares, token_s = (1 - weight) * rows[0] + weight * rows[1]
     return to_steps(fractions.tolist(), (shares * tokens).tolist(), token_s.tolist(), steps, tokens, cached)
 
@@ -253,7 +250,7 @@ def _scenarios(
     check_places("ctx", context_lens, gpu_counts)
     most, least = max(gpu_counts), min(context_lens) - scenario.request.cached_prefix
     if most > least:
-        raise InputError("gpus", most, f"at most one GPU a new token, here {least}")
+        raise InputError("gpus", most, f"at most one GPU per new token, here {least}")
 
     def at(gpus: int, length: int) -> Scenario:
         asked = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
@@ -266,10 +263,9 @@ def _scenarios(
 
 def _neighbours(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], tuple[Draft, Draft] | None]:
     """The drafts of the next shorter and next longer context, for each entry; None for the shortest and the longest."""
-    neighbours: dict[tuple[int, int], tuple[Draft, Draft] | None] = {}
-    for _, group in groupby(sorted(drafts), key=lambda key: key[0]):
-        keys = list(group)
-        neighbours[keys[0]] = neighbours[keys[-1]] = None
-        for before, key, after in zip(keys, keys[1:], keys[2:], strict=False):
+    keys = sorted(drafts)
+    neighbours: dict[tuple[int, int], tuple[Draft, Draft] | None] = dict.fromkeys(keys)
+    for before, key, after in zip(keys, keys[1:], keys[2:], strict=False):
+        if before[0] == after[0]:
             neighbours[key] = drafts[before], drafts[after]
     return neighbours

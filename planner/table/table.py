@@ -64,8 +64,7 @@ class QuantizationSteps:
 
     def extra_s(self, chunk_len: int, prefix: float) -> float:
         """Extra time of a chunk: the sum of all steps below its length."""
-        passed = bisect_left(self.chunk_lens, chunk_len)
-        return self._after(passed, prefix)
+        return self._after(bisect_left(self.chunk_lens, chunk_len), prefix)
 
     def longest(self, level: float, token_s: float, prefix: float) -> int:
         """The longest chunk c with c + extra_s(c) / token_s <= level; at least 1."""
@@ -97,7 +96,7 @@ def quantization_steps(scenario: Scenario) -> QuantizationSteps:
     large = steps + per_token * context_len / 2 > _LEAST_SHARE * (alone + after)[:-1] / 2
     at = np.nonzero(large)[0]
     return QuantizationSteps(
-        chunk_lens=tuple(int(index) + 1 for index in at),
+        chunk_lens=tuple(map(int, at + 1)),
         seconds=_short(np.cumsum(steps[at])),
         seconds_per_prefix_token=_short(np.cumsum(per_token[at])),
     )
@@ -217,13 +216,13 @@ def _fingerprint(scenario: Scenario) -> str:
 def _figures(scenario: Scenario) -> dict[str, Any]:
     """Figures of the model, the profile or datasheet, the cluster, the kernel, and the request without its length."""
     profile, request = scenario.profile, scenario.request
+    cluster = _numbers(asdict(replace(scenario.cluster, num_gpus=1)))
     calibrated = profile and {
         "kernels": _numbers(asdict(profile.kernels)),
         "host": _numbers(asdict(scenario.host)),
         "scale": scenario.kernel_scale,
         "sends": [profile.links.sends, profile.links.sends_over_bus],
     }
-    cluster = _numbers(asdict(replace(scenario.cluster, num_gpus=1)))
     datasheet = cluster.pop("gpu")
     return {
         "model": _numbers(asdict(scenario.model)),
@@ -242,9 +241,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_numbers(one) for one in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-_CLOSE = 1e-6  # allowed deviation of shares in a file from those of the partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,23 +266,18 @@ class TableEntry(Prediction):
     def __post_init__(self) -> None:
         for key in ("partition", "levels", "token_s"):
             if len(getattr(self, key)) != self.num_gpus:
-                raise InputError(key, getattr(self, key), f"{self.num_gpus} numbers, one a GPU")
+                raise InputError(key, getattr(self, key), f"{self.num_gpus} numbers, one per GPU")
 
     @classmethod
     def read(cls, data: JsonObject) -> TableEntry:
-        """Read and check one entry; its fractions must match its partition."""
-        entry, written = read(cls, data.without("fractions")), data.numbers("fractions")
-        exact = zip(written, entry.fractions, strict=False)
-        if len(written) != entry.num_gpus or any(abs(a - b) > _CLOSE for a, b in exact):
-            raise data.error("fractions", "the partition's chunks over their sum")
-        return entry
+        """Read and check one entry; its fractions, which follow from its partition, are not read."""
+        return read(cls, data.without("fractions"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        head = {"num_gpus": self.num_gpus, "context_len": self.context_len, "fractions": list(self.fractions)}
         content = fields_to_json(self)
         del content["memory"]
-        return head | content
+        return {"num_gpus": self.num_gpus, "context_len": self.context_len, "fractions": list(self.fractions)} | content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,7 +305,7 @@ class PartitionTable(GridFile):
     @property
     def gpu_counts(self) -> tuple[int, ...]:
         """Numbers of GPUs for which the table has entries, in ascending order."""
-        return tuple(sorted({entry.num_gpus for entry in self.entries}))
+        return tuple(dict.fromkeys(entry.num_gpus for entry in self.entries))
 
     def of(self, num_gpus: int) -> tuple[TableEntry, ...]:
         """Entries for this number of GPUs, in order of context; raises InputError if there are none."""
@@ -326,17 +317,17 @@ class PartitionTable(GridFile):
 
     def partition_for(self, per_rank: Scenario) -> Partition:
         """KVR-P's partition of a scenario; raises the same InputErrors as look_up."""
+        return Partition(chunk_lens=self._look_up(per_rank).partition)
+
+    def _look_up(self, per_rank: Scenario) -> TableLookup:
         request = per_rank.request
-        lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
-        return Partition(chunk_lens=lookup.partition)
+        return look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
         """Notes if the table's setting differs from the scenario's, or if the context is outside the table."""
         others = self.setting.differences(per_rank, strategy.looks_up)
         notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
-        request = per_rank.request
-        lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
-        return (*notes, *(f"{strategy.name}: {warning}" for warning in lookup.warnings))
+        return (*notes, *(f"{strategy.name}: {warning}" for warning in self._look_up(per_rank).warnings))
 
     def to_frame(self) -> pandas.DataFrame:
         """A table with one row per entry."""
@@ -367,13 +358,7 @@ class TableLookup:
     warnings: tuple[str, ...]
 
 
-def look_up(
-    table: PartitionTable,
-    num_gpus: int,
-    context_len: int,
-    *,
-    cached_prefix: int | None = None,
-) -> TableLookup:
+def look_up(table: PartitionTable, num_gpus: int, context_len: int, *, cached_prefix: int | None = None) -> TableLookup:
     """Return the partition for a context; at an entry's context, the entry's partition.
 
     cached_prefix: replaces the table's value.
@@ -385,13 +370,14 @@ def look_up(
     cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
     tokens = context_len - cached
     if tokens < num_gpus:
-        least = num_gpus + cached
-        raise InputError("ctx", context_len, f"a context of at least {least} tokens, one new token a GPU")
+        accepted = f"a context of at least {num_gpus + cached} tokens, one new token per GPU"
+        raise InputError("ctx", context_len, accepted)
     low, high = _neighbours(entries, context_len)
     source: Source = "exact" if low is high else "interpolated"
-    if not low.context_len <= context_len <= high.context_len:
-        source = "extrapolated"
-    lengths = (low.context_len, high.context_len)
+    warnings, lengths = list[str](), (low.context_len, high.context_len)
+    if not lengths[0] <= context_len <= lengths[1]:
+        source, ends = "extrapolated", f"{entries[0].context_len} to {entries[-1].context_len}"
+        warnings.append(f"extrapolated: the table's contexts for {num_gpus} GPUs are {ends}, not {context_len}")
     weight = _weight(*lengths, context_len)
     fractions = _between(low.fractions, high.fractions, weight)
     if source == "exact" and cached == table.setting.cached_prefix:
@@ -406,17 +392,9 @@ def look_up(
         fractions=fractions if weight <= 1 else tuple(share / math.fsum(fractions) for share in fractions),
         partition=partition,
         source=source,
-        between=tuple(sorted({low.context_len, high.context_len})),
-        warnings=_warnings(entries, context_len, source),
+        between=tuple(sorted({*lengths})),
+        warnings=tuple(warnings),
     )
-
-
-def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -> tuple[str, ...]:
-    if source != "extrapolated":
-        return ()
-    least, most = entries[0].context_len, entries[-1].context_len
-    gpus = entries[0].num_gpus
-    return (f"extrapolated: the table's contexts for {gpus} GPUs are {least} to {most}, not {context_len}",)
 
 
 def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableEntry, TableEntry]:

@@ -6,8 +6,10 @@ A breakdown has the seconds of every part on every rank, and each rank's waits b
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -112,9 +114,9 @@ def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Itera
 
 def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
     """Describe the shares of the bases; `seconds`, shape (parts + 1,), has a value per part and a last one for none."""
-    shares: dict[str, float] = {}
-    for basis, taken in zip(bases, seconds[:-1] - seconds[-1], strict=True):
-        shares[basis] = shares.get(basis, 0.0) + float(taken)
+    shares = defaultdict[str, float](float)
+    for basis, taken in zip(bases, (seconds[:-1] - seconds[-1]).tolist(), strict=True):
+        shares[basis] += taken
     whole = sum(shares.values())
     if whole <= 0:
         return "set by hand"  # the steps of an engine
@@ -133,14 +135,8 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
         rows = batch * (1 if is_head and not scenario.traits.head_on_all_tokens else chunk * product.share)
         return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
     if part.kind == "attention":
-        model = scenario.share
-        return {
-            "chunk": chunk,
-            "prefix": start,
-            "num_attention_heads": model.num_attention_heads,
-            "head_dim": model.head_dim,
-            "batch": batch,
-        }
+        heads = {name: getattr(scenario.share, name) for name in ("num_attention_heads", "head_dim")}
+        return {"chunk": chunk, "prefix": start, "batch": batch} | heads
     if part.kind in ("latent", "sparse"):
         return {"chunk": chunk, "context": start + chunk, "num_attention_heads": scenario.share.num_attention_heads}
     return {"tokens": chunk * batch}
@@ -193,19 +189,14 @@ def breakdown(
 def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel) -> dict[Part, Array]:
     """Device seconds of each rank, for each part."""
     program, names = weighted_program(scenario, strategy, partition, cost)
-    width = len(names) + 1
-    totals = np.array([_device_s(program, rank, width) for rank in range(program.num_ranks)])
+    totals = np.zeros((program.num_ranks, len(names) + 1))
+    for rank in range(program.num_ranks):
+        for _, op in program.ops(rank):
+            totals[rank] += work_s(op)
     parts_s = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
     idle = _LAUNCHES if scenario.host.launch_s else _RESUME
     return parts_s | {idle: totals[:, -1] - engine_s, _ENGINE: engine_s}
-
-
-def _device_s(program: Program, rank: int, width: int) -> Array:
-    total = np.zeros(width)
-    for _, op in program.ops(rank):
-        total = total + work_s(op)
-    return total
 
 
 def _engine_s(program: Program, rank: int) -> float:
@@ -235,23 +226,12 @@ def _name(scenario: Scenario, part: Part) -> str:
 
 def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:
     """Idle seconds of the rank's compute stream by cause; the idle time outside all waits is the host's delay."""
-    waits: dict[str, float] = {}
+    waits = defaultdict[str, float](float)
     for span in timeline.of(rank, "wait"):
         if span.name != "host":
-            what = _RANK.sub("a neighbour", span.name)
-            waits[what] = waits.get(what, 0.0) + span.duration_s
+            waits[_RANK.sub("a neighbour", span.name)] += span.duration_s
     host_s = idle_s - sum(waits.values())
     if host_s > _ROUNDING * ttft_s:
         waits["host"] = host_s
-    return [
-        BreakdownRow(
-            rank=rank,
-            kind="wait",
-            what=name,
-            seconds=seconds,
-            share=seconds / ttft_s,
-            roofline_share=None,
-            basis="simulated",
-        )
-        for name, seconds in waits.items()
-    ]
+    row = partial(BreakdownRow, rank=rank, kind="wait", roofline_share=None, basis="simulated")
+    return [row(what=name, seconds=seconds, share=seconds / ttft_s) for name, seconds in waits.items()]

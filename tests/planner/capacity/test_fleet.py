@@ -14,6 +14,7 @@ from kvrsim.interp import percentile_of
 from planner.capacity.fleet import Group, GroupType, Overlap, Pool, Service, route, run_fleet, run_pool
 from planner.capacity.workload import Workload
 from tests.building import examples
+from tests.planner.capacity.made_requests import made
 from tests.planner.capacity.simpy_pool import SimpyPool
 
 KINDS = 3
@@ -101,14 +102,7 @@ def test_constant_service_of_one_group_waits_as_pollaczek_and_khinchine_say() ->
 
 def fleet_workload(count: int = 60) -> Workload:
     rng = np.random.default_rng(5)
-    return Workload(
-        name="made",
-        kind="csv",
-        arrival_s=np.cumsum(np.concatenate([[0.0], rng.exponential(0.3, count - 1)])),
-        context_len=rng.integers(1, 100, count),
-        cached_prefix=np.zeros(count, dtype=np.int64),
-        output_tokens=np.ones(count, dtype=np.int64),
-    )
+    return made(rng.exponential(0.3, count - 1), rng.integers(1, 100, count))
 
 
 def services(workload: Workload, fits: int) -> dict[GroupType, Service]:

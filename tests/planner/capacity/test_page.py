@@ -13,7 +13,7 @@ from kvrsim.views.page import render, unpacked
 from planner.capacity.fleet import FleetRun
 from planner.capacity.page import page, page_data, waiting
 from planner.capacity.result import CapacityPlan
-from planner.capacity.workload import Workload
+from tests.planner.capacity.made_requests import made
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
 
@@ -51,13 +51,11 @@ def test_names_of_others_are_text_and_the_data_come_back(plan: CapacityPlan) -> 
 
 
 def run(count: int) -> FleetRun:
-    rng, ones = np.random.default_rng(0), np.ones(count, dtype=np.int64)
-    arrival_s = np.cumsum(rng.exponential(1.0, count))
-    begin_s = np.maximum.accumulate(arrival_s + rng.exponential(1.0, count))
-    workload = Workload(
-        name="made", kind="csv", arrival_s=arrival_s, context_len=ones, cached_prefix=0 * ones, output_tokens=ones
-    )
-    return FleetRun(workload=workload, ttft_s=begin_s, begin_s=begin_s, pool=0 * ones, busy_gpu_s=0.0)
+    rng = np.random.default_rng(0)
+    workload = made(rng.exponential(1.0, count - 1), 1)
+    begin_s = np.maximum.accumulate(workload.arrival_s + rng.exponential(1.0, count))
+    pool = np.zeros(count, dtype=np.int64)
+    return FleetRun(workload=workload, ttft_s=begin_s, begin_s=begin_s, pool=pool, busy_gpu_s=0.0)
 
 
 def test_of_a_long_queue_the_longest_in_each_part_is_kept() -> None:

@@ -57,20 +57,14 @@ def test_json_has_the_fields_that_others_read(capsys: pytest.CaptureFixture[str]
     assert {"num_gpus", "groups", "p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "utilisation", "cost_per_hour"} <= set(best)
     assert best["num_gpus"] == sum(group["gpus_per_group"] * group["replicas"] for group in best["groups"])
     assert best["cost_per_hour"] == pytest.approx(2.5 * best["num_gpus"])
-    assert best["p50_ttft_s"] <= best["p95_ttft_s"] <= best["p99_ttft_s"] <= 1.0
-    assert best["p99_ttft_s"] <= best["max_ttft_s"]
-    assert best["target_ttft_s"] == best["p99_ttft_s"]
+    assert best["p50_ttft_s"] <= best["p95_ttft_s"] <= best["target_ttft_s"] == best["p99_ttft_s"] <= 1.0
     assert best["interval"]["low_s"] <= best["target_ttft_s"] <= best["interval"]["high_s"]
     assert best["interval"]["safe"] == (best["interval"]["high_s"] <= 1.0)
-    assert 0 < best["utilisation"] < 1
     assert best["unserved"] == 0
     assert sum(group["requests"] for group in best["groups"]) == 800
     ranges = [group["context_range"] for group in best["groups"]]
     assert ranges[0][0] == 1
     assert all(low == before[1] + 1 for before, (low, _) in zip(ranges, ranges[1:], strict=False))
-    for group in best["groups"]:
-        assert group["strategy"] in group["strategies"]
-        assert sum(group["strategies"].values()) == pytest.approx(1.0)
     others = [one["num_gpus"] for one in found["alternatives"]]
     assert others == sorted(others)
     assert all(gpus >= best["num_gpus"] for gpus in others)
@@ -79,7 +73,6 @@ def test_json_has_the_fields_that_others_read(capsys: pytest.CaptureFixture[str]
     assert [ttft for _, ttft in front] == sorted((ttft for _, ttft in front), reverse=True)
     assert found["workload"]["requests"] == 800
     assert found["workload"]["cached_share"] > 0
-    assert "another fleet decodes" in found["decoding"]
 
 
 def test_nothing_fits_is_exit_code_1_with_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,10 +83,6 @@ def test_nothing_fits_is_exit_code_1_with_the_nearest_miss(capsys: pytest.Captur
     assert found["nearest_miss"]["target_ttft_s"] > 0.001
     assert [one["gpus_per_group"] for one in found["infeasible"]] == [1, 2, None]
     assert "even with no queue" in found["infeasible"][0]["why"]
-    code, out, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW)
-    assert code == 1
-    assert "No fleet meets the target. The nearest miss" in out
-    assert "why not:" in out
 
 
 def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

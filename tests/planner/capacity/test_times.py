@@ -20,7 +20,6 @@ from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
 from planner.capacity.fleet import WHOLE, GroupType
 from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, weights_of
-from planner.capacity.workload import Workload
 from planner.processes import Pool
 from planner.search.search import search
 
@@ -82,18 +81,6 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
     assert EventSimulation(late, asked.cluster, record=False).finish_s == pytest.approx(finish_s[0].tolist(), rel=1e-6)
     too_late = delayed(program, slack_s + 0.05 * finish_s[0, -1])
     assert run_batch(too_late, asked.cluster)[-1, 0] > finish_s[0, -1] * 1.01
-
-
-def requests(new: list[int], cached: list[int], output: int = 5) -> Workload:
-    count = len(new)
-    return Workload(
-        name="made",
-        kind="csv",
-        arrival_s=np.arange(count, dtype=float),
-        context_len=np.array(new) + np.array(cached),
-        cached_prefix=np.array(cached, dtype=np.int64),
-        output_tokens=np.full(count, output, dtype=np.int64),
-    )
 
 
 def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None:

@@ -13,19 +13,13 @@ from hypothesis import strategies as st
 from kvrsim.errors import InputError
 from planner.capacity import workload as module
 from planner.capacity.workload import BLOCK_TOKENS, MAX_LINE, Source, Synthetic, Workload, read_trace
+from tests.planner.capacity.made_requests import made
 
 
 def workload(count: int = 400, seed: int = 0) -> Workload:
     rng = np.random.default_rng(seed)
     context = rng.integers(1, 5000, count)
-    return Workload(
-        name="made",
-        kind="csv",
-        arrival_s=np.cumsum(np.concatenate([[0.0], rng.exponential(1.0, count - 1)])),
-        context_len=context,
-        cached_prefix=rng.integers(0, context),
-        output_tokens=rng.integers(1, 50, count),
-    )
+    return made(rng.exponential(1.0, count - 1), context, rng.integers(0, context))
 
 
 @given(factor=st.floats(0.1, 6.0), seed=st.integers(0, 2**20))
@@ -40,19 +34,11 @@ def test_scaling_keeps_the_time_and_the_kind_of_requests(factor: float, seed: in
         assert np.bincount(after.context_len).sum() >= len(before)
 
 
-@given(factor=st.floats(0.01, 100.0))
-def test_replaying_faster_keeps_the_requests(factor: float) -> None:
-    before = workload(50)
-    after = before.faster(factor)
-    assert after.arrival_s == pytest.approx(before.arrival_s / factor)
-    assert np.array_equal(after.context_len, before.context_len)
-
-
 def test_a_summary_has_the_lengths_and_the_gaps() -> None:
-    made = workload()
-    summary = made.summary()
-    assert summary["requests"] == len(made)
-    assert summary["context_tokens"]["max"] == made.context_len.max()
+    drawn = workload()
+    summary = drawn.summary()
+    assert summary["requests"] == len(drawn)
+    assert summary["context_tokens"]["max"] == drawn.context_len.max()
     assert summary["gap_variation"] == pytest.approx(1.0, abs=0.25)
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.errors import InputError
 from kvrsim.results.question import Question
 from kvrsim.units import parse_lengths
 from planner.map.map import MapPoint, StrategyMap, make_map
@@ -126,15 +125,6 @@ def test_mistakes_name_the_option(option: str, value: str, capsys: pytest.Captur
     arguments = {"--ctx": "1k", "--gpus": "2"} | {option: value}
     assert cli.main(["map", *(part for pair in arguments.items() for part in pair)]) == 2
     assert option in capsys.readouterr().err
-
-
-def test_the_facade() -> None:
-    found = kvrsim.map_strategies(ctx="1k,4k", gpus="2,4", link_bandwidths=["10GB/s", 3e11], strategies=["tsp", "tp"])
-    assert found.lengths == (1024, 4096)
-    assert found.bandwidths == (1e10, 3e11)
-    assert len(found.to_frame()) == 2 * 2 * 2 * 3
-    with pytest.raises(InputError, match="gpus"):
-        kvrsim.map_strategies(ctx="1k", gpus=[])
 
 
 def test_a_place_without_a_token_for_every_gpu_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 
 import kvrsim
-from kvrsim.cli import main as cli
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
@@ -55,9 +54,3 @@ def test_bases_say_what_was_measured() -> None:
     assert far["gemm", "4096→22016"] == far["attention", "flash"] == "extrapolated"
     assert bases("mistral-7b", "3k")["gemm", "4096→28672"] == "measured"  # the shape of Llama 3 8B
     assert bases("qwen2.5-7b", "3k")["gemm", "18944→3584"] == "interpolated"
-
-
-def test_it_needs_the_event_executor(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "1k", "--breakdown", "--executor", "batch"]
-    assert cli.main(asked) == 2
-    assert "--executor: got 'batch'" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, interval_of
 from planner.uncertainty.intervals import is_indistinguishable as tied
-from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities, Sensitivity, doublings_beyond
+from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities, Sensitivity
 from tests.building import Draws, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-e"]
@@ -106,12 +106,6 @@ def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None
     inside, outside = above(flash()), above(flash(**asked))
     assert "extrapolation" not in inside
     assert outside.get("extrapolation", 0.0) > 0 or outside["links"] > inside["links"]
-
-
-def test_doublings_add_up() -> None:
-    profile = load_profile("a100-eager")
-    assert doublings_beyond(make_scenario(ctx=16384, gpus=8)[0], profile.valid) == 0
-    assert doublings_beyond(make_scenario(ctx=65536, gpus=16)[0], profile.valid) == pytest.approx(3)
 
 
 def test_a_roofline_is_a_limit() -> None:
