@@ -292,14 +292,6 @@ def test_links_of_the_same_kind_with_less_bandwidth() -> None:
         assert narrow.link.name.endswith("measured")
 
 
-def test_without_measurements_it_is_two_all_gathers() -> None:
-    cluster = load_cluster("a100-nvlink", 4)
-    group = group_of(cluster, 4, load_model("llama-2-70b"))
-    nbytes = np.array(2.0**26)
-    assert group.measured is None
-    assert float(group.all_reduce_s(nbytes)) == pytest.approx(2 * float(group.all_gather_s(nbytes)))
-
-
 def test_collectives_are_as_measured_where_single_messages_are_not() -> None:
     scenario, notes = make_scenario(ctx=4096, gpus=4, cluster="b200-nvlink5", model="llama-3-8b")
     assert scenario.profile is not None

@@ -414,16 +414,3 @@ def test_code_that_repeats_cos_and_sin_waits_for_the_device() -> None:
             chunk
         )
         assert more_s == pytest.approx([5.0 if waits else 0.0])
-
-
-def test_engines_launch_fewer_kernels() -> None:
-    """An engine has one kernel per norm, one product for Q, K and V, and two for all experts and their routing."""
-    assert built_in_costs("llama-7b", "a100-flash").kernels == (3, 1, 7)
-    assert built_in_costs("mixtral-8x7b", "a100-flash").kernels.after == 14
-
-
-@pytest.mark.parametrize("model", ["llama-7b", "falcon-1b"])
-def test_host_time_grows_with_kernels(model: str) -> None:
-    costs = built_in_costs(model, "a100-eager", HostRates(layer_s=0.0, gather_piece_s=0.0, kernel_s=2.0))
-    found = (costs.host_qkv_s, costs.host_attention_s, costs.host_output_mlp_s)
-    assert found == tuple(2.0 * kernels for kernels in costs.kernels)
