@@ -27,7 +27,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_text_part
-from kvrsim.model.reader import RefusedError, read_class
+from kvrsim.model.reader import read_class
 from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import _HARMLESS, fill, freeze, translated
 
@@ -438,6 +438,8 @@ def main() -> None:
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *files, *SHAPES["types"]})
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or types:
+        if name not in CONFIG_MAPPING:
+            continue  # type by hand
         if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
             continue  # type of a model with several parts: files have the type of the text part
         kind, usual = Kind(name), needed(name)
@@ -449,8 +451,8 @@ def main() -> None:
                 print(f"{name}: {kind.add(short)}", flush=True)
                 if short != kind.own_names(config) and kind.fill(config) is None:
                     print(f"{name}: {kind.add(config)}", flush=True)
-            except (RefusedError, InputError) as error:
-                print(f"{name}: {error}", flush=True)
+            except Exception as error:  # any exception of transformers for a value that the type does not allow
+                print(f"{name}: {str(error).strip().splitlines()[-1]}", flush=True)
         if kind.data["variants"]:
             text = json.dumps(kind.data, separators=(",", ":"))
             write_atomically(FOLDER / f"{name}.json", text.encode(), argument="types")

@@ -398,7 +398,8 @@ class _Reader:
         for name, module in self.model.named_modules():
             own = [one for one in _own(module).values() if id(one) not in self._held]
             self._held |= set(map(id, own))
-            if own and isinstance(module, nn.Embedding) and name in self.trace.order and re.search("pos|wpe", name):
+            table = own and isinstance(module, nn.Embedding) and name in self.trace.order
+            if table and re.search("pos|wpe", name) and own[0].shape[1] == self.config.hidden_size:
                 counts["positions"] += self.sizes.of(own[0])[0]
                 continue
             first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]

@@ -92,6 +92,14 @@ _COUNTS = re.compile(
 )
 
 
+# Widths that classes derive from others: a file that states one of them is read without it if the expression is 0.
+_DERIVED_WIDTHS = (
+    ("head_dim", "head_dim * num_attention_heads - hidden_size"),
+    ("head_dim", "head_dim - qk_rope_head_dim"),
+    ("qk_head_dim", "qk_head_dim - qk_nope_head_dim - qk_rope_head_dim"),
+)
+
+
 def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = True) -> ModelSpec | None:
     """The model of a config.json by the data of its type; None if the data do not cover its structure.
 
@@ -102,18 +110,22 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     numbers = {key for variant in variants for key in variant["numbers"]}
     given = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
     given = {key: value for key, value in given.items() if value not in ([], {}) or key in numbers}
-    usual: list[Any] = [given.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size")]
-    is_whole = all(isinstance(one, int) for one in usual)
-    if "head_dim" not in kind["known"] and is_whole and usual[0] * usual[1] == usual[2]:
-        del given["head_dim"]  # the width that the class assumes
+    whole = {key: value for key, value in given.items() if isinstance(value, int)}
+    for key, difference in _DERIVED_WIDTHS:
+        if (
+            key not in kind["known"]
+            and {*re.findall(r"\w+", difference)} <= {*whole}
+            and not evaluate(difference, whole)
+        ):
+            given.pop(key, None)
     nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*given}
     shapes = {key for key, value in given.items() if value and not _HARMLESS.search(key)}
     config = replace(config, fields=given)
     for variant in variants:
         known = {*kind["known"], *variant["fixed"], *variant["numbers"]}
         # A list or an object must be one that the variant expects, or must define the kinds of layers.
-        whole = {key for key in shapes & known if isinstance(given[key], list | dict)}
-        unread = whole - {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
+        unread = {key for key in shapes & known if isinstance(given[key], list | dict)}
+        unread -= {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
         if unread or any(key in legacy or _COUNTS.search(key) for key in shapes - known):
             continue
         model = _fill(kind["defaults"], variant, nulls, config, name)
@@ -258,6 +270,9 @@ def translated(config: JsonObject) -> JsonObject:
     """The configuration with the keys of the type that it is read as, without keys that do not affect shapes."""
     remote = remote_type(config)
     fields = {**remote.get("implies", {}), **config.fields}
+    for key in remote.get("uniform", ()):
+        if isinstance(fields.get(key), list) and len({*map(str, fields[key])}) == 1:
+            fields[key] = fields[key][0]
     config = replace(config, fields=fields)
     for key, value in remote.get("only", {}).items():
         if _value(fields, key) not in (None, value):
