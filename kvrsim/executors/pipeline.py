@@ -271,11 +271,11 @@ class _PipelineRun:
         ends_s, there_s, last = [], np.full(1, -np.inf), self.num_stages - 1
         for stage, device_s in enumerate(self.device_s):
             floor_s = self.floor_s[stage, :, 0] + received_s[stage, :, 0]
-            done_s = _one_by_one(np.maximum(there_s + device_s, floor_s), device_s, begin_s[0])
+            done_s = one_by_one(np.maximum(there_s + device_s, floor_s), device_s, begin_s[0])
             ends_s.append(done_s[-1:])
             if stage < last:
                 busy_s = self.sent_s[stage][:, 0]
-                left_s = _one_by_one(np.maximum(done_s, issued_s[stage, :, 0]) + busy_s, busy_s, -np.inf)
+                left_s = one_by_one(np.maximum(done_s, issued_s[stage, :, 0]) + busy_s, busy_s, -np.inf)
                 there_s = left_s + self.paths[stage][0].latency_s
         return np.stack(ends_s)
 
@@ -317,7 +317,7 @@ class _PipelineRun:
         return clock[1:-1]
 
 
-def _one_by_one(least_s: Array, seconds: Array, begin_s: Array | float) -> Array:
+def one_by_one(least_s: Array, seconds: Array, begin_s: Array | float) -> Array:
     """Solve `end(m) = max(end(m - 1) + seconds(m), least(m))` along the first axis, starting at begin_s."""
     total_s = np.cumsum(seconds, axis=0)
     return np.asarray(total_s + np.maximum(begin_s, np.maximum.accumulate(least_s - total_s, axis=0)))

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.batch import Segment, segment_of
+from kvrsim.executors.pipeline import one_by_one
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.program import Array, Op, slower
 from kvrsim.scenario import Scenario
@@ -103,7 +104,9 @@ class Beam:
         self.head = segment_of(slower(head, self.slowness[-1]))  # for pieces that end the context
         paths = [scenario.cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
         busy_s = {path: path.busy_s(costs[0].activation_bytes(lengths)) for path in paths}
-        self.sent_s, self.latency_s = [busy_s[path] for path in paths], [path.latency_s for path in paths]
+        # Messages behind each stage; behind the last stage, there is none.
+        self.sent_s = np.stack([*(busy_s[path] for path in paths), np.zeros_like(lengths)])
+        self.latency_s = np.array([*(path.latency_s for path in paths), 0.0])
         self.message_s, self.holds = scenario.host.message_s, not scenario.sends_overlap
 
     def best(self, layouts: Sequence[Layers], references: Sequence[Index] = ()) -> list[Pieces]:
@@ -125,9 +128,8 @@ class Beam:
         """
         work_s = self._stages([layers]).rest_s[:, 0]
         longest_s = work_s.max(axis=0)
-        if self.sent_s:
-            sent_s = np.max(self.sent_s, axis=0)
-            longest_s = longest_s + sent_s if self.holds else np.maximum(longest_s, sent_s)
+        sent_s = self.sent_s.max(axis=0)
+        longest_s = longest_s + sent_s if self.holds else np.maximum(longest_s, sent_s)
         shares = work_s.sum(axis=1)
         caps = _CAPS * longest_s.max()
         sums_s, before = (
@@ -178,13 +180,12 @@ class Beam:
             whole = whole.then(Segment(count * one.device_s, floor_s, count * one.host_s))
         return whole
 
-    def _rest_s(self, stages: _Stages, references: Sequence[Index]) -> tuple[Array, Array]:
+    def _rest_s(self, stages: _Stages, references: Sequence[Index]) -> Array:
         """Remaining seconds after a stage, or the link behind it, is free at a node, from one reference per layout.
 
-        Both have shape (stages, layouts, nodes), and are linear between the nodes of the reference.
+        The shape is (2, stages, layouts, nodes): stages, then links. Values are linear between nodes of the reference.
         """
-        shape = (self.num_stages, len(references), len(self.nodes))
-        rest_s, link_s = np.zeros(shape), np.zeros(shape)
+        rest_s = np.zeros((2, self.num_stages, len(references), len(self.nodes)))
         work_s = stages.rest_s
         columns: dict[bytes, list[int]] = {}
         for column, inner in enumerate(references):
@@ -192,40 +193,35 @@ class Beam:
         for same in columns.values():
             at = np.concatenate([[0], references[same[0]], [self.last]])
             cells = [self._cell(*pair) for pair in pairwise(at)]
-            sent_s = np.array([one[cells] for one in self.sent_s]).reshape(-1, len(cells))
-            own = self._rest_of(work_s[:, same][:, :, cells], sent_s)
-            for rows, one in zip((rest_s, link_s), own, strict=True):
-                for stage in range(self.num_stages):
-                    for column, values in zip(same, one[stage], strict=True):
-                        rows[stage, column] = np.interp(self.nodes, self.nodes[at], values)
-        return rest_s, link_s
+            own_s = self._rest_of(work_s[:, same][:, :, cells], self.sent_s[:, cells])
+            after = np.minimum(np.searchsorted(at, np.arange(self.last + 1), side="right"), len(at) - 1)
+            begin, end = self.nodes[at[after - 1]], self.nodes[at[after]]
+            share = (self.nodes - begin) / (end - begin)
+            rest_s[:, :, same] = own_s[..., after - 1] + share * (own_s[..., after] - own_s[..., after - 1])
+        return rest_s
 
-    def _rest_of(self, work_s: Array, sent_s: Array) -> tuple[Array, Array]:
-        """Seconds from each piece to the end; work_s: shape (stages, layouts, pieces), sent_s: (stages - 1, pieces)."""
+    def _rest_of(self, work_s: Array, sent_s: Array) -> Array:
+        """Seconds from each piece to the end, shape (2, stages, layouts, pieces + 1): after stages, then after links.
+
+        work_s: shape (stages, layouts, pieces); sent_s: (stages, pieces).
+        """
         shape = (*work_s.shape[:2], work_s.shape[2] + 1)
-        rest_s, link_s = np.zeros(shape), np.zeros(shape)
-        last = self.num_stages - 1
+        rest_s, link_s, latency_s = np.zeros(shape), np.zeros(shape), self.latency_s[:, None]
         for piece in range(work_s.shape[2] - 1, -1, -1):
-            after_s = work_s[last, :, piece] + rest_s[last, :, piece + 1]
-            if not self.holds:
-                rest_s[last, :, piece] = after_s
-            for stage in range(last - 1, -1, -1):
-                if self.holds:
-                    behind_s = np.maximum(rest_s[stage, :, piece + 1], self.latency_s[stage] + after_s)
-                    behind_s = sent_s[stage, piece] + behind_s
-                    rest_s[stage + 1, :, piece] = behind_s
-                    after_s = work_s[stage, :, piece] + behind_s
-                else:
-                    behind_s = np.maximum(
-                        link_s[stage, :, piece + 1], self.latency_s[stage] + rest_s[stage + 1, :, piece]
-                    )
-                    link_s[stage, :, piece] = behind_s = sent_s[stage, piece] + behind_s
-                    rest_s[stage, :, piece] = work_s[stage, :, piece] + np.maximum(
-                        rest_s[stage, :, piece + 1], behind_s
-                    )
+            own_s, busy_s, next_s = work_s[:, :, piece], sent_s[:, None, piece], rest_s[:, :, piece + 1]
             if self.holds:
-                rest_s[0, :, piece] = after_s
-        return rest_s, link_s
+                least_s = own_s + busy_s + next_s
+            else:
+                least_s = own_s + np.maximum(next_s, busy_s + link_s[:, :, piece + 1])
+            onward_s = own_s + busy_s + latency_s
+            begun_s = one_by_one(least_s[::-1], onward_s[::-1], -np.inf)[::-1]
+            if self.holds:
+                rest_s[0, :, piece], rest_s[1:, :, piece] = begun_s[0], (begun_s - own_s)[:-1]
+                continue
+            rest_s[:, :, piece] = begun_s
+            after_s = np.maximum(link_s[:-1, :, piece + 1], latency_s[:-1] + begun_s[1:])
+            link_s[:-1, :, piece] = busy_s[:-1] + after_s
+        return np.stack([rest_s, link_s])
 
     def _cell(self, begin: int, end: int) -> int:
         first = self.first[end]
@@ -236,68 +232,44 @@ class Beam:
     def _walk(self, layouts: Sequence[Layers], references: Sequence[Index]) -> list[Pieces]:
         """The labels of the last node, for each layout with a reference partition that estimates the remaining time."""
         stages = self._stages(layouts)
-        rest_s, link_rest_s = self._rest_s(stages, references)
+        walk, rest_s = _Walk(self, stages), self._rest_s(stages, references)
         count = len(references)
-        shape = (self.num_stages, count, len(self.nodes), _LABELS)
-        clock_s, link_s, number = np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape[1:], dtype=np.int64)
-        before = np.zeros((*shape[1:], 2), dtype=np.int64)  # node and label of the previous piece's end
-        clock_s[:, :, 0, 0], link_s[:, :, 0, 0] = 0.0, -np.inf
+        shape = count, len(self.nodes), _LABELS
+        # Times at which stages and, if messages overlap with computation, the links behind them are free.
+        free_s = np.full((1 if self.holds else 2, self.num_stages, *shape), np.inf)
+        free_s[0, :, :, 0, 0], free_s[1:, :, :, 0, 0] = 0.0, -np.inf
+        rest_s, number = rest_s[: len(free_s)], np.zeros(shape)
+        before = np.zeros((*shape, 2), dtype=np.int64)  # node and label of the previous piece's end
         rows = np.arange(count)[:, None]
         for node in range(1, len(self.nodes)):
             cells = slice(self.first[node], self.first[node + 1])
             begin = self.begin[cells]
             if not len(begin):
                 continue
-            now_s, sent_s = clock_s[:, :, begin], link_s[:, :, begin]
-            host_s = self._piece(stages, cells, now_s, sent_s, number[:, begin])
+            now_s = free_s[:, :, :, begin]
+            begin_s = walk.each_s * number[:, begin]
+            walk.advance(cells, now_s, begin_s)
             if node == self.last:
                 assert self.head.floor_s is not None
-                now_s[-1] = np.maximum(now_s[-1] + self.head.device_s[:, None], host_s[-1] + self.head.floor_s[:, None])
-                score = now_s[-1]
+                issued_s = begin_s[-1] + walk.each_s[-1]
+                now_s[0, -1] = np.maximum(
+                    now_s[0, -1] + self.head.device_s[:, None], issued_s + self.head.floor_s[:, None]
+                )
+                score = now_s[0, -1]
             else:
-                ends_s = np.maximum(now_s, host_s) + rest_s[:, :, node, None, None]
-                if not self.holds:
-                    np.maximum(ends_s, sent_s + link_rest_s[:, :, node, None, None], out=ends_s)
-                score = ends_s.max(axis=0) + _MEAN * ends_s.mean(axis=0)
+                ends_s = now_s + rest_s[..., node, None, None]
+                score = ends_s.max(axis=(0, 1)) + _MEAN / self.num_stages * ends_s[0].sum(axis=0)
             score = score.reshape(count, -1)
             chosen = np.argpartition(score, _LABELS - 1, axis=1)[:, :_LABELS]
-            clock_s[:, :, node] = now_s.reshape(self.num_stages, count, -1)[:, rows, chosen]
-            link_s[:, :, node] = sent_s.reshape(self.num_stages, count, -1)[:, rows, chosen]
+            free_s[:, :, :, node] = now_s.reshape(*now_s.shape[:3], -1)[:, :, rows, chosen]
             src, label = np.divmod(chosen, _LABELS)
             before[:, node, :, 0], before[:, node, :, 1] = begin[src], label
             number[:, node] = number[rows, begin[src], label] + 1
-        ttft_s = clock_s[-1, :, self.last]
+        ttft_s = free_s[0, -1, :, self.last]
         return [
             Pieces(float(ttft_s[column, label]), layouts[column], self._traced(before[column], int(label)))
             for column, label in zip(*np.nonzero(np.isfinite(ttft_s)), strict=True)
         ]
-
-    def _piece(self, stages: _Stages, cells: slice, clock_s: Array, link_s: Array, number: Index) -> Array:
-        """Advance clocks and links, shape (stages, layouts, pieces, labels), by a piece; return when hosts are free."""
-        end = self.num_stages - 1
-        place = np.arange(end + 1)[:, None]
-        received_s = self.message_s * (place > 0)
-        each_s = (stages.issued_s + received_s + self.message_s * (place < end))[..., None, None]
-        begin_s = each_s * number
-        device_s, floor_s = stages.device_s[:, :, cells, None], stages.floor_s[:, :, cells, None]
-        there_s = clock_s[0]
-        for stage in range(end + 1):
-            host_s = begin_s[stage] + received_s[stage]
-            if stage and self.holds:
-                held_s = np.maximum(np.maximum(clock_s[stage - 1], clock_s[stage]), host_s)
-                clock_s[stage - 1] = held_s + self.sent_s[stage - 1][cells, None]
-                there_s = clock_s[stage - 1] + self.latency_s[stage - 1]
-            elif stage:
-                there_s = np.maximum(clock_s[stage], link_s[stage - 1] + self.latency_s[stage - 1])
-            done_s = np.maximum(there_s + device_s[stage], floor_s[stage] + host_s)
-            if stage < end:
-                sent_s = np.maximum(done_s, host_s + stages.issued_s[stage][:, None, None] + self.message_s)
-                if self.holds:
-                    done_s = sent_s
-                else:
-                    link_s[stage] = np.maximum(link_s[stage], sent_s) + self.sent_s[stage][cells, None]
-            clock_s[stage] = done_s
-        return np.asarray(begin_s + each_s)
 
     def _traced(self, before: Index, label: int) -> Index:
         """The inner nodes of a label of the last node, in ascending order."""
@@ -307,3 +279,52 @@ class Beam:
             if not node:
                 return np.array(inner[::-1], dtype=np.int64)
             inner.append(int(node))
+
+
+class _Walk:
+    """One piece further, for all stages at once.
+
+    A stage begins a piece when it is free and the piece has come from the previous stage. So it ends at the latest of
+    an own time and of the previous stage's end plus known seconds: a cumulative maximum over the stages, after the
+    seconds `through_s` from the begin of the first stage are subtracted.
+    """
+
+    def __init__(self, beam: Beam, stages: _Stages) -> None:
+        self.holds, self.message_s, self.sent_s = beam.holds, beam.message_s, beam.sent_s[:-1, None]
+        into_s = self.sent_s + beam.latency_s[:-1, None, None]
+        self.through_s = stages.device_s.copy()
+        self.through_s[1:] += into_s
+        np.cumsum(self.through_s, axis=0, out=self.through_s)
+        place, last = np.arange(beam.num_stages)[:, None], beam.num_stages - 1
+        received_s = beam.message_s * (place > 0)
+        posted_s = received_s + stages.issued_s + beam.message_s  # when the host has issued the send
+        self.each_s = (received_s + stages.issued_s + beam.message_s * (place < last))[..., None, None]
+        self.posted_s = posted_s[:-1, :, None, None]
+        self.own_s = stages.device_s - self.through_s
+        self.onward_s = self.own_s[1:] + into_s
+        self.floor_s = stages.floor_s + received_s[..., None]
+        if self.holds:
+            np.maximum(self.floor_s[:-1], posted_s[:-1, :, None], out=self.floor_s[:-1])
+        self.floor_s -= self.through_s
+
+    def advance(self, cells: slice, free_s: Array, begin_s: Array) -> None:
+        """Change the times at which stages and links are free; begin_s: when hosts begin the piece.
+
+        free_s: shape (1 or 2, stages, layouts, pieces, labels).
+        """
+        own_s, onward_s, floor_s, through_s, sent_s = (
+            one[:, :, cells, None] for one in (self.own_s, self.onward_s, self.floor_s, self.through_s, self.sent_s)
+        )
+        clock_s = free_s[0]
+        least_s = clock_s + own_s
+        if self.holds:
+            there_s = np.maximum(clock_s[1:], begin_s[1:] + self.message_s)
+            np.add(there_s, onward_s, out=least_s[1:])
+        else:
+            there_s = np.maximum(free_s[1, :-1], begin_s[:-1] + self.posted_s)
+            np.maximum(least_s[1:], there_s + onward_s, out=least_s[1:])
+        np.maximum(least_s, begin_s + floor_s, out=least_s)
+        np.maximum.accumulate(least_s, axis=0, out=clock_s)
+        clock_s += through_s
+        np.maximum(clock_s[:-1], there_s, out=free_s[-1, :-1])
+        free_s[-1, :-1] += sent_s

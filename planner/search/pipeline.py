@@ -60,7 +60,7 @@ _AROUND, _FEW = 3, 24  # nodes on each side of an end if there are few ends; num
 _MOST_REFINED = 512  # most ends of pieces for refinement
 _LONGER = 2.2  # longest refined piece, relative to the unrefined piece there
 _ALL_LAYOUTS = 8  # all layouts are tried if there are at most this many
-_NEIGHBOURS, _NEAR = 11, 1.03  # layouts per round; largest TTFT with the same pieces, relative to the best
+_NEIGHBOURS, _NEAR = 5, 1.03  # layouts per round; largest TTFT with the same pieces, relative to the best
 _SIMULATED = 6  # partitions of a beam search that are simulated
 _ROUNDS = 48  # most rounds of a descent
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # most and fewest candidates per round; candidates x ends x stages
@@ -267,7 +267,7 @@ class _Search:
         if not len(rows):
             return []
         times_s = self.evaluate(rows)
-        order = np.argsort(times_s, kind="stable")[: min(_NEIGHBOURS, 2 * _NEIGHBOURS * _FEW // row.size)]
+        order = np.argsort(times_s, kind="stable")[: min(_NEIGHBOURS, 1 + 2 * _NEIGHBOURS * _FEW // row.size)]
         most_s = max(_NEAR * ttft_s, times_s[order[0]])
         return [self._layers(rows[index]) for index in order if times_s[index] <= most_s]
 

@@ -63,7 +63,8 @@ class _Kind:
     """The least times of one kind of layer."""
 
     count: int
-    rows_s: Array  # for 1, 2, ... tokens: matrix products, element-wise kernels, all-reduces
+    lengths: Array  # tokens of the pieces in rows_s, ascending
+    rows_s: Array  # matrix products, element-wise kernels, all-reduces; the corners of the lower convex hull
     host_s: float  # host time to issue one layer for one piece
     mixed_s: Array  # mixing time of all pieces together, from their shares of each V, shape (functions V,)
 
@@ -131,12 +132,11 @@ def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
 
 def _rows_s(kinds: list[tuple[_Kind, float]], tokens: int, numbers: Array) -> Array:
     """Least seconds of at least these numbers of pieces in a layer of weight 1, from lines below all times."""
-    lengths = np.arange(1.0, tokens + 1)
-    scaled = [kind.rows_s / weight for kind, weight in kinds]
-    slopes = np.linspace(0.0, 1.0, _SLOPES) * min(float(rows_s[-1]) for rows_s in scaled) / tokens
+    scaled = [(kind.lengths, kind.rows_s / weight) for kind, weight in kinds]
+    slopes = np.linspace(0.0, 1.0, _SLOPES) * min(float(rows_s[-1]) for _, rows_s in scaled) / tokens
     best = np.zeros_like(numbers)
     for slope in slopes:
-        offset = min(float((rows_s - slope * lengths).min()) for rows_s in scaled)
+        offset = min(float((rows_s - slope * lengths).min()) for lengths, rows_s in scaled)
         if offset >= 0:  # more pieces must not take less
             best = np.maximum(best, numbers * offset + slope * tokens)
     return best
@@ -151,8 +151,19 @@ def _kinds(scenario: Scenario) -> list[_Kind]:
     for count, costs, shares_s in zip(counts, each, mixed_s, strict=True):
         ops = layer_ops(PIPELINE_SEARCHED, Step(costs, (one,), (one,)), 0)
         host_s = sum(op.host_s for op in ops if isinstance(op, Compute | Collective))
-        kinds.append(_Kind(int(count), _layer_rows_s(costs, lengths), host_s, shares_s))
+        kinds.append(_Kind(int(count), *_below(lengths, _layer_rows_s(costs, lengths)), host_s, shares_s))
     return kinds
+
+
+def _below(x: Array, y: Array) -> tuple[Array, Array]:
+    """The corners of the lower convex hull of points with ascending x."""
+    while len(x) > 2:
+        slopes = np.diff(y) / np.diff(x)
+        is_corner = np.concatenate([[True], slopes[1:] > slopes[:-1], [True]])
+        if is_corner.all():
+            break
+        x, y = x[is_corner], y[is_corner]
+    return x, y
 
 
 def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
