@@ -60,11 +60,6 @@ def gemm(name: str, in_features: int, out_features: int, *, split: Split = "whol
     return Gemm(name=name, in_features=in_features, out_features=out_features, split=split)
 
 
-def with_layers(model: ModelSpec, **changes: Any) -> ModelSpec:
-    """The same model with these fields of every layer changed."""
-    return replace(model, layers=tuple(replace(layer, **changes) for layer in model.layers))
-
-
 def with_mixers(model: ModelSpec, **changes: Any) -> ModelSpec:
     """The same model with these fields of every layer's mixer changed."""
     layers = (replace(layer, mixer=layer.mixer and replace(layer.mixer, **changes)) for layer in model.layers)

@@ -119,37 +119,26 @@ def any_divisible(rng: Draws, **options: Any) -> Scenario:
 
 
 def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario, tuple[int, ...]]:
-    """A scenario prepared for the strategy, and random chunks; machine: options of any_scenario."""
-    for attempt in range(4):
-        divides = attempt == 3 or rng.random() < 0.35  # every strategy accepts these numbers of GPUs and heads
-        kind = rng.choice([None, None, "mixed"])
-        options = {} if divides else {"num_gpus": (1, 8), "layers": (1, 8)}
-        kind = None if attempt == 3 else kind
-        scenario = (any_divisible if divides else any_scenario)(rng, kind=kind, **options, **machine)
-        if rng.random() < 0.3:
-            scenario = as_measured(rng, scenario)
-        if rng.random() < 0.3 and scenario.profile and scenario.request.new_tokens > 1:
-            scenario = replace(scenario, engine=any_engine(rng))
-        with suppress(InputError):
-            placed = for_strategy(scenario, strategy)
-            if not strategy.pipeline:
-                return placed, any_partition(rng, placed.request.new_tokens, placed.cluster.num_gpus)
-            return placed, any_pieces(rng, placed.request.new_tokens, strategy.degrees.context or 1)
-    raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
+    """A plain random scenario prepared for the strategy, and random chunks; machine: options of any_scenario."""
+    placed = any_run(rng, strategy, plain=True, **machine)
+    tokens, ranks = placed.request.new_tokens, placed.cluster.num_gpus
+    if strategy.pipeline:
+        return placed, any_pieces(rng, tokens, strategy.degrees.context or 1)
+    return placed, any_partition(rng, tokens, ranks)
 
 
-def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
-    """A random scenario prepared for the strategy.
+def any_run(rng: Draws, strategy: Strategy, *, plain: bool = False, **machine: Any) -> Scenario:
+    """A random scenario prepared for the strategy; machine: options of any_scenario.
 
-    It may have slow GPUs and links, hosts that issue messages, expert parallelism and a prefix that must be loaded.
-    machine: options of any_scenario.
+    Unless plain, it may have slow GPUs and links, hosts that issue messages, expert parallelism and a prefix that must
+    be loaded.
     """
     for attempt in range(20):
         kind = rng.choice([None, "mixed", "mixtral", "qwen3_moe"]) if attempt < 10 else None
         build = any_scenario if rng.random() < 0.5 and attempt < 5 else any_divisible
         scenario = build(rng, kind=kind, **machine)
         num_gpus, profile = scenario.cluster.num_gpus, scenario.profile
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and not plain:
             slow = [SlowGpu(rank=rank, factor=1 + rng.random()) for rank in range(num_gpus) if rng.random() < 0.5]
             own = not scenario.cluster.shares_bandwidth  # slow links are refused on a shared bus
             pairs = [(rank, rank + 1) for rank in range(num_gpus - 1) if own and rng.random() < 0.3]
@@ -157,15 +146,15 @@ def any_run(rng: Draws, strategy: Strategy, **machine: Any) -> Scenario:
             scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, links))
         if rng.random() < 0.3:
             scenario = as_measured(rng, scenario)
-        elif profile is not None and rng.random() < 0.5:
+        elif profile is not None and rng.random() < 0.5 and not plain:
             host = replace(profile.host, message_s=log(rng, -6, -3), collective_s=log(rng, -6, -3))
             scenario = replace(scenario, profile=replace(profile, host=host))
         if scenario.profile and scenario.request.new_tokens > 1 and rng.random() < 0.3:
             scenario = replace(scenario, engine=any_engine(rng))
         with suppress(InputError):
-            if kind in ("mixtral", "qwen3_moe") and rng.random() < 0.5:
+            if kind in ("mixtral", "qwen3_moe") and rng.random() < 0.5 and not plain:
                 scenario = replace(scenario, expert_parallel=True)
-            if scenario.request.cached_prefix and rng.random() < 0.5:
+            if scenario.request.cached_prefix and rng.random() < 0.5 and not plain:
                 place = rng.choice(PREFIX_PLACEMENTS)
                 rate = log(rng, 6, 13) if place in ("host", "remote") else None
                 scenario = replace(scenario, prefix_placement=PrefixPlacement(place=place, bytes_per_s=rate))

@@ -174,15 +174,13 @@ def trouble(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "hangs":
         time.sleep(1000)
-    elif kind == "late":
-        time.sleep(1.0)
     elif kind == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     elif kind == "error":
         raise ValueError("a shape that does not fit")
 
 
-def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "kvr", name: str = "llama-gqa") -> Any:
+def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "kvr") -> Any:
     """Run a prefill in which one rank fails when it reaches a layer."""
     note = transport.slot.note
 
@@ -193,13 +191,10 @@ def troubled(transport: Any, kind: str, rank: int, layer: int, strategy: str = "
 
     if transport.rank == rank:
         transport.slot = replace(transport.slot, note=troubled_note)
-    whole = strategy in ("single", "tp")
-    chunks = Partition(chunk_lens=(CONTEXT_LEN,)) if whole else Partition.even(CONTEXT_LEN, transport.size)
-    plan = RunPlan(strategy=strategy, partition=chunks)
-    forward = ModelForward(model_of(name))
-    trace = make_exchange(forward, transport, plan).prefill(prompt_of(forward, plan, 0))
+    plan = RunPlan(strategy=strategy, partition=Partition.even(CONTEXT_LEN, 1 if strategy == "tp" else transport.size))
+    forward = ModelForward(model_of("llama-gqa"))
+    make_exchange(forward, transport, plan).prefill(prompt_of(forward, plan, 0))
     transport.barrier()  # a failed rank must reach the barrier, too, even if no rank waits for its messages
-    return trace.emits_token
 
 
 def mismatched(transport: Any, changed: dict[str, Any]) -> None:

@@ -23,16 +23,6 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_a
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_modules_are_where_the_architecture_has_them() -> None:
-    for name in CONFIGS | KINDS:
-        model = model_of(name, "eager")
-        geometry = Geometry.of(model)
-        for layer, layout in zip(geometry.layers(model), geometry.layouts, strict=True):
-            output = geometry.output_projection_of(layer)
-            assert (output is None) == (geometry.attention_of(layer) is None) == (layout is None)
-            assert output is None or output.weight.shape[0] == model.config.hidden_size
-
-
 @pytest.mark.parametrize(
     ("keys", "kernel", "named"),
     [
